@@ -1,0 +1,1 @@
+"""Collectives overlapped with matrix products; imported as `shardmap_torch.kernels`."""

@@ -1,0 +1,1 @@
+"""Typed, differentiable collectives; imported as `shardmap_torch.ops`."""

@@ -1,0 +1,1 @@
+"""JAX-inspired functional `shard_map` for PyTorch."""
