@@ -1,0 +1,195 @@
+"""The worker pool returns what ranks return, and turns every way to fail into a prompt report."""
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool, WorkerError
+
+Gloo = Callable[[int], Pool]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A class of this module, to prove that its instances travel both ways."""
+
+    factor: int
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    fresh = Pool(2)
+    yield fresh
+    fresh.close()
+
+
+def rank_times(scaled: Scaled) -> Scaled:
+    return Scaled(scaled.factor * dist.get_rank())
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    x = x * (dist.get_rank() + 1)
+    dist.all_reduce(x)
+    return x
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def raise_on(rank: int) -> None:
+    print(f"about to work on {dist.get_rank()}")
+    if dist.get_rank() == rank:
+        raise KeyError(f"rank {rank} is unhappy")
+
+
+def raise_before_collective(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("left the others alone")
+    dist.barrier()
+
+
+def raise_everywhere() -> None:
+    raise LookupError(f"nothing on {dist.get_rank()}")
+
+
+def die_on(rank: int) -> None:
+    print("last words", flush=True)
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def leave_state_behind() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.manual_seed(dist.get_rank() + 17)
+
+
+def global_state() -> tuple[torch.dtype, bool, float, int]:
+    state = torch.get_default_dtype(), torch.is_grad_enabled(), torch.rand(()).item()
+    return (*state, torch.get_num_threads())
+
+
+def warn() -> None:
+    warnings.warn("mind the gap", UserWarning, stacklevel=1)
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_results_come_in_rank_order(gloo: Gloo, size: int) -> None:
+    assert gloo(size).run(rank_times, Scaled(10)) == [Scaled(10 * rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_size_is_a_world_of_its_own(gloo: Gloo, size: int) -> None:
+    results = gloo(size).run(summed, torch.ones(3))
+    assert [result.tolist() for result in results] == [[size * (size + 1) / 2] * 3] * size
+
+
+def test_processes_persist_between_runs(gloo: Gloo) -> None:
+    assert gloo(2).run(process_id) == gloo(2).run(process_id)
+
+
+def test_a_run_does_not_see_the_state_an_earlier_one_left(pool: Pool) -> None:
+    before = pool.run(global_state)
+    pool.run(leave_state_behind)
+    assert pool.run(global_state) == before
+    assert before[0] == before[1]
+
+
+def test_an_exception_names_its_rank_and_shows_traceback_and_output(pool: Pool) -> None:
+    with pytest.raises(WorkerError) as failure:
+        pool.run(raise_on, 1)
+    text = str(failure.value)
+    assert text.startswith("rank 0 of 2 returned normally\n--- output of rank 0 ---\nabout to work")
+    assert "rank 1 of 2 raised\nTraceback (most recent call last):" in text
+    assert "in raise_on\n    raise KeyError" in text
+    assert text.endswith("--- output of rank 1 ---\nabout to work on 1")
+
+
+def test_a_rank_left_alone_in_a_collective_is_reported_within_seconds(pool: Pool) -> None:
+    pool.run(process_id)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 2 did not answer in time") as failure:
+        pool.run(raise_before_collective, 0)
+    assert "ValueError: left the others alone" in str(failure.value)
+    assert "in raise_before_collective" in str(failure.value).partition("rank 1 of 2")[2]
+    assert time.monotonic() - start < 10
+
+
+def test_expected_errors_are_returned_in_rank_order(pool: Pool) -> None:
+    errors = pool.run(raise_everywhere, expect_error=True)
+    assert [(error.kind, error.text) for error in errors] == [
+        ("LookupError", "nothing on 0"),
+        ("LookupError", "nothing on 1"),
+    ]
+
+
+def test_an_expected_error_that_a_rank_does_not_raise_is_a_failure(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match="rank 0 of 2 returned normally"):
+        pool.run(raise_on, 1, expect_error=True)
+
+
+def test_a_dying_worker_fails_the_run_and_shows_its_output(pool: Pool) -> None:
+    pool.run(process_id)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 2 died with exit code 7") as failure:
+        pool.run(die_on, 1)
+    assert str(failure.value).endswith("--- output of rank 1 ---\nlast words")
+    assert time.monotonic() - start < 10
+
+
+def test_a_hanging_worker_fails_the_run_and_shows_its_stack(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match="rank 0 of 2 did not answer in time") as failure:
+        pool.run(sleep_on, 0, timeout=0.5)
+    assert "in sleep_on" in str(failure.value)
+
+
+def test_a_failed_pool_is_replaced_by_a_fresh_one(pool: Pool) -> None:
+    before = pool.run(process_id)
+    with pytest.raises(WorkerError):
+        pool.run(die_on, 0)
+    after = pool.run(process_id)
+    assert not set(before) & set(after)
+    assert pool.run(rank_times, Scaled(2)) == [Scaled(0), Scaled(2)]
+
+
+def test_an_interrupted_run_leaves_no_answer_for_the_next_one(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pool.run(process_id)
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.pool.wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(process_id)
+    assert pool.run(rank_times, Scaled(2)) == [Scaled(0), Scaled(2)]
+
+
+def test_workers_warn_as_the_test_does(pool: Pool) -> None:
+    assert [error.kind for error in pool.run(warn, expect_error=True)] == ["UserWarning"] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert pool.run(warn) == [None, None]
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_its_rank(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match=r"rank 0 of 2 raised\n(?s:.*)Can't pickle local object"):
+        pool.run(unpicklable)
