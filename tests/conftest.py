@@ -1,10 +1,24 @@
-"""Fixtures shared by all tests."""
+"""Fixtures and settings shared by all tests."""
 
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
+import torch
 
 from tests.pool import Pool
+
+# No deadline: on a busy machine it measures the neighbours, and pytest-timeout catches a hang.
+hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")

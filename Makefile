@@ -1,0 +1,40 @@
+# Everything runs in .venv, which the first target to need it makes. To start with: Python and make.
+
+BIN := .venv/bin
+READY := .venv/ready
+PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
+# The first one that the pinned wheels exist for and that can make a virtual environment.
+FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+
+.PHONY: demo test fast lint bench clean
+
+demo: $(READY)  ## train the example GPT on a simulated mesh
+	$(BIN)/python examples/train_gpt.py
+
+test: lint  ## every check and every test
+	$(BIN)/pytest
+
+fast: lint  ## every check and the tests that take seconds
+	$(BIN)/pytest -m "not slow"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff check --select C901 --ignore-noqa .  # no function is excused
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(READY)  ## every benchmark, one after the other
+	set -e; for file in benchmarks/*.py; do $(BIN)/python $$file; done
+
+clean:  ## remove all that the other targets made, .venv included
+	rm -rf .venv build dist out *.egg-info .*_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	set -e; for python in $(PYTHONS); do \
+		if $$python -c "$(FITS)" 2>/dev/null; then $$python -m venv .venv; break; fi; \
+	done; test -x $(BIN)/pip || { echo "needs Python 3.11 to 3.14 with venv" >&2; exit 1; }
+	$(BIN)/pip install --quiet -c constraints.txt setuptools
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation --editable ".[demo,dev]"
+	touch $@

@@ -1,0 +1,62 @@
+"""The limits of style that no other tool of `make test` checks."""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from shardmap_torch import errors
+
+REPO = Path(__file__).parent.parent
+FOLDERS = ("shardmap_torch", "ops", "kernels", "tests", "examples", "benchmarks")
+SOURCES = sorted(path for folder in FOLDERS for path in (REPO / folder).rglob("*.py"))
+MAX_CODE_LINES = 500
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+ERRORS = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, BaseException)
+]
+
+
+def code_lines(source: str) -> int:
+    """Lines of `source` that hold code: blank lines, comments and docstrings do not count."""
+    silent = {
+        tokenize.COMMENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+        tokenize.INDENT,
+        tokenize.NEWLINE,
+        tokenize.NL,
+    }
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in silent:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, Documented) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def test_code_lines_leave_out_blanks_comments_and_docstrings() -> None:
+    source = (
+        '"""Module.\n\ndoc"""\n\n# why\ndef f():\n    """Doc."""\n    return """a\n\nb"""  # c\n'
+    )
+    assert code_lines(source) == 4
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPO)))
+def test_a_file_has_at_most_500_lines_of_code(path: Path) -> None:
+    assert code_lines(path.read_text()) <= MAX_CODE_LINES
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_no_error_is_a_type_error(error: type[BaseException]) -> None:
+    """Raised inside `a + b`, Python replaces a TypeError by its own and our text is lost."""
+    assert not issubclass(error, TypeError)
