@@ -1,0 +1,96 @@
+"""Runs a README: what a reader copies must do what the page shows.
+
+Within a section (a heading and what follows it), in order, in one folder and one namespace:
+
+- A `python` block is executed. If its first line is `# name.py`, it is saved under that name too.
+- A `text` block is the whole output of the `python` block before it; without one, that prints none.
+- A `console` block is `$ torchrun ...` or `$ python ...` and the whole output of that command.
+- `<!-- not run: reason -->` on the line before a block leaves it out. No other block is left out.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$")
+PROGRAMS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `line` is that of its first line of text, counted from 1."""
+
+    line: int
+    language: str
+    text: str
+
+
+def sections(page: str) -> dict[str, list[Block]]:
+    """The blocks to run under each heading that has some."""
+    found: dict[str, list[Block]] = {}
+    heading, position = "", 0
+    for fence in FENCE.finditer(page):
+        prose = page[position : fence.start()].splitlines()
+        position = fence.end()
+        heading = next(
+            (title[1] for line in prose[::-1] if (title := HEADING.match(line))), heading
+        )
+        if not (prose and prose[-1].startswith("<!-- not run: ")):
+            line = page.count("\n", 0, fence.start(2)) + 1
+            found.setdefault(heading, []).append(Block(line, fence[1], fence[2]))
+    return found
+
+
+def run(blocks: list[Block], folder: Path, filename: str) -> None:
+    """Runs the blocks of one section in `folder`; `filename` names the page in tracebacks."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    shown = [block.text if block.language == "text" else "" for block in blocks[1:]] + [""]
+    previous = ""
+    for block, output in zip(blocks, shown, strict=True):
+        where = f"line {block.line}"
+        match block.language:
+            case "python":
+                assert _execute(block, namespace, folder, filename) == output, where
+            case "console":
+                command, _, output = block.text.partition("\n")
+                assert _command(command, folder) == output, where
+            case "text":
+                assert previous == "python", f"{where}: not the output of a python block"
+            case language:
+                raise AssertionError(f"{where}: no way to run {language!r}")
+        previous = block.language
+
+
+def _execute(block: Block, namespace: dict[str, Any], folder: Path, filename: str) -> str:
+    if saved := re.match(r"# (\w+\.py)\n", block.text):
+        (folder / saved[1]).write_text(block.text)
+    # Padded so that line numbers in errors are those of the page.
+    code = compile("\n" * (block.line - 1) + block.text, filename, "exec")
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, namespace)
+    return printed.getvalue()
+
+
+def _command(command: str, folder: Path) -> str:
+    program, *arguments = shlex.split(command.removeprefix("$ "))
+    done = subprocess.run(
+        [*PROGRAMS[program], *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,108 @@
+"""Every block of the README and of docs/ runs and prints what the page shows."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import readme
+
+REPO = Path(__file__).parent.parent
+PAGES = [*REPO.glob("README.md"), *sorted(REPO.glob("docs/**/*.md"))]
+SECTIONS = [
+    pytest.param(
+        page,
+        blocks,
+        id=f"{page.name}: {title}",
+        marks=[pytest.mark.slow] * any(block.language == "console" for block in blocks),
+    )
+    for page in PAGES
+    for title, blocks in readme.sections(page.read_text()).items()
+]
+
+PAGE = """# Title
+
+```python
+# double.py
+x = 2
+print(2 * x)
+```
+
+which prints
+
+```text
+4
+```
+
+```console
+$ python double.py
+4
+```
+
+<!-- not run: takes minutes -->
+```console
+$ make demo
+```
+
+## Next
+
+```python
+y = 1
+```
+"""
+
+
+@pytest.mark.parametrize(("page", "blocks"), SECTIONS)
+def test_every_block_of_a_page_runs_and_prints_what_is_shown(
+    page: Path, blocks: list[readme.Block], tmp_path: Path
+) -> None:
+    (tmp_path / "examples").symlink_to(REPO / "examples")
+    readme.run(blocks, tmp_path, str(page))
+
+
+def run_page(page: str, folder: Path) -> None:
+    for blocks in readme.sections(page).values():
+        readme.run(blocks, folder, "page.md")
+
+
+def test_blocks_are_grouped_by_heading_and_excused_ones_left_out() -> None:
+    found = readme.sections(PAGE)
+    assert {title: [block.language for block in blocks] for title, blocks in found.items()} == {
+        "Title": ["python", "text", "console"],
+        "Next": ["python"],
+    }
+
+
+def test_a_page_that_shows_what_it_prints_passes(tmp_path: Path) -> None:
+    run_page(PAGE, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("4\n```\n\n```console", "5\n```\n\n```console", 4),
+        ("double.py\n4", "double.py\n5", 16),
+        ("y = 1", "print('unseen')", 28),
+        ("```python\ny", "```bash\ny", 28),
+        ("```python\ny", "```text\ny", 28),
+    ],
+    ids=[
+        "wrong output",
+        "wrong output of a command",
+        "output not shown",
+        "unknown language",
+        "stray output",
+    ],
+)
+def test_a_page_that_shows_something_else_fails_and_names_the_line(
+    tmp_path: Path, old: str, new: str, line: int
+) -> None:
+    assert old in PAGE
+    with pytest.raises(AssertionError, match=f"line {line}"):
+        run_page(PAGE.replace(old, new), tmp_path)
+
+
+def test_an_error_in_a_block_has_the_line_of_the_page(tmp_path: Path) -> None:
+    page = PAGE.replace("print(2", "print(1 / 0").partition("which")[0]
+    with pytest.raises(ZeroDivisionError) as error:
+        run_page(page, tmp_path)
+    assert error.traceback[-1].lineno + 1 == 6
