@@ -1,12 +1,12 @@
 """Fixtures and settings shared by all tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
 
-from tests.pool import Pool
+from tests.pool import Gloo, Pool
 
 # No deadline: on a busy machine it measures the neighbours, and pytest-timeout catches a hang.
 hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def gloo() -> Iterator[Callable[[int], Pool]]:
+def gloo() -> Iterator[Gloo]:
     """`gloo(n)` is the session's pool of `n` gloo processes, started when first used."""
     pools: dict[int, Pool] = {}
 

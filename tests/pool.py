@@ -162,6 +162,9 @@ class Pool:
         return "\n".join(lines)
 
 
+Gloo = Callable[[int], Pool]  # The fixture `gloo`: the session's pool of that size.
+
+
 @dataclass(frozen=True)
 class _Returned:
     value: Any
@@ -233,9 +236,9 @@ class _Worker:
 def _serve(connection: Connection, rank: int, size: int, store: Path, captured: Path) -> None:
     """A worker's life: join the world, then answer calls until the parent closes or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us.
-    with captured.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = captured.open("a", buffering=1)
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
@@ -256,7 +259,6 @@ def _serve(connection: Connection, rank: int, size: int, store: Path, captured: 
         _reset()
         reply = _call(request)
         sys.stdout.flush()
-        sys.stderr.flush()
         connection.send_bytes(reply)
 
 

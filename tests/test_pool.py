@@ -3,16 +3,14 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool, WorkerError
-
-Gloo = Callable[[int], Pool]
+from tests.pool import Gloo, Pool, WorkerError
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,14 @@ def raise_everywhere() -> None:
 
 
 def die_on(rank: int) -> None:
-    print("last words", flush=True)
+    print("last words")
     if dist.get_rank() == rank:
         os._exit(7)
     dist.barrier()
 
 
 def sleep_on(rank: int) -> None:
+    print("about to sleep")
     if dist.get_rank() == rank:
         time.sleep(60)
 
@@ -157,6 +156,7 @@ def test_a_dying_worker_fails_the_run_and_shows_its_output(pool: Pool) -> None:
 def test_a_hanging_worker_fails_the_run_and_shows_its_stack(pool: Pool) -> None:
     with pytest.raises(WorkerError, match="rank 0 of 2 did not answer in time") as failure:
         pool.run(sleep_on, 0, timeout=0.5)
+    assert "--- output of rank 0 ---\nabout to sleep\n" in str(failure.value)
     assert "in sleep_on" in str(failure.value)
 
 
