@@ -1,0 +1,295 @@
+"""Communication schedules as plain data: what each rank does, instruction by instruction.
+
+A schedule says nothing about tensors, processes or time. It is a program per rank over five
+instructions, so the same data drives gloo, the virtual clock and the exhaustive tests.
+
+Vocabulary: a *block* is what one rank owns of a matrix whose rows are cut over `num_ranks`; each
+block is cut again into `num_parts` *chunks*, the unit that is sent and multiplied.
+
+    gather/ring      blocks travel to the next rank, forwarded before they are multiplied
+    gather/two-way   half of the distance in each direction: half the steps, both directions busy
+    scatter/direct   a partial sum goes straight to its owner, which adds all of them in rank order
+    scatter/ring     a partial sum travels and collects one addend a step
+    reduce/direct    scatter/direct, and each finished chunk is sent to everyone at once
+
+Source: ring all-gather and reduce-scatter from Patarasuk and Yuan 2009; overlapping them with the
+matmul from Wang et al. 2023 ("Overlap communication with dependent computation"), section 3.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Chunk:
+    """Part `part` of the block that rank `owner` owns."""
+
+    owner: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chunk on its way; `step` counts from 1 and is unique with `part` for a pair of ranks."""
+
+    source: int
+    target: int
+    chunk: Chunk
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Announce the buffer that `message` will arrive in; does not block."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start sending `message`; does not block."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Block until `message` has arrived."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Multiply:
+    """Multiply `chunk`: consume it (gather) or produce this rank's addend of it (scatter)."""
+
+    chunk: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """Add every addend of `chunk` that this rank has, in rank order, own addend included."""
+
+    chunk: Chunk
+
+
+Instruction: TypeAlias = Post | Send | Await | Multiply | Combine
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One rank's instructions; a caller may do work of its own between the two halves."""
+
+    start: tuple[Instruction, ...]
+    finish: tuple[Instruction, ...]
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """Both halves in order."""
+        return self.start + self.finish
+
+
+Builder: TypeAlias = Callable[[int, int, int], Program]
+
+
+def _posts(finish: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    """A receive for every awaited message, in the order of need.
+
+    All of them before the first send: gloo holds a message back until its receive is posted, and
+    posting late doubled the time of an exchange (31.8 ms against 65.0 ms).
+    """
+    return tuple(Post(i.message) for i in finish if isinstance(i, Await))
+
+
+def _chunks(owner: int, num_parts: int) -> Iterator[Chunk]:
+    return (Chunk(owner, part) for part in range(num_parts))
+
+
+def _ring_hop(rank: int, num_ranks: int, direction: int, distance: int, part: int) -> Message:
+    """The message that reaches `rank` after travelling `distance` hops towards `direction`."""
+    owner = (rank - direction * distance) % num_ranks
+    source = (rank - direction) % num_ranks
+    return Message(source, rank, Chunk(owner, part), distance)
+
+
+def _gather(rank: int, num_ranks: int, num_parts: int, reach: Mapping[int, int]) -> Program:
+    """Own chunks first; each arrival is forwarded, then multiplied.
+
+    Args:
+        rank: The rank whose program this is.
+        num_ranks: Ranks on the axis.
+        num_parts: Chunks per block.
+        reach: Hops that a block travels in each direction (+1: to the next rank).
+    """
+
+    def forwarded(direction: int, distance: int, part: int) -> Message:
+        target = (rank + direction) % num_ranks
+        return _ring_hop(target, num_ranks, direction, distance, part)
+
+    def arrival(direction: int, distance: int, part: int) -> Iterator[Instruction]:
+        message = _ring_hop(rank, num_ranks, direction, distance, part)
+        yield Await(message)
+        if distance < reach[direction]:
+            yield Send(forwarded(direction, distance + 1, part))
+        yield Multiply(message.chunk)
+
+    own_sends = tuple(
+        Send(forwarded(direction, 1, part))
+        for part in range(num_parts)
+        for direction, hops in reach.items()
+        if hops
+    )
+    arrivals = tuple(
+        instruction
+        for distance in range(1, max(reach.values()) + 1)
+        for part in range(num_parts)
+        for direction, hops in reach.items()
+        if distance <= hops
+        for instruction in arrival(direction, distance, part)
+    )
+    own = tuple(Multiply(chunk) for chunk in _chunks(rank, num_parts))
+    return Program(_posts(arrivals) + own_sends, own + arrivals)
+
+
+def gather_ring(rank: int, num_ranks: int, num_parts: int) -> Program:
+    """Ring all-gather: each rank sends (num_ranks - 1) blocks to the next rank."""
+    return _gather(rank, num_ranks, num_parts, {1: num_ranks - 1})
+
+
+def gather_two_way(rank: int, num_ranks: int, num_parts: int) -> Program:
+    """Ring all-gather in both directions: as many bytes in half as many steps."""
+    return _gather(rank, num_ranks, num_parts, {1: num_ranks // 2, -1: (num_ranks - 1) // 2})
+
+
+def _addend(source: int, target: int, num_ranks: int, part: int) -> Message:
+    """A partial sum straight to its owner; the step is the distance between the two."""
+    return Message(source, target, Chunk(target, part), (target - source) % num_ranks)
+
+
+def _others(rank: int, num_ranks: int) -> Iterator[int]:
+    """Peers by distance, so that at each step every rank hears from exactly one other."""
+    return ((rank + distance) % num_ranks for distance in range(1, num_ranks))
+
+
+def _collect(rank: int, num_ranks: int, part: int) -> Iterator[Instruction]:
+    """Wait for every addend of one own chunk, nearest first as they were sent, and add them."""
+    for distance in range(1, num_ranks):
+        yield Await(_addend((rank - distance) % num_ranks, rank, num_ranks, part))
+    yield Combine(Chunk(rank, part))
+
+
+def scatter_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
+    """Direct reduce-scatter: each addend is sent once; the owner sums in rank order."""
+    start: list[Instruction] = []
+    for target in _others(rank, num_ranks):
+        for part in range(num_parts):
+            start += [
+                Multiply(Chunk(target, part)),
+                Send(_addend(rank, target, num_ranks, part)),
+            ]
+    start += [Multiply(chunk) for chunk in _chunks(rank, num_parts)]
+    finish = tuple(i for part in range(num_parts) for i in _collect(rank, num_ranks, part))
+    return Program(_posts(finish) + tuple(start), finish)
+
+
+def scatter_ring(rank: int, num_ranks: int, num_parts: int) -> Program:
+    """Ring reduce-scatter: the sum of chunk `o` starts at rank o + 1 and ends at rank o."""
+
+    def incoming(step: int, part: int) -> Message:
+        return Message(
+            (rank - 1) % num_ranks, rank, Chunk((rank - 1 - step) % num_ranks, part), step
+        )
+
+    def collect(step: int, part: int) -> tuple[Instruction, ...]:
+        message = incoming(step, part)
+        return (Await(message), Combine(message.chunk)) if step else ()
+
+    def outgoing(step: int, part: int) -> Message:
+        chunk = Chunk((rank - 1 - step) % num_ranks, part)
+        return Message(rank, (rank + 1) % num_ranks, chunk, step + 1)
+
+    travelling: list[Instruction] = []
+    for step in range(num_ranks - 1):
+        for part in range(num_parts):
+            send = outgoing(step, part)
+            travelling += [Multiply(send.chunk), *collect(step, part), Send(send)]
+    own = tuple(Multiply(chunk) for chunk in _chunks(rank, num_parts))
+    finish = tuple(i for part in range(num_parts) for i in collect(num_ranks - 1, part))
+    return Program(_posts((*travelling, *finish)) + tuple(travelling) + own, finish)
+
+
+def reduce_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
+    """Direct all-reduce, one part of all blocks at a time.
+
+    While part p is multiplied, part p - 1 is added and sent to everyone: both halves of the
+    all-reduce hide behind the products, which block by block only the first half would.
+    """
+
+    def finished(source: int, target: int, part: int) -> Message:
+        # Steps after those of the addends, so that tags stay unique for a pair of ranks.
+        step = num_ranks + (target - source) % num_ranks
+        return Message(source, target, Chunk(source, part), step)
+
+    def products(part: int) -> Iterator[Instruction]:
+        for target in _others(rank, num_ranks):
+            yield Multiply(Chunk(target, part))
+            yield Send(_addend(rank, target, num_ranks, part))
+        yield Multiply(Chunk(rank, part))
+
+    def publish(part: int) -> Iterator[Instruction]:
+        yield from _collect(rank, num_ranks, part)
+        for target in _others(rank, num_ranks):
+            yield Send(finished(rank, target, part))
+
+    start: list[Instruction] = []
+    for part in range(num_parts):
+        start += products(part)
+        if part:
+            start += publish(part - 1)
+    arrivals = tuple(
+        Await(finished((rank - distance) % num_ranks, rank, part))
+        for part in range(num_parts)
+        for distance in range(1, num_ranks)
+    )
+    finish = (*publish(num_parts - 1), *arrivals)
+    return Program(_posts((*start, *finish)) + tuple(start), finish)
+
+
+SCHEDULES: Mapping[str, Builder] = {
+    "gather/ring": gather_ring,
+    "gather/two-way": gather_two_way,
+    "scatter/direct": scatter_direct,
+    "scatter/ring": scatter_ring,
+    "reduce/direct": reduce_direct,
+}
+
+
+def num_tags(num_ranks: int, num_parts: int) -> int:
+    """Tags that one call needs: steps reach 2 * num_ranks - 1, and each has every part."""
+    return 2 * num_ranks * num_parts
+
+
+def tag(message: Message, num_parts: int) -> int:
+    """A number that no other message between the same two ranks has within one call."""
+    return message.step * num_parts + message.chunk.part
+
+
+def split(length: int, num_pieces: int) -> tuple[slice, ...]:
+    """Cuts `length` rows into consecutive pieces whose sizes differ by at most one.
+
+    Longer pieces first: what remains to be multiplied after the last arrival is the shortest.
+    """
+    size, longer = divmod(length, num_pieces)
+    starts = [size * piece + min(piece, longer) for piece in range(num_pieces + 1)]
+    return tuple(slice(a, b) for a, b in itertools.pairwise(starts))
+
+
+def chunk_rows(length: int, num_ranks: int, num_parts: int) -> dict[Chunk, slice]:
+    """The rows of every chunk of a matrix of `length` rows; blocks first, then their parts."""
+    return {
+        Chunk(owner, part): slice(block.start + rows.start, block.start + rows.stop)
+        for owner, block in enumerate(split(length, num_ranks))
+        for part, rows in enumerate(split(block.stop - block.start, num_parts))
+    }
