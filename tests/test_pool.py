@@ -191,5 +191,7 @@ def test_workers_warn_as_the_test_does(pool: Pool) -> None:
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_its_rank(pool: Pool) -> None:
-    with pytest.raises(WorkerError, match=r"rank 0 of 2 raised\n(?s:.*)Can't (pickle|get) local object"):
+    with pytest.raises(
+        WorkerError, match=r"rank 0 of 2 raised\n(?s:.*)Can't (pickle|get) local object"
+    ):
         pool.run(unpicklable)
