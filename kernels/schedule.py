@@ -204,7 +204,8 @@ def scatter_ring(rank: int, num_ranks: int, num_parts: int) -> Program:
 
     def collect(step: int, part: int) -> tuple[Instruction, ...]:
         message = incoming(step, part)
-        return (Await(message), Combine(message.chunk)) if step else ()
+        first = (Await(message),) if step else ()  # At step 0 nothing has travelled yet.
+        return (*first, Combine(message.chunk))
 
     def outgoing(step: int, part: int) -> Message:
         chunk = Chunk((rank - 1 - step) % num_ranks, part)

@@ -9,6 +9,7 @@ served; a message is ready when it has been sent and its receive has been posted
 latency + bytes / bandwidth after it starts. Computing advances the rank's own clock.
 """
 
+import heapq
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -146,6 +147,7 @@ class VirtualNetwork:
         self.log: list[Transfer] = []
         self.sends: dict[Key, VirtualHandle] = {}
         self.receives: dict[Key, VirtualHandle] = {}
+        self._ready: list[tuple[float, Key]] = []
         self._free_at: dict[Hashable, float] = {}
 
     @property
@@ -182,6 +184,9 @@ class VirtualNetwork:
                 f"buffer that is not contiguous"
             )
         side[key] = handle
+        if key in self.sends and key in self.receives:
+            ready_at = max(self.sends[key].issued_at, self.receives[key].issued_at)
+            heapq.heappush(self._ready, (ready_at, key))
         return handle
 
     def _describe(self, handle: VirtualHandle) -> str:
@@ -192,18 +197,14 @@ class VirtualNetwork:
 
         Every rank is blocked, so nothing issued later can be ready before it: the order is exact.
         """
-        ready = self.sends.keys() & self.receives.keys()
-        if not ready:
+        if not self._ready:
             waits = [
                 self._describe(p.blocked_on)
                 for p in processes
                 if not p.result and isinstance(p.blocked_on, VirtualHandle)
             ]
             raise KernelError(listing("deadlock, every rank that is not done waits:", waits))
-        self._deliver(min(ready, key=lambda key: (self._ready_at(key), key)))
-
-    def _ready_at(self, key: Key) -> float:
-        return max(self.sends[key].issued_at, self.receives[key].issued_at)
+        self._deliver(*heapq.heappop(self._ready))
 
     def _links(self, key: Key) -> tuple[Hashable, Hashable]:
         """What the transfer occupies: the source's outgoing and the target's incoming link."""
@@ -211,8 +212,8 @@ class VirtualNetwork:
         pair = (source, target) if self.dedicated_links else None
         return ("out", pair or source), ("in", pair or target)
 
-    def _deliver(self, key: Key) -> None:
-        ready_at, links = self._ready_at(key), self._links(key)
+    def _deliver(self, ready_at: float, key: Key) -> None:
+        links = self._links(key)
         send, receive = self.sends.pop(key), self.receives.pop(key)
         num_bytes = send.tensor.numel() * send.tensor.element_size()
         begin = max(ready_at, *(self._free_at.get(link, 0.0) for link in links))

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -196,8 +196,10 @@ def test_an_all_reduce_delivers_every_finished_chunk_to_every_rank(
                 assert instruction.message.chunk in combined
 
 
+Formula = Callable[[int], int]
+
 # Blocks a rank sends, and steps in a row: what a ring or a direct exchange costs.
-FORMULAS = {
+FORMULAS: dict[str, tuple[Formula, Formula]] = {
     "gather/ring": (lambda n: n - 1, lambda n: n - 1),
     "gather/two-way": (lambda n: n - 1, lambda n: n // 2),
     "scatter/direct": (lambda n: n - 1, lambda n: n - 1),

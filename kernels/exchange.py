@@ -1,0 +1,252 @@
+"""The kernel engine: runs a rank's program on tensors.
+
+One interpreter for every schedule; what differs is where a chunk's bytes are (`Tiles`).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.kernels.schedule import (
+    SCHEDULES,
+    Await,
+    Chunk,
+    Combine,
+    Instruction,
+    Message,
+    Multiply,
+    Post,
+    Program,
+    Send,
+    chunk_rows,
+)
+from shardmap_torch.kernels.transport import Channel, Handle, Steps, Transport
+
+Consume: TypeAlias = Callable[[slice, Tensor], None]
+"""Multiplies rows of the gathered matrix, given as their position and their values."""
+
+Produce: TypeAlias = Callable[[slice], Tensor]
+"""This rank's addend of some rows of the summed matrix, in memory of its own."""
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which schedule runs, and into how many parts each rank's block is cut."""
+
+    schedule: str
+    num_parts: int
+
+
+class Tiles(Protocol):
+    """Where an operation keeps its chunks."""
+
+    def outgoing(self, message: Message) -> Tensor:
+        """The contiguous tensor to send."""
+
+    def incoming(self, message: Message) -> Tensor:
+        """The contiguous buffer to receive into."""
+
+    def multiply(self, chunk: Chunk) -> None:
+        """Consumes or produces a chunk."""
+
+    def combine(self, chunk: Chunk) -> None:
+        """Adds the addends of a chunk."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One call of one operation on one rank, in two halves.
+
+    Between `start` and `finish` the caller may compute anything: transfers go on meanwhile.
+    """
+
+    channel: Channel
+    program: Program
+    tiles: Tiles
+    _receives: dict[Message, Handle] = field(default_factory=dict)
+    _sends: list[Handle] = field(default_factory=list)
+
+    def start(self) -> Steps[None]:
+        """Posts every receive and runs the first half."""
+        yield from self._run(self.program.start)
+
+    def finish(self) -> Steps[None]:
+        """Runs the second half, then waits until every buffer sent from may be reused."""
+        yield from self._run(self.program.finish)
+        yield from self._sends
+
+    def _run(self, instructions: Iterable[Instruction]) -> Steps[None]:
+        for instruction in instructions:
+            match instruction:
+                case Post(message):
+                    buffer = self.tiles.incoming(message)
+                    self._receives[message] = self.channel.receive(buffer, message)
+                case Send(message):
+                    self._sends.append(self.channel.send(self.tiles.outgoing(message), message))
+                case Await(message):
+                    yield self._receives.pop(message)
+                case Multiply(chunk):
+                    self.tiles.multiply(chunk)
+                case Combine(chunk):
+                    self.tiles.combine(chunk)
+
+
+def _open(transport: Transport, op: str, choice: Choice, tiles: Tiles) -> Exchange:
+    program = SCHEDULES[choice.schedule](transport.rank, transport.num_ranks, choice.num_parts)
+    return Exchange(Channel.open(transport, op, choice.num_parts), program, tiles)
+
+
+class Gather:
+    """All-gathers a matrix by rows and feeds each chunk to `consume` as soon as it is here.
+
+    Args:
+        transport: This rank's end of the network.
+        op: Name for error messages.
+        shard: This rank's rows, contiguous, as many on every rank.
+        consume: Called once for each chunk, own chunks first.
+        choice: A `gather/` schedule.
+
+    Attributes:
+        full: The gathered matrix; complete once `finish` has run.
+    """
+
+    def __init__(
+        self, transport: Transport, op: str, shard: Tensor, consume: Consume, choice: Choice
+    ) -> None:
+        """Allocates the gathered matrix; no communication."""
+        num_rows = shard.shape[0] * transport.num_ranks
+        self.full = shard.new_empty(num_rows, shard.shape[1])
+        own = slice(transport.rank * shard.shape[0], (transport.rank + 1) * shard.shape[0])
+        self.full[own].copy_(shard)
+        self._rows = chunk_rows(num_rows, transport.num_ranks, choice.num_parts)
+        self._consume = consume
+        self._exchange = _open(transport, op, choice, self)
+
+    def start(self) -> Steps[None]:
+        """Posts the receives and sends the own block; computes nothing."""
+        return self._exchange.start()
+
+    def finish(self) -> Steps[Tensor]:
+        """Forwards and consumes; returns the gathered matrix."""
+        yield from self._exchange.finish()
+        return self.full
+
+    def outgoing(self, message: Message) -> Tensor:
+        """Sent from the gathered matrix."""
+        return self.full[self._rows[message.chunk]]
+
+    def incoming(self, message: Message) -> Tensor:
+        """Received in place."""
+        return self.full[self._rows[message.chunk]]
+
+    def multiply(self, chunk: Chunk) -> None:
+        """Feeds the consumer."""
+        rows = self._rows[chunk]
+        self._consume(rows, self.full[rows])
+
+    def combine(self, chunk: Chunk) -> None:
+        """Never called: a gather has no addends."""
+        raise NotImplementedError
+
+
+class Scatter:
+    """Sums the rows that every rank produces; keeps the own block, or all of them.
+
+    Addends are added in rank order 0..n-1 where the schedule is direct, so results do not depend
+    on arrival; bfloat16 and float16 addends are added in float32 and rounded once. On the ring a
+    sum takes on addends in travelling order and is rounded at each hop.
+
+    Args:
+        transport: This rank's end of the network.
+        op: Name for error messages.
+        produce: Called once for each chunk of the summed matrix.
+        out: Receives the sum: the own block of rows (`scatter/`) or all rows (`reduce/`).
+        num_rows: Rows of the summed matrix.
+        choice: A `scatter/` or `reduce/` schedule.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        op: str,
+        produce: Produce,
+        out: Tensor,
+        num_rows: int,
+        choice: Choice,
+    ) -> None:
+        """Allocates nothing yet; no communication."""
+        self._transport = transport
+        self._produce = produce
+        self._out = out
+        self._rows = chunk_rows(num_rows, transport.num_ranks, choice.num_parts)
+        whole = out.shape[0] == num_rows
+        self._first_row = 0 if whole else self._rows[Chunk(transport.rank, 0)].start
+        self._tiles: dict[Chunk, Tensor] = {}
+        self._addends: dict[Chunk, dict[int, Tensor]] = {}
+        self._exchange = _open(transport, op, choice, self)
+
+    def start(self) -> Steps[None]:
+        """Produces every chunk, sending each at once."""
+        return self._exchange.start()
+
+    def finish(self) -> Steps[Tensor]:
+        """Waits for what is still on its way, adds it and returns the sum."""
+        yield from self._exchange.finish()
+        return self._out
+
+    def outgoing(self, message: Message) -> Tensor:
+        """A finished chunk of the own block, or an addend of another rank's."""
+        if message.chunk.owner == message.source:
+            return self._destination(message.chunk)
+        return self._tiles[message.chunk]
+
+    def incoming(self, message: Message) -> Tensor:
+        """A finished chunk arrives in place, an addend in a buffer of its own."""
+        if message.chunk.owner == message.source:
+            return self._destination(message.chunk)
+        rows = self._rows[message.chunk]
+        buffer = self._out.new_empty(rows.stop - rows.start, self._out.shape[1])
+        self._addends.setdefault(message.chunk, {})[message.source] = buffer
+        return buffer
+
+    def multiply(self, chunk: Chunk) -> None:
+        """Produces this rank's addend."""
+        self._tiles[chunk] = self._produce(self._rows[chunk])
+
+    def combine(self, chunk: Chunk) -> None:
+        """Adds in rank order; an own chunk lands in `out`, a travelling one stays a tile."""
+        own = self._tiles[chunk]
+        addends = self._addends.pop(chunk, {}) | {self._transport.rank: own}
+        is_own = chunk.owner == self._transport.rank
+        destination = self._destination(chunk) if is_own else own
+        _sum_into(destination, [addends[rank] for rank in sorted(addends)])
+        self._transport.charge(len(addends) * own.numel(), (len(addends) + 1) * own.nbytes)
+        if is_own:
+            del self._tiles[chunk]
+
+    def _destination(self, chunk: Chunk) -> Tensor:
+        rows = self._rows[chunk]
+        return self._out[rows.start - self._first_row : rows.stop - self._first_row]
+
+
+def _sum_into(destination: Tensor, addends: list[Tensor]) -> None:
+    """Adds left to right, in float32 where the addends are of lower precision.
+
+    `destination` may be one of the addends only when there are two (addition commutes).
+    """
+    if len(addends) == 1:
+        destination.copy_(addends[0])  # Nothing to do where it is the destination itself.
+    elif destination.dtype in LOW_PRECISION:
+        total = addends[0].float()
+        for addend in addends[1:]:
+            total += addend
+        destination.copy_(total)
+    else:
+        torch.add(addends[0], addends[1], out=destination)
+        for addend in addends[2:]:
+            destination += addend

@@ -1,0 +1,395 @@
+"""The kernels on the virtual network: exact results, bytes, predicted times, caught mistakes."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch.errors import KernelError
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.exchange import Choice, Gather
+from shardmap_torch.kernels.matmul import (
+    gather_backward,
+    gather_backward_again,
+    gather_forward,
+    reduce_forward,
+    scatter_backward,
+    scatter_forward,
+)
+from shardmap_torch.kernels.schedule import Chunk, Message
+from shardmap_torch.kernels.transport import Channel, Steps, Transport
+from shardmap_torch.kernels.transport_virtual import VirtualNetwork, VirtualTransport
+
+INSTANT = Fabric(latency=1e-6, bandwidth=1e9, flops=1e9)
+RANKS = range(1, 17)
+CASES = [  # Shape of the whole x, the dim that is cut, parts; every dim is a multiple of lengths.
+    pytest.param((6,), (4,), 0, 1, id="tokens"),
+    pytest.param((5,), (3,), 0, 4, id="uneven parts"),
+    pytest.param((2, 3), (4,), 0, 2, id="sequence first"),
+    pytest.param((2, 3), (4,), 1, 3, id="batch first"),
+    pytest.param((2, 2, 3), (2,), -2, 2, id="two leading dims"),
+    pytest.param((3,), (4,), -1, 2, id="features"),
+    pytest.param((2, 3), (3,), 2, 3, id="features, batch first"),
+]
+SMALL = (1, 2, 3, 4)
+
+
+def cases(exhaustive: tuple[str, ...]) -> pytest.MarkDecorator:
+    """All cases on few ranks, the named ones on 1 to 16."""
+    return pytest.mark.parametrize(
+        ("leading", "features", "dim", "num_parts", "num_ranks"),
+        [
+            pytest.param(*case.values, ranks, id=f"{case.id}, {ranks} ranks")
+            for case in CASES
+            for ranks in (RANKS if case.id in exhaustive else SMALL)
+        ],
+    )
+
+
+every_case = cases(("uneven parts", "features"))
+every_case_backward = cases(("uneven parts",))
+
+
+def integers(*shape: int, seed: int = 0) -> Tensor:
+    """Integers small enough that every sum is exact in any order, in float32 too."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randint(-4, 5, shape, generator=generator).double()
+
+
+def blocks(x: Tensor, num_ranks: int, dim: int) -> list[Tensor]:
+    return [block.contiguous() for block in x.chunk(num_ranks, dim)]
+
+
+def grown(shape: Sequence[int], dim: int, num_ranks: int) -> list[int]:
+    dim %= len(shape)
+    return [size * num_ranks if d == dim else size for d, size in enumerate(shape)]
+
+
+def assert_all_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for ours, truth in zip(actual, expected, strict=True):
+        assert ours.shape == truth.shape
+        assert ours.is_contiguous()
+        assert torch.equal(ours, truth)
+
+
+@pytest.mark.parametrize("schedule", ["gather/ring", "gather/two-way"])
+@every_case
+def test_gather_matmul_equals_the_matmul_of_the_whole(
+    leading: tuple[int, ...],
+    features: tuple[int, ...],
+    dim: int,
+    num_parts: int,
+    schedule: str,
+    num_ranks: int,
+) -> None:
+    x = integers(*grown([*leading, *features], dim, num_ranks))
+    ws = [integers(x.shape[-1], n, seed=n) for n in (3, 2)]
+    bias = integers(3, seed=5)
+    shards = blocks(x, num_ranks, dim)
+
+    def kernel(transport: VirtualTransport) -> Steps[tuple[list[Tensor], Tensor]]:
+        choice = Choice(schedule, num_parts)
+        return gather_forward(transport, shards[transport.rank], ws, [bias, None], dim, choice)
+
+    for (first, second), _ in VirtualNetwork(num_ranks, INSTANT).run(kernel):
+        assert_all_equal([first, second], [x @ ws[0] + bias, x @ ws[1]])
+
+
+@pytest.mark.parametrize("schedule", ["scatter/direct", "scatter/ring"])
+@every_case
+def test_matmul_scatter_equals_the_block_of_the_sum(
+    leading: tuple[int, ...],
+    features: tuple[int, ...],
+    dim: int,
+    num_parts: int,
+    schedule: str,
+    num_ranks: int,
+) -> None:
+    *rows, columns = grown([*leading, *features], dim, num_ranks)
+    xs = [integers(*rows, 3, seed=rank) for rank in range(num_ranks)]
+    ws = [integers(3, columns, seed=99 + rank) for rank in range(num_ranks)]
+
+    def kernel(transport: VirtualTransport) -> Steps[Tensor]:
+        rank = transport.rank
+        return scatter_forward(transport, xs[rank], ws[rank], dim, Choice(schedule, num_parts))
+
+    expected = sum((x @ w for x, w in zip(xs, ws, strict=True)), torch.tensor(0.0))
+    actual = VirtualNetwork(num_ranks, INSTANT).run(kernel)
+    assert_all_equal(actual, blocks(expected, num_ranks, dim))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_matmul_all_reduce_equals_the_sum_on_every_rank(num_ranks: int, num_parts: int) -> None:
+    xs = [integers(5, 11, 3, seed=rank) for rank in range(num_ranks)]  # 55 rows: uneven blocks.
+    ws = [integers(3, 2, seed=99 + rank) for rank in range(num_ranks)]
+
+    def kernel(transport: VirtualTransport) -> Steps[Tensor]:
+        rank = transport.rank
+        return reduce_forward(transport, xs[rank], ws[rank], Choice("reduce/direct", num_parts))
+
+    expected = sum((x @ w for x, w in zip(xs, ws, strict=True)), torch.tensor(0.0))
+    actual = VirtualNetwork(num_ranks, INSTANT).run(kernel)
+    assert_all_equal(actual, [expected] * num_ranks)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@every_case_backward
+def test_gather_backward_equals_autograd_of_the_whole(
+    leading: tuple[int, ...],
+    features: tuple[int, ...],
+    dim: int,
+    num_parts: int,
+    again: bool,
+    num_ranks: int,
+) -> None:
+    x = integers(*grown([*leading, *features], dim, num_ranks))
+    shards = blocks(x, num_ranks, dim)
+    ws = [[integers(x.shape[-1], n, seed=rank) for n in (3, 2)] for rank in range(num_ranks)]
+    dys = [[integers(*x.shape[:-1], n, seed=7 + rank) for n in (3, 2)] for rank in range(num_ranks)]
+    scatter, gather = Choice("scatter/direct", num_parts), Choice("gather/ring", num_parts)
+
+    def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor]]]:
+        rank = transport.rank
+        operands = ws[rank], dys[rank], dim
+        if again:
+            return gather_backward_again(transport, shards[rank], *operands, scatter, gather)
+        return saved(transport)
+
+    def saved(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor]]]:
+        rank = transport.rank
+        no_bias = [None, None]
+        shard = shards[rank]
+        _, full = yield from gather_forward(transport, shard, ws[rank], no_bias, dim, gather)
+        return (yield from gather_backward(transport, full, ws[rank], dys[rank], dim, scatter))
+
+    whole = x.clone().requires_grad_()
+    leaves = [[w.clone().requires_grad_() for w in pair] for pair in ws]
+    loss = torch.zeros(())
+    for pair, cotangents in zip(leaves, dys, strict=True):
+        for w, dy in zip(pair, cotangents, strict=True):
+            loss = loss + ((whole @ w) * dy).sum()
+    torch.autograd.backward(loss)
+    assert whole.grad is not None
+    results = VirtualNetwork(num_ranks, INSTANT).run(kernel)
+    assert_all_equal([dx for dx, _ in results], blocks(whole.grad, num_ranks, dim))
+    for (_, dws), pair in zip(results, leaves, strict=True):
+        for dw, w in zip(dws, pair, strict=True):
+            assert torch.equal(dw, w.grad if w.grad is not None else torch.zeros(()))
+
+
+@every_case_backward
+def test_scatter_backward_equals_autograd_of_the_whole(
+    leading: tuple[int, ...],
+    features: tuple[int, ...],
+    dim: int,
+    num_parts: int,
+    num_ranks: int,
+) -> None:
+    *rows, columns = grown([*leading, *features], dim, num_ranks)
+    xs = [integers(*rows, 3, seed=rank).requires_grad_() for rank in range(num_ranks)]
+    ws = [integers(3, columns, seed=99 + rank).requires_grad_() for rank in range(num_ranks)]
+    dy = integers(*rows, columns, seed=3)
+    shards = blocks(dy, num_ranks, dim)
+
+    def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor, Tensor]]:
+        rank = transport.rank
+        x, w = xs[rank].detach(), ws[rank].detach()
+        choice = Choice("gather/ring", num_parts)
+        return scatter_backward(transport, x, w, shards[rank], dim, choice)
+
+    for x, w in zip(xs, ws, strict=True):
+        ((x @ w) * dy).sum().backward()
+    for rank, (dx, dw) in enumerate(VirtualNetwork(num_ranks, INSTANT).run(kernel)):
+        assert torch.equal(dx, xs[rank].grad)  # type: ignore[arg-type]
+        assert torch.equal(dw, ws[rank].grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_sums_are_rounded_once(dtype: torch.dtype) -> None:
+    """256 and fifteen ones: each one alone is lost in bfloat16, together they are not."""
+    step = 1 if dtype is torch.bfloat16 else 0.125  # Half of the spacing of 256 in each format.
+    addends = [torch.full((1, 1), 256.0 if rank == 0 else step) for rank in range(16)]
+    one = torch.ones(1, 1, dtype=dtype)
+
+    def kernel(transport: VirtualTransport) -> Steps[Tensor]:
+        x = addends[transport.rank].to(dtype).expand(16, 1)
+        return scatter_forward(transport, x, one, 0, Choice("scatter/direct", 1))
+
+    expected = torch.tensor([[256 + 15 * step]]).to(dtype)
+    assert_all_equal(VirtualNetwork(16, INSTANT).run(kernel), [expected] * 16)
+
+
+def test_addends_are_added_in_rank_order_on_every_rank() -> None:
+    values = [1.0, 1e8, -1e8]  # (1 + 1e8) - 1e8 is 0 in float32; any other order gives 1.
+    xs = [torch.full((3, 1), value) for value in values]
+
+    def kernel(transport: VirtualTransport) -> Steps[Tensor]:
+        choice = Choice("scatter/direct", 1)
+        return scatter_forward(transport, xs[transport.rank], torch.ones(1, 1), 0, choice)
+
+    assert [y.item() for y in VirtualNetwork(3, INSTANT).run(kernel)] == [0.0] * 3
+
+
+BLOCK = 8 * 6 * 8  # Bytes of 8 rows of 6 float64, a rank's block in the test below.
+KERNELS: dict[str, tuple[Callable[..., Steps[object]], int]] = {
+    "gather/ring": (
+        lambda t, c: gather_forward(t, integers(8, 6), [integers(6, 6)], [None], 0, c),
+        1,
+    ),
+    "gather/two-way": (
+        lambda t, c: gather_forward(t, integers(8, 6), [integers(6, 6)], [None], 0, c),
+        1,
+    ),
+    "scatter/direct": (
+        lambda t, c: scatter_forward(t, integers(8 * t.num_ranks, 5), integers(5, 6), 0, c),
+        1,
+    ),
+    "scatter/ring": (
+        lambda t, c: scatter_forward(t, integers(8 * t.num_ranks, 5), integers(5, 6), 0, c),
+        1,
+    ),
+    "reduce/direct": (
+        lambda t, c: reduce_forward(t, integers(8 * t.num_ranks, 5), integers(5, 6), c),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", KERNELS)
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_bytes_and_messages_equal_the_formula(schedule: str, num_ranks: int) -> None:
+    kernel, passes = KERNELS[schedule]
+    network = VirtualNetwork(num_ranks, INSTANT)
+    network.run(lambda transport: kernel(transport, Choice(schedule, 4)))
+    blocks_sent = passes * (num_ranks - 1) * num_ranks
+    assert len(network.log) == 4 * blocks_sent
+    assert sum(transfer.num_bytes for transfer in network.log) == BLOCK * blocks_sent
+
+
+def on_meta(*shape: int) -> Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+# Communication takes 0.8 of the computation; latency and the sums are small beside both.
+BALANCED = Fabric(latency=1e-6, bandwidth=1e9, flops=4e11, memory=1e12)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+@pytest.mark.parametrize("columns", [256, 4096])
+def test_predicted_gather_time_is_the_longer_of_the_two_and_one_chunk(
+    num_ranks: int, num_parts: int, columns: int
+) -> None:
+    """The optimum of any schedule that multiplies whole chunks, reached on the virtual clock."""
+    rows, inner = 1024, 1024
+    network = VirtualNetwork(num_ranks, BALANCED)
+    operands = on_meta(rows, inner), [on_meta(inner, columns)], [None], 0
+    choice = Choice("gather/ring", num_parts)
+    network.run(lambda transport: gather_forward(transport, *operands, choice))
+    chunk = BALANCED.compute(2 * rows * inner * columns / num_parts, 0)
+    hop = BALANCED.transfer(4 * rows * inner / num_parts)
+    num_hops = (num_ranks - 1) * num_parts
+    bound = max(num_ranks * num_parts * chunk, num_hops * hop + chunk)
+    assert network.seconds == pytest.approx(bound, rel=0.02)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4, 8, 15])
+def test_the_two_way_ring_halves_the_time_where_both_directions_have_a_link(
+    num_ranks: int,
+) -> None:
+    seconds = {}
+    for schedule in ("gather/ring", "gather/two-way"):
+        network = VirtualNetwork(num_ranks, BALANCED, dedicated_links=True)
+        choice = Choice(schedule, 1)
+        x, ws = on_meta(512, 512), [on_meta(512, 1)]
+        network.run(partial(gather_forward, x=x, ws=ws, biases=[None], dim=0, choice=choice))
+        seconds[schedule] = network.seconds
+    steps = {"gather/ring": num_ranks - 1, "gather/two-way": num_ranks // 2}
+    expected = steps["gather/ring"] / steps["gather/two-way"]
+    assert seconds["gather/ring"] / seconds["gather/two-way"] == pytest.approx(expected, rel=0.02)
+
+
+def test_finishing_after_the_weight_gradient_hides_what_pipelining_alone_does_not() -> None:
+    """Two ranks, 1024x1024x2048 on 62.5 MB/s, the setting of the measured schedules."""
+    fabric = Fabric(latency=1e-4, bandwidth=62.5e6, flops=1.5e11, memory=1e10)
+    network = VirtualNetwork(2, fabric)
+    operands = on_meta(1024, 1024), [on_meta(1024, 2048)], [on_meta(1024, 2048)], 0
+    network.run(
+        lambda transport: gather_backward(transport, *operands, Choice("scatter/direct", 4))
+    )
+    one_gradient = fabric.compute(2 * 1024 * 1024 * 2048, 0)
+    exchange = 4 * fabric.transfer(4 * 128 * 1024)
+    unfused = 2 * one_gradient + exchange
+    hidden = (unfused - network.seconds) / min(2 * one_gradient, exchange)
+    assert hidden > 0.9
+
+
+def deadlocked(transport: Transport) -> Steps[None]:
+    channel = Channel.open(transport, "ring", num_parts=1)
+    peer = 1 - transport.rank
+    incoming = Message(peer, transport.rank, Chunk(peer, 0), step=1)
+    outgoing = Message(transport.rank, peer, Chunk(transport.rank, 0), step=1)
+    yield channel.receive(torch.zeros(1), incoming)
+    yield channel.send(torch.zeros(1), outgoing)
+
+
+def test_a_circle_of_waits_is_reported_rank_by_rank() -> None:
+    with pytest.raises(KernelError) as caught:
+        VirtualNetwork(2, INSTANT).run(deadlocked)
+    assert str(caught.value) == (
+        "deadlock, every rank that is not done waits:\n"
+        "  ring over axis 'virtual': at step 1, rank 0 receives part 0 of block 1 from rank 1\n"
+        "  ring over axis 'virtual': at step 1, rank 1 receives part 0 of block 0 from rank 0"
+    )
+
+
+def one_message(transport: Transport, *, misuse: str) -> Steps[None]:
+    channel = Channel.open(transport, "talk", num_parts=1)
+    message = Message(0, 1, Chunk(0, 0), step=1)
+    buffer = torch.zeros(4, 2).t() if misuse == "strided" else torch.zeros(2, 4)
+    handle = (channel.receive if transport.rank else channel.send)(buffer, message)
+    if misuse == "overwritten":
+        buffer += 1
+    if misuse != "abandoned":
+        yield handle
+
+
+MISUSES = {
+    "strided": (
+        "talk over axis 'virtual': at step 1, rank 0 sends part 0 of block 0 to rank 1: not this "
+        "rank's message, a tag already in use, or a buffer that is not contiguous"
+    ),
+    "overwritten": (
+        "talk over axis 'virtual': at step 1, rank 0 sends part 0 of block 0 to rank 1: the buffer "
+        "was written while being sent"
+    ),
+    "abandoned": (
+        "transfers that nobody waited for:\n"
+        "  talk over axis 'virtual': at step 1, rank 0 sends part 0 of block 0 to rank 1\n"
+        "  talk over axis 'virtual': at step 1, rank 1 receives part 0 of block 0 from rank 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_a_misused_buffer_is_caught(misuse: str) -> None:
+    with pytest.raises(KernelError) as caught:
+        VirtualNetwork(2, INSTANT).run(partial(one_message, misuse=misuse))
+    assert str(caught.value) == MISUSES[misuse]
+
+
+def test_use_before_arrival_shows_as_nan() -> None:
+    def hasty(transport: VirtualTransport) -> Steps[Tensor]:
+        gather = Gather(
+            transport, "hasty", torch.ones(2, 2), lambda *_: None, Choice("gather/ring", 1)
+        )
+        yield from gather.start()
+        early = gather.full.clone()
+        yield from gather.finish()
+        return early
+
+    for rank, early in enumerate(VirtualNetwork(2, INSTANT).run(hasty)):
+        assert early.isnan().any(dim=1).tolist() == [rank == 1] * 2 + [rank == 0] * 2
