@@ -1,1 +1,25 @@
-"""Typed, differentiable collectives; imported as `shardmap_torch.ops`."""
+"""Typed, differentiable collectives; imported as `shardmap_torch.ops`.
+
+Each is one row or a few rows of the table in `shardmap_torch.rule`.
+"""
+
+from shardmap_torch.ops.cast import convert, redistribute, reinterpret
+from shardmap_torch.ops.gather import all_gather, all_to_all, broadcast
+from shardmap_torch.ops.index import axis_index, axis_size
+from shardmap_torch.ops.permute import ppermute, shift
+from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "broadcast",
+    "convert",
+    "ppermute",
+    "redistribute",
+    "reduce_scatter",
+    "reinterpret",
+    "shift",
+]

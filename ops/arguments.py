@@ -1,0 +1,114 @@
+"""Reading and checking the arguments that collectives share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backend import Scope, scope_of
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.rule import REDUCING, Collective
+from shardmap_torch.tree import Tree, map_leaves
+from shardmap_torch.types import AxisType, TypeLike, as_type
+
+Axis: TypeAlias = str | Sequence[str]
+"""One axis name, or several that act as one, the first of them major."""
+
+X = TypeVar("X")
+
+
+def read_axes(name: str, axis: Axis) -> tuple[tuple[str, ...], Scope]:
+    """The axes as a tuple, and the scope in which all of them are bound."""
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    return axes, scope_of(name, axes)
+
+
+def read_type(
+    name: str, value: TypeLike | None, word: str, allowed: Sequence[AxisType]
+) -> AxisType:
+    """Reads `src=` or `dst=`, which must be one of `allowed`."""
+    known = ", ".join(map(repr, allowed))
+    if value is None:
+        raise CollectiveError(f"{name} needs {word}=, one of {known}.")
+    kind = as_type(value)
+    if kind not in allowed:
+        raise CollectiveError(f"{name}: {word}={kind} is none of {known}.")
+    return kind
+
+
+def each_leaf(name: str, x: X, function: Callable[[Tensor], Tensor]) -> X:
+    """Applies `function` to every leaf of `x`, all of which must be tensors."""
+
+    def checked(leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            raise CollectiveError(
+                f"{name} takes tensors, or pytrees of them, not {type(leaf).__name__} ({leaf!r})."
+            )
+        return function(leaf)
+
+    if isinstance(x, Tensor):
+        return checked(x)  # type: ignore[return-value]  # X is Tensor here
+    result: Tree = map_leaves(checked, x)
+    return result  # type: ignore[no-any-return]
+
+
+def read_dim(name: str, word: str, dim: int, ndim: int) -> int:
+    """A dim counted from the front; `ndim` is how many there are to choose from."""
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -ndim <= dim < ndim:
+        have = f"it has {ndim} dims" if ndim else "it is a scalar"
+        raise CollectiveError(f"{name}: {word}={dim!r} is no dim of the operand; {have}.")
+    return dim % ndim
+
+
+def check_divides(name: str, word: str, length: int, axes: tuple[str, ...], num_ranks: int) -> None:
+    """Requires that a dim of `length` splits evenly over the ranks."""
+    if length % num_ranks:
+        raise CollectiveError(
+            f"{name}: {word} has size {length}, which does not divide over the {num_ranks} ranks "
+            f"of {shown(axes)} ({length} = {length // num_ranks}*{num_ranks} + "
+            f"{length % num_ranks}). Pass sizes=, or pad it."
+        )
+
+
+def check_sizes(
+    name: str, word: str, sizes: Sequence[int] | None, num_ranks: int
+) -> tuple[int, ...] | None:
+    """Reads true lengths, one per rank."""
+    if sizes is None:
+        return None
+    known = tuple(sizes)
+    if len(known) != num_ranks or not all(isinstance(s, int) and s >= 0 for s in known):
+        raise CollectiveError(
+            f"{name}: {word}={known} must be {num_ranks} non-negative integers, one per rank."
+        )
+    return known
+
+
+def check_length(name: str, word: str, length: int, expected: int, why: str) -> None:
+    """Requires that a dim has exactly the length that `sizes` imply."""
+    if length != expected:
+        raise CollectiveError(f"{name}: {word} has size {length}, not {expected}, {why}.")
+
+
+def check_comm_dtype(collective: Collective) -> Collective:
+    """Requires floating dtypes, and a named one where the backward adds in reduced precision."""
+    for word in ("comm_dtype", "grad_comm_dtype"):
+        dtype = getattr(collective, word)
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+        ):
+            raise CollectiveError(f"{collective.name}: {word}={dtype} is no floating dtype.")
+    if collective.comm_dtype is not None and collective.grad_comm_dtype is None:
+        back = collective.transpose
+        if back.move in REDUCING:
+            raise CollectiveError(
+                f"{collective.name}: with comm_dtype={collective.comm_dtype} its backward, "
+                f"{back.name}, adds over ranks as well; name its precision with grad_comm_dtype=."
+            )
+    return collective
+
+
+def shown(axes: tuple[str, ...]) -> str:
+    """An axis as the user wrote it: 'tp' or ('dp', 'tp')."""
+    return repr(axes[0]) if len(axes) == 1 else repr(axes)

@@ -1,0 +1,173 @@
+"""Changing the type of a value along an axis, with or without moving data."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.ops.arguments import Axis, check_divides, each_leaf, read_axes, read_dim
+from shardmap_torch.ops.gather import all_gather, all_to_all
+from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
+from shardmap_torch.rule import Collective, bind, lookup
+from shardmap_torch.types import AxisType, TypeLike, V, as_type
+
+X = TypeVar("X")
+
+
+def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None = None) -> X:
+    """Changes the type along `axis`, keeping the value that is meant. Communicates nothing.
+
+    | src -> dst | forward | backward |
+    |---|---|---|
+    | I -> R | nothing | all_reduce(dst=I) |
+    | I -> V | this rank's slice along `dim` | all_gather(dst=I) |
+    | I -> P, R -> P | kept on rank 0, zero elsewhere | nothing; the same |
+    | R -> I | nothing | kept on rank 0, zero elsewhere |
+    | R -> V | this rank's slice along `dim` | put at its place among zeros |
+    | V -> P | put at its place along `dim` among zeros | this rank's slice |
+
+    Shape: unchanged but for `dim`, which slicing divides by n and placing multiplies by n.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis: an axis name, or several that act as one.
+        src: the type that x has.
+        dst: the type that it gets.
+        dim: the dimension that V means; needed where V stands on one side only.
+
+    Raises:
+        CollectiveError: outside a body, unknown axis, no such conversion, a size that does not
+            divide.
+
+    Source: meta-pytorch/spmd_types `convert`; `jax.lax.pcast`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, V, convert, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: convert(x, "tp", src=I, dst=V, dim=0)
+        >>> shard_map(f, mesh=mesh, in_specs=(P(),), out_specs=P("tp"))(torch.arange(4.0))
+        tensor([0., 1., 2., 3.])
+    """
+    axes, scope = read_axes("convert", axis)
+    row = lookup("convert", as_type(src), as_type(dst))
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    cuts = row.move in ("slice", "pad")
+    if cuts and dim is None:
+        raise CollectiveError(f"convert from {row.src} to {row.dst} needs dim=.")
+
+    def one(leaf: Tensor) -> Tensor:
+        at = read_dim("convert", "dim", dim, leaf.ndim) if cuts and dim is not None else 0
+        if row.move == "slice":
+            check_divides("convert", "dim", leaf.shape[at], axes, num_ranks)
+        return bind(scope.backend, Collective(row.name, row.src, row.dst, axes, dim=at), leaf)
+
+    return each_leaf("convert", x, one)
+
+
+def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
+    """Changes the type along `axis`, keeping the bits and changing what they mean.
+
+    R -> V: the copies are taken as one value per rank. V -> P: the values are taken as addends.
+    R -> P: the copies are taken as addends, so the value meant is n times as large.
+    Shape: unchanged. Communicates nothing, forward or backward.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis: an axis name, or several that act as one.
+        src: the type that x has.
+        dst: the type that it gets.
+
+    Raises:
+        CollectiveError: outside a body, unknown axis, or no such reinterpretation.
+
+    Source: meta-pytorch/spmd_types `reinterpret`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, R, V, all_reduce, make_mesh, reinterpret, shard_map
+        >>> mesh = make_mesh((4,), ("tp",), kind="simulated")
+        >>> def count(x):
+        ...     return all_reduce(reinterpret(x, "tp", src=R, dst="P"), "tp", dst=I)
+        >>> shard_map(count, mesh=mesh, in_specs=(P(),), out_specs=P())(torch.tensor(1.0))
+        tensor(4.)
+    """
+    axes, scope = read_axes("reinterpret", axis)
+    row = lookup("reinterpret", as_type(src), as_type(dst))
+    collective = Collective(row.name, row.src, row.dst, axes)
+    return each_leaf("reinterpret", x, lambda leaf: bind(scope.backend, collective, leaf))
+
+
+def redistribute(
+    x: X,
+    axis: Axis,
+    *,
+    src: TypeLike,
+    dst: TypeLike,
+    comm_dtype: torch.dtype | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+) -> X:
+    """Changes the type along `axis` by the one collective or conversion that keeps the value.
+
+    Shards are named with their dim, S(i), since V alone does not say how they are put together:
+    S(i) to S(j) is an all-to-all, S(i) to R or I an all-gather, P to R or I an all-reduce, P to
+    S(i) a reduce-scatter, the rest `convert`.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis: an axis name, or several that act as one.
+        src: the type that x has.
+        dst: the type that it gets.
+        comm_dtype: dtype in which the values travel, where any do.
+        grad_comm_dtype: dtype in which the cotangents travel and are added.
+
+    Raises:
+        CollectiveError: outside a body, unknown axis, or no way from src to dst.
+
+    Source: `torch.distributed.tensor.DTensor.redistribute`; meta-pytorch/spmd_types.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, S, make_mesh, redistribute, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: redistribute(x, "tp", src=S(0), dst=S(1))
+        >>> g = shard_map(f, mesh=mesh, in_specs=(P("tp"),), out_specs=P(None, "tp"))
+        >>> g(torch.eye(2))
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    read_axes("redistribute", axis)
+    source, target = as_type(src), as_type(dst)
+    kinds = source.kind, target.kind
+    dtypes = {"comm_dtype": comm_dtype, "grad_comm_dtype": grad_comm_dtype}
+    if source == target and source != V:
+        return x
+    if kinds == ("S", "S"):
+        split, concat = _dim(target), _dim(source)
+        return all_to_all(x, axis, split_dim=split, concat_dim=concat, **dtypes)
+    if kinds in (("S", "R"), ("S", "I")):
+        return all_gather(x, axis, dim=_dim(source), dst=target, **dtypes)
+    if kinds in (("P", "R"), ("P", "I")):
+        return all_reduce(x, axis, dst=target, **dtypes)
+    if kinds == ("P", "S"):
+        return reduce_scatter(x, axis, dim=_dim(target), **dtypes)
+    if V in (source, target):
+        raise CollectiveError(
+            f"redistribute from {source} to {target}: V does not say how the ranks' values are put "
+            "together; name the dim with S(dim)."
+        )
+    return convert(x, axis, src=_plain(source), dst=_plain(target), dim=_dim_of(source, target))
+
+
+def _dim(kind: AxisType) -> int:
+    assert kind.dim is not None  # only S(dim) comes here
+    return kind.dim
+
+
+def _dim_of(*kinds: AxisType) -> int | None:
+    return next((kind.dim for kind in kinds if kind.dim is not None), None)
+
+
+def _plain(kind: AxisType) -> AxisType:
+    return V if kind.dim is not None else kind

@@ -1,0 +1,239 @@
+"""Collectives that move values without adding them: gather, all-to-all, broadcast."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.ops.arguments import (
+    Axis,
+    check_comm_dtype,
+    check_length,
+    check_sizes,
+    each_leaf,
+    read_axes,
+    read_dim,
+    read_type,
+    shown,
+)
+from shardmap_torch.ops.reduce import check_split
+from shardmap_torch.rule import Collective, bind
+from shardmap_torch.types import I, R, TypeLike, V
+
+X = TypeVar("X")
+
+
+def all_gather(
+    x: X,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    dst: TypeLike,
+    tiled: bool = True,
+    sizes: Sequence[int] | None = None,
+    comm_dtype: torch.dtype | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+) -> X:
+    """Joins the values of all ranks of `axis` along `dim`; every rank gets the whole.
+
+    Shape: `dim` of size d becomes n*d; with `tiled=False` a new dim of size n stands at `dim`; with
+    `sizes` each rank holds max(sizes) rows of which the first sizes[r] count, and the result has
+    sum(sizes). Types: S(dim) or V becomes `dst`, R or I. Backward: `dst=R` reduce-scatters the
+    cotangents; `dst=I` slices them without communication. Sends (n-1) * x.nbytes per rank.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis: an axis name, or several that act as one.
+        dim: where to join.
+        dst: R when the ranks use the result in different ways, I when all repeat one computation.
+        tiled: whether to join along a dim that exists.
+        sizes: true length of each rank's piece, where they differ.
+        comm_dtype: dtype in which the values travel.
+        grad_comm_dtype: dtype in which the cotangents travel and are added.
+
+    Raises:
+        CollectiveError: outside a body, unknown axis, or dims and sizes that do not fit.
+
+    Source: `torch.distributed.all_gather_into_tensor`, `jax.lax.all_gather`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, R, all_gather, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: all_gather(x, "tp", dst=R).sum() + x
+        >>> shard_map(f, mesh=mesh, in_specs=(P("tp"),), out_specs=P("tp"))(torch.arange(4.0))
+        tensor([6., 7., 8., 9.])
+    """
+    axes, scope = read_axes("all_gather", axis)
+    to = read_type("all_gather", dst, "dst", (R, I))
+    lengths = check_sizes("all_gather", "sizes", sizes, scope.backend.mesh.num_ranks(axes))
+
+    def one(leaf: Tensor) -> Tensor:
+        at = read_dim("all_gather", "dim", dim, leaf.ndim + (not tiled))
+        if lengths is not None:
+            _check_padded("all_gather", "dim", leaf.shape, at, tiled, lengths)
+        collective = Collective(
+            "all_gather",
+            V,
+            to,
+            axes,
+            dim=at,
+            tiled=tiled,
+            sizes=lengths,
+            comm_dtype=comm_dtype,
+            grad_comm_dtype=grad_comm_dtype,
+        )
+        return bind(scope.backend, check_comm_dtype(collective), leaf)
+
+    return each_leaf("all_gather", x, one)
+
+
+def all_to_all(
+    x: X,
+    axis: Axis,
+    *,
+    split_dim: int,
+    concat_dim: int,
+    tiled: bool = True,
+    split_sizes: Sequence[int] | None = None,
+    concat_sizes: Sequence[int] | None = None,
+    comm_dtype: torch.dtype | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+) -> X:
+    """Splits each rank's value along `split_dim`, sends piece j to rank j, joins what arrives.
+
+    The value that is sharded along `concat_dim` becomes sharded along `split_dim`.
+
+    Shape: `split_dim` d becomes d/n, `concat_dim` d becomes n*d; with `tiled=False` `split_dim`
+    must be n and goes away, and a new dim of size n stands at `concat_dim` of the result. With
+    `split_sizes` and `concat_sizes` the true lengths of the ranks' pieces differ: `split_dim` is
+    sum(split_sizes) and becomes max(split_sizes), `concat_dim` is max(concat_sizes) and becomes
+    sum(concat_sizes). Types: S(concat_dim) or V becomes S(split_dim). Backward: all_to_all with
+    the dims swapped. Sends (n-1)/n * x.nbytes per rank.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis: an axis name, or several that act as one.
+        split_dim: dim to split.
+        concat_dim: dim to join along.
+        tiled: whether the dims stay.
+        split_sizes: true length, along `split_dim`, of each rank's result.
+        concat_sizes: true length, along `concat_dim`, of each rank's operand.
+        comm_dtype: dtype in which the values travel.
+        grad_comm_dtype: dtype in which the cotangents travel.
+
+    Raises:
+        CollectiveError: outside a body, unknown axis, or dims and sizes that do not fit.
+
+    Source: `torch.distributed.all_to_all_single`, `jax.lax.all_to_all`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, all_to_all, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: all_to_all(x, "tp", split_dim=1, concat_dim=0)
+        >>> y = shard_map(f, mesh=mesh, in_specs=(P("tp"),), out_specs=P(None, "tp"))
+        >>> y(torch.arange(8.0).reshape(2, 4))
+        tensor([[0., 1., 2., 3.],
+                [4., 5., 6., 7.]])
+    """
+    axes, scope = read_axes("all_to_all", axis)
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    splits = check_sizes("all_to_all", "split_sizes", split_sizes, num_ranks)
+    concats = check_sizes("all_to_all", "concat_sizes", concat_sizes, num_ranks)
+
+    def one(leaf: Tensor) -> Tensor:
+        split = read_dim("all_to_all", "split_dim", split_dim, leaf.ndim)
+        concat = read_dim("all_to_all", "concat_dim", concat_dim, leaf.ndim)
+        length = leaf.shape[split]
+        if tiled and split == concat:
+            raise CollectiveError(
+                f"all_to_all: split_dim and concat_dim are both {split}; with tiled=True they "
+                "must differ."
+            )
+        check_split("all_to_all", "split_dim", length, axes, num_ranks, tiled, splits)
+        if concats is not None:
+            _check_padded("all_to_all", "concat_dim", leaf.shape, concat, tiled, concats)
+        collective = Collective(
+            "all_to_all",
+            V,
+            V,
+            axes,
+            dim=split,
+            concat_dim=concat,
+            tiled=tiled,
+            sizes=splits,
+            concat_sizes=concats,
+            comm_dtype=comm_dtype,
+            grad_comm_dtype=grad_comm_dtype,
+        )
+        return bind(scope.backend, check_comm_dtype(collective), leaf)
+
+    return each_leaf("all_to_all", x, one)
+
+
+def broadcast(
+    x: X,
+    axis: Axis,
+    source: int,
+    *,
+    dst: TypeLike,
+    comm_dtype: torch.dtype | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+) -> X:
+    """Gives every rank of `axis` the value of rank `source`.
+
+    Shape: unchanged. Types: V becomes `dst`, R or I. Backward: on `source` the all-reduced
+    (`dst=R`) or unchanged (`dst=I`) cotangent, zero elsewhere. The source sends x.nbytes.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis: an axis name, or several that act as one.
+        source: position along the axis.
+        dst: R when the ranks use the result in different ways, I when all repeat one computation.
+        comm_dtype: dtype in which the values travel.
+        grad_comm_dtype: dtype in which the cotangents travel and are added.
+
+    Raises:
+        CollectiveError: outside a body, unknown axis, or no such rank.
+
+    Source: `torch.distributed.broadcast`, `jax.lax.pbroadcast`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, broadcast, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: broadcast(x, "tp", 1, dst=I)
+        >>> shard_map(f, mesh=mesh, in_specs=(P("tp"),), out_specs=P())(torch.arange(4.0))
+        tensor([2., 3.])
+    """
+    axes, scope = read_axes("broadcast", axis)
+    to = read_type("broadcast", dst, "dst", (R, I))
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    if not isinstance(source, int) or not 0 <= source < num_ranks:
+        raise CollectiveError(
+            f"broadcast: source={source!r} is none of the {num_ranks} ranks of {shown(axes)}."
+        )
+    collective = check_comm_dtype(
+        Collective(
+            "broadcast",
+            V,
+            to,
+            axes,
+            source=source,
+            comm_dtype=comm_dtype,
+            grad_comm_dtype=grad_comm_dtype,
+        )
+    )
+    return each_leaf("broadcast", x, lambda leaf: bind(scope.backend, collective, leaf))
+
+
+def _check_padded(
+    name: str, word: str, shape: Sequence[int], dim: int, tiled: bool, sizes: tuple[int, ...]
+) -> None:
+    if not tiled:
+        raise CollectiveError(f"{name}: sizes need tiled=True.")
+    why = f"the largest of sizes={sizes}; uneven pieces are padded to it"
+    check_length(name, word, shape[dim], max(sizes), why)

@@ -1,0 +1,124 @@
+"""Point-to-point movement along an axis."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.ops.arguments import Axis, check_comm_dtype, each_leaf, read_axes, shown
+from shardmap_torch.rule import Collective, bind
+from shardmap_torch.types import V
+
+X = TypeVar("X")
+
+
+def ppermute(
+    x: X,
+    axis: Axis,
+    perm: Iterable[tuple[int, int]],
+    *,
+    comm_dtype: torch.dtype | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+) -> X:
+    """Sends the value of rank s to rank t for every pair (s, t); who is no target gets zeros.
+
+    Shape: unchanged. Types: V stays V. Backward: ppermute by the inverse pairs. A rank that is a
+    source sends x.nbytes.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis: an axis name, or several that act as one.
+        perm: pairs (source, target), positions along the axis.
+        comm_dtype: dtype in which the values travel.
+        grad_comm_dtype: dtype in which the cotangents travel.
+
+    Raises:
+        CollectiveError: outside a body, unknown axis, no such rank, or a rank that is the source
+            or the target of two pairs.
+
+    Source: `jax.lax.ppermute`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, ppermute, shard_map
+        >>> mesh = make_mesh((4,), ("pp",), kind="simulated")
+        >>> f = lambda x: ppermute(x, "pp", [(0, 1), (1, 2), (2, 3)])
+        >>> shard_map(f, mesh=mesh, in_specs=(P("pp"),), out_specs=P("pp"))(torch.arange(1.0, 5.0))
+        tensor([0., 1., 2., 3.])
+    """
+    axes, scope = read_axes("ppermute", axis)
+    pairs = _read_pairs(perm, axes, scope.backend.mesh.num_ranks(axes))
+    collective = check_comm_dtype(
+        Collective(
+            "ppermute",
+            V,
+            V,
+            axes,
+            perm=pairs,
+            comm_dtype=comm_dtype,
+            grad_comm_dtype=grad_comm_dtype,
+        )
+    )
+    return each_leaf("ppermute", x, lambda leaf: bind(scope.backend, collective, leaf))
+
+
+def shift(
+    x: X,
+    axis: Axis,
+    offset: int,
+    wrap: bool = True,
+    *,
+    comm_dtype: torch.dtype | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+) -> X:
+    """Sends each rank's value `offset` places up the axis: rank r gets that of rank r - offset.
+
+    Without `wrap` nothing goes round the end, and the ranks at the start get zeros.
+
+    Shape: unchanged. Types: V stays V. Backward: shift by -offset. Sends x.nbytes per rank.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis: an axis name, or several that act as one.
+        offset: places to move; may be negative.
+        wrap: whether the last rank's neighbour is the first.
+        comm_dtype: dtype in which the values travel.
+        grad_comm_dtype: dtype in which the cotangents travel.
+
+    Raises:
+        CollectiveError: outside a body, or unknown axis.
+
+    Source: `jax.lax.pshuffle`; `numpy.roll` over the ranks.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, shard_map, shift
+        >>> mesh = make_mesh((4,), ("pp",), kind="simulated")
+        >>> f = lambda x: shift(x, "pp", 1)
+        >>> shard_map(f, mesh=mesh, in_specs=(P("pp"),), out_specs=P("pp"))(torch.arange(4.0))
+        tensor([3., 0., 1., 2.])
+    """
+    axes, scope = read_axes("shift", axis)
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    if not isinstance(offset, int) or isinstance(offset, bool):
+        raise CollectiveError(f"shift: offset={offset!r} is no integer.")
+    ends = ((rank, rank + offset) for rank in range(num_ranks))
+    pairs = [(s, t % num_ranks) for s, t in ends if wrap or 0 <= t < num_ranks]
+    return ppermute(x, axis, pairs, comm_dtype=comm_dtype, grad_comm_dtype=grad_comm_dtype)
+
+
+def _read_pairs(
+    perm: Iterable[tuple[int, int]], axes: tuple[str, ...], num_ranks: int
+) -> tuple[tuple[int, int], ...]:
+    pairs = tuple((source, target) for source, target in perm)
+    outside = sorted({r for pair in pairs for r in pair if not 0 <= r < num_ranks})
+    if outside:
+        raise CollectiveError(
+            f"ppermute: {outside} are none of the {num_ranks} ranks of {shown(axes)}."
+        )
+    for word, ranks in zip(("source", "target"), zip(*pairs, strict=True), strict=False):
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        if twice:
+            raise CollectiveError(f"ppermute: {twice} are the {word} of more than one pair.")
+    return tuple(sorted(pairs))

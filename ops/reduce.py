@@ -1,0 +1,221 @@
+"""Sums and extrema over the ranks of an axis."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.ops.arguments import (
+    Axis,
+    check_comm_dtype,
+    check_divides,
+    check_length,
+    check_sizes,
+    each_leaf,
+    read_axes,
+    read_dim,
+    read_type,
+    shown,
+)
+from shardmap_torch.rule import Collective, Extremum, bind
+from shardmap_torch.types import AxisType, I, Partial, R, TypeLike, V
+
+X = TypeVar("X")
+
+
+def all_reduce(
+    x: X,
+    axis: Axis,
+    *,
+    dst: TypeLike,
+    src: TypeLike | None = None,
+    op: Literal["sum", "mean", "max", "min"] = "sum",
+    comm_dtype: torch.dtype | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+) -> X:
+    """Combines the values of all ranks of `axis`; every rank gets the result.
+
+    Shape: unchanged; any. Types: P (or V) becomes `dst`, R or I; for max and min V becomes `dst`.
+    Backward: `dst=R` all-reduces the cotangents; `dst=I` passes them on without communication,
+    since they are equal already. Max and min give the cotangent to the ranks that hold the
+    extremum, in equal parts. Sends 2(n-1)/n * x.nbytes per rank on a ring of n ranks.
+
+    Args:
+        x: a tensor or a pytree of tensors. Booleans are summed as int64, as `Tensor.sum` does.
+        axis: an axis name, or several that act as one.
+        dst: R when the ranks use the result in different ways, I when all repeat one computation.
+        src: P or V, for the reader; both are accepted.
+        op: "sum", "mean", "max" or "min".
+        comm_dtype: dtype in which the values travel and are added.
+        grad_comm_dtype: the same for the backward.
+
+    Raises:
+        CollectiveError: outside a body, unknown axis, or arguments that cannot work.
+
+    Source: `torch.distributed.all_reduce`, `jax.lax.psum`; types from meta-pytorch/spmd_types;
+    cost from Patarasuk and Yuan 2009.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
+        >>> mesh = make_mesh((4,), ("dp",), kind="simulated")
+        >>> @shard_map(mesh=mesh, in_specs=(P("dp"),), out_specs=P())
+        ... def total(x):
+        ...     return all_reduce(x.sum(), "dp", dst=I)
+        >>> total(torch.arange(8.0))
+        tensor(28.)
+    """
+    axes, scope = read_axes("all_reduce", axis)
+    to = read_type("all_reduce", dst, "dst", (R, I))
+    _check_source(op, src)
+    if op in ("max", "min"):
+        _reject_comm_dtype(op, comm_dtype, grad_comm_dtype)
+        extremum = Extremum(op, _total(axes, to, None, None))
+        return each_leaf("all_reduce", x, lambda leaf: bind(scope.backend, extremum, leaf))
+    total = _total(axes, to, comm_dtype, grad_comm_dtype)
+    finish = _mean_over("all_reduce", op, scope.backend.mesh.num_ranks(axes))
+    return each_leaf(
+        "all_reduce", x, lambda leaf: finish(bind(scope.backend, total, _summable(leaf)))
+    )
+
+
+def reduce_scatter(
+    x: X,
+    axis: Axis,
+    *,
+    dim: int = 0,
+    op: Literal["sum", "mean"] = "sum",
+    tiled: bool = True,
+    sizes: Sequence[int] | None = None,
+    comm_dtype: torch.dtype | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+) -> X:
+    """Sums the values of all ranks of `axis` and leaves each rank its piece along `dim`.
+
+    Shape: `dim` of size d becomes d/n; with `tiled=False` it must be n and goes away; with `sizes`
+    it is sum(sizes) and becomes max(sizes), rank r holding sizes[r] rows and zeros below.
+    Types: P (or V) becomes S(dim). Backward: all_gather(dst=R). Sends (n-1)/n * x.nbytes per rank.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis: an axis name, or several that act as one.
+        dim: the dimension to split.
+        op: "sum" or "mean".
+        tiled: whether the dimension stays.
+        sizes: true length of each rank's piece, where they differ.
+        comm_dtype: dtype in which the values travel and are added.
+        grad_comm_dtype: the same for the backward.
+
+    Raises:
+        CollectiveError: outside a body, unknown axis, sizes that do not divide.
+
+    Source: `torch.distributed.reduce_scatter_tensor`, `jax.lax.psum_scatter`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, reduce_scatter, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: reduce_scatter(x, "tp")
+        >>> shard_map(f, mesh=mesh, in_specs=(P("tp"),), out_specs=P("tp"))(torch.arange(4.0))
+        tensor([2., 4.])
+    """
+    axes, scope = read_axes("reduce_scatter", axis)
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    if op not in ("sum", "mean"):
+        raise CollectiveError(f"reduce_scatter: op={op!r} is none of sum, mean.")
+    lengths = check_sizes("reduce_scatter", "sizes", sizes, num_ranks)
+    finish = _mean_over("reduce_scatter", op, num_ranks)
+
+    def one(leaf: Tensor) -> Tensor:
+        at = read_dim("reduce_scatter", "dim", dim, leaf.ndim)
+        check_split("reduce_scatter", "dim", leaf.shape[at], axes, num_ranks, tiled, lengths)
+        collective = check_comm_dtype(
+            Collective(
+                "reduce_scatter",
+                Partial,
+                V,
+                axes,
+                dim=at,
+                tiled=tiled,
+                sizes=lengths,
+                comm_dtype=comm_dtype,
+                grad_comm_dtype=grad_comm_dtype,
+            )
+        )
+        return finish(bind(scope.backend, collective, _summable(leaf)))
+
+    return each_leaf("reduce_scatter", x, one)
+
+
+def check_split(
+    name: str,
+    word: str,
+    length: int,
+    axes: tuple[str, ...],
+    num_ranks: int,
+    tiled: bool,
+    sizes: tuple[int, ...] | None,
+) -> None:
+    """Requires that a dim can be split: evenly, into n single rows, or by sizes."""
+    if not tiled:
+        if sizes is not None:
+            raise CollectiveError(f"{name}: sizes= needs tiled=True.")
+        why = f"the number of ranks of {shown(axes)}, as tiled=False needs"
+        check_length(name, word, length, num_ranks, why)
+    elif sizes is not None:
+        check_length(name, word, length, sum(sizes), f"the sum of sizes={sizes}")
+    else:
+        check_divides(name, word, length, axes, num_ranks)
+
+
+@lru_cache(maxsize=1024)
+def _total(
+    axes: tuple[str, ...],
+    dst: AxisType,
+    comm_dtype: torch.dtype | None,
+    grad_comm_dtype: torch.dtype | None,
+) -> Collective:
+    """The same object for the same arguments: its row and transpose are looked up once."""
+    return check_comm_dtype(
+        Collective(
+            "all_reduce",
+            Partial,
+            dst,
+            axes,
+            comm_dtype=comm_dtype,
+            grad_comm_dtype=grad_comm_dtype,
+        )
+    )
+
+
+def _check_source(op: str, src: TypeLike | None) -> None:
+    if op not in ("sum", "mean", "max", "min"):
+        raise CollectiveError(f"all_reduce: op={op!r} is none of sum, mean, max, min.")
+    if src is not None:
+        allowed = (Partial, V) if op in ("sum", "mean") else (V,)
+        read_type(f"all_reduce with op={op!r}", src, "src", allowed)
+
+
+def _reject_comm_dtype(op: str, *dtypes: torch.dtype | None) -> None:
+    if any(dtype is not None for dtype in dtypes):
+        raise CollectiveError(f"all_reduce with op={op!r} rounds nothing; it takes no comm_dtype.")
+
+
+def _summable(x: Tensor) -> Tensor:
+    return x.to(torch.int64) if x.dtype == torch.bool else x
+
+
+def _mean_over(name: str, op: str, num_ranks: int) -> Callable[[Tensor], Tensor]:
+    """What turns the sum into the result of `op`."""
+    if op == "sum":
+        return lambda total: total
+
+    def divide(total: Tensor) -> Tensor:
+        if not (total.is_floating_point() or total.is_complex()):
+            raise CollectiveError(f"{name}: op='mean' needs a floating dtype, not {total.dtype}.")
+        return total / num_ranks
+
+    return divide

@@ -1,0 +1,99 @@
+"""The seam between operations and the meshes that run them, and the scope of a body.
+
+The scope is the one piece of ambient state inside a body. It is a stack in a `threading.local`
+(Dynamo cannot trace `ContextVar.get`), and operations read it once, in their forward.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.mesh import Mesh
+
+if TYPE_CHECKING:  # for annotations only; at run time backends never know rules
+    from shardmap_torch.rule import Collective
+
+
+class Backend(Protocol):
+    """Runs collectives for the ranks of one mesh; one instance per rank, or per batched body."""
+
+    mesh: Mesh
+
+    def run(self, move: str, collective: "Collective", x: Tensor) -> Tensor:
+        """Moves the data of one collective, with no autograd; `move` as in the rows of `rule`."""
+        ...
+
+    def index(self, axes: Sequence[str]) -> Tensor:
+        """This rank's position along `axes` (first is major): an int64 scalar."""
+        ...
+
+    def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
+        """Values that vary over exactly one of `axes` each, where a batched body needs them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a body runs under: its backend, and the mesh axes bound in it."""
+
+    backend: Backend
+    axes: frozenset[str]
+
+
+class _Scopes(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Scope] = []
+
+
+_SCOPES = _Scopes()
+
+
+def current_scope() -> Scope | None:
+    """The scope of the innermost body that runs on this thread, or None."""
+    return _SCOPES.stack[-1] if _SCOPES.stack else None
+
+
+@contextmanager
+def enter_scope(scope: Scope) -> Iterator[None]:
+    """Makes `scope` the current one on this thread."""
+    _SCOPES.stack.append(scope)
+    try:
+        yield
+    finally:
+        _SCOPES.stack.pop()
+
+
+def scope_of(name: str, axes: Sequence[str]) -> Scope:
+    """The current scope, after checking that `axes` may be used in it.
+
+    Raises:
+        CollectiveError: outside a body, or an axis is unknown, unbound or named twice.
+    """
+    scope = current_scope()
+    if scope is None:
+        raise CollectiveError(
+            f"{name} was called outside shard_map, where no mesh axis is bound. "
+            "Call it in the body of a shard_mapped function."
+        )
+    if not (scope.axes.issuperset(axes) and len(set(axes)) == len(axes) and axes):
+        raise CollectiveError(_explain_axes(name, tuple(axes), scope))
+    return scope
+
+
+def _explain_axes(name: str, axes: tuple[str, ...], scope: Scope) -> str:
+    mesh, bound = scope.backend.mesh, ", ".join(map(repr, sorted(scope.axes)))
+    unknown = [axis for axis in axes if axis not in mesh.axis_names]
+    if unknown:
+        return f"{name}: no axis {', '.join(map(repr, unknown))} in the {mesh}."
+    unbound = [axis for axis in axes if axis not in scope.axes]
+    if unbound:
+        return (
+            f"{name}: axis {', '.join(map(repr, unbound))} is not bound here; the body is mapped "
+            f"over {bound}. Values are whole over the other axes; bind more with axis_names=."
+        )
+    return f"{name}: axes {axes} must be at least one name, each once."

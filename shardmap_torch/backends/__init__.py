@@ -1,0 +1,1 @@
+"""How the ranks of each kind of mesh run: batched, in threads, or over process groups."""

@@ -1,0 +1,38 @@
+"""The moves that need no communication, for one rank that knows its index."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backends.stacked import fill, place
+from shardmap_torch.rule import Collective
+
+
+def _slice(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
+    if not c.tiled:
+        return x.select(c.dim, index)
+    if c.sizes is not None:
+        own = x.narrow(c.dim, sum(c.sizes[:index]), c.sizes[index])
+        return fill(own, c.dim, max(c.sizes))
+    length = x.shape[c.dim] // num_ranks
+    return x.narrow(c.dim, index * length, length)
+
+
+def _pad(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
+    return place(x, c.dim, c.tiled, c.sizes, index, num_ranks)
+
+
+def _mask(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
+    return x if index == c.source else torch.zeros_like(x)
+
+
+def _same(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
+    return x
+
+
+LOCAL: Final[Mapping[str, Callable[[Collective, Tensor, int, int], Tensor]]] = MappingProxyType(
+    {"slice": _slice, "pad": _pad, "mask": _mask, "same": _same}
+)

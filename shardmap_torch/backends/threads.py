@@ -1,0 +1,257 @@
+"""Simulated ranks as threads that meet at every collective: what real ranks compute.
+
+One thread runs at a time and passes the baton on when it has to wait, so a run is deterministic
+(random draws included), and "nobody can go on" is seen at once instead of hanging.
+"""
+
+import contextvars
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backends.spmd import RankBackend
+from shardmap_torch.backends.stacked import MOVES, Stack
+from shardmap_torch.errors import CollectiveMismatchError, listing
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.rule import Collective
+
+T = TypeVar("T")
+
+_HERE: Final = Path(__file__).resolve().parents[2]
+_OWN_FOLDERS: Final = tuple(str(_HERE / n) for n in ("shardmap_torch", "ops", "kernels"))
+_TORCH_FOLDER: Final = str(Path(torch.__file__).parent)
+
+
+def call_site() -> str:
+    """The innermost frame outside this package and torch, as `file.py:12`.
+
+    Collectives that autograd runs have no such frame of the body's: they are told as "backward".
+    """
+    frame = sys._getframe(1)
+    backward = False
+    while frame is not None:
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
+        backward = backward or (function == "pull_back")
+        if not name.startswith((*_OWN_FOLDERS, _TORCH_FOLDER, threading.__file__)):
+            break
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return "the backward pass" if backward else place
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a rank brings to a collective."""
+
+    members: tuple[int, ...]
+    what: str
+    site: str
+    move: str
+    collective: Collective
+    value: Tensor
+
+    def __str__(self) -> str:
+        """As in `all_reduce('tp', P -> I) of float32[4] at model.py:12`."""
+        return f"{self.what} at {self.site}"
+
+
+class _Aborted(BaseException):
+    """Unwinds a rank because another one failed; never seen outside."""
+
+
+class Rendezvous:
+    """Lets the ranks of one mesh run in turn and meet at collectives."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """One instance serves one run of all ranks."""
+        self.mesh = mesh
+        self._turns = [threading.Semaphore(0) for _ in range(mesh.size)]
+        self._ready = set(range(mesh.size))
+        self._waiting: dict[int, Post] = {}
+        self._inbox: dict[int, Tensor] = {}
+        self._failure: BaseException | None = None
+        self._done = threading.Semaphore(0)
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """Runs `work(rank)` for every rank and returns the results in rank order.
+
+        Raises:
+            CollectiveMismatchError: the ranks did not call the same collectives.
+            Exception: whatever `work` raised first, with a note that names the rank.
+        """
+        results: dict[int, T] = {}
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._run_rank, rank, work, results, _thread_state()),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            for rank in range(self.mesh.size)
+        ]
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return [results[rank] for rank in range(self.mesh.size)]
+
+    def _run_rank(
+        self,
+        rank: int,
+        work: Callable[[int], T],
+        results: dict[int, T],
+        state: "_ThreadState",
+    ) -> None:
+        self._turns[rank].acquire()
+        try:
+            if self._failure is None:
+                with state.entered():
+                    results[rank] = work(rank)
+        except _Aborted:
+            pass
+        except BaseException as error:
+            self._fail(error, rank)
+        finally:
+            self._ready.discard(rank)
+            self._pass_baton()
+
+    def _fail(self, error: BaseException, rank: int) -> None:
+        if self._failure is None:
+            place = ", ".join(f"{a}={i}" for a, i in self.mesh.coordinates(rank).items())
+            error.add_note(f"Raised on rank {rank} ({place}) of the {self.mesh}.")
+            self._failure = error
+
+    def meet(self, rank: int, post: Post) -> Tensor:
+        """Brings `post`, waits for the other members, and returns this rank's result."""
+        self._waiting[rank] = post
+        posts = [self._waiting.get(member) for member in post.members]
+        if all(p is not None and p.members == post.members for p in posts):
+            self._resolve(post.members, [p for p in posts if p is not None])
+        else:
+            self._ready.discard(rank)
+            self._pass_baton()
+            self._turns[rank].acquire()
+            if self._failure is not None:
+                raise _Aborted
+        return self._inbox.pop(rank)
+
+    def _resolve(self, members: tuple[int, ...], posts: list[Post]) -> None:
+        if len({post.what for post in posts}) > 1:
+            raise self._mismatch("The ranks of one axis called different collectives:")
+        stacked = torch.stack([post.value for post in posts])
+        first = posts[0]
+        result = MOVES[first.move](first.collective, Stack(stacked, True, len(posts)))
+        for member, value in zip(members, result.every().unbind(0), strict=True):
+            # Ranks share no memory: a copy of what is equal, and for what varies a tensor with a
+            # version counter of its own.
+            self._inbox[member] = value.data if result.varies else value.clone()
+            del self._waiting[member]
+            self._ready.add(member)
+
+    def _pass_baton(self) -> None:
+        if not self._ready and self._waiting and self._failure is None:
+            self._failure = self._mismatch(
+                "No rank can go on: each waits for ranks that have returned or wait elsewhere."
+            )
+        if self._failure is not None:
+            self._ready |= set(self._waiting)
+            self._waiting.clear()
+        if self._ready:
+            self._turns[min(self._ready)].release()
+
+    def _mismatch(self, head: str) -> CollectiveMismatchError:
+        waiting = {rank: str(post) for rank, post in self._waiting.items()}
+        return CollectiveMismatchError(
+            listing(head, [f"{ranks} {what}" for ranks, what in self._group(waiting)])
+        )
+
+    def _group(self, waiting: dict[int, str]) -> Iterator[tuple[str, str]]:
+        for what in dict.fromkeys(waiting.values()):
+            ranks = [rank for rank, other in waiting.items() if other == what]
+            yield _ranks(ranks), f"in {what}"
+        gone = sorted(set(range(self.mesh.size)) - set(waiting) - self._ready)
+        if gone:
+            yield _ranks(gone), "has returned" if len(gone) == 1 else "have returned"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+
+
+class ThreadBackend(RankBackend):
+    """One rank of a rendezvous."""
+
+    def __init__(self, mesh: Mesh, rank: int, rendezvous: Rendezvous) -> None:
+        """`rendezvous` changes from the forward run to the backward run; see `attend`."""
+        super().__init__(mesh, rank)
+        self.rendezvous = rendezvous
+
+    def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        """Meets the other ranks along the collective's axes."""
+        members = self.mesh.peers(collective.axes, self.place)
+        dtype = str(x.dtype).removeprefix("torch.")
+        # The source of a broadcast and the pairs of a permutation must agree as well.
+        what = f"{collective}{_arguments(collective)} of {dtype}{list(x.shape)}"
+        post = Post(members, what, call_site(), move, collective, x.detach())
+        return self.rendezvous.meet(self.rank, post)
+
+
+_SHOWN: Final = ("dim", "concat_dim", "tiled", "sizes", "concat_sizes", "perm", "source")
+_UNSAID: Final = Collective("", *[None] * 2, ())  # type: ignore[arg-type]  # only its defaults
+
+
+def _arguments(collective: Collective) -> str:
+    said = [
+        f"{name}={getattr(collective, name)}"
+        for name in _SHOWN
+        if getattr(collective, name) != getattr(_UNSAID, name)
+    ]
+    return f" with {', '.join(said)}" if said else ""
+
+
+@dataclass(frozen=True)
+class _ThreadState:
+    """torch's thread-local modes, which a new thread does not inherit."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    device: torch.device
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            if self.device.type != "cpu":
+                stack.enter_context(self.device)
+            yield
+
+
+def _thread_state() -> _ThreadState:
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    autocast: list[Any] = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+    ]
+    return _ThreadState(
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        tuple(autocast),
+        torch.get_default_device(),
+    )

@@ -1,0 +1,179 @@
+"""Crossing between local tensors and DTensors; the one file that touches DTensor's internals.
+
+`DTensor.from_local` costs 27 us, its constructor with a spec that is already known a few.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import _dtensor_spec as private
+
+from shardmap_torch.backend import Backend
+from shardmap_torch.boundary import entry_cuts
+from shardmap_torch.errors import MeshError, SpecError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.rule import bind
+from shardmap_torch.spec import P
+
+
+@lru_cache(maxsize=4096)
+def placements_of(mesh: Mesh, spec: P) -> tuple[Placement, ...]:
+    """One placement per mesh axis.
+
+    Example:
+        >>> from shardmap_torch import make_mesh
+        >>> mesh = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
+        >>> placements_of(mesh, P(None, "tp"))
+        (Replicate(), Shard(dim=1))
+    """
+    dims = {axis: dim for dim, axes in spec.cuts for axis in axes}
+    return tuple(
+        Shard(dims[axis]) if axis in dims else Partial() if axis in spec.partial else Replicate()
+        for axis in mesh.axis_names
+    )
+
+
+@lru_cache(maxsize=4096)
+def shard_order_of(mesh: Mesh, spec: P) -> Any:
+    """DTensor's shard order where it is not the mesh's, else None.
+
+    Placements alone say which axes cut a dim, not in which order, and torch takes the mesh's.
+
+    Raises:
+        SpecError: this torch cannot store another order.
+    """
+    order = list(mesh.axis_names)
+    cuts = {dim: tuple(order.index(axis) for axis in axes) for dim, axes in spec.cuts}
+    if all(list(axes) == sorted(axes) for axes in cuts.values()):
+        return None
+    entry = getattr(private, "ShardOrderEntry", None)
+    if entry is None:
+        raise SpecError(
+            f"{spec!r} cuts a dim over axes in another order than the mesh's {mesh.axis_names}, "
+            f"which DTensor of torch {torch.__version__} cannot store; write them in mesh order."
+        )
+    return tuple(entry(tensor_dim=dim, mesh_dims=axes) for dim, axes in sorted(cuts.items()))
+
+
+@lru_cache(maxsize=4096)
+def _dtensor_spec(
+    mesh: Mesh, spec: P, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> private.DTensorSpec:
+    assert mesh.device_mesh is not None  # only process-group meshes come here
+    like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    placements = placements_of(mesh, spec)
+    sizes = [size * _cut_by(mesh, spec, dim) for dim, size in enumerate(shape)]
+    strides = list(stride)
+    for dim, axes in spec.cuts:
+        # Dims that lie outside the cut one in memory move apart by as much as it grows.
+        grown = [
+            s * mesh.num_ranks(axes) if s > stride[dim] or (s == stride[dim] and k < dim) else s
+            for k, s in enumerate(strides)
+        ]
+        strides = grown
+    meta = private.TensorMeta(torch.Size(sizes), tuple(strides), like.dtype)
+    order = shard_order_of(mesh, spec)
+    extra = {} if order is None else {"shard_order": order}
+    return private.DTensorSpec(mesh.device_mesh, placements, tensor_meta=meta, **extra)
+
+
+def _cut_by(mesh: Mesh, spec: P, dim: int) -> int:
+    return next((mesh.num_ranks(axes) for cut, axes in spec.cuts if cut == dim), 1)
+
+
+def wrap(mesh: Mesh, spec: P, local: Tensor) -> Tensor:
+    """A DTensor of this rank's value; the value itself where it is whole on every rank."""
+    if not (spec.cuts or spec.partial):
+        return local
+    local = local.detach()
+    known = _dtensor_spec(mesh, spec, local.shape, local.stride(), local.dtype)
+    return DTensor(local, known, requires_grad=False)
+
+
+def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
+    """This rank's value of a DTensor, redistributed to `spec` first if it lies otherwise.
+
+    Raises:
+        MeshError: it lives on another mesh.
+        SpecError: it is cut over the same axes in another order.
+    """
+    if x.device_mesh != mesh.device_mesh:
+        raise MeshError(f"A DTensor on {x.device_mesh} cannot enter a function on the {mesh}.")
+    placements = placements_of(mesh, spec)
+    if x._spec.placements != placements:
+        x = x.detach().redistribute(placements=placements)
+    wanted = shard_order_of(mesh, spec)
+    have = getattr(x._spec, "shard_order", None)
+    if (wanted is not None and have != wanted) or (wanted is None and _reordered(have)):
+        raise SpecError(
+            f"A DTensor with shard order {have} cannot enter by {spec!r}; reorder it outside."
+        )
+    return x._local_tensor.detach()
+
+
+def _reordered(order: Any) -> bool:
+    return order is not None and any(
+        list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order
+    )
+
+
+class Enter:
+    """From outside into a body: a DTensor gives its local tensor, a plain tensor its slice.
+
+    Made anew for each call: which of the two it was is seen in `run`, where functorch has
+    unwrapped the value, and decides what the cotangent becomes.
+    """
+
+    axes: tuple[str, ...] = ()
+    move = "enter"
+
+    def __init__(self, mesh: Mesh, spec: P) -> None:
+        """`spec` says what is local."""
+        self._mesh, self._spec, self._from_dtensor = mesh, spec, False
+
+    def run(self, backend: Backend, x: Tensor) -> Tensor:
+        """Unwraps or slices."""
+        self._from_dtensor = isinstance(x, DTensor)
+        if isinstance(x, DTensor):
+            return unwrap(self._mesh, self._spec, x)
+        for collective in entry_cuts(self._spec):
+            x = backend.run(collective.move, collective, x)
+        return x
+
+    def pull_back(self, backend: Backend, grad: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """Wraps the cotangent, or gathers it: a plain tensor's gradient is global."""
+        if self._from_dtensor:
+            return bind(backend, Leave(self._mesh, P(*self._spec.entries)), grad)
+        for collective in reversed(entry_cuts(self._spec)):
+            grad = bind(backend, collective.transpose, grad)
+        return grad
+
+    def push_forward(self, backend: Backend, tangent: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """A tangent enters like its value."""
+        return bind(backend, Enter(self._mesh, self._spec), tangent)
+
+
+class Leave:
+    """From a body outside: a DTensor, or the plain value where it is whole on every rank."""
+
+    axes: tuple[str, ...] = ()
+    move = "leave"
+
+    def __init__(self, mesh: Mesh, spec: P) -> None:
+        """`spec` says how the local values make the global one."""
+        self._mesh, self._spec = mesh, spec
+
+    def run(self, backend: Backend, x: Tensor) -> Tensor:
+        """Wraps."""
+        return wrap(self._mesh, self._spec, x)
+
+    def pull_back(self, backend: Backend, grad: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """Enters the cotangent; that of a partial sum is the same on all ranks."""
+        return bind(backend, Enter(self._mesh, P(*self._spec.entries)), grad)
+
+    def push_forward(self, backend: Backend, tangent: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """A tangent leaves like its value."""
+        return bind(backend, Leave(self._mesh, self._spec), tangent)

@@ -1,0 +1,59 @@
+"""Every exception that shardmap_torch raises on purpose.
+
+None derives from TypeError: raised inside `a + b`, Python replaces a TypeError by
+"unsupported operand type(s)", and the message is lost.
+"""
+
+from collections.abc import Sequence
+
+
+class ShardMapError(Exception):
+    """Base of all errors of this package; catch it to catch them all."""
+
+
+class MeshError(ShardMapError):
+    """A mesh cannot be made, found or used: sizes, names, process groups."""
+
+
+class SpecError(ShardMapError):
+    """Specs and values do not fit: tree, rank, divisibility, axis names, device."""
+
+
+class ShardTypeError(ShardMapError):
+    """A value's type along a mesh axis does not fit where it is used."""
+
+
+class CollectiveError(ShardMapError):
+    """A collective was called with arguments that cannot work."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """The ranks of one axis did not call the same collective."""
+
+
+class CommunicationError(ShardMapError):
+    """A collective failed while it ran, as when a peer process is gone."""
+
+
+class RankError(ShardMapError):
+    """The function raised on one rank of a simulated mesh; the cause is chained."""
+
+
+class TransformError(ShardMapError):
+    """A function transform was asked of something that cannot provide it."""
+
+
+class KernelError(ShardMapError):
+    """An overlapped kernel cannot run as it was asked to."""
+
+
+def listing(head: str, problems: Sequence[str]) -> str:
+    """Joins a headline and its offenders, one line each.
+
+    Example:
+        >>> print(listing("2 specs do not fit:", ["x: too long", "y: too short"]))
+        2 specs do not fit:
+          x: too long
+          y: too short
+    """
+    return "\n".join([head, *(f"  {problem}" for problem in problems)])

@@ -1,0 +1,331 @@
+"""Named meshes of ranks: simulated, over process groups, or abstract."""
+
+import atexit
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardmap_torch.errors import MeshError
+
+Kind: TypeAlias = Literal["simulated", "process_group", "abstract"]
+Strategy: TypeAlias = Literal["auto", "vmap", "ranks"]
+
+TORCHRUN_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks laid out in a grid whose axes have names; rank numbers run row-major.
+
+    Made by `make_mesh`. Equal to another mesh of the same layout, kind and device.
+
+    Attributes:
+        axis_names: one name per axis, major first.
+        axis_sizes: ranks along each axis.
+        kind: how its ranks run; see `make_mesh`.
+        device: where values live; None takes any one device that the inputs share.
+        simulate: the strategy of a simulated mesh.
+        device_mesh: torch's mesh underneath; process-group meshes only.
+
+    Source: `jax.sharding.Mesh`, `torch.distributed.device_mesh.DeviceMesh`.
+    """
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    kind: Kind
+    device: torch.device | None = None
+    simulate: Strategy = "auto"
+    device_mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+    _groups: dict[Any, dist.ProcessGroup] = field(
+        default_factory=dict, compare=False, repr=False, init=False
+    )
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """Axis name to axis size, in order.
+
+        Example:
+            >>> make_mesh((2, 4), ("dp", "tp"), kind="simulated").shape["tp"]
+            4
+        """
+        return MappingProxyType(dict(zip(self.axis_names, self.axis_sizes, strict=True)))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.axis_sizes)
+
+    def num_ranks(self, axes: Sequence[str]) -> int:
+        """The number of ranks along several axes together."""
+        shape = self.shape
+        return prod(shape[axis] for axis in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis.
+
+        Example:
+            >>> make_mesh((2, 4), ("dp", "tp"), kind="simulated").coordinates(5)
+            {'dp': 1, 'tp': 1}
+        """
+        place: dict[str, int] = {}
+        for axis, size in zip(reversed(self.axis_names), reversed(self.axis_sizes), strict=True):
+            rank, place[axis] = divmod(rank, size)
+        return {axis: place[axis] for axis in self.axis_names}
+
+    def rank_at(self, place: Mapping[str, int]) -> int:
+        """The rank that stands at these coordinates; inverse of `coordinates`."""
+        rank = 0
+        for axis, size in zip(self.axis_names, self.axis_sizes, strict=True):
+            rank = rank * size + place[axis]
+        return rank
+
+    def index(self, axes: Sequence[str], place: Mapping[str, int]) -> int:
+        """The position along several axes together, the first of them major."""
+        shape, index = self.shape, 0
+        for axis in axes:
+            index = index * shape[axis] + place[axis]
+        return index
+
+    def peers(self, axes: Sequence[str], place: Mapping[str, int]) -> tuple[int, ...]:
+        """The ranks that differ from `place` along `axes` only, in the order of `index`."""
+        places = [dict(place)]
+        for axis in axes:
+            places = [{**p, axis: i} for p in places for i in range(self.shape[axis])]
+        return tuple(self.rank_at(p) for p in places)
+
+    def group(self, axes: Sequence[str], purpose: str = "collectives") -> dist.ProcessGroup:
+        """The process group along `axes`, its members in mesh order whatever the order of `axes`.
+
+        One group per set of axes and purpose. The group of one axis exists already; others are
+        made at first use, which each member must reach, as it does when all ranks run one program.
+
+        Raises:
+            MeshError: the mesh has no process groups.
+        """
+        if self.device_mesh is None:
+            raise MeshError(f"A {self.kind} mesh has no process groups.")
+        ordered = tuple(axis for axis in self.axis_names if axis in axes)
+        key = (ordered, purpose)
+        if key not in self._groups:
+            self._groups[key] = self._make_group(self.device_mesh, ordered, purpose)
+        return self._groups[key]
+
+    def _make_group(
+        self, device_mesh: DeviceMesh, axes: tuple[str, ...], purpose: str
+    ) -> dist.ProcessGroup:
+        if len(axes) == 1 and purpose == "collectives":
+            return device_mesh.get_group(axes[0])
+        members = self.peers(axes, self.coordinates(dist.get_rank()))
+        made = dist.new_group(
+            list(members), use_local_synchronization=True, group_desc=f"{axes} {purpose}"
+        )
+        assert isinstance(made, dist.ProcessGroup)  # this rank is a member
+        return made
+
+    def __str__(self) -> str:
+        """As in `simulated mesh (dp=2, tp=4)`."""
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
+        return f"{self.kind} mesh ({sizes})"
+
+
+def make_mesh(
+    shape: Sequence[int] | DeviceMesh,
+    axis_names: Sequence[str] | None = None,
+    *,
+    kind: Kind | None = None,
+    device: str | torch.device | None = None,
+    simulate: Strategy = "auto",
+) -> Mesh:
+    """Makes a mesh of `prod(shape)` ranks.
+
+    Args:
+        shape: ranks along each axis, or a torch DeviceMesh to take over with its groups.
+        axis_names: one name per axis; for a DeviceMesh by default its own.
+        kind: "simulated" (all ranks in this process), "process_group" (one rank a process) or
+            "abstract" (no data). By default "process_group" where torchrun's environment or an
+            initialised process group is found, else "simulated".
+        device: device of the values. A process-group mesh takes CUDA by default where there is one,
+            else the CPU; a simulated mesh takes any device that the inputs share.
+        simulate: how a simulated mesh runs. "ranks": one thread a rank, which gives what real ranks
+            give. "vmap": one batched program, faster, composes with every torch.func transform;
+            its gradients from outside are those that the specs promise, so use it for
+            programs known to be right. "auto": "vmap" for a function whose signature the checker
+            accepted, else "ranks".
+
+    On a process-group mesh this starts torch.distributed from torchrun's environment if nothing
+    has (gloo on CPU, NCCL on CUDA) and makes one group per axis, so every rank must call it.
+
+    Raises:
+        MeshError: sizes, names, world size or environment do not fit.
+
+    Source: `jax.make_mesh`, `torch.distributed.device_mesh.init_device_mesh`.
+
+    Example:
+        >>> print(make_mesh((2, 4), ("dp", "tp"), kind="simulated"))
+        simulated mesh (dp=2, tp=4)
+    """
+    if simulate not in get_args(Strategy):
+        raise MeshError(f"simulate={simulate!r} is none of {', '.join(get_args(Strategy))}.")
+    if isinstance(shape, DeviceMesh):
+        return _adopt(shape, axis_names, simulate)
+    names, sizes = _check_layout(shape, axis_names)
+    kind = kind if kind is not None else _default_kind()
+    if kind not in get_args(Kind):
+        raise MeshError(f"kind={kind!r} is none of {', '.join(get_args(Kind))}.")
+    chosen = None if device is None else torch.device(device)
+    if kind != "process_group":
+        return Mesh(names, sizes, kind, chosen, simulate)
+    chosen = _start_process_group(chosen)
+    _check_world(names, sizes)
+    device_mesh = init_device_mesh(chosen.type, sizes, mesh_dim_names=names)
+    return Mesh(names, sizes, kind, chosen, simulate, device_mesh)
+
+
+def _check_layout(
+    shape: Sequence[int], axis_names: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    if isinstance(axis_names, str) or axis_names is None:
+        raise MeshError(f"axis_names must be a sequence of names, not {axis_names!r}.")
+    names, sizes = tuple(axis_names), tuple(shape)
+    if len(names) != len(sizes):
+        raise MeshError(f"{len(sizes)} sizes {sizes} but {len(names)} axis names {names}.")
+    if not names:
+        raise MeshError("A mesh needs at least one axis; use size 1 for a single rank.")
+    bad_names = [name for name in names if not (isinstance(name, str) and name)]
+    if bad_names or len(set(names)) < len(names):
+        raise MeshError(f"Axis names must be different non-empty strings, not {names}.")
+    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise MeshError(f"Axis sizes must be integers of at least 1, not {sizes}.")
+    return names, sizes
+
+
+def _default_kind() -> Kind:
+    started = dist.is_available() and dist.is_initialized()
+    torchrun = all(variable in os.environ for variable in TORCHRUN_VARIABLES)
+    return "process_group" if started or torchrun else "simulated"
+
+
+def _start_process_group(device: torch.device | None) -> torch.device:
+    if not dist.is_available():
+        raise MeshError("A process_group mesh needs a torch built with torch.distributed.")
+    if device is None:
+        device = torch.device("cuda" if _default_to_cuda() else "cpu")
+    if device.type == "cuda" and device.index is None:
+        # torchrun numbers the processes of a host; one process, one GPU.
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        missing = [variable for variable in TORCHRUN_VARIABLES if variable not in os.environ]
+        if missing:
+            raise MeshError(
+                "A process_group mesh needs torch.distributed, which nothing has started, and "
+                f"torchrun's environment lacks {', '.join(missing)}. Start the script with "
+                '`torchrun --nproc-per-node N script.py`, or use kind="simulated".'
+            )
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_stop_process_group)
+    return device
+
+
+def _default_to_cuda() -> bool:
+    if dist.is_initialized():
+        return "nccl" in str(dist.get_backend())
+    return torch.cuda.is_available()
+
+
+def _stop_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_world(names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    world = dist.get_world_size()
+    if prod(sizes) != world:
+        product = "*".join(map(str, sizes))
+        raise MeshError(
+            f"The mesh {dict(zip(names, sizes, strict=True))} has {product} = {prod(sizes)} ranks, "
+            f"but {world} processes were started."
+        )
+
+
+def _adopt(device_mesh: DeviceMesh, axis_names: Sequence[str] | None, simulate: Strategy) -> Mesh:
+    own = device_mesh.mesh_dim_names
+    if own is None:
+        raise MeshError("The DeviceMesh has no dim names; make it with mesh_dim_names=(...).")
+    if axis_names is not None and tuple(axis_names) != tuple(own):
+        raise MeshError(f"axis_names {tuple(axis_names)} differ from the DeviceMesh's {own}.")
+    sizes = tuple(device_mesh.shape)
+    _check_layout(sizes, own)
+    _check_world(tuple(own), sizes)
+    ranks = device_mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise MeshError(f"The DeviceMesh's ranks {ranks} are not in row-major order.")
+    device = torch.device(device_mesh.device_type)
+    return Mesh(tuple(own), sizes, "process_group", device, simulate, device_mesh)
+
+
+class _Ambient(threading.local):
+    """The meshes that `use_mesh` has entered on this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.meshes: list[Mesh] = []
+
+
+_AMBIENT = _Ambient()
+
+
+@contextmanager
+def use_mesh(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
+    """Makes `mesh` the default of `shard_map`, `device_put` and `from_local` on this thread.
+
+    Source: `jax.sharding.use_mesh`.
+
+    Example:
+        >>> with use_mesh(make_mesh((2,), ("dp",), kind="simulated")) as mesh:
+        ...     print(current_mesh())
+        simulated mesh (dp=2)
+    """
+    entered = as_mesh(mesh)
+    _AMBIENT.meshes.append(entered)
+    try:
+        yield entered
+    finally:
+        _AMBIENT.meshes.pop()
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of the innermost `use_mesh` on this thread, or None."""
+    return _AMBIENT.meshes[-1] if _AMBIENT.meshes else None
+
+
+_ADOPTED: dict[int, Mesh] = {}
+
+
+def as_mesh(mesh: Mesh | DeviceMesh | None) -> Mesh:
+    """Returns `mesh` as ours, or the current one for None.
+
+    Raises:
+        MeshError: there is none, or it is no mesh.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, DeviceMesh):
+        known = _ADOPTED.get(id(mesh))
+        if known is None or known.device_mesh is not mesh:
+            known = _ADOPTED[id(mesh)] = make_mesh(mesh)
+        return known
+    if mesh is not None:
+        raise MeshError(f"A mesh is made by make_mesh or is a DeviceMesh, not {mesh!r}.")
+    found = current_mesh()
+    if found is None:
+        raise MeshError("No mesh: pass mesh=..., or enter one with `with use_mesh(mesh):`.")
+    return found

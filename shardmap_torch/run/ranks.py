@@ -1,0 +1,257 @@
+"""Runs a call for all ranks of a simulated mesh as threads, and its backward likewise.
+
+Autograd outside sees one Function. Inside, every rank has a graph of its own, as every process
+would have; in the backward each rank pulls its cotangents through its own graph, and meets the
+others at the collectives that autograd runs there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from shardmap_torch.backends.threads import Rendezvous, ThreadBackend
+from shardmap_torch.boundary import Call, Result, Untouched, can_receive_gradient, run_body
+from shardmap_torch.errors import ShardTypeError, TransformError, listing
+from shardmap_torch.layout import global_of, locals_of
+from shardmap_torch.run.batched import unequal
+from shardmap_torch.spec import P
+from shardmap_torch.tree import Placed, Tree
+
+
+def run(call: Call) -> Tree:
+    """Runs all ranks to their end and joins what they returned."""
+    inputs = [call.inputs[i] for i in call.crossing]
+    ranks = _Ranks(call, [can_receive_gradient(leaf.value) for leaf in inputs])
+    tensors = [leaf.value for leaf in inputs]
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        # Closed-over tensors are known only after the run, and are operands of the Function too.
+        ranks.forward(tensors)
+        tensors += ranks.find_closures()
+    outputs = _RanksFunction.apply(ranks, *tensors)
+    result = ranks.results[0]
+    leaves = [leaf.value for leaf in result.outputs]
+    for position, value in zip(ranks.joined, outputs, strict=True):
+        leaves[position] = value
+    return result.rebuild(leaves)
+
+
+class _Ranks:
+    """All ranks of one call: their local inputs, results and graphs."""
+
+    def __init__(self, call: Call, differentiable: list[bool]) -> None:
+        self.call = call
+        self.specs = [_spec(call.inputs[i]) for i in call.crossing]
+        self.differentiable = differentiable
+        self.backends: list[ThreadBackend] = []
+        self.leaves: list[list[Tensor]] = []
+        self.results: list[Result] = []
+        self.joined: list[int] = []
+        self.outputs: tuple[Tensor, ...] | None = None
+        self.closures: list[Tensor] = []
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        mesh = self.call.mesh
+        cuts = [locals_of(x.detach(), s, mesh) for x, s in zip(tensors, self.specs, strict=True)]
+        self.leaves = [
+            [
+                piece[rank].requires_grad_() if wanted else piece[rank]
+                for piece, wanted in zip(cuts, self.differentiable, strict=True)
+            ]
+            for rank in range(mesh.size)
+        ]
+        rendezvous = Rendezvous(mesh)
+        self.backends = [ThreadBackend(mesh, rank, rendezvous) for rank in range(mesh.size)]
+        watch = Untouched(self.call)
+        self.results = rendezvous.run(self._body)
+        watch.check()
+        self.joined = [i for i, leaf in enumerate(self.results[0].outputs) if _joins(leaf)]
+        self._reject_unequal()
+        self.outputs = tuple(
+            global_of([value.detach() for value in self._values(i)], self._out_spec(i), mesh)
+            for i in self.joined
+        )
+        return self.outputs
+
+    def _body(self, rank: int) -> Result:
+        # Gradients are computed inside whenever one can be asked for outside.
+        with torch.set_grad_enabled(any(self.differentiable) or torch.is_grad_enabled()):
+            return run_body(self.call, self.backends[rank], self.leaves[rank])
+
+    def _values(self, position: int) -> list[Tensor]:
+        return [result.outputs[position].value for result in self.results]
+
+    def _out_spec(self, position: int) -> P:
+        return _spec(self.results[0].outputs[position])
+
+    def _reject_unequal(self) -> None:
+        """An output's ranks must agree, up to rounding, over every axis that is not mentioned."""
+        mesh, problems = self.call.mesh, []
+        for position in self.joined:
+            spec, leaf = self._out_spec(position), self.results[0].outputs[position]
+            values = [value.detach() for value in self._values(position)]
+            for axis in self.call.mapped:
+                if axis in spec.mentioned or axis in spec.partial:
+                    continue
+                firsts = [
+                    mesh.rank_at({**mesh.coordinates(rank), axis: 0}) for rank in range(mesh.size)
+                ]
+                if not all(
+                    close(values[f], value) for f, value in zip(firsts, values, strict=True)
+                ):
+                    problems.append(unequal(leaf.path, spec, axis))
+        if problems:
+            head = f"{self.call.name}: the result does not fit out_specs:"
+            raise ShardTypeError(listing(head, problems))
+
+    def find_closures(self) -> list[Tensor]:
+        """Tensors that the ranks' graphs lead to and that are not the ranks' inputs."""
+        own = {id(leaf) for leaves in self.leaves for leaf in leaves}
+        roots = [value.grad_fn for i in self.joined for value in self._values(i)]
+        found: dict[int, Tensor] = {}
+        seen: set[Node] = set()
+        pending = [node for node in roots if node is not None]
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor) and id(variable) not in own:
+                found[id(variable)] = variable
+            pending += [parent for parent, _ in node.next_functions if parent is not None]
+        self.closures = list(found.values())
+        return self.closures
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        mesh = self.call.mesh
+        given = [(i, g) for i, g in zip(self.joined, grads, strict=True) if g is not None]
+        cotangents = [(i, locals_of(g, self._out_spec(i), mesh)) for i, g in given]
+        wanted = [i for i, yes in enumerate(self.differentiable) if yes]
+        rendezvous = Rendezvous(mesh)
+        for backend in self.backends:
+            backend.rendezvous = rendezvous
+
+        def pull(rank: int) -> tuple[Tensor | None, ...]:
+            pairs = [
+                (self.results[rank].outputs[i].value, pieces[rank]) for i, pieces in cotangents
+            ]
+            pairs = [(y, g) for y, g in pairs if y.requires_grad]
+            into = [self.leaves[rank][i] for i in wanted] + self.closures
+            if not pairs or not into:
+                return (None,) * len(into)
+            ys, gs = zip(*pairs, strict=True)
+            return torch.autograd.grad(ys, into, gs, retain_graph=True, allow_unused=True)
+
+        pulled = rendezvous.run(pull)
+        found: list[Tensor | None] = [None] * (len(self.specs) + len(self.closures))
+        for k, i in enumerate(wanted):
+            found[i] = self._global_gradient([grads[k] for grads in pulled], self.specs[i])
+        for k in range(len(self.closures)):
+            found[len(self.specs) + k] = self._closure_gradient(
+                [grads[len(wanted) + k] for grads in pulled]
+            )
+        return found
+
+    def _global_gradient(self, grads: Sequence[Tensor | None], spec: P) -> Tensor | None:
+        shaped = next((g for g in grads if g is not None), None)
+        if shaped is None:
+            return None
+        filled = [torch.zeros_like(shaped) if g is None else g for g in grads]
+        # Partial in, replicate out: the cotangent is equal over the axes that no dim mentions.
+        return global_of(filled, P(*spec.entries), self.call.mesh)
+
+    def _closure_gradient(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        first = grads[0]
+        agree = all(
+            (g is None and first is None)
+            or (g is not None and first is not None and close(g, first))
+            for g in grads
+        )
+        if not agree:
+            raise ShardTypeError(
+                f"{self.call.name}: a closed-over tensor gets a different gradient on each rank, "
+                "and outside there is one. Pass the tensor as an argument whose spec names the "
+                "axes in replicate=."
+            )
+        return first
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to rounding: ranks that repeat one computation may still round differently."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return bool(torch.equal(a, b))
+    tolerance = torch.finfo(a.dtype).eps ** 0.5
+    scale = float(a.abs().nan_to_num(posinf=0.0).max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def _joins(leaf: Placed[P | None]) -> bool:
+    return leaf.spec is not None and isinstance(leaf.value, Tensor)
+
+
+def _spec(leaf: Placed[P | None]) -> P:
+    assert leaf.spec is not None  # it crosses
+    return leaf.spec
+
+
+class _RanksFunction(torch.autograd.Function):
+    """One call of all ranks, as autograd and first-order torch.func transforms see it."""
+
+    @staticmethod
+    def forward(ranks: _Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return ranks.forward(tensors) if ranks.outputs is None else ranks.outputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.ranks = inputs[0]
+        ctx.mark_non_differentiable(
+            *[y for y in output if not y.dtype.is_floating_point and not y.dtype.is_complex]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *_RanksBackward.apply(ctx.ranks, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise TransformError(_FIRST_ORDER)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        raise TransformError(_FIRST_ORDER)
+
+
+class _RanksBackward(torch.autograd.Function):
+    """The backward of `_RanksFunction`: a Function too, so that functorch unwraps its operands."""
+
+    @staticmethod
+    def forward(ranks: _Ranks, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(ranks.backward(grads))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise TransformError(_FIRST_ORDER)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise TransformError(_FIRST_ORDER)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        raise TransformError(_FIRST_ORDER)
+
+
+_FIRST_ORDER = (
+    "Simulated ranks that run as threads give first-order reverse gradients only. For forward "
+    'mode, vmap from outside and higher orders use make_mesh(..., simulate="vmap").'
+)

@@ -1,0 +1,178 @@
+"""`P`, the partition spec: how one global tensor is cut over the axes of a mesh."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Final, TypeAlias
+
+from shardmap_torch.errors import SpecError
+from shardmap_torch.types import AxisType, I, Partial, R, S
+
+Entry: TypeAlias = str | tuple[str, ...] | None
+
+
+def _entry_axes(entry: Entry) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else entry
+
+
+class P:
+    """One entry per tensor dimension: None, an axis name, or a tuple of names (first is major).
+
+    Trailing dimensions may be left out; they are not cut. Axes that no dimension mentions may be
+    typed by keyword: `replicate=` (each rank uses the value in its own way, gradients are summed
+    over the axis), `invariant=` (one computation repeated) and `partial=` (the value is the sum
+    over the ranks). A value type: immutable, hashable, equal by content, a leaf to pytrees.
+
+    Raises:
+        SpecError: an entry is no axis name, or an axis stands in two places.
+
+    Source: `jax.sharding.PartitionSpec`, with its `unreduced=` named `partial=`.
+
+    Example:
+        >>> P("dp", None, ("fsdp", "tp"), replicate={"pp"})
+        P('dp', None, ('fsdp', 'tp'), replicate={'pp'})
+        >>> P("dp") == P("dp"), P("dp") == P("tp")
+        (True, False)
+    """
+
+    __slots__ = ("_hash", "entries", "invariant", "partial", "replicate")
+
+    entries: Final[tuple[Entry, ...]]
+    replicate: Final[frozenset[str]]
+    invariant: Final[frozenset[str]]
+    partial: Final[frozenset[str]]
+
+    def __init__(
+        self,
+        *entries: Entry | list[str],
+        replicate: Iterable[str] | str = (),
+        invariant: Iterable[str] | str = (),
+        partial: Iterable[str] | str = (),
+    ) -> None:
+        """Checks and stores the entries; see the class."""
+        self.entries = tuple(_read_entry(entry) for entry in entries)
+        self.replicate = _read_names("replicate", replicate)
+        self.invariant = _read_names("invariant", invariant)
+        self.partial = _read_names("partial", partial)
+        self._hash = hash((self.entries, self.replicate, self.invariant, self.partial))
+        _reject_repeats(self)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuses a second assignment: specs are shared and hashed."""
+        if hasattr(self, name):
+            raise AttributeError(f"P is immutable; {name} cannot be set.")
+        object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when entries and keywords are."""
+        if not isinstance(other, P):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        """Agrees with equality."""
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickles by content."""
+        return (_rebuild, self._key())
+
+    def __repr__(self) -> str:
+        """Prints as it is written."""
+        words = [repr(entry) for entry in self.entries]
+        for name, axes in self.typed():
+            words.append(f"{name}={{{', '.join(map(repr, sorted(axes)))}}}")
+        return f"P({', '.join(words)})"
+
+    def _key(self) -> tuple[tuple[Entry, ...], frozenset[str], frozenset[str], frozenset[str]]:
+        return self.entries, self.replicate, self.invariant, self.partial
+
+    def typed(self) -> Iterator[tuple[str, frozenset[str]]]:
+        """The keywords that name at least one axis."""
+        for name in ("replicate", "invariant", "partial"):
+            axes: frozenset[str] = getattr(self, name)
+            if axes:
+                yield name, axes
+
+    @property
+    def cuts(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """The dimensions that are cut, with the axes that cut them, major first."""
+        return tuple((dim, _entry_axes(e)) for dim, e in enumerate(self.entries) if _entry_axes(e))
+
+    @property
+    def mentioned(self) -> tuple[str, ...]:
+        """The axes that cut some dimension."""
+        return tuple(axis for _, axes in self.cuts for axis in axes)
+
+    @property
+    def named(self) -> frozenset[str]:
+        """All axes that stand anywhere in the spec."""
+        return frozenset(self.mentioned) | self.replicate | self.invariant | self.partial
+
+    @property
+    def types(self) -> Mapping[str, AxisType]:
+        """The type along each named axis.
+
+        Example:
+            >>> P("dp", replicate={"tp"}).types
+            {'dp': S(0), 'tp': R}
+        """
+        types = {axis: S(dim) for dim, axes in self.cuts for axis in axes}
+        keywords = ((self.replicate, R), (self.invariant, I), (self.partial, Partial))
+        return types | {axis: kind for axes, kind in keywords for axis in sorted(axes)}
+
+
+def _rebuild(entries: tuple[Entry, ...], *typed: frozenset[str]) -> P:
+    replicate, invariant, partial = typed
+    return P(*entries, replicate=replicate, invariant=invariant, partial=partial)
+
+
+def _read_entry(entry: Entry | list[str]) -> Entry:
+    if entry is None or isinstance(entry, str):
+        return entry
+    if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
+        return tuple(entry)
+    raise SpecError(
+        f"P takes an axis name, a tuple of axis names or None for a dim, not {entry!r}."
+    )
+
+
+def _read_names(keyword: str, names: Iterable[str] | str) -> frozenset[str]:
+    axes = frozenset([names] if isinstance(names, str) else names)
+    if not all(isinstance(axis, str) for axis in axes):
+        raise SpecError(f"P({keyword}=...) takes axis names, not {names!r}.")
+    return axes
+
+
+def _reject_repeats(spec: P) -> None:
+    places = [*spec.mentioned, *(axis for _, axes in spec.typed() for axis in axes)]
+    twice = sorted({axis for axis in places if places.count(axis) > 1})
+    if twice:
+        raise SpecError(f"{spec!r} names {', '.join(map(repr, twice))} more than once.")
+
+
+def misfits(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
+    """Says how `spec` fails to cut a tensor of global `shape` over axes of these `sizes`.
+
+    Returns:
+        One sentence per problem, none when it fits.
+
+    Example:
+        >>> misfits(P(("dp", "tp")), (10,), {"dp": 2, "tp": 2})
+        ["dim 0 has size 10, which does not divide over ('dp', 'tp') = 2*2 = 4 ranks (10 = 2*4 + 2)"]
+    """
+    if len(spec.entries) > len(shape):
+        return [f"{spec!r} has {len(spec.entries)} entries, but the value has {len(shape)} dims"]
+    problems = []
+    for dim, axes in spec.cuts:
+        counts = [sizes[axis] for axis in axes]
+        num_ranks, size = prod(counts), shape[dim]
+        if size % num_ranks:
+            names = repr(axes[0]) if len(axes) == 1 else repr(axes)
+            product = "*".join(map(str, counts)) + (f" = {num_ranks}" if len(counts) > 1 else "")
+            problems.append(
+                f"dim {dim} has size {size}, which does not divide over {names} = {product} ranks "
+                f"({size} = {size // num_ranks}*{num_ranks} + {size % num_ranks})"
+            )
+    return problems

@@ -1,0 +1,178 @@
+"""`shard_map`: a per-rank function becomes a function of global values."""
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar, overload
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardmap_torch.backend import Scope, current_scope
+from shardmap_torch.backends.batched import BatchedBackend
+from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.boundary import Call, check_inputs, place_arguments
+from shardmap_torch.errors import MeshError, SpecError
+from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.run import batched, process, ranks
+from shardmap_torch.tree import Tree
+
+A = ParamSpec("A")
+Y = TypeVar("Y")
+
+
+@overload
+def shard_map(
+    f: Callable[A, Y],
+    /,
+    *,
+    in_specs: Tree,
+    out_specs: Tree,
+    mesh: Mesh | DeviceMesh | None = None,
+    axis_names: Collection[str] | None = None,
+    check: bool = True,
+) -> Callable[A, Y]: ...
+
+
+@overload
+def shard_map(
+    f: None = None,
+    /,
+    *,
+    in_specs: Tree,
+    out_specs: Tree,
+    mesh: Mesh | DeviceMesh | None = None,
+    axis_names: Collection[str] | None = None,
+    check: bool = True,
+) -> Callable[[Callable[A, Y]], Callable[A, Y]]: ...
+
+
+def shard_map(
+    f: Callable[..., Any] | None = None,
+    /,
+    *,
+    in_specs: Tree,
+    out_specs: Tree,
+    mesh: Mesh | DeviceMesh | None = None,
+    axis_names: Collection[str] | None = None,
+    check: bool = True,
+) -> Callable[..., Any]:
+    """Maps a function over the ranks of a mesh: it runs on local shards, collectives are explicit.
+
+    Use it as a function or as a decorator. The result takes and returns global values: on a
+    simulated mesh plain tensors, on a process-group mesh plain tensors that are equal on all ranks
+    or DTensors, and a result is a DTensor unless it is whole on every rank.
+
+    Args:
+        f: the per-rank function, of any pytrees of tensors.
+        in_specs: one `P` per argument, in a tuple or in a dict by parameter name, each a pytree
+            prefix of its argument; or one `P` for all. None marks a static argument, which is
+            passed as it is. An axis that the spec of an input does not mention must be named in
+            `replicate=` or `invariant=` if the input can receive a gradient.
+        out_specs: pytree prefix of specs of the result. An axis that a spec neither mentions nor
+            names in `replicate=` is invariant: every rank returns the same and repeats the same
+            computation.
+        mesh: the mesh; by default that of the enclosing body, or else of `use_mesh`. It is looked
+            up in each call.
+        axis_names: the axes that this function is mapped over; by default all that the enclosing
+            body has not bound. Over the others its values are whole.
+        check: reserved for the type checker, which does not exist yet; no effect.
+
+    Raises:
+        SpecError: in a call, if arguments or results do not fit the specs; names all offenders.
+        MeshError: in a call, if there is no mesh.
+
+    Source: `jax.shard_map`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> @shard_map(mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P())
+        ... def matmul(x, w):
+        ...     return all_reduce(x @ w, "tp", dst=I)
+        >>> matmul(torch.ones(1, 4), torch.arange(4.0).reshape(4, 1))
+        tensor([[6.]])
+    """
+    if f is None:
+        return partial(
+            shard_map,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check=check,
+        )
+    if not callable(f):
+        raise SpecError(f"shard_map takes a function, not {f!r}; specs are keyword arguments.")
+    function, signature, name = f, _signature(f), getattr(f, "__name__", type(f).__name__)
+
+    @wraps(function)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()
+        call_mesh = _resolve_mesh(mesh, scope)
+        axes = _resolve_axes(name, call_mesh, axis_names, scope)
+        found, structure = place_arguments(function, signature, args, kwargs, in_specs)
+        inputs = check_inputs(name, call_mesh, axes, found)
+        bound = frozenset(axes) | (scope.axes if scope is not None else frozenset())
+        call = Call(function, name, call_mesh, bound, axes, inputs, structure, out_specs)
+        return _run(call, scope)
+
+    return mapped
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none; arguments go by position then
+        return None
+
+
+def _resolve_mesh(mesh: Mesh | DeviceMesh | None, scope: Scope | None) -> Mesh:
+    if scope is None:
+        return as_mesh(mesh)
+    if mesh is not None and as_mesh(mesh) != scope.backend.mesh:
+        raise MeshError(
+            f"A shard_map inside the body of another one runs on its mesh, the "
+            f"{scope.backend.mesh}; it cannot use the {as_mesh(mesh)}."
+        )
+    return scope.backend.mesh
+
+
+def _resolve_axes(
+    name: str, mesh: Mesh, axis_names: Collection[str] | None, scope: Scope | None
+) -> tuple[str, ...]:
+    bound: Collection[str] = scope.axes if scope is not None else ()
+    if axis_names is None:
+        axes: Sequence[str] = [axis for axis in mesh.axis_names if axis not in bound]
+    else:
+        axes = [axis_names] if isinstance(axis_names, str) else sorted(axis_names)
+    unknown = [axis for axis in axes if axis not in mesh.axis_names]
+    if unknown:
+        raise SpecError(f"{name}: axis_names has {unknown}, but the axes are {mesh.axis_names}.")
+    again = [axis for axis in axes if axis in bound]
+    if again or not axes:
+        what = f"axis_names has {again}" if again else "no axis is left"
+        raise SpecError(f"{name}: {what}; the enclosing body has bound {sorted(bound)}.")
+    return tuple(axis for axis in mesh.axis_names if axis in axes)
+
+
+def _run(call: Call, scope: Scope | None) -> Tree:
+    if scope is not None:
+        if isinstance(scope.backend, BatchedBackend):
+            return batched.run(call)
+        return process.run_inside(call, scope.backend)
+    if call.mesh.kind == "process_group":
+        return process.run(call, _process_backend(call.mesh))
+    if call.mesh.kind == "abstract":
+        raise MeshError(f"{call.name}: functions cannot be called on an abstract mesh yet.")
+    return batched.run(call) if call.mesh.simulate == "vmap" else ranks.run(call)
+
+
+_BACKENDS: dict[int, ProcessGroupBackend] = {}
+
+
+def _process_backend(mesh: Mesh) -> ProcessGroupBackend:
+    backend = _BACKENDS.get(id(mesh))
+    if backend is None or backend.mesh is not mesh:
+        backend = _BACKENDS[id(mesh)] = ProcessGroupBackend(mesh)
+    return backend
