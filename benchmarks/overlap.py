@@ -1,0 +1,217 @@
+"""Measures how much communication the overlapped matmuls hide.
+
+    .venv/bin/python -m benchmarks.overlap            # needs root, iproute2, 2 free cores
+
+Two gloo ranks, one thread each, run in two network namespaces joined by a veth pair that `tc tbf`
+limits to a rate at which communication takes about as long as computation. (On loopback there is
+nothing to hide: the same cores that multiply would move the bytes.) In each round every variant
+runs once; rounds in which other processes used more than --max-load cores are rejected; figures
+are medians over rounds of the slower rank.
+
+hidden = (T_comm + T_compute - T_overlap) / min(T_comm, T_compute), where T_comm is one plain
+exchange of the same bytes and T_compute the unchunked matmuls. `unfused` is the best variant that
+overlaps nothing. `virtual` is the same code on the alpha-beta clock, told the latency, the
+bandwidth and the matmul rate of this run. Nothing outside the two namespaces is touched.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overlap_variants import COMM, COMPUTE, OPERATIONS, OVERLAP, UNFUSED, Setting
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.transport_virtual import VirtualNetwork
+
+REPO = Path(__file__).parent.parent
+ADDRESSES = ("10.231.77.1", "10.231.77.2")
+CONNECT_TIMEOUT = 60.0
+
+
+class CannotRunError(Exception):
+    """This machine cannot make the two namespaces."""
+
+
+def sh(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CannotRunError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+
+
+@contextmanager
+def two_namespaces(rate: str) -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a veth pair limited to `rate`; removed at the end."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise CannotRunError(f"`{tool}` is not installed (apt-get install iproute2)")
+    if os.geteuid() != 0:
+        raise CannotRunError("not root (try `unshare -Urn` around it)")
+    token = uuid.uuid4().hex[:6]
+    names = (f"overlap-{token}-0", f"overlap-{token}-1")
+    with ExitStack() as cleanup:
+        for name in names:
+            sh("ip", "netns", "add", name)
+            cleanup.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+        # Created inside the first namespace, so that the host never sees either end.
+        peer = ("peer", "name", "veth", "netns", names[1])
+        sh("ip", "-n", names[0], "link", "add", "veth", "type", "veth", *peer)
+        for name, address in zip(names, ADDRESSES, strict=True):
+            sh("ip", "-n", name, "addr", "add", f"{address}/30", "dev", "veth")
+            for link in ("lo", "veth"):
+                sh("ip", "-n", name, "link", "set", link, "up")
+            limit = ("rate", rate, "burst", "256kb", "latency", "100ms")
+            sh("tc", "-n", name, "qdisc", "add", "dev", "veth", "root", "tbf", *limit)
+        yield names
+
+
+def run_ranks(names: Sequence[str], setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs both ranks and returns what rank 0 printed."""
+    options = {
+        "--store": f"{ADDRESSES[0]}:29511",
+        "--setting": json.dumps(asdict(setting)),
+        "--rounds": str(args.rounds),
+        "--seconds": str(args.seconds),
+        "--max-load": str(args.max_load),
+    }
+    rest = [part for option in options.items() for part in option]
+    program = (sys.executable, "-W", "ignore", "-m", "benchmarks.overlap_rank")
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "veth", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*("ip", "netns", "exec", name), *program, "--rank", str(rank), *rest],
+            cwd=REPO,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, name in enumerate(names)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=args.seconds + CONNECT_TIMEOUT)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit("a rank failed; its error is above")
+    result: dict[str, Any] = json.loads(outputs[0])
+    return result
+
+
+def medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Median seconds by operation and variant."""
+    return {
+        op: {
+            name: statistics.median(each["seconds"][op][name] for each in rounds)
+            for name in rounds[0]["seconds"][op]
+        }
+        for op in rounds[0]["seconds"]
+    }
+
+
+def fitted_fabric(setting: Setting, speeds: Mapping[str, float], comm: float) -> Fabric:
+    """The virtual clock's view of this machine."""
+    flops = 2.0 * setting.rows * setting.inner * setting.columns
+    num_bytes = 4.0 * setting.rows * setting.inner / 2
+    return Fabric(
+        latency=speeds["latency"],
+        bandwidth=num_bytes / (comm - speeds["latency"]),
+        flops=flops / speeds["whole"],
+        memory=1e10,
+        launch=max(0.0, speeds["chunk"] - speeds["whole"] / (2 * setting.parts)),
+    )
+
+
+def virtual_seconds(setting: Setting, fabric: Fabric) -> dict[str, dict[str, float]]:
+    """The same kernels on the alpha-beta clock, without data."""
+    predicted: dict[str, dict[str, float]] = {}
+    for op, build in OPERATIONS.items():
+        for name, variant in build(replace(setting, device="meta")).items():
+            if not variant.real_only:
+                network = VirtualNetwork(2, fabric)
+                network.run(variant.kernel)
+                predicted.setdefault(op, {})[name] = network.seconds
+    return predicted
+
+
+def hidden(seconds: Mapping[str, float], roles: Mapping[str, str], name: str) -> float:
+    by_role = {role: seconds[each] for each, role in roles.items() if role in (COMPUTE, COMM)}
+    total, shorter = sum(by_role.values()), min(by_role.values())
+    return (total - seconds[name]) / shorter
+
+
+def report(setting: Setting, result: Mapping[str, Any]) -> list[str]:
+    """The table, one line a variant."""
+    measured = medians(result["rounds"])
+    fabric = fitted_fabric(setting, result["speeds"], measured["all_gather_matmul"]["exchange"])
+    virtual = virtual_seconds(setting, fabric)
+    lines = []
+    for op, seconds in measured.items():
+        roles = {
+            name: v.role for name, v in OPERATIONS[op](replace(setting, device="meta")).items()
+        }
+        best = min(seconds[name] for name, role in roles.items() if role == UNFUSED)
+        lines.append(f"{op}: {'':25} measured  hidden  speed-up | virtual  hidden")
+        for name, role in roles.items():
+            line = f"  {role:8} {name:36} {seconds[name] * 1e3:7.1f} ms"
+            is_whole = role not in (COMPUTE, COMM)
+            line += f"  {hidden(seconds, roles, name):5.0%}" if is_whole else " " * 7
+            line += f"  {best / seconds[name]:7.2f}x" if is_whole else " " * 10
+            if name in virtual[op]:
+                line += f" | {virtual[op][name] * 1e3:5.1f} ms"
+                line += f"  {hidden(virtual[op], roles, name):5.0%}" if is_whole else ""
+            lines.append(line)
+        spread = [
+            hidden(each["seconds"][op], roles, _overlapped(roles)) for each in result["rounds"]
+        ]
+        lines.append(
+            f"  hidden per round: {min(spread):.0%} to {max(spread):.0%}, "
+            f"median of rounds {statistics.median(spread):.0%}"
+        )
+    return lines
+
+
+def _overlapped(roles: Mapping[str, str]) -> str:
+    return next(name for name, role in roles.items() if role == OVERLAP)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", default="2048x1024x2048", help="rows x inner x columns")
+    parser.add_argument("--parts", type=int, default=8, help="chunks per rank's block")
+    parser.add_argument("--rate", default="500mbit", help="tbf rate of the link")
+    parser.add_argument("--rounds", type=int, default=15, help="undisturbed rounds wanted")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the rounds")
+    parser.add_argument("--max-load", type=float, default=0.2, help="cores others may use")
+    parser.add_argument("--json", type=Path, help="write every round here")
+    args = parser.parse_args()
+    rows, inner, columns = map(int, args.shape.split("x"))
+    setting = Setting(rows, inner, columns, args.parts)
+    try:
+        with two_namespaces(args.rate) as names:
+            result = run_ranks(names, setting, args)
+    except CannotRunError as error:
+        raise SystemExit(f"benchmarks/overlap.py cannot run here: {error}") from error
+    if args.json:
+        args.json.write_text(json.dumps(result))
+    kept, rejected = len(result["rounds"]), result["rejected"]
+    print(f"{args.shape} float32, {args.parts} parts, link {args.rate}: ", end="")
+    print(f"{kept} rounds, {rejected} rejected (others used more than {args.max_load} cores)")
+    if kept:
+        loads = sorted(each["others"] for each in result["rounds"])
+        print(f"cores used by others in the rounds kept: {loads[0]:.2f} to {loads[-1]:.2f}")
+        print("\n".join(report(setting, result)))
+    else:
+        raise SystemExit("no undisturbed round: run it on a quiet machine, or raise --max-load")
+
+
+if __name__ == "__main__":
+    main()

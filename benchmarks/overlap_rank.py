@@ -1,0 +1,142 @@
+"""One rank of `benchmarks/overlap.py`: times every variant in rounds and prints JSON on rank 0."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.overlap_variants import OPERATIONS, Setting, Variant, exchange
+from shardmap_torch.kernels.transport import run
+from shardmap_torch.kernels.transport_gloo import GlooTransport
+
+WARMUP_ROUNDS = 2
+
+
+def busy_seconds() -> float:
+    """CPU seconds of all processes since boot, without interrupts, with time stolen by the host."""
+    with open("/proc/stat") as stat:
+        user, nice, system, _, _, _, _, steal = map(int, stat.readline().split()[1:9])
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def timed(transport: GlooTransport, variant: Variant) -> float:
+    """Seconds on this rank, both ranks starting together."""
+    dist.barrier()
+    begin = time.perf_counter()
+    run(variant.kernel(transport))
+    return time.perf_counter() - begin
+
+
+def slowest(values: Mapping[str, float]) -> dict[str, float]:
+    """The longer of the two ranks' times."""
+    merged = torch.tensor(list(values.values()), dtype=torch.float64)
+    dist.all_reduce(merged, op=dist.ReduceOp.MAX)
+    return dict(zip(values, merged.tolist(), strict=True))
+
+
+def others_load(begin: tuple[float, float, float]) -> float:
+    """Cores that processes other than the two ranks kept busy since `begin`."""
+    ours = torch.tensor([time.process_time() - begin[1]], dtype=torch.float64)
+    dist.all_reduce(ours)
+    load = torch.tensor([(busy_seconds() - begin[2] - ours.item()) / (time.time() - begin[0])])
+    dist.broadcast(load, 0)
+    return float(load)
+
+
+def one_round(
+    transport: GlooTransport, variants: Mapping[str, Mapping[str, Variant]]
+) -> dict[str, Any]:
+    begin = (time.time(), time.process_time(), busy_seconds())
+    seconds = {
+        op: slowest({name: timed(transport, variant) for name, variant in table.items()})
+        for op, table in variants.items()
+    }
+    return {"seconds": seconds, "others": others_load(begin)}
+
+
+def link_and_matmul(transport: GlooTransport, setting: Setting) -> dict[str, float]:
+    """What the virtual clock is told: latency, and a chunk's matmul beside the whole one."""
+    word = torch.zeros(1)
+
+    def ping() -> None:
+        run(exchange_steps(transport, word))
+
+    x, w = (
+        setting.tensor(setting.rows, setting.inner),
+        setting.tensor(setting.inner, setting.columns),
+    )
+    rows = setting.rows // (2 * setting.parts)
+    return {
+        "latency": median_seconds(ping),
+        "whole": median_seconds(lambda: x @ w),
+        "chunk": median_seconds(lambda: x[:rows] @ w),
+    }
+
+
+def exchange_steps(transport: GlooTransport, word: Tensor) -> Any:
+    yield from exchange(transport, word, torch.zeros(1))
+
+
+def median_seconds(action: Any, repeats: int = 15) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[repeats // 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--setting", required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--max-load", type=float, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{args.store}",
+        rank=args.rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    transport = GlooTransport(dist.new_group(), "tp")
+    setting = Setting(**json.loads(args.setting))
+    variants = {op: build(setting) for op, build in OPERATIONS.items()}
+    for _ in range(WARMUP_ROUNDS):
+        one_round(transport, variants)
+    accepted: list[dict[str, Any]] = []
+    rejected = 0
+    deadline = torch.tensor([time.time() + args.seconds])
+    while len(accepted) < args.rounds and time_left(deadline):
+        result = one_round(transport, variants)
+        if result["others"] > args.max_load:
+            rejected += 1
+        else:
+            accepted.append(result)
+    speeds = slowest(link_and_matmul(transport, setting))
+    if args.rank == 0:
+        print(json.dumps({"rounds": accepted, "rejected": rejected, "speeds": speeds}))
+    dist.destroy_process_group()
+
+
+def time_left(deadline: Tensor) -> bool:
+    """Rank 0's opinion, so that both ranks stop after the same round."""
+    left = torch.tensor([time.time() < deadline.item()])
+    dist.broadcast(left, 0)
+    return bool(left)
+
+
+if __name__ == "__main__":
+    main()
