@@ -1,6 +1,8 @@
 """Changing the type of a value along an axis, with or without moving data."""
 
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -139,35 +141,61 @@ def redistribute(
     """
     read_axes("redistribute", axis)
     source, target = as_type(src), as_type(dst)
-    kinds = source.kind, target.kind
-    dtypes = {"comm_dtype": comm_dtype, "grad_comm_dtype": grad_comm_dtype}
     if source == target and source != V:
         return x
-    if kinds == ("S", "S"):
-        split, concat = _dim(target), _dim(source)
-        return all_to_all(x, axis, split_dim=split, concat_dim=concat, **dtypes)
-    if kinds in (("S", "R"), ("S", "I")):
-        return all_gather(x, axis, dim=_dim(source), dst=target, **dtypes)
-    if kinds in (("P", "R"), ("P", "I")):
-        return all_reduce(x, axis, dst=target, **dtypes)
-    if kinds == ("P", "S"):
-        return reduce_scatter(x, axis, dim=_dim(target), **dtypes)
     if V in (source, target):
         raise CollectiveError(
             f"redistribute from {source} to {target}: V does not say how the ranks' values are put "
             "together; name the dim with S(dim)."
         )
-    return convert(x, axis, src=_plain(source), dst=_plain(target), dim=_dim_of(source, target))
-
-
-def _dim(kind: AxisType) -> int:
-    assert kind.dim is not None  # only S(dim) comes here
-    return kind.dim
-
-
-def _dim_of(*kinds: AxisType) -> int | None:
-    return next((kind.dim for kind in kinds if kind.dim is not None), None)
+    move = _COLLECTIVES.get((source.kind, target.kind))
+    if move is None:
+        dim = source.dim if source.dim is not None else target.dim
+        return convert(x, axis, src=_plain(source), dst=_plain(target), dim=dim)
+    collective, arguments = move
+    moved: X = collective(
+        x,
+        axis,
+        **arguments(source, target),
+        comm_dtype=comm_dtype,
+        grad_comm_dtype=grad_comm_dtype,
+    )
+    return moved
 
 
 def _plain(kind: AxisType) -> AxisType:
     return V if kind.dim is not None else kind
+
+
+def _gather(src: AxisType, dst: AxisType) -> dict[str, Any]:
+    return {"dim": src.dim, "dst": dst}
+
+
+def _sum(src: AxisType, dst: AxisType) -> dict[str, Any]:
+    return {"dst": dst}
+
+
+def _scatter(src: AxisType, dst: AxisType) -> dict[str, Any]:
+    return {"dim": dst.dim}
+
+
+def _exchange(src: AxisType, dst: AxisType) -> dict[str, Any]:
+    return {"split_dim": dst.dim, "concat_dim": src.dim}
+
+
+_COLLECTIVES: Final[
+    Mapping[
+        tuple[str, str],
+        tuple[Callable[..., Any], Callable[[AxisType, AxisType], dict[str, Any]]],
+    ]
+] = MappingProxyType(
+    {
+        ("S", "S"): (all_to_all, _exchange),
+        ("S", "R"): (all_gather, _gather),
+        ("S", "I"): (all_gather, _gather),
+        ("P", "R"): (all_reduce, _sum),
+        ("P", "I"): (all_reduce, _sum),
+        ("P", "S"): (reduce_scatter, _scatter),
+    }
+)
+"""What moves data between these kinds, with its arguments; between others there is `convert`."""

@@ -74,6 +74,12 @@ def crosses(leaf: Placed[Spec]) -> bool:
     return leaf.spec is not None and isinstance(leaf.value, Tensor)
 
 
+def spec_of(leaf: Placed[Spec]) -> P:
+    """The spec of a leaf that crosses."""
+    assert leaf.spec is not None
+    return leaf.spec
+
+
 def is_spec(value: Any) -> bool:
     """Whether `value` is a leaf of a spec tree."""
     return value is None or isinstance(value, P)
@@ -252,9 +258,8 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
     values = [leaf.value for leaf in call.inputs]
     with enter_scope(Scope(backend, call.bound)):
         for position, local in zip(call.crossing, tensors, strict=True):
-            spec = call.inputs[position].spec
-            assert spec is not None  # it crosses
-            values[position] = _apply(backend, entry_casts(spec), local)
+            casts = entry_casts(spec_of(call.inputs[position]))
+            values[position] = apply(backend, casts, local)
         args, kwargs = optree.tree_unflatten(call.structure, values)
         out = call.function(*args, **kwargs)
         placed, structure = place_outputs(call, out)
@@ -263,12 +268,13 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
 
 
 def _leave(backend: Backend, leaf: Placed[Spec]) -> Placed[Spec]:
-    if leaf.spec is None or not isinstance(leaf.value, Tensor):
+    if not crosses(leaf):
         return leaf
-    return Placed(leaf.path, _apply(backend, exit_casts(leaf.spec), leaf.value), leaf.spec)
+    return Placed(leaf.path, apply(backend, exit_casts(spec_of(leaf)), leaf.value), leaf.spec)
 
 
-def _apply(backend: Backend, collectives: Sequence[Collective], x: Tensor) -> Tensor:
+def apply(backend: Backend, collectives: Sequence[Collective], x: Tensor) -> Tensor:
+    """Applies one collective after the other."""
     for collective in collectives:
         x = bind(backend, collective, x)
     return x

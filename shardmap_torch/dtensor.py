@@ -104,7 +104,7 @@ def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
         raise MeshError(f"A DTensor on {x.device_mesh} cannot enter a function on the {mesh}.")
     placements = placements_of(mesh, spec)
     if x._spec.placements != placements:
-        x = x.detach().redistribute(placements=placements)
+        x = x.redistribute(placements=placements)
     wanted = shard_order_of(mesh, spec)
     have = getattr(x._spec, "shard_order", None)
     if (wanted is not None and have != wanted) or (wanted is None and _reordered(have)):

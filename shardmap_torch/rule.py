@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -262,7 +262,17 @@ def _saved_of(operation: Operation, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return (x, y) if isinstance(operation, Extremum) else ()
 
 
-class EagerForm(torch.autograd.Function):
+class TypedFunction(torch.autograd.Function):
+    """An autograd Function whose `apply` type checkers accept; torch leaves it untyped."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            """As in torch."""
+
+
+class EagerForm(TypedFunction):
     """An operation under plain reverse-mode autograd."""
 
     @staticmethod
@@ -282,7 +292,7 @@ class EagerForm(torch.autograd.Function):
         return ctx.operation.pull_back(ctx.backend, grad, ctx.saved_tensors), None, None
 
 
-class FunctorchForm(torch.autograd.Function):
+class FunctorchForm(TypedFunction):
     """An operation under torch.func transforms, forward mode, or a batched body.
 
     The trailing operands are the backend's markers: one per axis, batched at that axis' vmap level

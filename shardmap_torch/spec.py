@@ -159,8 +159,8 @@ def misfits(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[s
         One sentence per problem, none when it fits.
 
     Example:
-        >>> misfits(P(("dp", "tp")), (10,), {"dp": 2, "tp": 2})
-        ["dim 0 has size 10, which does not divide over ('dp', 'tp') = 2*2 = 4 ranks (10 = 2*4 + 2)"]
+        >>> misfits(P("tp"), (10,), {"tp": 4})
+        ["dim 0 has size 10, which does not divide over 'tp' = 4 ranks (10 = 2*4 + 2)"]
     """
     if len(spec.entries) > len(shape):
         return [f"{spec!r} has {len(spec.entries)} entries, but the value has {len(shape)} dims"]

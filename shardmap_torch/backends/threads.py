@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -209,14 +209,14 @@ class ThreadBackend(RankBackend):
 
 
 _SHOWN: Final = ("dim", "concat_dim", "tiled", "sizes", "concat_sizes", "perm", "source")
-_UNSAID: Final = Collective("", *[None] * 2, ())  # type: ignore[arg-type]  # only its defaults
+_DEFAULTS: Final = {field.name: field.default for field in fields(Collective)}
 
 
 def _arguments(collective: Collective) -> str:
     said = [
         f"{name}={getattr(collective, name)}"
         for name in _SHOWN
-        if getattr(collective, name) != getattr(_UNSAID, name)
+        if getattr(collective, name) != _DEFAULTS[name]
     ]
     return f" with {', '.join(said)}" if said else ""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.backend import current_scope
 from shardmap_torch.backends.batched import BatchedBackend
-from shardmap_torch.boundary import Call, Result, Untouched, run_body
+from shardmap_torch.boundary import Call, Result, Untouched, crosses, run_body, spec_of
 from shardmap_torch.errors import ShardTypeError, listing
 from shardmap_torch.layout import cut, join
 from shardmap_torch.spec import P
@@ -25,7 +25,7 @@ def run(call: Call) -> Tree:
     batching: list[In] = []
     for position in call.crossing:
         leaf = call.inputs[position]
-        pieces, varying = cut(leaf.value, leaf.spec, call.mesh)
+        pieces, varying = cut(leaf.value, spec_of(leaf), call.mesh)
         operands.append(pieces)
         batching.append({axis: 0 if axis in varying else None for axis in axes})
     device = operands[0].device if operands else call.mesh.device
@@ -41,7 +41,7 @@ def run(call: Call) -> Tree:
         backend = BatchedBackend(call.mesh, _outer_markers() | markers)
         result = run_body(call, backend, values[: len(values) - len(axes)])
         results.append(result)
-        positions.extend(i for i, leaf in enumerate(result.outputs) if _joins(leaf))
+        positions.extend(i for i, leaf in enumerate(result.outputs) if crosses(leaf))
         return tuple(result.outputs[i].value for i in positions)
 
     watch = Untouched(call)
@@ -51,9 +51,7 @@ def run(call: Call) -> Tree:
     leaves = [leaf.value for leaf in result.outputs]
     _reject_varying(call, [result.outputs[i] for i in positions], stacked, axes)
     for position, value in zip(positions, stacked, strict=True):
-        spec = result.outputs[position].spec
-        assert spec is not None  # it joins
-        leaves[position] = join(value, spec, call.mesh, axes)
+        leaves[position] = join(value, spec_of(result.outputs[position]), call.mesh, axes)
     return result.rebuild(leaves)
 
 
@@ -62,10 +60,6 @@ def _outer_markers() -> dict[str, Tensor]:
     if scope is None or not isinstance(scope.backend, BatchedBackend):
         return {}
     return scope.backend.axis_markers
-
-
-def _joins(leaf: Placed[P | None]) -> bool:
-    return leaf.spec is not None and isinstance(leaf.value, Tensor)
 
 
 def _nest(
@@ -85,11 +79,11 @@ def _reject_varying(
     """A value is batched exactly where it varies; where it does not, vmap expands it: stride 0."""
     problems = []
     for leaf, value in zip(leaves, stacked, strict=True):
-        assert leaf.spec is not None  # it joins
+        spec = spec_of(leaf)
         for position, axis in enumerate(axes):
             equal = value.shape[position] == 1 or value.stride(position) == 0
-            if not equal and axis not in leaf.spec.mentioned and axis not in leaf.spec.partial:
-                problems.append(unequal(leaf.path, leaf.spec, axis))
+            if not equal and axis not in spec.mentioned and axis not in spec.partial:
+                problems.append(unequal(leaf.path, spec, axis))
     if problems:
         raise ShardTypeError(listing(f"{call.name}: the result does not fit out_specs:", problems))
 

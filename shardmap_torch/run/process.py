@@ -1,13 +1,19 @@
 """Runs a call on this process' rank, or inside a body that already runs on one."""
 
-from torch import Tensor
-
 from shardmap_torch.backend import Backend
-from shardmap_torch.boundary import Call, Untouched, _apply, entry_cuts, exit_joins, run_body
+from shardmap_torch.boundary import (
+    Call,
+    Untouched,
+    apply,
+    crosses,
+    entry_cuts,
+    exit_joins,
+    run_body,
+    spec_of,
+)
 from shardmap_torch.dtensor import Enter, Leave
 from shardmap_torch.rule import bind
-from shardmap_torch.spec import P
-from shardmap_torch.tree import Placed, Tree
+from shardmap_torch.tree import Tree
 
 
 def run(call: Call, backend: Backend) -> Tree:
@@ -15,13 +21,15 @@ def run(call: Call, backend: Backend) -> Tree:
     local = []
     for position in call.crossing:
         leaf = call.inputs[position]
-        local.append(bind(backend, Enter(call.mesh, _spec(leaf)), leaf.value))
+        local.append(bind(backend, Enter(call.mesh, spec_of(leaf)), leaf.value))
     watch = Untouched(call)
     result = run_body(call, backend, local)
     watch.check()
     return result.rebuild(
         [
-            bind(backend, Leave(call.mesh, leaf.spec), leaf.value) if _joins(leaf) else leaf.value
+            bind(backend, Leave(call.mesh, spec_of(leaf)), leaf.value)
+            if crosses(leaf)
+            else leaf.value
             for leaf in result.outputs
         ]
     )
@@ -32,20 +40,11 @@ def run_inside(call: Call, backend: Backend) -> Tree:
     local = []
     for position in call.crossing:
         leaf = call.inputs[position]
-        local.append(_apply(backend, entry_cuts(_spec(leaf)), leaf.value))
+        local.append(apply(backend, entry_cuts(spec_of(leaf)), leaf.value))
     result = run_body(call, backend, local)
     return result.rebuild(
         [
-            _apply(backend, exit_joins(_spec(leaf)), leaf.value) if _joins(leaf) else leaf.value
+            apply(backend, exit_joins(spec_of(leaf)), leaf.value) if crosses(leaf) else leaf.value
             for leaf in result.outputs
         ]
     )
-
-
-def _joins(leaf: Placed[P | None]) -> bool:
-    return leaf.spec is not None and isinstance(leaf.value, Tensor)
-
-
-def _spec(leaf: Placed[P | None]) -> P:
-    assert leaf.spec is not None  # it crosses
-    return leaf.spec

@@ -13,12 +13,21 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from shardmap_torch.backends.threads import Rendezvous, ThreadBackend
-from shardmap_torch.boundary import Call, Result, Untouched, can_receive_gradient, run_body
+from shardmap_torch.boundary import (
+    Call,
+    Result,
+    Untouched,
+    can_receive_gradient,
+    crosses,
+    run_body,
+    spec_of,
+)
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.layout import global_of, locals_of
+from shardmap_torch.rule import TypedFunction
 from shardmap_torch.run.batched import unequal
 from shardmap_torch.spec import P
-from shardmap_torch.tree import Placed, Tree
+from shardmap_torch.tree import Tree
 
 
 def run(call: Call) -> Tree:
@@ -43,7 +52,7 @@ class _Ranks:
 
     def __init__(self, call: Call, differentiable: list[bool]) -> None:
         self.call = call
-        self.specs = [_spec(call.inputs[i]) for i in call.crossing]
+        self.specs = [spec_of(call.inputs[i]) for i in call.crossing]
         self.differentiable = differentiable
         self.backends: list[ThreadBackend] = []
         self.leaves: list[list[Tensor]] = []
@@ -67,7 +76,7 @@ class _Ranks:
         watch = Untouched(self.call)
         self.results = rendezvous.run(self._body)
         watch.check()
-        self.joined = [i for i, leaf in enumerate(self.results[0].outputs) if _joins(leaf)]
+        self.joined = [i for i, leaf in enumerate(self.results[0].outputs) if crosses(leaf)]
         self._reject_unequal()
         self.outputs = tuple(
             global_of([value.detach() for value in self._values(i)], self._out_spec(i), mesh)
@@ -84,7 +93,7 @@ class _Ranks:
         return [result.outputs[position].value for result in self.results]
 
     def _out_spec(self, position: int) -> P:
-        return _spec(self.results[0].outputs[position])
+        return spec_of(self.results[0].outputs[position])
 
     def _reject_unequal(self) -> None:
         """An output's ranks must agree, up to rounding, over every axis that is not mentioned."""
@@ -190,16 +199,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-def _joins(leaf: Placed[P | None]) -> bool:
-    return leaf.spec is not None and isinstance(leaf.value, Tensor)
-
-
-def _spec(leaf: Placed[P | None]) -> P:
-    assert leaf.spec is not None  # it crosses
-    return leaf.spec
-
-
-class _RanksFunction(torch.autograd.Function):
+class _RanksFunction(TypedFunction):
     """One call of all ranks, as autograd and first-order torch.func transforms see it."""
 
     @staticmethod
@@ -227,7 +227,7 @@ class _RanksFunction(torch.autograd.Function):
         raise TransformError(_FIRST_ORDER)
 
 
-class _RanksBackward(torch.autograd.Function):
+class _RanksBackward(TypedFunction):
     """The backward of `_RanksFunction`: a Function too, so that functorch unwraps its operands."""
 
     @staticmethod
