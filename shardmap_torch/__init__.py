@@ -26,6 +26,7 @@ from shardmap_torch.ops import (
     reinterpret,
     shift,
 )
+from shardmap_torch.placing import device_put, from_local, full
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import I, Partial, R, S, V
@@ -57,6 +58,9 @@ __all__ = [
     "broadcast",
     "convert",
     "current_mesh",
+    "device_put",
+    "from_local",
+    "full",
     "make_mesh",
     "ppermute",
     "redistribute",

@@ -182,6 +182,8 @@ def check_inputs(
             device = device if device is not None else leaf.value.device
             if leaf.value.device.type != device.type:
                 problems.append(f"{leaf.path}: is on {leaf.value.device}, the mesh on {device}")
+            if mesh.kind == "simulated" and type(leaf.value).__name__ == "DTensor":
+                problems.append(f"{leaf.path}: is a DTensor; a simulated mesh takes plain tensors")
     if problems:
         raise SpecError(
             listing(f"{name}: the arguments do not fit in_specs on the {mesh}:", problems)
