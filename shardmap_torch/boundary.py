@@ -352,10 +352,11 @@ def _output_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
 class Untouched:
     """Sees whether a body wrote into its inputs, which views of a slice would carry outside."""
 
-    def __init__(self, call: Call) -> None:
-        """Notes the versions before the body runs."""
+    def __init__(self, call: Call, tensors: Sequence[Tensor]) -> None:
+        """Notes the versions of the tensors that cross, before the body runs."""
         self._name = call.name
-        self._seen = [(leaf, _version(leaf.value)) for leaf in call.inputs if crosses(leaf)]
+        paths = [call.inputs[i].path for i in call.crossing]
+        self._seen = [(p, x, _version(x)) for p, x in zip(paths, tensors, strict=True)]
 
     def check(self) -> None:
         """Compares the versions after the body.
@@ -363,7 +364,7 @@ class Untouched:
         Raises:
             ShardTypeError: names every input that was written to.
         """
-        written = [leaf.path for leaf, version in self._seen if _version(leaf.value) != version]
+        written = [path for path, x, version in self._seen if _version(x) != version]
         if written:
             head = f"{self._name}: the body wrote into its inputs, which are read-only; clone them:"
             raise ShardTypeError(listing(head, written))

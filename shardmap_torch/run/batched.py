@@ -44,7 +44,7 @@ def run(call: Call) -> Tree:
         positions.extend(i for i, leaf in enumerate(result.outputs) if crosses(leaf))
         return tuple(result.outputs[i].value for i in positions)
 
-    watch = Untouched(call)
+    watch = Untouched(call, operands[: len(call.crossing)])
     stacked = _nest(body, axes, batching)(*operands)
     watch.check()
     result = results[0]

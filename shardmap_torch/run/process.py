@@ -22,7 +22,7 @@ def run(call: Call, backend: Backend) -> Tree:
     for position in call.crossing:
         leaf = call.inputs[position]
         local.append(bind(backend, Enter(call.mesh, spec_of(leaf)), leaf.value))
-    watch = Untouched(call)
+    watch = Untouched(call, local)
     result = run_body(call, backend, local)
     watch.check()
     return result.rebuild(
@@ -41,7 +41,9 @@ def run_inside(call: Call, backend: Backend) -> Tree:
     for position in call.crossing:
         leaf = call.inputs[position]
         local.append(apply(backend, entry_cuts(spec_of(leaf)), leaf.value))
+    watch = Untouched(call, local)
     result = run_body(call, backend, local)
+    watch.check()
     return result.rebuild(
         [
             apply(backend, exit_joins(spec_of(leaf)), leaf.value) if crosses(leaf) else leaf.value

@@ -73,7 +73,7 @@ class _Ranks:
         ]
         rendezvous = Rendezvous(mesh)
         self.backends = [ThreadBackend(mesh, rank, rendezvous) for rank in range(mesh.size)]
-        watch = Untouched(self.call)
+        watch = Untouched(self.call, self.leaves[0])
         self.results = rendezvous.run(self._body)
         watch.check()
         self.joined = [i for i, leaf in enumerate(self.results[0].outputs) if crosses(leaf)]
