@@ -1,0 +1,48 @@
+"""All rows in one place, and which row an overload follows."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.row import Row
+from shardmap_torch.checker.rows_basic import ROWS as BASIC
+
+TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType({**BASIC})
+"""Every row; the families do not overlap."""
+
+JOIN: Final = Row()
+"""The row of a deterministic operation about which nothing more is known: P is refused."""
+
+
+@lru_cache(maxsize=4096)
+def row_of(op: OpOverload) -> Row | None:
+    """The row that `op` follows, or None where nothing is known about it.
+
+    An in-place or `out=` overload without a row follows the functional one.
+    """
+    found = TABLE.get(op)
+    if found is None and op._schema.is_mutable:
+        found = next((TABLE[other] for other in _functional(op) if other in TABLE), None)
+    if found is None and op.namespace in ("aten", "prims"):
+        return JOIN
+    return found
+
+
+def _functional(op: OpOverload) -> list[OpOverload]:
+    """The overloads of which `op` is the in-place or `out=` variant: same arguments, no writes."""
+    names = [argument.name for argument in op._schema.arguments if not argument.is_out]
+    packet = getattr(torch.ops.aten, op._schema.name.split("::")[1].removesuffix("_"), None)
+    if op.namespace != "aten" or packet is None:
+        return []
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    same = [
+        other
+        for other in overloads
+        if not other._schema.is_mutable and [a.name for a in other._schema.arguments] == names
+    ]
+    # The overload of the same name first: `add_.Scalar` and `add_.Tensor` have the same arguments.
+    return sorted(same, key=lambda other: other._overloadname != op._overloadname)
