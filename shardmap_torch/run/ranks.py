@@ -77,6 +77,7 @@ class _Ranks:
         self.results = rendezvous.run(self._body)
         watch.check()
         self.joined = [i for i, leaf in enumerate(self.results[0].outputs) if crosses(leaf)]
+        self._reject_wrapped()
         self._reject_unequal()
         self.outputs = tuple(
             global_of([value.detach() for value in self._values(i)], self._out_spec(i), mesh)
@@ -94,6 +95,15 @@ class _Ranks:
 
     def _out_spec(self, position: int) -> P:
         return spec_of(self.results[0].outputs[position])
+
+    def _reject_wrapped(self) -> None:
+        """A transform's tensor that came in by closure would lose its gradient on the threads."""
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        if any(wrapped(value) for i in self.joined for value in self._values(i)):
+            raise TransformError(
+                f"{self.call.name}: the body closes over a tensor that a torch.func transform "
+                "outside differentiates or batches. Pass it as an argument."
+            )
 
     def _reject_unequal(self) -> None:
         """An output's ranks must agree, up to rounding, over every axis that is not mentioned."""
