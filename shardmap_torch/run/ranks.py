@@ -26,6 +26,7 @@ from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.layout import global_of, locals_of
 from shardmap_torch.rule import TypedFunction
 from shardmap_torch.run.batched import unequal
+from shardmap_torch.run.closures import closed_over
 from shardmap_torch.spec import P
 from shardmap_torch.tree import Tree
 
@@ -39,12 +40,24 @@ def run(call: Call) -> Tree:
         # Closed-over tensors are known only after the run, and are operands of the Function too.
         ranks.forward(tensors)
         tensors += ranks.find_closures()
+    else:
+        _reject_wrapped(call)
     outputs = _RanksFunction.apply(ranks, *tensors)
     result = ranks.results[0]
     leaves = [leaf.value for leaf in result.outputs]
     for position, value in zip(ranks.joined, outputs, strict=True):
         leaves[position] = value
     return result.rebuild(leaves)
+
+
+def _reject_wrapped(call: Call) -> None:
+    """On another thread a transform's tensor is an ordinary one: its gradient would be lost."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if any(wrapped(tensor) for tensor in closed_over(call.function)):
+        raise TransformError(
+            f"{call.name}: the body closes over a tensor that a torch.func transform outside "
+            "differentiates or batches. Pass it as an argument."
+        )
 
 
 class _Ranks:
@@ -77,7 +90,6 @@ class _Ranks:
         self.results = rendezvous.run(self._body)
         watch.check()
         self.joined = [i for i, leaf in enumerate(self.results[0].outputs) if crosses(leaf)]
-        self._reject_wrapped()
         self._reject_unequal()
         self.outputs = tuple(
             global_of([value.detach() for value in self._values(i)], self._out_spec(i), mesh)
@@ -95,15 +107,6 @@ class _Ranks:
 
     def _out_spec(self, position: int) -> P:
         return spec_of(self.results[0].outputs[position])
-
-    def _reject_wrapped(self) -> None:
-        """A transform's tensor that came in by closure would lose its gradient on the threads."""
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-        if any(wrapped(value) for i in self.joined for value in self._values(i)):
-            raise TransformError(
-                f"{self.call.name}: the body closes over a tensor that a torch.func transform "
-                "outside differentiates or batches. Pass it as an argument."
-            )
 
     def _reject_unequal(self) -> None:
         """An output's ranks must agree, up to rounding, over every axis that is not mentioned."""
