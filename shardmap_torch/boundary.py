@@ -7,11 +7,10 @@ values are cut into local ones and put together again.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from numbers import Number
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -20,11 +19,77 @@ from shardmap_torch.errors import ShardTypeError, SpecError, listing
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective, bind
 from shardmap_torch.spec import P, misfits
-from shardmap_torch.tree import NAMESPACE, Misfit, Placed, Tree, flatten, spread
+from shardmap_torch.tree import Misfit, Placed, Structure, Tree, flatten, spread, unflatten
 from shardmap_torch.types import I, Partial, R, V
 
 Spec = P | None
 """How one leaf crosses; None passes any Python value as it is."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The leaves of a tree held against their specs; equal for all calls of one signature.
+
+    Attributes:
+        paths: where each leaf stands, by the caller's names.
+        specs: how each leaf crosses.
+        crossing: positions of the leaves that are tensors and cross by a spec.
+    """
+
+    paths: tuple[str, ...]
+    specs: tuple[Spec, ...]
+    crossing: tuple[int, ...]
+
+    @staticmethod
+    def of(placed: Sequence[Placed[Spec]]) -> "Fit":
+        """Keeps all but the values."""
+        return Fit(
+            tuple(leaf.path for leaf in placed),
+            tuple(leaf.spec for leaf in placed),
+            tuple(position for position, leaf in enumerate(placed) if crosses(leaf)),
+        )
+
+    def spec(self, position: int) -> P:
+        """The spec of a leaf that crosses."""
+        spec = self.specs[position]
+        assert spec is not None
+        return spec
+
+    def place(self, leaves: Sequence[Any]) -> tuple[Placed[Spec], ...]:
+        """Gives other leaves of the same signature their paths and specs."""
+        return tuple(map(Placed, self.paths, leaves, self.specs))
+
+
+class Fits:
+    """Remembers the latest `Fit` of each signature, so that a repeated call costs a look-up."""
+
+    def __init__(self, limit: int = 256) -> None:
+        """Keeps `limit` of them."""
+        self._limit = limit
+        self._known: dict[Any, Fit] = {}
+
+    def find(self, key: Any, make: Callable[[], Fit]) -> Fit:
+        """The fit of this key; what `make` raises is not remembered.
+
+        Under torch.compile the guards of Dynamo are the key.
+        """
+        if torch.compiler.is_compiling() or not _is_hashable(key):
+            return make()
+        known = self._known.get(key)
+        if known is None:
+            known = make()
+            if len(self._known) >= self._limit:
+                self._known.clear()
+            self._known[key] = known
+        return known
+
+
+def _is_hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:  # the metadata of a user's own node type may not be
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -37,9 +102,11 @@ class Call:
         mesh: the mesh of this call.
         bound: all axes bound in the body, those of outer bodies included.
         mapped: the axes that this call binds.
-        inputs: every argument leaf with its path and spec, in flattening order.
+        leaves: every leaf of the arguments.
+        fit: their paths and specs.
         structure: puts leaves back into `(args, kwargs)`.
         out_specs: prefix tree of the specs of the result.
+        out_fits: remembers how results fitted.
     """
 
     function: Callable[..., Tree]
@@ -47,26 +114,39 @@ class Call:
     mesh: Mesh
     bound: frozenset[str]
     mapped: tuple[str, ...]
-    inputs: tuple[Placed[Spec], ...]
-    structure: optree.PyTreeSpec
+    leaves: Sequence[Any]
+    fit: Fit
+    structure: Structure
     out_specs: Tree
+    out_fits: Fits
+
+    @cached_property
+    def inputs(self) -> tuple[Placed[Spec], ...]:
+        """Every leaf with its path and spec."""
+        return self.fit.place(self.leaves)
 
     @property
-    def crossing(self) -> list[int]:
+    def crossing(self) -> tuple[int, ...]:
         """Positions of the leaves that are tensors and cross by a spec."""
-        return [i for i, leaf in enumerate(self.inputs) if crosses(leaf)]
+        return self.fit.crossing
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of a body returned: leaves with their specs, and their structure."""
+    """What one run of a body returned, as in `Call`."""
 
-    outputs: tuple[Placed[Spec], ...]
-    structure: optree.PyTreeSpec
+    leaves: Sequence[Any]
+    fit: Fit
+    structure: Structure
+
+    @cached_property
+    def outputs(self) -> tuple[Placed[Spec], ...]:
+        """Every leaf with its path and spec."""
+        return self.fit.place(self.leaves)
 
     def rebuild(self, leaves: Sequence[Any]) -> Tree:
         """Puts other leaves in the places of these."""
-        return optree.tree_unflatten(self.structure, leaves)
+        return unflatten(self.structure, leaves)
 
 
 def crosses(leaf: Placed[Spec]) -> bool:
@@ -94,20 +174,20 @@ def place_arguments(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     in_specs: Tree,
-) -> tuple[list[Placed[Spec] | Misfit], optree.PyTreeSpec]:
+) -> list[Placed[Spec] | Misfit]:
     """Gives every argument leaf its path, by the caller's names, and its spec."""
     found: list[Placed[Spec] | Misfit] = []
     names = _positional_names(signature, len(args))
     if isinstance(in_specs, tuple) and len(in_specs) < len(args) and not kwargs:
         found.append(Misfit("in_specs", f"has {len(in_specs)} specs for {len(args)} arguments"))
-        return found, flatten((args, dict(kwargs)))[1]
+        return found
     for position, (name, value) in enumerate(zip(names, args, strict=True)):
         found += _place(in_specs, position, name, value)
     positions = {name: i for i, name in enumerate(signature.parameters)} if signature else {}
     for name in sorted(kwargs):
         found += _place(in_specs, positions.get(name), name, kwargs[name])
     found += _unused(in_specs, signature, len(args), kwargs)
-    return found, flatten((args, dict(kwargs)))[1]
+    return found
 
 
 def _place(
@@ -159,6 +239,13 @@ def _unused(
     if extra > 0 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         found.append(Misfit("in_specs", f"has {extra} more specs than there are arguments"))
     return found
+
+
+def input_signature(leaf: Any) -> Any:
+    """All that a leaf brings to `check_inputs`."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.device, can_receive_gradient(leaf)
+    return type(leaf)
 
 
 def check_inputs(
@@ -257,22 +344,23 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
         backend: runs the collectives in it.
         tensors: the local values of the leaves that cross, in order.
     """
-    values = [leaf.value for leaf in call.inputs]
     with enter_scope(Scope(backend, call.bound)):
-        for position, local in zip(call.crossing, tensors, strict=True):
-            casts = entry_casts(spec_of(call.inputs[position]))
-            values[position] = apply(backend, casts, local)
-        args, kwargs = optree.tree_unflatten(call.structure, values)
+        values = list(call.leaves)
+        for position, local in zip(call.fit.crossing, tensors, strict=True):
+            values[position] = apply(backend, entry_casts(call.fit.spec(position)), local)
+        args, kwargs = unflatten(call.structure, values)
         out = call.function(*args, **kwargs)
-        placed, structure = place_outputs(call, out)
-        outputs = tuple(_leave(backend, leaf) for leaf in placed)
-    return Result(outputs, structure)
+        leaves, structure = flatten(out)
+        key = (structure, call.mapped, *map(_output_signature, leaves))
+        fit = call.out_fits.find(key, lambda: place_outputs(call, out))
+        for position in fit.crossing:
+            casts = exit_casts(fit.spec(position))
+            leaves[position] = apply(backend, casts, leaves[position])
+    return Result(leaves, fit, structure)
 
 
-def _leave(backend: Backend, leaf: Placed[Spec]) -> Placed[Spec]:
-    if not crosses(leaf):
-        return leaf
-    return Placed(leaf.path, apply(backend, exit_casts(spec_of(leaf)), leaf.value), leaf.spec)
+def _output_signature(leaf: Any) -> Any:
+    return leaf.ndim if isinstance(leaf, Tensor) else type(leaf)
 
 
 def apply(backend: Backend, collectives: Sequence[Collective], x: Tensor) -> Tensor:
@@ -313,7 +401,7 @@ def exit_joins(spec: P) -> tuple[Collective, ...]:
     return tuple(joins)
 
 
-def place_outputs(call: Call, out: Tree) -> tuple[list[Placed[Spec]], optree.PyTreeSpec]:
+def place_outputs(call: Call, out: Tree) -> Fit:
     """Gives every leaf of the result its spec.
 
     Raises:
@@ -328,7 +416,7 @@ def place_outputs(call: Call, out: Tree) -> tuple[list[Placed[Spec]], optree.PyT
         raise SpecError(
             listing(f"{call.name}: the result does not fit out_specs on the {call.mesh}:", problems)
         )
-    return placed, optree.tree_structure(out, namespace=NAMESPACE)
+    return Fit.of(placed)
 
 
 def _output_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
@@ -355,7 +443,7 @@ class Untouched:
     def __init__(self, call: Call, tensors: Sequence[Tensor]) -> None:
         """Notes the versions of the tensors that cross, before the body runs."""
         self._name = call.name
-        paths = [call.inputs[i].path for i in call.crossing]
+        paths = [call.fit.paths[i] for i in call.crossing]
         self._seen = [(p, x, _version(x)) for p, x in zip(paths, tensors, strict=True)]
 
     def check(self) -> None:

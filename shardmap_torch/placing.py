@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import optree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,7 +14,7 @@ from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.rule import bind
 from shardmap_torch.spec import P
-from shardmap_torch.tree import Misfit, Placed, Tree, flatten, map_leaves, spread
+from shardmap_torch.tree import Misfit, Placed, Tree, flatten, map_leaves, spread, unflatten
 
 X = TypeVar("X")
 
@@ -141,5 +140,5 @@ def _replace(
     tree: X, placed: tuple[Placed[P | None], ...], function: Callable[[Placed[P | None]], Tensor]
 ) -> X:
     leaves = [function(leaf) if crosses(leaf) else leaf.value for leaf in placed]
-    rebuilt: Any = optree.tree_unflatten(flatten(tree)[1], leaves)
+    rebuilt: Any = unflatten(flatten(tree)[1], leaves)
     return rebuilt  # type: ignore[no-any-return]  # the tree's own type

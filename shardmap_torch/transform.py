@@ -10,11 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardmap_torch.backend import Scope, current_scope
 from shardmap_torch.backends.batched import BatchedBackend
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.boundary import Call, check_inputs, place_arguments
+from shardmap_torch.boundary import (
+    Call,
+    Fit,
+    Fits,
+    check_inputs,
+    input_signature,
+    place_arguments,
+)
 from shardmap_torch.errors import MeshError, SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import batched, process, ranks
-from shardmap_torch.tree import Tree
+from shardmap_torch.tree import Tree, flatten
 
 A = ParamSpec("A")
 Y = TypeVar("Y")
@@ -105,17 +112,35 @@ def shard_map(
     if not callable(f):
         raise SpecError(f"shard_map takes a function, not {f!r}; specs are keyword arguments.")
     function, signature, name = f, _signature(f), getattr(f, "__name__", type(f).__name__)
+    in_fits, out_fits = Fits(), Fits()
 
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         scope = current_scope()
         call_mesh = _resolve_mesh(mesh, scope)
         axes = _resolve_axes(name, call_mesh, axis_names, scope)
-        found, structure = place_arguments(function, signature, args, kwargs, in_specs)
-        inputs = check_inputs(name, call_mesh, axes, found)
-        bound = frozenset(axes) | (scope.axes if scope is not None else frozenset())
-        call = Call(function, name, call_mesh, bound, axes, inputs, structure, out_specs)
-        return _run(call, scope)
+        leaves, structure = flatten((args, kwargs))
+
+        def fit() -> Fit:
+            found = place_arguments(function, signature, args, kwargs, in_specs)
+            return Fit.of(check_inputs(name, call_mesh, axes, found))
+
+        key = (structure, call_mesh, axes, *map(input_signature, leaves))
+        return _run(
+            Call(
+                function,
+                name,
+                call_mesh,
+                frozenset(axes) | (scope.axes if scope is not None else frozenset()),
+                axes,
+                leaves,
+                in_fits.find(key, fit),
+                structure,
+                out_specs,
+                out_fits,
+            ),
+            scope,
+        )
 
     return mapped
 

@@ -1,10 +1,12 @@
 """Pytrees: flattening, and spreading a prefix tree of specs over the leaves of a value."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import optree
+import torch
 
 Tree: TypeAlias = Any
 """A pytree: nested tuples, lists, dicts, dataclasses registered with optree, and leaves."""
@@ -15,10 +17,51 @@ NAMESPACE = "shardmap_torch"
 """The optree namespace in which users may register node types for this package alone."""
 
 
-def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The structure of a tree under torch.compile, which cannot trace optree's own.
+
+    Attributes:
+        rebuild: makes the node from its children; None for a leaf.
+        children: the structures below.
+    """
+
+    rebuild: Callable[[list[Any]], Any] | None
+    children: "tuple[Traced, ...]" = ()
+
+    def unflatten(self, leaves: Iterator[Any]) -> Tree:
+        """Takes as many leaves as there are below."""
+        if self.rebuild is None:
+            return next(leaves)
+        return self.rebuild([child.unflatten(leaves) for child in self.children])
+
+
+Structure: TypeAlias = optree.PyTreeSpec | Traced
+"""What puts leaves back into a tree."""
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Structure]:
     """The leaves of `tree` and its structure; None is an empty node."""
+    if torch.compiler.is_compiling():
+        found: list[Any] = []
+        return found, _trace(tree, found)
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     return leaves, structure
+
+
+def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
+    """Puts `leaves` into the places of those that `flatten` found."""
+    if isinstance(structure, Traced):
+        return structure.unflatten(iter(leaves))
+    return optree.tree_unflatten(structure, leaves)
+
+
+def _trace(tree: Tree, found: list[Any]) -> Traced:
+    if optree.tree_is_leaf(tree, namespace=NAMESPACE):
+        found.append(tree)
+        return Traced(None)
+    level = _open(tree)
+    return Traced(level.rebuild, tuple(_trace(child, found) for child in level.children))
 
 
 def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -59,15 +102,17 @@ def spread(
         >>> [(leaf.path, leaf.spec) for leaf in found]
         [("x['a'][0]", 1), ("x['a'][1]", 1), ("x['b']", 2)]
     """
-    if is_spec(prefix):
-        accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
-        for accessor, leaf in zip(accessors, leaves, strict=True):
-            yield Placed(accessor.codify(path), leaf, prefix)
-        return
     if optree.tree_is_leaf(tree, namespace=NAMESPACE):
-        yield Misfit(path, f"the specs have a {_kind(prefix)} here, the value is {_article(tree)}")
-        return
-    yield from _spread_node(prefix, tree, path, is_spec)
+        if is_spec(prefix):
+            yield Placed(path, tree, prefix)
+        else:
+            yield _differing_kinds(prefix, tree, path)
+    elif is_spec(prefix):
+        level = _open(tree)
+        for child, entry in zip(level.children, level.entries, strict=True):
+            yield from spread(prefix, child, level.step(entry, path), is_spec)
+    else:
+        yield from _spread_node(prefix, tree, path, is_spec)
 
 
 def _spread_node(
@@ -76,24 +121,58 @@ def _spread_node(
     if optree.tree_is_leaf(prefix, none_is_leaf=True, namespace=NAMESPACE):
         yield Misfit(path, f"{prefix!r} is no spec; use P(...), or None for a static value")
         return
-    value = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
-    specs = optree.tree_flatten_one_level(prefix, none_is_leaf=True, namespace=NAMESPACE)
-    if value.type is not specs.type:
-        yield Misfit(path, f"the specs have a {_kind(prefix)} here, the value is a {_kind(tree)}")
-    elif value.entries != specs.entries:
-        yield Misfit(path, _differing_entries(specs.entries, value.entries))
+    specs, level = _open(prefix), _open(tree)
+    if type(prefix) is not type(tree):
+        yield _differing_kinds(prefix, tree, path)
+    elif specs.entries != level.entries:
+        yield Misfit(path, _differing_entries(specs.entries, level.entries))
     else:
-        for spec, child, entry in zip(specs.children, value.children, value.entries, strict=True):
-            step = value.path_entry_type(entry, value.type, value.kind)
-            yield from spread(spec, child, step.codify(path), is_spec)
+        for spec, child, entry in zip(specs.children, level.children, level.entries, strict=True):
+            yield from spread(spec, child, level.step(entry, path), is_spec)
 
 
-def _kind(tree: Tree) -> str:
-    return type(tree).__name__
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A node: what is below it, by which names, and how others take their places."""
+
+    children: list[Any]
+    entries: tuple[Any, ...]
+    rebuild: Callable[[list[Any]], Any]
+    step: Callable[[Any, str], str]
 
 
-def _article(tree: Tree) -> str:
-    return "None" if tree is None else f"a {_kind(tree)}"
+def _open(tree: Tree) -> _Level:
+    if type(tree) is dict and torch.compiler.is_compiling():
+        return _open_dict(tree)
+    level = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
+    children, metadata, entries, unflatten_level = level
+    step = partial(_codify, level.path_entry_type, type(tree), level.kind)
+    return _Level(children, entries, partial(unflatten_level, metadata), step)
+
+
+def _open_dict(tree: dict[Any, Any]) -> _Level:
+    """As optree does, whose way Dynamo cannot trace where a dict holds no tensor."""
+    keys = sorted(tree)
+
+    def rebuild(children: list[Any]) -> dict[Any, Any]:
+        new = dict(zip(keys, children, strict=True))
+        return {key: new[key] for key in tree}
+
+    return _Level([tree[key] for key in keys], tuple(keys), rebuild, _item)
+
+
+def _codify(entry_type: Any, node_type: Any, kind: Any, entry: Any, path: str) -> str:
+    step: str = entry_type(entry, node_type, kind).codify(path)
+    return step
+
+
+def _item(entry: Any, path: str) -> str:
+    return f"{path}[{entry!r}]"
+
+
+def _differing_kinds(prefix: Tree, tree: Tree, path: str) -> Misfit:
+    specs, value = type(prefix).__name__, type(tree).__name__
+    return Misfit(path, f"the specs have a {specs} here, the value is a {value}")
 
 
 def _differing_entries(specs: tuple[Any, ...], value: tuple[Any, ...]) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.backend import current_scope
 from shardmap_torch.backends.batched import BatchedBackend
-from shardmap_torch.boundary import Call, Result, Untouched, crosses, run_body, spec_of
+from shardmap_torch.boundary import Call, Result, Untouched, run_body, spec_of
 from shardmap_torch.errors import ShardTypeError, listing
 from shardmap_torch.layout import cut, join
 from shardmap_torch.spec import P
@@ -34,24 +34,22 @@ def run(call: Call) -> Tree:
         batching.append({other: 0 if other == axis else None for other in axes})
 
     results: list[Result] = []
-    positions: list[int] = []
 
     def body(*values: Tensor) -> tuple[Tensor, ...]:
         markers = dict(zip(axes, values[len(values) - len(axes) :], strict=True))
         backend = BatchedBackend(call.mesh, _outer_markers() | markers)
         result = run_body(call, backend, values[: len(values) - len(axes)])
         results.append(result)
-        positions.extend(i for i, leaf in enumerate(result.outputs) if crosses(leaf))
-        return tuple(result.outputs[i].value for i in positions)
+        return tuple(result.leaves[i] for i in result.fit.crossing)
 
     watch = Untouched(call, operands[: len(call.crossing)])
     stacked = _nest(body, axes, batching)(*operands)
     watch.check()
     result = results[0]
-    leaves = [leaf.value for leaf in result.outputs]
-    _reject_varying(call, [result.outputs[i] for i in positions], stacked, axes)
-    for position, value in zip(positions, stacked, strict=True):
-        leaves[position] = join(value, spec_of(result.outputs[position]), call.mesh, axes)
+    leaves = list(result.leaves)
+    _reject_varying(call, [result.outputs[i] for i in result.fit.crossing], stacked, axes)
+    for position, value in zip(result.fit.crossing, stacked, strict=True):
+        leaves[position] = join(value, result.fit.spec(position), call.mesh, axes)
     return result.rebuild(leaves)
 
 

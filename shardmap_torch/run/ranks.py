@@ -18,9 +18,7 @@ from shardmap_torch.boundary import (
     Result,
     Untouched,
     can_receive_gradient,
-    crosses,
     run_body,
-    spec_of,
 )
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.layout import global_of, locals_of
@@ -33,9 +31,8 @@ from shardmap_torch.tree import Tree
 
 def run(call: Call) -> Tree:
     """Runs all ranks to their end and joins what they returned."""
-    inputs = [call.inputs[i] for i in call.crossing]
-    ranks = _Ranks(call, [can_receive_gradient(leaf.value) for leaf in inputs])
-    tensors = [leaf.value for leaf in inputs]
+    tensors = [call.leaves[i] for i in call.crossing]
+    ranks = _Ranks(call, [can_receive_gradient(x) for x in tensors])
     if torch._C._functorch.peek_interpreter_stack() is None:
         # Closed-over tensors are known only after the run, and are operands of the Function too.
         ranks.forward(tensors)
@@ -44,7 +41,7 @@ def run(call: Call) -> Tree:
         _reject_wrapped(call)
     outputs = _RanksFunction.apply(ranks, *tensors)
     result = ranks.results[0]
-    leaves = [leaf.value for leaf in result.outputs]
+    leaves = list(result.leaves)
     for position, value in zip(ranks.joined, outputs, strict=True):
         leaves[position] = value
     return result.rebuild(leaves)
@@ -65,12 +62,12 @@ class _Ranks:
 
     def __init__(self, call: Call, differentiable: list[bool]) -> None:
         self.call = call
-        self.specs = [spec_of(call.inputs[i]) for i in call.crossing]
+        self.specs = [call.fit.spec(i) for i in call.crossing]
         self.differentiable = differentiable
         self.backends: list[ThreadBackend] = []
         self.leaves: list[list[Tensor]] = []
         self.results: list[Result] = []
-        self.joined: list[int] = []
+        self.joined: tuple[int, ...] = ()
         self.outputs: tuple[Tensor, ...] | None = None
         self.closures: list[Tensor] = []
 
@@ -89,7 +86,7 @@ class _Ranks:
         watch = Untouched(self.call, self.leaves[0])
         self.results = rendezvous.run(self._body)
         watch.check()
-        self.joined = [i for i, leaf in enumerate(self.results[0].outputs) if crosses(leaf)]
+        self.joined = self.results[0].fit.crossing
         self._reject_unequal()
         self.outputs = tuple(
             global_of([value.detach() for value in self._values(i)], self._out_spec(i), mesh)
@@ -103,16 +100,16 @@ class _Ranks:
             return run_body(self.call, self.backends[rank], self.leaves[rank])
 
     def _values(self, position: int) -> list[Tensor]:
-        return [result.outputs[position].value for result in self.results]
+        return [result.leaves[position] for result in self.results]
 
     def _out_spec(self, position: int) -> P:
-        return spec_of(self.results[0].outputs[position])
+        return self.results[0].fit.spec(position)
 
     def _reject_unequal(self) -> None:
         """An output's ranks must agree, up to rounding, over every axis that is not mentioned."""
         mesh, problems = self.call.mesh, []
         for position in self.joined:
-            spec, leaf = self._out_spec(position), self.results[0].outputs[position]
+            spec, path = self._out_spec(position), self.results[0].fit.paths[position]
             values = [value.detach() for value in self._values(position)]
             for axis in self.call.mapped:
                 if axis in spec.mentioned or axis in spec.partial:
@@ -123,7 +120,7 @@ class _Ranks:
                 if not all(
                     close(values[f], value) for f, value in zip(firsts, values, strict=True)
                 ):
-                    problems.append(unequal(leaf.path, spec, axis))
+                    problems.append(unequal(path, spec, axis))
         if problems:
             head = f"{self.call.name}: the result does not fit out_specs:"
             raise ShardTypeError(listing(head, problems))
@@ -157,9 +154,7 @@ class _Ranks:
             backend.rendezvous = rendezvous
 
         def pull(rank: int) -> tuple[Tensor | None, ...]:
-            pairs = [
-                (self.results[rank].outputs[i].value, pieces[rank]) for i, pieces in cotangents
-            ]
+            pairs = [(self.results[rank].leaves[i], pieces[rank]) for i, pieces in cotangents]
             pairs = [(y, g) for y, g in pairs if y.requires_grad]
             into = [self.leaves[rank][i] for i in wanted] + self.closures
             if not pairs or not into:
