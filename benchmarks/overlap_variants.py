@@ -207,10 +207,10 @@ def column_backward_variants(s: Setting) -> Mapping[str, Variant]:
         dw(transport)
 
     def overlapped(transport: Transport) -> Steps[Any]:
-        return gather_backward(transport, gathered, [w], [dy], 0, choice)
+        return gather_backward(transport, gathered, [w], [dy], [True], 0, choice)
 
     def again(transport: Transport) -> Steps[Any]:
-        return gather_backward_again(transport, shard, [w], [dy], 0, choice, gather)
+        return gather_backward_again(transport, shard, [w], [dy], [True], 0, choice, gather)
 
     return {
         "two matmuls": Variant(COMPUTE, compute),
@@ -256,7 +256,8 @@ def row_backward_variants(s: Setting) -> Mapping[str, Variant]:
         "exchange": Variant(COMM, comm),
         "exchange, dx, dw": Variant(UNFUSED, one_after_another),
         "gather feeds dx and dw": Variant(
-            OVERLAP, lambda transport: scatter_backward(transport, x, w, dy, 0, choice)
+            OVERLAP,
+            lambda transport: scatter_backward(transport, x, w, dy, (True, True), 0, choice),
         ),
     }
 

@@ -247,25 +247,42 @@ def gather_backward(
     gathered: Tensor,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
+    wanted: Sequence[bool],
     dim: int,
     choice: Choice,
-) -> Steps[tuple[Tensor, list[Tensor]]]:
-    """Gradients of `gather_forward` from its gathered cut matrix: (dx, dws).
+) -> Steps[tuple[Tensor, list[Tensor | None]]]:
+    """Gradients of `gather_forward` from its gathered cut matrix: (dx, the wanted dws).
 
     The sum of dy @ wᵀ is reduce-scattered while it is produced, and what is still on its way then
     moves while the weight gradients are computed.
     """
     cut = Cut.of(dim, dys[0].ndim)
     tokens = [cut.tokens(dy) for dy in dys]
-    produce = cut.sum_of_products(transport, tokens, [w.t() for w in ws])
-    shape = [*dys[0].shape[:-1], ws[0].shape[0]]
-    op = "all_gather_matmul backward"
-    scatter = _scatter(transport, op, produce, shape, dys[0], dim, choice)
+    scatter, shape = _input_gradient(transport, cut, tokens, ws, dys[0], dim, choice)
     yield from scatter.start()
     x_transposed = cut.flip(gathered).t()
-    dws = [multiply(transport, x_transposed, dy) for dy in tokens]
+    dws = [
+        multiply(transport, x_transposed, dy) if want else None
+        for dy, want in zip(tokens, wanted, strict=True)
+    ]
     total = yield from scatter.finish()
     return _own_block(cut, total, shape, dim, transport.num_ranks), dws
+
+
+def _input_gradient(
+    transport: Transport,
+    cut: Cut,
+    tokens: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    dy: Tensor,
+    dim: int,
+    choice: Choice,
+) -> tuple[Scatter, list[int]]:
+    """The reduce-scatter of the sum of dy @ wᵀ, and the shape of the sum."""
+    produce = cut.sum_of_products(transport, tokens, [w.t() for w in ws])
+    shape = [*dy.shape[:-1], ws[0].shape[0]]
+    op = "all_gather_matmul backward"
+    return _scatter(transport, op, produce, shape, dy, dim, choice), shape
 
 
 def gather_backward_again(
@@ -273,10 +290,11 @@ def gather_backward_again(
     x: Tensor,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
+    wanted: Sequence[bool],
     dim: int,
     choice: Choice,
     gather_choice: Choice,
-) -> Steps[tuple[Tensor, list[Tensor]]]:
+) -> Steps[tuple[Tensor, list[Tensor | None]]]:
     """As `gather_backward` from the shard alone: x is gathered again.
 
     The own block is on its way while dy @ wᵀ is produced; the weight gradients consume the gather
@@ -284,36 +302,54 @@ def gather_backward_again(
     """
     cut = Cut.of(dim, x.ndim)
     tokens = [cut.tokens(dy) for dy in dys]
-    produce = cut.sum_of_products(transport, tokens, [w.t() for w in ws])
-    shape = [*dys[0].shape[:-1], ws[0].shape[0]]
-    sums = [zeros_for_sum(w, *w.shape) for w in ws]
+    scatter, shape = _input_gradient(transport, cut, tokens, ws, dys[0], dim, choice)
+    sums = [
+        zeros_for_sum(w, *w.shape) if want else None for w, want in zip(ws, wanted, strict=True)
+    ]
     consume = _both(
-        [cut.left_gradient(transport, dy, dw) for dy, dw in zip(tokens, sums, strict=True)]
+        [
+            cut.left_gradient(transport, dy, dw)
+            for dy, dw in zip(tokens, sums, strict=True)
+            if dw is not None
+        ]
     )
     op = "all_gather_matmul backward"
-    scatter = _scatter(transport, op, produce, shape, dys[0], dim, choice)
     gather = Gather(transport, op, cut.matrix(x), consume, gather_choice)
     yield from gather.start()
     yield from scatter.start()
     yield from gather.finish()
     total = yield from scatter.finish()
-    dws = [dw.to(w.dtype) for dw, w in zip(sums, ws, strict=True)]
+    dws = [None if dw is None else dw.to(x.dtype) for dw in sums]
     return _own_block(cut, total, shape, dim, transport.num_ranks), dws
 
 
 def scatter_backward(
-    transport: Transport, x: Tensor, w: Tensor, dy: Tensor, dim: int, choice: Choice
-) -> Steps[tuple[Tensor, Tensor]]:
-    """Gradients of `scatter_forward`: (dx, dw). One gather of dy feeds both, chunk by chunk."""
+    transport: Transport,
+    x: Tensor,
+    w: Tensor,
+    dy: Tensor,
+    wanted: tuple[bool, bool],
+    dim: int,
+    choice: Choice,
+) -> Steps[tuple[Tensor | None, Tensor | None]]:
+    """The wanted gradients of `scatter_forward`: (dx, dw).
+
+    One gather of dy feeds both, chunk by chunk.
+    """
     cut = Cut.of(dim, x.ndim)
     tokens = cut.tokens(x)
     dx = _tokens_out(cut, x, tokens.shape[0], x.shape[-1])
     dw = zeros_for_sum(w, *w.shape)
-    consume = _both(
-        [cut.times(transport, w.t(), None, dx), cut.right_gradient(transport, tokens, dw)]
+    consumers = (
+        cut.times(transport, w.t(), None, dx),
+        cut.right_gradient(transport, tokens, dw),
     )
+    consume = _both([each for each, want in zip(consumers, wanted, strict=True) if want])
     op = "matmul_reduce_scatter backward"
     gather = Gather(transport, op, cut.matrix(dy), consume, choice)
     yield from gather.start()
     yield from gather.finish()
-    return cut.restore(dx.to(x.dtype), x.shape), dw.to(w.dtype)
+    return (
+        cut.restore(dx.to(x.dtype), x.shape) if wanted[0] else None,
+        dw.to(w.dtype) if wanted[1] else None,
+    )

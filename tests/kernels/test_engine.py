@@ -151,19 +151,23 @@ def test_gather_backward_equals_autograd_of_the_whole(
     dys = [[integers(*x.shape[:-1], n, seed=7 + rank) for n in (3, 2)] for rank in range(num_ranks)]
     scatter, gather = Choice("scatter/direct", num_parts), Choice("gather/ring", num_parts)
 
-    def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor]]]:
+    def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor | None]]]:
         rank = transport.rank
-        operands = ws[rank], dys[rank], dim
+        operands = ws[rank], dys[rank], [True, True], dim
         if again:
             return gather_backward_again(transport, shards[rank], *operands, scatter, gather)
         return saved(transport)
 
-    def saved(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor]]]:
+    def saved(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor | None]]]:
         rank = transport.rank
         no_bias = [None, None]
         shard = shards[rank]
         _, full = yield from gather_forward(transport, shard, ws[rank], no_bias, dim, gather)
-        return (yield from gather_backward(transport, full, ws[rank], dys[rank], dim, scatter))
+        return (
+            yield from gather_backward(
+                transport, full, ws[rank], dys[rank], [True, True], dim, scatter
+            )
+        )
 
     whole = x.clone().requires_grad_()
     leaves = [[w.clone().requires_grad_() for w in pair] for pair in ws]
@@ -177,7 +181,9 @@ def test_gather_backward_equals_autograd_of_the_whole(
     assert_all_equal([dx for dx, _ in results], blocks(whole.grad, num_ranks, dim))
     for (_, dws), pair in zip(results, leaves, strict=True):
         for dw, w in zip(dws, pair, strict=True):
-            assert torch.equal(dw, w.grad if w.grad is not None else torch.zeros(()))
+            assert dw is not None
+            assert w.grad is not None
+            assert torch.equal(dw, w.grad)
 
 
 @every_case_backward
@@ -194,17 +200,19 @@ def test_scatter_backward_equals_autograd_of_the_whole(
     dy = integers(*rows, columns, seed=3)
     shards = blocks(dy, num_ranks, dim)
 
-    def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor, Tensor]]:
+    def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor | None, Tensor | None]]:
         rank = transport.rank
         x, w = xs[rank].detach(), ws[rank].detach()
         choice = Choice("gather/ring", num_parts)
-        return scatter_backward(transport, x, w, shards[rank], dim, choice)
+        return scatter_backward(transport, x, w, shards[rank], (True, True), dim, choice)
 
     for x, w in zip(xs, ws, strict=True):
         torch.autograd.backward(((x @ w) * dy).sum())
     for rank, (dx, dw) in enumerate(VirtualNetwork(num_ranks, INSTANT).run(kernel)):
-        assert torch.equal(dx, xs[rank].grad)  # type: ignore[arg-type]
-        assert torch.equal(dw, ws[rank].grad)  # type: ignore[arg-type]
+        for ours, truth in ((dx, xs[rank].grad), (dw, ws[rank].grad)):
+            assert ours is not None
+            assert truth is not None
+            assert torch.equal(ours, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -316,7 +324,7 @@ def test_finishing_after_the_weight_gradient_hides_what_pipelining_alone_does_no
     """Two ranks, 1024x1024x2048 on 62.5 MB/s, the setting of the measured schedules."""
     fabric = Fabric(latency=1e-4, bandwidth=62.5e6, flops=1.5e11, memory=1e10)
     network = VirtualNetwork(2, fabric)
-    operands = on_meta(1024, 1024), [on_meta(1024, 2048)], [on_meta(1024, 2048)], 0
+    operands = on_meta(1024, 1024), [on_meta(1024, 2048)], [on_meta(1024, 2048)], [True], 0
     network.run(
         lambda transport: gather_backward(transport, *operands, Choice("scatter/direct", 4))
     )

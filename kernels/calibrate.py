@@ -1,0 +1,111 @@
+"""Measures the fabric under a transport: once per group and dtype, at the first call that asks."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.exchange import Choice, Gather
+from shardmap_torch.kernels.schedule import Chunk, Message
+from shardmap_torch.kernels.transport import Channel, Handle, Steps, Transport, run
+
+PROBE_BYTES = 2**20
+"""Long enough that latency does not count, 17 ms at 500 Mbit/s."""
+
+SIDE = 512
+"""Rows, inner size and columns of the matmul that is timed: 1 to 3 ms on a CPU core."""
+
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """What is timed: a ring exchange of `message`, and the product of `x` with itself."""
+
+    transport: Transport
+    message: Tensor
+    x: Tensor
+
+    def exchange(self) -> list[Handle]:
+        """Sends to the next rank and receives from the previous one."""
+        transport = self.transport
+        rank, size = transport.rank, transport.num_ranks
+        before, after = (rank - 1) % size, (rank + 1) % size
+        channel = Channel.open(transport, "calibrate", num_parts=1)
+        buffer = torch.empty_like(self.message)
+        receive = channel.receive(buffer, Message(before, rank, Chunk(before, 0), 1))
+        send = channel.send(self.message, Message(rank, after, Chunk(rank, 0), 1))
+        return [receive, send]
+
+    def communicate(self) -> None:
+        """One exchange."""
+        for handle in self.exchange():
+            handle.wait()
+
+    def compute(self, repeats: int = 1) -> None:
+        """Matmuls in a row."""
+        for _ in range(repeats):
+            torch.mm(self.x, self.x)
+
+    def both(self, repeats: int) -> None:
+        """Matmuls while an exchange is on its way."""
+        handles = self.exchange()
+        self.compute(repeats)
+        for handle in handles:
+            handle.wait()
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])  # The first opens connections and fills caches.
+
+
+def slowest(transport: Transport, value: float) -> float:
+    """The largest value of any rank: all ranks must decide alike."""
+    shard = torch.tensor([[value]], dtype=torch.float64)
+    choice = Choice("gather/ring", 1)
+    gather = Gather(transport, "calibrate", shard, lambda rows, tile: None, choice)
+
+    def steps() -> Steps[Tensor]:
+        yield from gather.start()
+        return (yield from gather.finish())
+
+    return float(run(steps()).max())
+
+
+def measure(transport: Transport, dtype: torch.dtype) -> Fabric:
+    """Times messages, matmuls, and both together; every rank of the transport must call it.
+
+    Takes 0.1 to 0.3 s. The last figure is the one that a data sheet does not have: how much of a
+    transfer proceeds while this rank computes. Where the same cores do both it is near 0, and no
+    schedule can gain anything.
+    """
+
+    def agree(action: Callable[[], None]) -> float:
+        return slowest(transport, _seconds(action))
+
+    x = torch.ones(SIDE, SIDE, dtype=dtype)
+    word = _Probe(transport, torch.zeros(1), x)
+    probe = _Probe(transport, torch.zeros(PROBE_BYTES // 4), x)
+    latency, travel, product = (
+        agree(word.communicate),
+        agree(probe.communicate),
+        agree(word.compute),
+    )
+    repeats = max(1, round(travel / product))
+    together = agree(lambda: probe.both(repeats))
+    work = repeats * product
+    return Fabric(
+        latency=latency,
+        bandwidth=PROBE_BYTES / max(travel - latency, 1e-9),
+        flops=2.0 * SIDE**3 / product,
+        overlap=min(1.0, max(0.0, (work + travel - together) / min(work, travel))),
+    )

@@ -1,0 +1,184 @@
+"""Decides whether a call overlaps, and how: a cost model, and a record of the last decision."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from shardmap_torch.errors import KernelError
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.exchange import Choice
+
+Overlap: TypeAlias = Literal["auto", "require", "off"]
+
+MAX_PARTS = 8
+MIN_ROWS = 128
+"""Rows of a chunk below which matmuls lose more (41 to 45 % at 64 rows) than overlap wins."""
+
+MIN_GAIN = 0.03
+"""Predicted gain below which the unfused composition runs: the model is no better than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a kernel has to do, as far as its time depends on it.
+
+    Attributes:
+        op: Name of the operation.
+        axis: Mesh axis, as the user wrote it.
+        num_ranks: Ranks on the axis.
+        schedule: The schedule that would run.
+        block_rows: Rows of a rank's block of the gathered or summed matrix.
+        block_bytes: Bytes of that block; each rank sends it to or through every other.
+        flops: Work that is pipelined with the communication.
+        tail_flops: Work that follows it and hides what is still on its way.
+        traffic: Bytes of memory that one chunk's matmul reads besides the chunk: the weights.
+        passes: Times that the blocks go round: 2 for an all-reduce.
+    """
+
+    op: str
+    axis: str
+    num_ranks: int
+    schedule: str
+    block_rows: int
+    block_bytes: float
+    flops: float
+    tail_flops: float = 0.0
+    traffic: float = 0.0
+    passes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What ran, and why.
+
+    Attributes:
+        op: Name of the operation; the backward's ends in "backward".
+        axis: Mesh axis.
+        choice: Schedule and parts, or None: the unfused composition.
+        reason: Why.
+        unfused: Predicted seconds without overlap, if the model was asked.
+        overlapped: Predicted seconds with overlap, if the model was asked.
+    """
+
+    op: str
+    axis: str
+    choice: Choice | None
+    reason: str
+    unfused: float | None = None
+    overlapped: float | None = None
+
+    def __str__(self) -> str:
+        """One line for logs."""
+        how = (
+            "unfused" if self.choice is None else f"{self.choice.schedule}/{self.choice.num_parts}"
+        )
+        return f"{self.op} over {self.axis}: {how} ({self.reason})"
+
+
+def unfused_seconds(problem: Problem, fabric: Fabric) -> float:
+    """One after the other: communication of whole blocks, then whole matmuls."""
+    compute = fabric.compute(problem.flops, problem.traffic)
+    if problem.tail_flops:
+        compute += fabric.compute(problem.tail_flops, problem.traffic)
+    return compute + problem.passes * (problem.num_ranks - 1) * fabric.transfer(problem.block_bytes)
+
+
+def overlapped_seconds(problem: Problem, fabric: Fabric, num_parts: int) -> float:
+    """The longer of all the work, and all the messages beside the one chunk they cannot hide.
+
+    Of what that hides, a fabric whose transfers need this rank's own cores keeps its share.
+    """
+    num_chunks = problem.num_ranks * num_parts
+    chunk = fabric.compute(problem.flops / num_chunks, problem.traffic)
+    work = num_chunks * chunk
+    if problem.tail_flops:
+        work += fabric.compute(problem.tail_flops, problem.traffic)
+    messages = problem.passes * (problem.num_ranks - 1) * num_parts
+    travel = messages * fabric.transfer(problem.block_bytes / num_parts)
+    ideal = max(work, travel + chunk)
+    return work + travel - fabric.overlap * (work + travel - ideal)
+
+
+def candidates(problem: Problem, chunks: int | None) -> tuple[int, ...]:
+    """Numbers of parts to choose from; none when even whole blocks are too small.
+
+    Raises:
+        KernelError: If `chunks` is no number of parts that the block has rows for.
+    """
+    if chunks is not None:
+        if not 1 <= chunks <= problem.block_rows:
+            raise KernelError(
+                f"{problem.op} over axis {problem.axis}: chunks={chunks} cuts a rank's block of "
+                f"{problem.block_rows} rows; it must be from 1 to {problem.block_rows}."
+            )
+        return (chunks,)
+    powers = (2**k for k in range(MAX_PARTS.bit_length()))
+    return tuple(parts for parts in powers if parts * MIN_ROWS <= problem.block_rows)
+
+
+def best_parts(problem: Problem, fabric: Fabric, options: Sequence[int]) -> tuple[int, float]:
+    """The number of parts with the shortest predicted time, and that time; fewer parts on a tie."""
+    seconds = {parts: overlapped_seconds(problem, fabric, parts) for parts in options}
+    parts = min(options, key=lambda option: (seconds[option], option))
+    return parts, seconds[parts]
+
+
+def decide(problem: Problem, fabric: Fabric, chunks: int | None, *, forced: bool) -> Plan:
+    """Overlaps where the model predicts a gain of at least 3 %, or where `forced`."""
+    options = candidates(problem, chunks)
+    if forced and not options:
+        options = (1,)
+    if not options:
+        reason = f"{problem.block_rows} rows a rank, fewer than {MIN_ROWS}"
+        return Plan(problem.op, problem.axis, None, reason)
+    before = unfused_seconds(problem, fabric)
+    parts, after = best_parts(problem, fabric, options)
+    gain = before / after - 1
+    pays = gain >= MIN_GAIN
+    choice = Choice(problem.schedule, parts) if pays or forced else None
+    reason = f"the model predicts {gain:+.0%} from overlap" + (", required" if forced else "")
+    return Plan(problem.op, problem.axis, choice, reason, before, after)
+
+
+def obstructed(op: str, axis: str, overlap: Overlap, obstacle: str) -> Plan:
+    """The unfused composition, because of `obstacle`.
+
+    Raises:
+        KernelError: If overlap is required.
+    """
+    if overlap == "require":
+        raise KernelError(
+            f"{op} over axis {axis} cannot overlap: {obstacle}.\n"
+            'Fix: pass overlap="auto" to run the unfused composition where overlap is not possible.'
+        )
+    return Plan(op, axis, None, obstacle)
+
+
+def check_overlap(op: str, overlap: str) -> None:
+    """Requires one of the three modes."""
+    if overlap not in get_args(Overlap):
+        raise KernelError(f"{op}: overlap={overlap!r} is none of {', '.join(get_args(Overlap))}.")
+
+
+class _Record(threading.local):
+    last: Plan | None = None
+
+
+_RECORD = _Record()
+
+
+def record(plan: Plan) -> Plan:
+    """Remembers `plan` as this thread's last."""
+    _RECORD.last = plan
+    return plan
+
+
+def last_plan() -> Plan | None:
+    """What the last kernel call on this thread did and why; None before the first.
+
+    Example:
+        >>> last_plan() is None
+        True
+    """
+    return _RECORD.last
