@@ -1,0 +1,35 @@
+"""The main claim: one program gives the same on every mesh, with all its derivatives."""
+
+from typing import Literal
+
+import pytest
+
+from tests.pool import Gloo
+from tests.programs.bodies import PROGRAMS
+from tests.programs.harness import Program, assert_same, in_worker, one_device, simulated
+
+# torch's own forward mode scripts some decompositions when it is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
+CASES = [pytest.param(program, id=name) for name, program in PROGRAMS.items()]
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+@pytest.mark.parametrize("program", CASES)
+def test_program_on_a_simulated_mesh_equals_one_device(
+    program: Program, strategy: Literal["vmap", "ranks"]
+) -> None:
+    expected = one_device(program)
+    for num_ranks in program.meshes:
+        assert_same(simulated(program, num_ranks, strategy), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("program", CASES)
+def test_program_on_processes_equals_one_device(program: Program, size: int, gloo: Gloo) -> None:
+    if size not in program.meshes:
+        pytest.skip(f"this program has no mesh of {size} ranks")
+    expected = one_device(program)
+    for outcome in gloo(size).run(in_worker, program, size):
+        assert_same(outcome, expected)
