@@ -5,8 +5,8 @@ All of it pickles, so that gloo workers run the very same program.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -72,12 +72,12 @@ def whole(value: Tensor) -> Tensor:
 def one_device(program: Program) -> Outcome:
     """What the reference gives, under the names of all ways."""
     inputs = program.inputs()
-    values, pull = torch.func.vjp(program.reference, *inputs)
-    gradients = list(pull(tuple(_cotangents(values))))
+    values = program.reference(*inputs)
+    gradients = _by_vjp(program.reference, inputs, _cotangents(values))
     pushed = torch.func.jvp(program.reference, tuple(inputs), tuple(_tangents(inputs)))[1]
     return {
         "values": list(values),
-        **{way: gradients for way in ("backward", "vjp", "inner vjp", "inner autograd")},
+        **{way: list(gradients) for way in ("backward", "vjp", "inner vjp", "inner autograd")},
         **{way: list(pushed) for way in ("jvp", "inner jvp")},
         "double backward": _double(program.reference, inputs, _cotangents(values)),
     }
@@ -110,9 +110,8 @@ def assert_same(actual: Outcome, expected: Outcome) -> None:
     for way, values in actual.items():
         assert len(values) == len(expected[way])
         for i, (value, wanted) in enumerate(zip(values, expected[way], strict=True)):
-            torch.testing.assert_close(
-                value, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, w=f"{way}[{i}]": f"{w}: {m}"
-            )
+            note = partial("{}[{}]: {}".format, way, i)
+            torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10, msg=note)
 
 
 def _mapped(program: Program, mesh: Mesh) -> Callable[..., tuple[Tensor, ...]]:
@@ -154,9 +153,8 @@ def _backward(program: Program, mesh: Mesh) -> Sequence[Tensor]:
 
 
 def _vjp(program: Program, mesh: Mesh) -> Sequence[Tensor]:
-    values, pull = torch.func.vjp(_mapped(program, mesh), *program.inputs())
-    gradients: Sequence[Tensor] = pull(tuple(_placed_cotangents(program, mesh, values)))
-    return gradients
+    cotangents = _placed_cotangents(program, mesh, _values(program, mesh))
+    return _by_vjp(_mapped(program, mesh), program.inputs(), cotangents)
 
 
 def _inner(program: Program, mesh: Mesh, gradient: Callable[..., Any]) -> Sequence[Tensor]:
@@ -174,7 +172,9 @@ def _inner(program: Program, mesh: Mesh, gradient: Callable[..., Any]) -> Sequen
 
 
 def _by_vjp(body: Callable[..., Any], inputs: Any, cotangents: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.func.vjp(body, *inputs)[1](tuple(cotangents)))
+    pull_back: Any = torch.func.vjp(body, *inputs)[1]
+    gradients: tuple[Tensor, ...] = pull_back(tuple(cotangents))
+    return gradients
 
 
 def _by_autograd(body: Callable[..., Any], inputs: Any, cotangents: Any) -> tuple[Tensor, ...]:
@@ -206,7 +206,7 @@ def _double(f: Callable[..., Any], inputs: Sequence[Tensor], cotangents: Any) ->
     """The gradient of a random combination of the gradients."""
 
     def combined(*xs: Tensor) -> Tensor:
-        gradients = torch.func.vjp(f, *xs)[1](tuple(cotangents))
+        gradients = _by_vjp(f, xs, cotangents)
         terms = zip(gradients, _tangents(inputs), strict=True)
         return torch.stack([(g * w).sum() for g, w in terms]).sum()
 
@@ -230,8 +230,3 @@ _WAYS: Mapping[str, Callable[[Program, Mesh], Sequence[Tensor]]] = {
     "jvp": _jvp,
     "double backward": _double_backward,
 }
-
-
-def with_body(program: Program, body: Callable[..., tuple[Tensor, ...]]) -> Program:
-    """The same program with another body."""
-    return replace(program, body=body)
