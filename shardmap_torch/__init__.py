@@ -1,5 +1,6 @@
 """A functional `shard_map` for PyTorch with typed, differentiable collectives."""
 
+from shardmap_torch import lax
 from shardmap_torch.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -61,6 +62,7 @@ __all__ = [
     "device_put",
     "from_local",
     "full",
+    "lax",
     "make_mesh",
     "ppermute",
     "redistribute",

@@ -1,0 +1,279 @@
+"""shardmap_torch.lax against real JAX, against the definitions in JAX's docs, and its errors."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import CollectiveError, P, lax, make_mesh, shard_map
+from shardmap_torch.mesh import Mesh
+from tests.pool import Gloo
+
+Strategy = Literal["vmap", "ranks"]
+
+NUM_RANKS = 4
+GOLDEN: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "golden/jax_lax.json").read_text()
+)
+PAIRS = [[0, 2], [3, 1]]
+
+
+def make(strategy: Strategy) -> Mesh:
+    return make_mesh((NUM_RANKS,), ("i",), kind="simulated", simulate=strategy)
+
+
+def evaluate(expression: str, x: Tensor) -> Tensor:
+    code = expression.replace("{src}", ", src='invarying'").replace("{reduced}", ", src='reduced'")
+    names = {"x": x, "lax": lax, "vary": lambda y: lax.pcast(y, "i", to="varying")}
+    result: Tensor = eval(code, names)
+    return result
+
+
+def whole(x: Any) -> Tensor:
+    """A plain tensor, whatever the mesh gave."""
+    tensor: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return tensor
+
+
+def check_golden(mesh: Mesh, case: dict[str, Any]) -> None:
+    x = torch.tensor(case["x"], dtype=torch.float64, requires_grad="grad" in case)
+    spec = P("i") if case["varies"] else P(invariant="i")
+
+    @shard_map(mesh=mesh, in_specs=spec, out_specs=P("i"))
+    def f(x: Tensor) -> Tensor:
+        return evaluate(case["expression"], x[0] if case["varies"] else x)[None]
+
+    y = whole(f(x))
+    note = case["expression"]
+    torch.testing.assert_close(
+        y.double(),
+        torch.tensor(case["y"], dtype=torch.float64),
+        rtol=0,
+        atol=1e-10,
+        msg=lambda m: f"{note} {m}",
+    )
+    if "grad" in case:
+        w = torch.tensor(case["w"], dtype=torch.float64)
+        (grad,) = torch.autograd.grad((y * w).sum(), x)
+        wanted = torch.tensor(case["grad"], dtype=torch.float64)
+        torch.testing.assert_close(
+            grad, wanted, rtol=0, atol=1e-10, msg=lambda m: f"{note} grad {m}"
+        )
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["expression"])
+def test_value_and_gradient_are_those_of_jax(case: dict[str, Any], strategy: Strategy) -> None:
+    check_golden(make(strategy), case)
+
+
+def golden_on_rank() -> None:
+    mesh = make_mesh((NUM_RANKS,), ("i",))
+    for case in GOLDEN:
+        check_golden(mesh, case)
+
+
+def test_value_and_gradient_are_those_of_jax_on_processes(gloo: Gloo) -> None:
+    gloo(NUM_RANKS).run(golden_on_rank)
+
+
+def per_rank(body: Callable[[Tensor], Tensor], x: Tensor, strategy: Strategy) -> Tensor:
+    """The results of all ranks, stacked; rank r gets `x[r]`."""
+    f = shard_map(
+        lambda x: body(x[0])[None], mesh=make(strategy), in_specs=P("i"), out_specs=P("i")
+    )
+    y: Tensor = f(x)
+    return y
+
+
+def test_psum_of_a_number_is_a_number_times_the_axis_size() -> None:
+    seen: list[Any] = []
+
+    def body(x: Tensor) -> Tensor:
+        seen.append(lax.psum({"a": 1, "b": (2.5, True)}, "i"))
+        seen.append(lax.psum(3, "i", axis_index_groups=PAIRS))
+        seen.append(lax.pmean(3, "i"))
+        seen.append(lax.pmax(3, "i"))
+        return x
+
+    per_rank(body, torch.zeros(4, 1), "vmap")
+    assert seen == [{"a": 4, "b": (10.0, 4)}, 6, 3.0, 3]
+    assert isinstance(seen[0]["a"], int)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+@pytest.mark.parametrize("src", ["invarying", "reduced"])
+@pytest.mark.parametrize("name", ["pmax", "pmin", "psum", "pmean"])
+def test_reductions_of_equal_values_scale_their_gradient_as_the_value(
+    name: str, src: str, strategy: Strategy
+) -> None:
+    spec = P(invariant="i") if src == "invarying" else P(replicate="i")
+    f = shard_map(
+        lambda x: getattr(lax, name)(x, "i", src=src),
+        mesh=make(strategy),
+        in_specs=spec,
+        out_specs=P(),
+    )
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    factor = NUM_RANKS if name == "psum" else 1
+    y = f(x)
+    torch.testing.assert_close(y, factor * x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, torch.full_like(x, factor))
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_psum_of_unreduced_is_the_sum_of_the_addends(strategy: Strategy) -> None:
+    f = shard_map(
+        lambda x: lax.psum(lax.pcast(x[0], "i", to="unreduced"), "i", src="unreduced"),
+        mesh=make(strategy),
+        in_specs=P("i"),
+        out_specs=P(),
+    )
+    x = torch.arange(4.0, dtype=torch.float64, requires_grad=True)
+    y = f(x)
+    assert y.item() == 6.0
+    assert torch.autograd.grad(y, x)[0].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_pmax_gives_its_gradient_to_the_ranks_that_hold_it(strategy: Strategy) -> None:
+    f = shard_map(
+        lambda x: lax.pmax(x[0], "i"), mesh=make(strategy), in_specs=P("i"), out_specs=P()
+    )
+    x = torch.tensor([1.0, 3.0, 3.0, 2.0], dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(2 * f(x), x)
+    assert grad.tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_pbroadcast_is_the_psum_of_the_masked_value(strategy: Strategy) -> None:
+    """JAX's definition; it has no lowering for the CPU, hence no golden value."""
+
+    def masked(x: Tensor) -> Tensor:
+        is_source = lax.axis_index("i") == 2
+        return lax.pvary(lax.psum(torch.where(is_source, x, torch.zeros_like(x)), "i"), "i")
+
+    def gradient(body: Callable[[Tensor], Tensor]) -> Tensor:
+        x = torch.randn(4, 3, dtype=torch.float64, generator=torch.manual_seed(0))
+        x.requires_grad_()
+        y = per_rank(body, x, strategy)
+        assert torch.equal(y, x[2].expand(4, 3))
+        weights = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+        return torch.autograd.grad((y * weights).sum(), x)[0]
+
+    torch.testing.assert_close(gradient(lambda x: lax.pbroadcast(x, "i", 2)), gradient(masked))
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_groups_over_two_axes_count_positions_with_the_first_as_major(strategy: Strategy) -> None:
+    mesh = make_mesh((2, 2), ("a", "b"), kind="simulated", simulate=strategy)
+    f = shard_map(
+        lambda x: lax.psum(x, ("b", "a"), axis_index_groups=[[0, 1], [2, 3]]),
+        mesh=mesh,
+        in_specs=P(("b", "a")),
+        out_specs=P(("b", "a")),
+    )
+    assert f(torch.arange(4.0)).tolist() == [1.0, 1.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_grouped_sums_of_a_group_are_bit_equal(strategy: Strategy) -> None:
+    """Every member adds in the group's order, not in the order of arrival."""
+    x = torch.tensor([[1e8], [1.0], [-1e8], [0.5]])
+    y = per_rank(lambda x: lax.psum(x, "i", axis_index_groups=[[0, 1, 2, 3]]), x, strategy)
+    assert len(set(y.flatten().tolist())) == 1
+
+
+def test_second_derivatives_pass_grouped_collectives() -> None:
+    def body(x: Tensor) -> Tensor:
+        return lax.psum(x**3, "i", axis_index_groups=PAIRS)
+
+    x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: per_rank(body, x, "vmap"), x)
+
+
+ERRORS: list[tuple[str, str]] = [
+    (
+        "lax.psum(x, 'j')",
+        "psum: no axis 'j' in the simulated mesh (i=4).",
+    ),
+    (
+        "lax.psum(x, 'i', src='equal')",
+        "psum: src='equal' is none of invarying, reduced, varying, unreduced.",
+    ),
+    (
+        "lax.pmax(x, 'i', src='unreduced')",
+        "pmax: src='unreduced' is none of invarying, reduced, varying.",
+    ),
+    (
+        "lax.psum(x, 'i', axis_index_groups=[[0, 1], [2, 2]])",
+        "psum: axis_index_groups=[[0, 1], [2, 2]] must name each of the 4 ranks of 'i' exactly "
+        "once.",
+    ),
+    (
+        "lax.psum(x, 'i', axis_index_groups=[[0, 1, 2], [3]])",
+        "psum: axis_index_groups=[[0, 1, 2], [3]] have different sizes. All ranks run one program "
+        "on values of one shape, so groups must be equally large.",
+    ),
+    (
+        "lax.all_gather(x, 'i', axis_index_groups=[[0, 1], [2, 3]], to='invarying')",
+        "all_gather: to='invarying' promises one value on all ranks of 'i', but with "
+        "axis_index_groups each group has its own; leave to='varying'.",
+    ),
+    (
+        "lax.all_gather(x, 'i', to='unreduced')",
+        "all_gather: to='unreduced' is none of varying, reduced, invarying.",
+    ),
+    (
+        "lax.psum_scatter(x, 'i')",
+        "reduce_scatter: dim has size 3, not 4, the number of ranks of 'i', as tiled=False needs.",
+    ),
+    (
+        "lax.psum_scatter(x, 'i', axis_index_groups=[[0, 1], [2, 3]])",
+        "psum_scatter: scatter_dimension has size 3; it must be exactly 2, the size of the "
+        "axis_index_groups of 'i'.",
+    ),
+    (
+        "lax.all_to_all(x, 'i', 0, 0, axis_index_groups=[[0, 1], [2, 3]], tiled=True)",
+        "all_to_all: split_axis has size 3; it must be a multiple of 2, the size of the "
+        "axis_index_groups of 'i'.",
+    ),
+    (
+        "lax.all_to_all(x, 'i', 0, 0)",
+        "all_to_all: split_axis has size 3, not 4, the number of ranks of 'i', as tiled=False "
+        "needs.",
+    ),
+    (
+        "lax.pswapaxes(x, 'i', 1)",
+        "all_to_all: split_axis=1 is no dim of the operand; it has 1 dims.",
+    ),
+    (
+        "lax.pshuffle(x, 'i', [0, 1, 1, 2])",
+        "pshuffle: perm=[0, 1, 1, 2] is no permutation of the 4 ranks of 'i'.",
+    ),
+    (
+        "lax.pcast(x, 'i', to='invarying')",
+        "pcast: to='invarying' is none of varying, reduced, unreduced.",
+    ),
+    (
+        "lax.pcast(x, 'i', to='reduced', src='varying')",
+        "pcast does not go from varying to reduced; it goes invarying -> varying, invarying -> "
+        "reduced, reduced -> varying, varying -> unreduced.",
+    ),
+    (
+        "lax.psum('x', 'i')",
+        "psum takes tensors, or pytrees of them, not str ('x').",
+    ),
+]
+
+
+@pytest.mark.parametrize(("expression", "text"), ERRORS, ids=[e for e, _ in ERRORS])
+def test_misuse_is_told_in_full(expression: str, text: str) -> None:
+    with pytest.raises(CollectiveError) as error:
+        per_rank(lambda x: evaluate(expression, x), torch.zeros(4, 3), "vmap")
+    assert str(error.value) == text
