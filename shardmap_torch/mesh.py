@@ -64,6 +64,14 @@ class Mesh:
         """The number of ranks."""
         return prod(self.axis_sizes)
 
+    @property
+    def rank(self) -> int:
+        """The rank of this process; 0 where one process holds all ranks.
+
+        Source: `jax.process_index`, `torch.distributed.get_rank`.
+        """
+        return dist.get_rank() if self.device_mesh is not None else 0
+
     def num_ranks(self, axes: Sequence[str]) -> int:
         """The number of ranks along several axes together."""
         shape = self.shape
