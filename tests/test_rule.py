@@ -34,6 +34,9 @@ MESHES = [
 ]
 
 
+Names = tuple[str, ...]
+
+
 def check(row: Row, mesh: Mesh, axes: tuple[str, ...]) -> None:
     for case in cases_of(row, axes, mesh.num_ranks(axes)):
         check_forward(case, mesh)
