@@ -1,1 +1,16 @@
-"""Collectives overlapped with matrix products; imported as `shardmap_torch.kernels`."""
+"""Tensor-parallel matmuls whose communication hides behind their own compute."""
+
+from shardmap_torch.kernels.overlapped import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from shardmap_torch.kernels.plan import Plan, last_plan
+
+__all__ = [
+    "Plan",
+    "all_gather_matmul",
+    "last_plan",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]

@@ -244,7 +244,7 @@ def reduce_forward(transport: Transport, x: Tensor, w: Tensor, choice: Choice) -
 
 def gather_backward(
     transport: Transport,
-    gathered: Tensor,
+    gathered: Tensor | None,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
     wanted: Sequence[bool],
@@ -253,6 +253,8 @@ def gather_backward(
 ) -> Steps[tuple[Tensor, list[Tensor | None]]]:
     """Gradients of `gather_forward` from its gathered cut matrix: (dx, the wanted dws).
 
+    `gathered` may be None where no dw is wanted.
+
     The sum of dy @ wᵀ is reduce-scattered while it is produced, and what is still on its way then
     moves while the weight gradients are computed.
     """
@@ -260,9 +262,8 @@ def gather_backward(
     tokens = [cut.tokens(dy) for dy in dys]
     scatter, shape = _input_gradient(transport, cut, tokens, ws, dys[0], dim, choice)
     yield from scatter.start()
-    x_transposed = cut.flip(gathered).t()
     dws = [
-        multiply(transport, x_transposed, dy) if want else None
+        multiply(transport, cut.flip(gathered).t(), dy) if want and gathered is not None else None
         for dy, want in zip(tokens, wanted, strict=True)
     ]
     total = yield from scatter.finish()

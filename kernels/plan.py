@@ -1,7 +1,7 @@
 """Decides whether a call overlaps, and how: a cost model, and a record of the last decision."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -124,19 +124,22 @@ def best_parts(problem: Problem, fabric: Fabric, options: Sequence[int]) -> tupl
     return parts, seconds[parts]
 
 
-def decide(problem: Problem, fabric: Fabric, chunks: int | None, *, forced: bool) -> Plan:
-    """Overlaps where the model predicts a gain of at least 3 %, or where `forced`."""
-    options = candidates(problem, chunks)
-    if forced and not options:
-        options = (1,)
+def decide(
+    problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
+) -> Plan:
+    """Overlaps where the model predicts a gain of at least 3 %, or where `forced`.
+
+    The fabric is asked for only where there is something to decide: it may have to be measured.
+    """
+    options = candidates(problem, chunks) or ((1,) if forced else ())
     if not options:
-        reason = f"{problem.block_rows} rows a rank, fewer than {MIN_ROWS}"
+        reason = f"a rank's block has {problem.block_rows} rows; a chunk needs {MIN_ROWS}"
         return Plan(problem.op, problem.axis, None, reason)
-    before = unfused_seconds(problem, fabric)
-    parts, after = best_parts(problem, fabric, options)
+    speed = fabric()
+    before = unfused_seconds(problem, speed)
+    parts, after = best_parts(problem, speed, options)
     gain = before / after - 1
-    pays = gain >= MIN_GAIN
-    choice = Choice(problem.schedule, parts) if pays or forced else None
+    choice = Choice(problem.schedule, parts) if forced or gain >= MIN_GAIN else None
     reason = f"the model predicts {gain:+.0%} from overlap" + (", required" if forced else "")
     return Plan(problem.op, problem.axis, choice, reason, before, after)
 

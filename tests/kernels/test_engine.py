@@ -33,7 +33,7 @@ CASES = [  # Shape of the whole x, the dim that is cut, parts; every dim is a mu
     pytest.param((3,), (4,), -1, 2, id="features"),
     pytest.param((2, 3), (3,), 2, 3, id="features, batch first"),
 ]
-SMALL = (1, 2, 3, 4)
+SMALL = (1, 2, 3, 4)  # And 7, the others being slow tests.
 
 
 def cases(exhaustive: tuple[str, ...]) -> pytest.MarkDecorator:
@@ -41,7 +41,12 @@ def cases(exhaustive: tuple[str, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("leading", "features", "dim", "num_parts", "num_ranks"),
         [
-            pytest.param(*case.values, ranks, id=f"{case.id}, {ranks} ranks")
+            pytest.param(
+                *case.values,
+                ranks,
+                id=f"{case.id}, {ranks} ranks",
+                marks=() if ranks in (*SMALL, 7) else pytest.mark.slow,
+            )
             for case in CASES
             for ranks in (RANKS if case.id in exhaustive else SMALL)
         ],
