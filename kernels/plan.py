@@ -87,16 +87,18 @@ def unfused_seconds(problem: Problem, fabric: Fabric) -> float:
 def overlapped_seconds(problem: Problem, fabric: Fabric, num_parts: int) -> float:
     """The longer of all the work, and all the messages beside the one chunk they cannot hide.
 
-    Of what that hides, a fabric whose transfers need this rank's own cores keeps its share.
+    Where blocks go round twice, the finished chunks of the last two parts follow the work. Of what
+    all that hides, a fabric whose transfers need this rank's own cores keeps its share.
     """
     num_chunks = problem.num_ranks * num_parts
     chunk = fabric.compute(problem.flops / num_chunks, problem.traffic)
     work = num_chunks * chunk
     if problem.tail_flops:
         work += fabric.compute(problem.tail_flops, problem.traffic)
-    messages = problem.passes * (problem.num_ranks - 1) * num_parts
-    travel = messages * fabric.transfer(problem.block_bytes / num_parts)
-    ideal = max(work, travel + chunk)
+    part_travel = (problem.num_ranks - 1) * fabric.transfer(problem.block_bytes / num_parts)
+    travel = problem.passes * num_parts * part_travel
+    trailing = (problem.passes - 1) * min(2, num_parts) * part_travel
+    ideal = max(work + trailing, travel + chunk)
     return work + travel - fabric.overlap * (work + travel - ideal)
 
 

@@ -5,12 +5,14 @@ are exact; every transfer is logged, a cycle of waits is an error, and a buffer 
 while it is being sent is caught.
 
 The clock: a rank's link carries one message at a time in each direction, first ready, first
-served; a message is ready when it has been sent and its receive has been posted, and arrives
-latency + bytes / bandwidth after it starts. Computing advances the rank's own clock.
+served, and in the order of sending where several are ready at once. A message is ready when it has
+been sent and its receive has been posted, and arrives latency + bytes / bandwidth after it starts.
+Computing advances the rank's own clock.
 """
 
 import heapq
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -42,6 +44,7 @@ class VirtualHandle:
     envelope: Envelope
     issued_at: float
     rank: int
+    order: int
     sent: Tensor | None = None
     done_at: float | None = None
 
@@ -58,6 +61,7 @@ class VirtualTransport:
     rank: int
     clock: float = 0.0
     _tags: TagCounter = field(default_factory=TagCounter)
+    _order: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def num_ranks(self) -> int:
@@ -70,12 +74,14 @@ class VirtualTransport:
 
     def send(self, tensor: Tensor, envelope: Envelope) -> VirtualHandle:
         """Issues a send at this rank's time, keeping a copy to compare with at the end."""
-        handle = VirtualHandle(tensor, envelope, self.clock, self.rank, sent=tensor.clone())
+        order, copy = next(self._order), tensor.clone()
+        handle = VirtualHandle(tensor, envelope, self.clock, self.rank, order, sent=copy)
         return self.network.issue(envelope.message.source, self.network.sends, handle)
 
     def receive(self, tensor: Tensor, envelope: Envelope) -> VirtualHandle:
         """Issues a receive; the buffer is poisoned so that early use shows in the result."""
-        handle = VirtualHandle(_poison(tensor), envelope, self.clock, self.rank)
+        order = next(self._order)
+        handle = VirtualHandle(_poison(tensor), envelope, self.clock, self.rank, order)
         return self.network.issue(envelope.message.target, self.network.receives, handle)
 
     def charge(self, flops: float, traffic: float) -> None:
@@ -147,7 +153,7 @@ class VirtualNetwork:
         self.log: list[Transfer] = []
         self.sends: dict[Key, VirtualHandle] = {}
         self.receives: dict[Key, VirtualHandle] = {}
-        self._ready: list[tuple[float, Key]] = []
+        self._ready: list[tuple[float, int, Key]] = []
         self._free_at: dict[Hashable, float] = {}
 
     @property
@@ -185,8 +191,9 @@ class VirtualNetwork:
             )
         side[key] = handle
         if key in self.sends and key in self.receives:
-            ready_at = max(self.sends[key].issued_at, self.receives[key].issued_at)
-            heapq.heappush(self._ready, (ready_at, key))
+            send, receive = self.sends[key], self.receives[key]
+            ready_at = max(send.issued_at, receive.issued_at)
+            heapq.heappush(self._ready, (ready_at, send.order, key))
         return handle
 
     def _describe(self, handle: VirtualHandle) -> str:
@@ -204,7 +211,8 @@ class VirtualNetwork:
                 if not p.result and isinstance(p.blocked_on, VirtualHandle)
             ]
             raise KernelError(listing("deadlock, every rank that is not done waits:", waits))
-        self._deliver(*heapq.heappop(self._ready))
+        ready_at, _, key = heapq.heappop(self._ready)
+        self._deliver(ready_at, key)
 
     def _links(self, key: Key) -> tuple[Hashable, Hashable]:
         """What the transfer occupies: the source's outgoing and the target's incoming link."""
