@@ -20,8 +20,10 @@ X = TypeVar("X")
 
 def read_axes(name: str, axis: Axis) -> tuple[tuple[str, ...], Scope]:
     """The axes as a tuple, and the scope in which all of them are bound."""
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    return axes, scope_of(name, axes)
+    axes = [axis] if isinstance(axis, str) else axis
+    if not isinstance(axes, Sequence) or not all(isinstance(each, str) for each in axes):
+        raise CollectiveError(f"{name}: axis={axis!r} is no axis name and no sequence of them.")
+    return tuple(axes), scope_of(name, tuple(axes))
 
 
 def read_type(
@@ -95,9 +97,7 @@ def check_comm_dtype(collective: Collective) -> Collective:
     """Requires floating dtypes, and a named one where the backward adds in reduced precision."""
     for word in ("comm_dtype", "grad_comm_dtype"):
         dtype = getattr(collective, word)
-        if dtype is not None and not (
-            isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
-        ):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise CollectiveError(f"{collective.name}: {word}={dtype} is no floating dtype.")
     if collective.comm_dtype is not None and collective.grad_comm_dtype is None:
         back = collective.transpose

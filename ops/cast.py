@@ -183,6 +183,18 @@ def _exchange(src: AxisType, dst: AxisType) -> dict[str, Any]:
     return {"split_dim": dst.dim, "concat_dim": src.dim}
 
 
+def _move_shards(x: X, axis: Axis, *, split_dim: int, concat_dim: int, **dtypes: Any) -> X:
+    """An all-to-all, and nothing where both name one dim, which may be counted from the end."""
+
+    def one(leaf: Tensor) -> Tensor:
+        split = read_dim("redistribute", "dst dim", split_dim, leaf.ndim)
+        if split == read_dim("redistribute", "src dim", concat_dim, leaf.ndim):
+            return leaf
+        return all_to_all(leaf, axis, split_dim=split_dim, concat_dim=concat_dim, **dtypes)
+
+    return each_leaf("redistribute", x, one)
+
+
 _COLLECTIVES: Final[
     Mapping[
         tuple[str, str],
@@ -190,7 +202,7 @@ _COLLECTIVES: Final[
     ]
 ] = MappingProxyType(
     {
-        ("S", "S"): (all_to_all, _exchange),
+        ("S", "S"): (_move_shards, _exchange),
         ("S", "R"): (all_gather, _gather),
         ("S", "I"): (all_gather, _gather),
         ("P", "R"): (all_reduce, _sum),

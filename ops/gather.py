@@ -212,7 +212,7 @@ def broadcast(
     axes, scope = read_axes("broadcast", axis)
     to = read_type("broadcast", dst, "dst", (R, I))
     num_ranks = scope.backend.mesh.num_ranks(axes)
-    if not isinstance(source, int) or not 0 <= source < num_ranks:
+    if not isinstance(source, int) or isinstance(source, bool) or not 0 <= source < num_ranks:
         raise CollectiveError(
             f"broadcast: source={source!r} is none of the {num_ranks} ranks of {shown(axes)}."
         )

@@ -1,7 +1,7 @@
 """Point-to-point movement along an axis."""
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -111,7 +111,12 @@ def shift(
 def _read_pairs(
     perm: Iterable[tuple[int, int]], axes: tuple[str, ...], num_ranks: int
 ) -> tuple[tuple[int, int], ...]:
-    pairs = tuple((source, target) for source, target in perm)
+    pairs = tuple(perm)
+    wrong = [pair for pair in pairs if not _is_pair(pair)]
+    if wrong:
+        raise CollectiveError(
+            f"ppermute: perm takes pairs (source, target) of integers, not {wrong[0]!r}."
+        )
     outside = sorted({r for pair in pairs for r in pair if not 0 <= r < num_ranks})
     if outside:
         raise CollectiveError(
@@ -121,4 +126,12 @@ def _read_pairs(
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
         if twice:
             raise CollectiveError(f"ppermute: {twice} are the {word} of more than one pair.")
-    return tuple(sorted(pairs))
+    return tuple(sorted((source, target) for source, target in pairs))
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, tuple | list)
+        and len(value) == 2
+        and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in value)
+    )

@@ -74,7 +74,9 @@ def all_reduce(
     if op in ("max", "min"):
         _reject_comm_dtype(op, comm_dtype, grad_comm_dtype)
         extremum = Extremum(op, _total(axes, to, None, None))
-        return each_leaf("all_reduce", x, lambda leaf: bind(scope.backend, extremum, leaf))
+        return each_leaf(
+            "all_reduce", x, lambda leaf: bind(scope.backend, extremum, _ordered(op, leaf))
+        )
     total = _total(axes, to, comm_dtype, grad_comm_dtype)
     finish = _mean_over("all_reduce", op, scope.backend.mesh.num_ranks(axes))
     return each_leaf(
@@ -202,6 +204,12 @@ def _check_source(op: str, src: TypeLike | None) -> None:
 def _reject_comm_dtype(op: str, *dtypes: torch.dtype | None) -> None:
     if any(dtype is not None for dtype in dtypes):
         raise CollectiveError(f"all_reduce with op={op!r} rounds nothing; it takes no comm_dtype.")
+
+
+def _ordered(op: str, x: Tensor) -> Tensor:
+    if x.is_complex():
+        raise CollectiveError(f"all_reduce: op={op!r} needs an order, which {x.dtype} lacks.")
+    return x
 
 
 def _summable(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ Source of the pairs: the types of `jax.shard_map` with `check_vma` and of meta-p
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -67,10 +68,14 @@ class Collective:
         )
 
     def run(self, backend: Backend, x: Tensor) -> Tensor:
-        """Moves the data, in `comm_dtype` if one is named."""
+        """Moves the data, floating and complex in `comm_dtype` if one is named."""
         move = self.move
-        if self.comm_dtype is None or self.comm_dtype == x.dtype:
+        if self.comm_dtype in (None, x.dtype) or not (x.is_floating_point() or x.is_complex()):
             return backend.run(move, self, x)
+        if x.is_complex():
+            # Its parts stand behind all dims, which are counted from the front.
+            parts = self.run(backend, torch.view_as_real(x.resolve_conj()))
+            return torch.view_as_complex(parts.contiguous())
         return backend.run(move, self, x.to(self.comm_dtype)).to(x.dtype)
 
     def pull_back(self, backend: Backend, grad: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
@@ -135,6 +140,25 @@ class Row:
         """Name and types, by which the table finds the row."""
         return self.name, self.src, self.dst
 
+    def sent_by(self, num_ranks: int) -> Fraction:
+        """The value of `sent` for that many ranks.
+
+        Example:
+            >>> TABLE["all_gather", V, R].sent_by(4)
+            Fraction(3, 1)
+        """
+        return _FORMULAS[self.sent](Fraction(num_ranks))
+
+
+_FORMULAS: Final[Mapping[str, Callable[[Fraction], Fraction]]] = MappingProxyType(
+    {
+        "0": lambda n: Fraction(0),
+        "1": lambda n: Fraction(1),
+        "n-1": lambda n: n - 1,
+        "(n-1)/n": lambda n: (n - 1) / n,
+        "2(n-1)/n": lambda n: 2 * (n - 1) / n,
+    }
+)
 
 ROWS: Final = (
     Row("all_reduce", Partial, R, "sum", ("all_reduce", Partial, R), "2(n-1)/n"),
