@@ -372,16 +372,19 @@ def apply(backend: Backend, collectives: Sequence[Collective], x: Tensor) -> Ten
 
 @lru_cache(maxsize=4096)
 def entry_cuts(spec: P) -> tuple[Collective, ...]:
-    """The conversions that cut a value which is whole on every rank."""
-    return tuple(Collective("convert", I, V, axes, dim=dim) for dim, axes in spec.cuts)
+    """The conversions that cut a value which is whole on every rank, or make it partial."""
+    cuts = [Collective("convert", I, V, axes, dim=dim) for dim, axes in spec.cuts]
+    partial = tuple(sorted(spec.partial))
+    if partial:
+        cuts.append(Collective("convert", I, Partial, partial))
+    return tuple(cuts)
 
 
 @lru_cache(maxsize=4096)
 def entry_casts(spec: P) -> tuple[Collective, ...]:
-    """The conversions that type the axes which no dim mentions."""
-    replicate, partial = tuple(sorted(spec.replicate)), tuple(sorted(spec.partial))
-    casts = ((replicate, R), (partial, Partial))
-    return tuple(Collective("convert", I, kind, axes) for axes, kind in casts if axes)
+    """The conversion that makes an invariant value replicate."""
+    axes = tuple(sorted(spec.replicate))
+    return (Collective("convert", I, R, axes),) if axes else ()
 
 
 @lru_cache(maxsize=4096)

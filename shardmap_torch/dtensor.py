@@ -4,10 +4,11 @@
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as private
 
@@ -18,9 +19,11 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import bind
 from shardmap_torch.spec import P
 
+Placements: TypeAlias = tuple[Placement, ...]
+
 
 @lru_cache(maxsize=4096)
-def placements_of(mesh: Mesh, spec: P) -> tuple[Placement, ...]:
+def placements_of(mesh: Mesh, spec: P) -> Placements:
     """One placement per mesh axis.
 
     Example:
@@ -84,10 +87,8 @@ def _cut_by(mesh: Mesh, spec: P, dim: int) -> int:
     return next((mesh.num_ranks(axes) for cut, axes in spec.cuts if cut == dim), 1)
 
 
-def wrap(mesh: Mesh, spec: P, local: Tensor) -> Tensor:
-    """A DTensor of this rank's value; the value itself where it is whole on every rank."""
-    if not (spec.cuts or spec.partial):
-        return local
+def wrap(mesh: Mesh, spec: P, local: Tensor) -> DTensor:
+    """A DTensor of this rank's value."""
     local = local.detach()
     known = _dtensor_spec(mesh, spec, local.shape, local.stride(), local.dtype)
     return DTensor(local, known, requires_grad=False)
@@ -111,7 +112,10 @@ def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
         raise SpecError(
             f"A DTensor with shard order {have} cannot enter by {spec!r}; reorder it outside."
         )
-    return x._local_tensor.detach()
+    local = x._local_tensor
+    if isinstance(local, AsyncCollectiveTensor):  # torch may still be receiving it
+        local = local.wait()
+    return local.detach()
 
 
 def _reordered(order: Any) -> bool:
@@ -132,21 +136,23 @@ class Enter:
 
     def __init__(self, mesh: Mesh, spec: P) -> None:
         """`spec` says what is local."""
-        self._mesh, self._spec, self._from_dtensor = mesh, spec, False
+        self._mesh, self._spec = mesh, spec
+        self._given: Placements | None = None
 
     def run(self, backend: Backend, x: Tensor) -> Tensor:
         """Unwraps or slices."""
-        self._from_dtensor = isinstance(x, DTensor)
+        self._given = None
         if isinstance(x, DTensor):
+            self._given = tuple(x.placements)
             return unwrap(self._mesh, self._spec, x)
         for collective in entry_cuts(self._spec):
             x = backend.run(collective.move, collective, x)
         return x
 
     def pull_back(self, backend: Backend, grad: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
-        """Wraps the cotangent, or gathers it: a plain tensor's gradient is global."""
-        if self._from_dtensor:
-            return bind(backend, Leave(self._mesh, P(*self._spec.entries)), grad)
+        """Wraps the cotangent as what came was, or gathers it: a plain tensor's is global."""
+        if self._given is not None:
+            return bind(backend, Leave(self._mesh, P(*self._spec.entries), self._given), grad)
         for collective in reversed(entry_cuts(self._spec)):
             grad = bind(backend, collective.transpose, grad)
         return grad
@@ -162,13 +168,24 @@ class Leave:
     axes: tuple[str, ...] = ()
     move = "leave"
 
-    def __init__(self, mesh: Mesh, spec: P) -> None:
-        """`spec` says how the local values make the global one."""
-        self._mesh, self._spec = mesh, spec
+    def __init__(self, mesh: Mesh, spec: P, beside: Placements | None = None) -> None:
+        """`spec` says how the local values make the global one.
+
+        `beside` makes a DTensor of it that lies as another one, whose cotangent it is: whole where
+        that one is partial.
+        """
+        self._mesh, self._spec, self._beside = mesh, spec, beside
 
     def run(self, backend: Backend, x: Tensor) -> Tensor:
         """Wraps."""
-        return wrap(self._mesh, self._spec, x)
+        if self._beside is None:
+            whole = not (self._spec.cuts or self._spec.partial)
+            return x if whole else wrap(self._mesh, self._spec, x)
+        wanted = tuple(Replicate() if p.is_partial() else p for p in self._beside)
+        wrapped = wrap(self._mesh, self._spec, x)
+        if wrapped.placements == wanted:
+            return wrapped
+        return wrapped.redistribute(placements=wanted)
 
     def pull_back(self, backend: Backend, grad: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Enters the cotangent; that of a partial sum is the same on all ranks."""
@@ -176,4 +193,4 @@ class Leave:
 
     def push_forward(self, backend: Backend, tangent: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """A tangent leaves like its value."""
-        return bind(backend, Leave(self._mesh, self._spec), tangent)
+        return bind(backend, Leave(self._mesh, self._spec, self._beside), tangent)

@@ -14,10 +14,10 @@ from shardmap_torch.spec import P
 
 
 def cut(x: Tensor, spec: P, mesh: Mesh) -> tuple[Tensor, tuple[str, ...]]:
-    """Cuts `x` along the axes that `spec` mentions.
+    """Cuts `x` along the axes that `spec` mentions, and gives it to the first of partial ones.
 
     Returns:
-        The pieces behind one leading dim per mentioned axis, and these axes in mesh order.
+        The pieces behind one leading dim per such axis, and these axes in mesh order.
 
     Example:
         >>> from shardmap_torch import make_mesh
@@ -34,6 +34,9 @@ def cut(x: Tensor, spec: P, mesh: Mesh) -> tuple[Tensor, tuple[str, ...]]:
         x = x.unflatten(at, (*sizes, x.shape[at] // mesh.num_ranks(axes)))
         x = x.movedim(tuple(range(at, at + len(axes))), tuple(range(len(axes))))
         found = [*axes, *found]
+    for axis in sorted(spec.partial):
+        x = torch.cat([x.unsqueeze(0), x.new_zeros((mesh.shape[axis] - 1, *x.shape))])
+        found = [axis, *found]
     order = [axis for axis in mesh.axis_names if axis in found]
     return x.movedim([found.index(a) for a in order], list(range(len(order)))), tuple(order)
 

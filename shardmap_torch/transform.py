@@ -16,6 +16,7 @@ from shardmap_torch.boundary import (
     Fits,
     check_inputs,
     input_signature,
+    is_spec,
     place_arguments,
 )
 from shardmap_torch.errors import MeshError, SpecError
@@ -111,6 +112,11 @@ def shard_map(
         )
     if not callable(f):
         raise SpecError(f"shard_map takes a function, not {f!r}; specs are keyword arguments.")
+    if not (is_spec(in_specs) or isinstance(in_specs, tuple | dict)):
+        raise SpecError(
+            f"in_specs takes one P for all arguments, a tuple with one spec per argument, or a "
+            f"dict by parameter name, not {in_specs!r}."
+        )
     function, signature, name = f, _signature(f), getattr(f, "__name__", type(f).__name__)
     in_fits, out_fits = Fits(), Fits()
 
@@ -174,6 +180,8 @@ def _resolve_axes(
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
     if unknown:
         raise SpecError(f"{name}: axis_names has {unknown}, but the axes are {mesh.axis_names}.")
+    if axis_names is not None and not axes:
+        raise SpecError(f"{name}: axis_names is empty; name at least one of {mesh.axis_names}.")
     again = [axis for axis in axes if axis in bound]
     if again or not axes:
         what = f"axis_names has {again}" if again else "no axis is left"

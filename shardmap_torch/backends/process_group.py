@@ -20,8 +20,13 @@ _reduce_scatter_single: Final = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-_WIRE: Final = {torch.bool: torch.uint8}
-"""Dtypes that travel as another of the same size: gloo and NCCL lack some."""
+_WIRE: Final = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+"""Dtypes that travel as another: gloo and NCCL lack some."""
 
 
 class ProcessGroupBackend(RankBackend):
@@ -128,8 +133,8 @@ def _permute(backend: ProcessGroupBackend, c: Collective, x: Tensor) -> Tensor:
     own = backend.mesh.index(c.axes, backend.place)
     sends = [order[target] for source, target in c.perm if source == own]
     receives = [order[source] for source, target in c.perm if target == own]
-    if sends and receives and sends == receives == [order[own]]:
-        return x
+    if sends == receives == [order[own]]:
+        return x.clone()
     x = x.contiguous()
     out = torch.zeros_like(x) if not receives else torch.empty_like(x)
     # A receive that is posted late doubles the time of an exchange on gloo.

@@ -7,7 +7,7 @@ One thread runs at a time and passes the baton on when it has to wait, so a run 
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,11 +15,12 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from shardmap_torch.backends.spmd import RankBackend
 from shardmap_torch.backends.stacked import MOVES, Stack
-from shardmap_torch.errors import CollectiveMismatchError, listing
-from shardmap_torch.mesh import Mesh
+from shardmap_torch.errors import CollectiveMismatchError, TransformError, listing
+from shardmap_torch.mesh import Mesh, current_mesh, use_mesh
 from shardmap_torch.rule import Collective
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class Rendezvous:
         self._waiting: dict[int, Post] = {}
         self._inbox: dict[int, Tensor] = {}
         self._failure: BaseException | None = None
-        self._done = threading.Semaphore(0)
+        self.forward_level = forward_ad._current_level
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """Runs `work(rank)` for every rank and returns the results in rank order.
@@ -172,22 +173,30 @@ class Rendezvous:
             self._turns[min(self._ready)].release()
 
     def _mismatch(self, head: str) -> CollectiveMismatchError:
-        waiting = {rank: str(post) for rank, post in self._waiting.items()}
-        return CollectiveMismatchError(
-            listing(head, [f"{ranks} {what}" for ranks, what in self._group(waiting)])
-        )
+        waiting = {rank: f"in {post}" for rank, post in self._waiting.items()}
+        return CollectiveMismatchError(listing(head, [*by_ranks(waiting), *self._returned()]))
 
-    def _group(self, waiting: dict[int, str]) -> Iterator[tuple[str, str]]:
-        for what in dict.fromkeys(waiting.values()):
-            ranks = [rank for rank, other in waiting.items() if other == what]
-            yield _ranks(ranks), f"in {what}"
-        gone = sorted(set(range(self.mesh.size)) - set(waiting) - self._ready)
+    def _returned(self) -> Iterator[str]:
+        gone = sorted(set(range(self.mesh.size)) - set(self._waiting) - self._ready)
         if gone:
-            yield _ranks(gone), "has returned" if len(gone) == 1 else "have returned"
+            yield f"{_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
+
+
+def by_ranks(saying: Mapping[int, str]) -> Iterator[str]:
+    """One line for each different thing said, as in `ranks 0, 2 in all_reduce(...)`."""
+    for what in dict.fromkeys(saying.values()):
+        yield f"{_ranks([rank for rank, other in saying.items() if other == what])} {what}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+
+
+_NO_FORWARD_MODE: Final = (
+    "Forward mode (jvp, jacfwd, hessian) of a collective cannot begin in the body on simulated "
+    "ranks that run as threads, which share torch's forward-mode levels. "
+    'Use make_mesh(..., simulate="vmap").'
+)
 
 
 class ThreadBackend(RankBackend):
@@ -199,21 +208,32 @@ class ThreadBackend(RankBackend):
         self.rendezvous = rendezvous
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Meets the other ranks along the collective's axes."""
+        """Meets the other ranks along the collective's axes.
+
+        Raises:
+            TransformError: in forward mode begun in the body, whose levels all threads share.
+        """
+        if forward_ad._current_level != self.rendezvous.forward_level:
+            raise TransformError(_NO_FORWARD_MODE)
         members = self.mesh.peers(collective.axes, self.place)
-        dtype = str(x.dtype).removeprefix("torch.")
         # The source of a broadcast and the pairs of a permutation must agree as well.
-        what = f"{collective}{_arguments(collective)} of {dtype}{list(x.shape)}"
+        what = f"{collective}{_arguments(collective, move)} of {show_tensor(x)}"
         post = Post(members, what, call_site(), move, collective, x.detach())
         return self.rendezvous.meet(self.rank, post)
+
+
+def show_tensor(x: Tensor) -> str:
+    """As in `float32[4, 2]`."""
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
 _SHOWN: Final = ("dim", "concat_dim", "tiled", "sizes", "concat_sizes", "perm", "source")
 _DEFAULTS: Final = {field.name: field.default for field in fields(Collective)}
 
 
-def _arguments(collective: Collective) -> str:
-    said = [
+def _arguments(collective: Collective, move: str) -> str:
+    said = [f"op={move!r}"] * (move != collective.move)
+    said += [
         f"{name}={getattr(collective, name)}"
         for name in _SHOWN
         if getattr(collective, name) != _DEFAULTS[name]
@@ -223,12 +243,13 @@ def _arguments(collective: Collective) -> str:
 
 @dataclass(frozen=True)
 class _ThreadState:
-    """torch's thread-local modes, which a new thread does not inherit."""
+    """What is local to a thread, and a new one does not inherit: torch's modes and `use_mesh`."""
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     device: torch.device
+    mesh: Mesh | None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -241,6 +262,8 @@ class _ThreadState:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             if self.device.type != "cpu":
                 stack.enter_context(self.device)
+            if self.mesh is not None:
+                stack.enter_context(use_mesh(self.mesh))
             yield
 
 
@@ -254,4 +277,5 @@ def _thread_state() -> _ThreadState:
         torch.is_inference_mode_enabled(),
         tuple(autocast),
         torch.get_default_device(),
+        current_mesh(),
     )

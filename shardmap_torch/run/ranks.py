@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.backends.threads import Rendezvous, ThreadBackend
+from shardmap_torch.backends.threads import Rendezvous, ThreadBackend, by_ranks, show_tensor
 from shardmap_torch.boundary import (
     Call,
     Result,
     Untouched,
     can_receive_gradient,
+    crosses,
     run_body,
 )
-from shardmap_torch.errors import ShardTypeError, TransformError, listing
+from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing
 from shardmap_torch.layout import global_of, locals_of
 from shardmap_torch.rule import TypedFunction
 from shardmap_torch.run.batched import unequal
@@ -40,6 +41,7 @@ def run(call: Call) -> Tree:
     else:
         _reject_wrapped(call)
     outputs = _RanksFunction.apply(ranks, *tensors)
+    ranks.outputs = None  # they lead to the Function, which holds `ranks`: a cycle
     result = ranks.results[0]
     leaves = list(result.leaves)
     for position, value in zip(ranks.joined, outputs, strict=True):
@@ -86,6 +88,7 @@ class _Ranks:
         watch = Untouched(self.call, self.leaves[0])
         self.results = rendezvous.run(self._body)
         watch.check()
+        self._reject_different()
         self.joined = self.results[0].fit.crossing
         self._reject_unequal()
         self.outputs = tuple(
@@ -104,6 +107,13 @@ class _Ranks:
 
     def _out_spec(self, position: int) -> P:
         return self.results[0].fit.spec(position)
+
+    def _reject_different(self) -> None:
+        """The results of all ranks must have one structure, and their tensors one shape."""
+        shown = [_describe(result) for result in self.results]
+        if len(set(shown)) > 1:
+            head = f"{self.call.name}: the ranks returned different results:"
+            raise CollectiveMismatchError(listing(head, list(by_ranks(dict(enumerate(shown))))))
 
     def _reject_unequal(self) -> None:
         """An output's ranks must agree, up to rounding, over every axis that is not mentioned."""
@@ -147,7 +157,8 @@ class _Ranks:
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         mesh = self.call.mesh
         given = [(i, g) for i, g in zip(self.joined, grads, strict=True) if g is not None]
-        cotangents = [(i, locals_of(g, self._out_spec(i), mesh)) for i, g in given]
+        # The cotangent of a partial sum is the same for every addend.
+        cotangents = [(i, locals_of(g, P(*self._out_spec(i).entries), mesh)) for i, g in given]
         wanted = [i for i, yes in enumerate(self.differentiable) if yes]
         rendezvous = Rendezvous(mesh)
         for backend in self.backends:
@@ -194,6 +205,15 @@ class _Ranks:
                 "axes in replicate=."
             )
         return first
+
+
+def _describe(result: Result) -> str:
+    """As in `returned out['x'] float32[4], out['n'] int`."""
+    shown = [
+        f"{leaf.path} {show_tensor(leaf.value) if crosses(leaf) else type(leaf.value).__name__}"
+        for leaf in result.outputs
+    ]
+    return f"returned {', '.join(shown) or 'nothing'}"
 
 
 def close(a: Tensor, b: Tensor) -> bool:
