@@ -1,13 +1,13 @@
 """Sums and extrema over the ranks of an axis."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.errors import CollectiveError
+from shardmap_torch.memo import memo
 from shardmap_torch.ops.arguments import (
     Axis,
     check_comm_dtype,
@@ -173,7 +173,7 @@ def check_split(
         check_divides(name, word, length, axes, num_ranks)
 
 
-@lru_cache(maxsize=1024)
+@memo
 def _total(
     axes: tuple[str, ...],
     dst: AxisType,

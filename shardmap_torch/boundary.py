@@ -7,7 +7,6 @@ values are cut into local ones and put together again.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from numbers import Number
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from shardmap_torch.backend import Backend, Scope, enter_scope
 from shardmap_torch.errors import ShardTypeError, SpecError, listing
+from shardmap_torch.memo import Memo, lazy, memo
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective, bind
 from shardmap_torch.spec import P, misfits
@@ -60,38 +60,6 @@ class Fit:
         return tuple(map(Placed, self.paths, leaves, self.specs))
 
 
-class Fits:
-    """Remembers the latest `Fit` of each signature, so that a repeated call costs a look-up."""
-
-    def __init__(self, limit: int = 256) -> None:
-        """Keeps `limit` of them."""
-        self._limit = limit
-        self._known: dict[Any, Fit] = {}
-
-    def find(self, key: Any, make: Callable[[], Fit]) -> Fit:
-        """The fit of this key; what `make` raises is not remembered.
-
-        Under torch.compile the guards of Dynamo are the key.
-        """
-        if torch.compiler.is_compiling() or not _is_hashable(key):
-            return make()
-        known = self._known.get(key)
-        if known is None:
-            known = make()
-            if len(self._known) >= self._limit:
-                self._known.clear()
-            self._known[key] = known
-        return known
-
-
-def _is_hashable(key: Any) -> bool:
-    try:
-        hash(key)
-    except TypeError:  # the metadata of a user's own node type may not be
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class Call:
     """One call of a shard_mapped function, its arguments checked.
@@ -118,9 +86,9 @@ class Call:
     fit: Fit
     structure: Structure
     out_specs: Tree
-    out_fits: Fits
+    out_fits: Memo[Fit]
 
-    @cached_property
+    @lazy
     def inputs(self) -> tuple[Placed[Spec], ...]:
         """Every leaf with its path and spec."""
         return self.fit.place(self.leaves)
@@ -139,7 +107,7 @@ class Result:
     fit: Fit
     structure: Structure
 
-    @cached_property
+    @lazy
     def outputs(self) -> tuple[Placed[Spec], ...]:
         """Every leaf with its path and spec."""
         return self.fit.place(self.leaves)
@@ -352,7 +320,7 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
         out = call.function(*args, **kwargs)
         leaves, structure = flatten(out)
         key = (structure, call.mapped, *map(_output_signature, leaves))
-        fit = call.out_fits.find(key, lambda: place_outputs(call, out))
+        fit = call.out_fits.get(key, lambda: place_outputs(call, out))
         for position in fit.crossing:
             casts = exit_casts(fit.spec(position))
             leaves[position] = apply(backend, casts, leaves[position])
@@ -370,7 +338,7 @@ def apply(backend: Backend, collectives: Sequence[Collective], x: Tensor) -> Ten
     return x
 
 
-@lru_cache(maxsize=4096)
+@memo
 def entry_cuts(spec: P) -> tuple[Collective, ...]:
     """The conversions that cut a value which is whole on every rank, or make it partial."""
     cuts = [Collective("convert", I, V, axes, dim=dim) for dim, axes in spec.cuts]
@@ -380,21 +348,21 @@ def entry_cuts(spec: P) -> tuple[Collective, ...]:
     return tuple(cuts)
 
 
-@lru_cache(maxsize=4096)
+@memo
 def entry_casts(spec: P) -> tuple[Collective, ...]:
     """The conversion that makes an invariant value replicate."""
     axes = tuple(sorted(spec.replicate))
     return (Collective("convert", I, R, axes),) if axes else ()
 
 
-@lru_cache(maxsize=4096)
+@memo
 def exit_casts(spec: P) -> tuple[Collective, ...]:
     """The conversion that makes a replicate result invariant."""
     axes = tuple(sorted(spec.replicate))
     return (Collective("convert", R, I, axes),) if axes else ()
 
 
-@lru_cache(maxsize=4096)
+@memo
 def exit_joins(spec: P) -> tuple[Collective, ...]:
     """The collectives that make a result whole on every rank."""
     joins = [Collective("all_gather", V, I, axes, dim=dim) for dim, axes in reversed(spec.cuts)]
@@ -462,4 +430,5 @@ class Untouched:
 
 
 def _version(value: Tensor) -> int:
-    return 0 if value.is_inference() else value._version
+    # Under torch.compile versions are not known yet; there the writes are not seen.
+    return 0 if torch.compiler.is_compiling() or value.is_inference() else value._version

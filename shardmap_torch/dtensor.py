@@ -3,8 +3,7 @@
 `DTensor.from_local` costs 27 us, its constructor with a spec that is already known a few.
 """
 
-from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.distributed.tensor import _dtensor_spec as private
 from shardmap_torch.backend import Backend
 from shardmap_torch.boundary import entry_cuts
 from shardmap_torch.errors import MeshError, SpecError
+from shardmap_torch.memo import Memo, memo
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import bind
 from shardmap_torch.spec import P
@@ -22,7 +22,7 @@ from shardmap_torch.spec import P
 Placements: TypeAlias = tuple[Placement, ...]
 
 
-@lru_cache(maxsize=4096)
+@memo
 def placements_of(mesh: Mesh, spec: P) -> Placements:
     """One placement per mesh axis.
 
@@ -39,7 +39,7 @@ def placements_of(mesh: Mesh, spec: P) -> Placements:
     )
 
 
-@lru_cache(maxsize=4096)
+@memo
 def shard_order_of(mesh: Mesh, spec: P) -> Any:
     """DTensor's shard order where it is not the mesh's, else None.
 
@@ -61,12 +61,20 @@ def shard_order_of(mesh: Mesh, spec: P) -> Any:
     return tuple(entry(tensor_dim=dim, mesh_dims=axes) for dim, axes in sorted(cuts.items()))
 
 
-@lru_cache(maxsize=4096)
-def _dtensor_spec(
+_SPECS: Final = Memo[private.DTensorSpec]()
+
+
+def _dtensor_spec(mesh: Mesh, spec: P, x: Tensor) -> private.DTensorSpec:
+    shape, stride = x.shape, x.stride()
+    # Meshes of one layout are equal, yet each has groups of its own.
+    key = (id(mesh), mesh, spec, shape, stride, x.dtype)
+    return _SPECS.get(key, lambda: _make_spec(mesh, spec, shape, stride, x.dtype))
+
+
+def _make_spec(
     mesh: Mesh, spec: P, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> private.DTensorSpec:
     assert mesh.device_mesh is not None  # only process-group meshes come here
-    like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     placements = placements_of(mesh, spec)
     sizes = [size * _cut_by(mesh, spec, dim) for dim, size in enumerate(shape)]
     strides = list(stride)
@@ -77,7 +85,7 @@ def _dtensor_spec(
             for k, s in enumerate(strides)
         ]
         strides = grown
-    meta = private.TensorMeta(torch.Size(sizes), tuple(strides), like.dtype)
+    meta = private.TensorMeta(torch.Size(sizes), tuple(strides), dtype)
     order = shard_order_of(mesh, spec)
     extra = {} if order is None else {"shard_order": order}
     return private.DTensorSpec(mesh.device_mesh, placements, tensor_meta=meta, **extra)
@@ -90,8 +98,7 @@ def _cut_by(mesh: Mesh, spec: P, dim: int) -> int:
 def wrap(mesh: Mesh, spec: P, local: Tensor) -> DTensor:
     """A DTensor of this rank's value."""
     local = local.detach()
-    known = _dtensor_spec(mesh, spec, local.shape, local.stride(), local.dtype)
-    return DTensor(local, known, requires_grad=False)
+    return DTensor(local, _dtensor_spec(mesh, spec, local), requires_grad=False)
 
 
 def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:

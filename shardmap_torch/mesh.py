@@ -75,7 +75,7 @@ class Mesh:
     def num_ranks(self, axes: Sequence[str]) -> int:
         """The number of ranks along several axes together."""
         shape = self.shape
-        return prod(shape[axis] for axis in axes)
+        return prod([shape[axis] for axis in axes])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis.

@@ -10,7 +10,6 @@ Source of the pairs: the types of `jax.shard_map` with `check_vma` and of meta-p
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -20,6 +19,7 @@ from torch.autograd import forward_ad
 
 from shardmap_torch.backend import Backend
 from shardmap_torch.errors import CollectiveError
+from shardmap_torch.memo import lazy
 from shardmap_torch.types import AxisType, I, Partial, R, V
 
 Key = tuple[str, AxisType, AxisType]
@@ -43,7 +43,7 @@ class Collective:
     comm_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
 
-    @cached_property
+    @lazy
     def row(self) -> "Row":
         """The table's row for this name and these types."""
         return TABLE[self.name, self.src, self.dst]
@@ -53,7 +53,7 @@ class Collective:
         """What happens to the data."""
         return self.row.move
 
-    @cached_property
+    @lazy
     def transpose(self) -> "Collective":
         """The collective that carries a cotangent of the output to the input."""
         name, src, dst = self.row.transpose
@@ -184,7 +184,7 @@ ROWS: Final = (
     Row("reinterpret", R, Partial, "same", ("reinterpret", R, Partial)),
 )
 
-TABLE: Final[Mapping[Key, Row]] = MappingProxyType({row.key: row for row in ROWS})
+TABLE: Final[Mapping[Key, Row]] = {row.key: row for row in ROWS}
 
 REDUCING: Final = frozenset({"sum", "sum_scatter", "sum_mask"})
 """Moves that add values of different ranks, where the precision of the addition matters."""
@@ -275,11 +275,10 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
 
 
 def _transformed() -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
+    if torch.compiler.is_compiling():
+        return False
+    functorch = torch._C._functorch.peek_interpreter_stack() is not None
+    return functorch or forward_ad._current_level >= 0
 
 
 def _saved_of(operation: Operation, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

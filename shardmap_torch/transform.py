@@ -13,13 +13,13 @@ from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.boundary import (
     Call,
     Fit,
-    Fits,
     check_inputs,
     input_signature,
     is_spec,
     place_arguments,
 )
 from shardmap_torch.errors import MeshError, SpecError
+from shardmap_torch.memo import Memo
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import batched, process, ranks
 from shardmap_torch.tree import Tree, flatten
@@ -118,7 +118,7 @@ def shard_map(
             f"dict by parameter name, not {in_specs!r}."
         )
     function, signature, name = f, _signature(f), getattr(f, "__name__", type(f).__name__)
-    in_fits, out_fits = Fits(), Fits()
+    in_fits, out_fits = Memo[Fit](), Memo[Fit]()
 
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def shard_map(
                 frozenset(axes) | (scope.axes if scope is not None else frozenset()),
                 axes,
                 leaves,
-                in_fits.find(key, fit),
+                in_fits.get(key, fit),
                 structure,
                 out_specs,
                 out_fits,

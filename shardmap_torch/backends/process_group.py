@@ -1,6 +1,7 @@
-"""Ranks as processes over torch.distributed; the one file that calls its collectives."""
+"""Ranks as processes over torch.distributed."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -8,17 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmap_torch.backends.local import LOCAL
 from shardmap_torch.backends.spmd import RankBackend
 from shardmap_torch.backends.stacked import fill, gather, scatter
+from shardmap_torch.backends.wire import TracedWire, Wire
 from shardmap_torch.errors import CommunicationError
+from shardmap_torch.memo import constant
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective
-
-# torch 2.13 renamed both and warns at the old names; 2.11 has only those.
-_all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Final = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 
 _WIRE: Final = {
     torch.bool: torch.uint8,
@@ -29,13 +27,42 @@ _WIRE: Final = {
 """Dtypes that travel as another: gloo and NCCL lack some."""
 
 
+@dataclass(frozen=True)
+class Line:
+    """The ranks along some axes, the first of them major, as one of them sees it.
+
+    Attributes:
+        wire: the group that they form; it numbers them in mesh order.
+        order: for each position along the axes, the group rank that stands there.
+        own: this rank's position.
+    """
+
+    wire: Wire | TracedWire
+    order: tuple[int, ...]
+    own: int
+
+    def from_group(self, stacked: Tensor) -> Tensor:
+        """Brings rows that are in the order of group ranks into that of positions."""
+        return _pick(stacked, self.order)
+
+    def to_group(self, stacked: Tensor) -> Tensor:
+        """The inverse of `from_group`."""
+        return _pick(stacked, [self.order.index(rank) for rank in range(len(self.order))])
+
+
+def _pick(stacked: Tensor, rows: Sequence[int]) -> Tensor:
+    if list(rows) == list(range(len(rows))):
+        return stacked
+    return stacked[list(rows)]
+
+
 class ProcessGroupBackend(RankBackend):
     """This process as one rank of a mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
         """Takes this process' rank in the world."""
         super().__init__(mesh, dist.get_rank())
-        self._orders: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._lines: dict[tuple[str, ...], Line] = {}
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs the move on the group of the collective's axes.
@@ -44,130 +71,104 @@ class ProcessGroupBackend(RankBackend):
             CommunicationError: torch.distributed failed, as when a peer is gone.
         """
         try:
-            return self._on_wire(move, collective, x)
+            return _on_wire(self.line(collective.axes), move, collective, x)
         except RuntimeError as error:
             raise CommunicationError(
                 f"{collective} failed on rank {self.rank} of the {self.mesh}: {error}"
             ) from error
 
-    def _on_wire(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        if x.is_complex():
-            # Parts travel as a trailing dim, which no move touches: dims count from the front.
-            parts = self._on_wire(move, collective, torch.view_as_real(x.resolve_conj()))
-            return torch.view_as_complex(parts.contiguous())
-        wire = _WIRE.get(x.dtype)
-        if wire is not None:
-            return MOVES[move](self, collective, x.to(wire)).to(x.dtype)
-        return MOVES[move](self, collective, x)
+    def line(self, axes: tuple[str, ...]) -> Line:
+        """The ranks along `axes`, for eager or for compiled code."""
+        if torch.compiler.is_compiling():
+            name, order, own = _constants(self, axes)
+            return Line(TracedWire(name, len(order)), order, own)
+        known = self._lines.get(axes)
+        if known is None:
+            known = self._lines[axes] = self._make_line(axes)
+        return known
 
-    def group(self, collective: Collective) -> dist.ProcessGroup:
-        """The group along the collective's axes; its ranks stand in mesh order."""
-        return self.mesh.group(collective.axes)
-
-    def order(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """For each position along `axes` (first is major), the group rank that stands there."""
-        if axes not in self._orders:
-            ranks = self.mesh.peers(axes, self.place)
-            in_group = sorted(ranks)
-            self._orders[axes] = tuple(in_group.index(rank) for rank in ranks)
-        return self._orders[axes]
+    def _make_line(self, axes: tuple[str, ...]) -> Line:
+        ranks = self.mesh.peers(axes, self.place)
+        in_group = sorted(ranks)
+        order = tuple(in_group.index(rank) for rank in ranks)
+        own = self.mesh.index(axes, self.place)
+        return Line(Wire(self.mesh.group(axes), len(order), order[own]), order, own)
 
 
-def _in_order(stacked: Tensor, order: Sequence[int]) -> Tensor:
-    """Picks rows; free where the order is that of the group."""
-    if list(order) == list(range(len(order))):
-        return stacked
-    return stacked[list(order)]
+@constant
+def _constants(
+    backend: ProcessGroupBackend, axes: tuple[str, ...]
+) -> tuple[str, tuple[int, ...], int]:
+    line = backend._make_line(axes)
+    return backend.mesh.group(axes).group_name, line.order, line.own
 
 
-def _to_group(order: Sequence[int]) -> list[int]:
-    """The inverse permutation: for each group rank, its position along the axes."""
-    return [order.index(rank) for rank in range(len(order))]
+def _on_wire(line: Line, move: str, c: Collective, x: Tensor) -> Tensor:
+    if x.is_complex():
+        # Parts travel as a trailing dim, which no move touches: dims count from the front.
+        parts = _on_wire(line, move, c, torch.view_as_real(x.resolve_conj()))
+        return torch.view_as_complex(parts.contiguous())
+    wire = _WIRE.get(x.dtype)
+    if wire is not None:
+        return MOVES[move](line, c, x.to(wire)).to(x.dtype)
+    return MOVES[move](line, c, x)
 
 
-def _reduce(op: dist.ReduceOp.RedOpType) -> Callable[..., Tensor]:
-    def run(backend: ProcessGroupBackend, c: Collective, x: Tensor) -> Tensor:
-        # all_reduce works in place, and a body's value is not ours to change.
-        y = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(y, op, group=backend.group(c))
-        return y
-
-    return run
+def _sum(line: Line, c: Collective, x: Tensor) -> Tensor:
+    return line.wire.reduce(x, "sum")
 
 
-def _all_gather(backend: ProcessGroupBackend, c: Collective, x: Tensor) -> Tensor:
-    """Every rank's value along a new leading dim, in the order of the axes."""
-    order = backend.order(c.axes)
-    out = x.new_empty((len(order), *x.shape))
-    _all_gather_single(out, x.contiguous().unsqueeze(0), group=backend.group(c))
-    return _in_order(out, order)
+def _max(line: Line, c: Collective, x: Tensor) -> Tensor:
+    return line.wire.reduce(x, "max")
 
 
-def _gather(backend: ProcessGroupBackend, c: Collective, x: Tensor) -> Tensor:
-    return gather(_all_gather(backend, c, x), c.dim, c.tiled, c.sizes)
+def _min(line: Line, c: Collective, x: Tensor) -> Tensor:
+    return line.wire.reduce(x, "min")
 
 
-def _sum_scatter(backend: ProcessGroupBackend, c: Collective, x: Tensor) -> Tensor:
-    order = backend.order(c.axes)
-    parts = _in_order(scatter(x, c.dim, c.tiled, c.sizes, len(order)), _to_group(order))
-    out = x.new_empty((1, *parts.shape[1:]))
-    _reduce_scatter_single(out, parts.contiguous(), group=backend.group(c))
-    return out[0]
+def _gather(line: Line, c: Collective, x: Tensor) -> Tensor:
+    return gather(line.from_group(line.wire.gather(x)), c.dim, c.tiled, c.sizes)
 
 
-def _exchange(backend: ProcessGroupBackend, c: Collective, x: Tensor) -> Tensor:
-    order = backend.order(c.axes)
-    own = backend.mesh.index(c.axes, backend.place)
+def _sum_scatter(line: Line, c: Collective, x: Tensor) -> Tensor:
+    parts = scatter(x, c.dim, c.tiled, c.sizes, len(line.order))
+    return line.wire.sum_scatter(line.to_group(parts))
+
+
+def _exchange(line: Line, c: Collective, x: Tensor) -> Tensor:
     if c.tiled and c.concat_sizes is not None:
         # Only the true rows travel on; the receiver knows every rank's true length.
-        x = fill(x.narrow(c.concat_dim, 0, c.concat_sizes[own]), c.concat_dim, max(c.concat_sizes))
-    parts = scatter(x, c.dim, c.tiled, c.sizes, len(order))
-    parts = _in_order(parts, _to_group(order)).contiguous()
-    out = torch.empty_like(parts)
-    dist.all_to_all_single(out, parts, group=backend.group(c))
-    return gather(_in_order(out, order), c.concat_dim, c.tiled, c.concat_sizes)
+        true = x.narrow(c.concat_dim, 0, c.concat_sizes[line.own])
+        x = fill(true, c.concat_dim, max(c.concat_sizes))
+    parts = scatter(x, c.dim, c.tiled, c.sizes, len(line.order))
+    out = line.from_group(line.wire.exchange(line.to_group(parts)))
+    return gather(out, c.concat_dim, c.tiled, c.concat_sizes)
 
 
-def _permute(backend: ProcessGroupBackend, c: Collective, x: Tensor) -> Tensor:
-    group, order = backend.group(c), backend.order(c.axes)
-    own = backend.mesh.index(c.axes, backend.place)
-    sends = [order[target] for source, target in c.perm if source == own]
-    receives = [order[source] for source, target in c.perm if target == own]
-    if sends == receives == [order[own]]:
-        return x.clone()
-    x = x.contiguous()
-    out = torch.zeros_like(x) if not receives else torch.empty_like(x)
-    # A receive that is posted late doubles the time of an exchange on gloo.
-    works = [dist.P2POp(dist.irecv, out, group=group, group_peer=peer) for peer in receives]
-    works += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer in sends]
-    for work in dist.batch_isend_irecv(works) if works else []:
-        work.wait()
-    return out
+def _permute(line: Line, c: Collective, x: Tensor) -> Tensor:
+    sends = [line.order[target] for source, target in c.perm if source == line.own]
+    receives = [line.order[source] for source, target in c.perm if target == line.own]
+    return line.wire.permute(x, sends, receives)
 
 
-def _broadcast(backend: ProcessGroupBackend, c: Collective, x: Tensor) -> Tensor:
-    y = x.detach().clone(memory_format=torch.contiguous_format)
-    source = backend.order(c.axes)[c.source]
-    dist.broadcast(y, group=backend.group(c), group_src=source)
-    return y
+def _broadcast(line: Line, c: Collective, x: Tensor) -> Tensor:
+    return line.wire.broadcast(x, line.order[c.source])
 
 
-def _sum_mask(backend: ProcessGroupBackend, c: Collective, x: Tensor) -> Tensor:
-    return backend.run("mask", c, MOVES["sum"](backend, c, x))
+def _sum_mask(line: Line, c: Collective, x: Tensor) -> Tensor:
+    return LOCAL["mask"](c, line.wire.reduce(x, "sum"), line.own, len(line.order))
 
 
-MOVES: Final[Mapping[str, Callable[[ProcessGroupBackend, Collective, Tensor], Tensor]]] = (
-    MappingProxyType(
-        {
-            "sum": _reduce(dist.ReduceOp.SUM),
-            "max": _reduce(dist.ReduceOp.MAX),
-            "min": _reduce(dist.ReduceOp.MIN),
-            "gather": _gather,
-            "sum_scatter": _sum_scatter,
-            "exchange": _exchange,
-            "permute": _permute,
-            "broadcast": _broadcast,
-            "sum_mask": _sum_mask,
-        }
-    )
+MOVES: Final[Mapping[str, Callable[[Line, Collective, Tensor], Tensor]]] = MappingProxyType(
+    {
+        "sum": _sum,
+        "max": _max,
+        "min": _min,
+        "gather": _gather,
+        "sum_scatter": _sum_scatter,
+        "exchange": _exchange,
+        "permute": _permute,
+        "broadcast": _broadcast,
+        "sum_mask": _sum_mask,
+    }
 )

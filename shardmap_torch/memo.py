@@ -1,0 +1,104 @@
+"""Remembering results in ways that torch.compile can trace.
+
+Dynamo warns of functools.lru_cache, cannot trace the lock of functools.cached_property in Python
+3.11, and allows a Function no side effects. So nothing is remembered while it traces.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Generic, TypeVar
+
+import torch
+
+O_ = TypeVar("O_")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class lazy(Generic[O_, T]):  # noqa: N801 - a decorator, like property
+    """An attribute that is computed when it is first read."""
+
+    def __init__(self, compute: Callable[[O_], T]) -> None:
+        """Takes the name and the documentation of `compute`."""
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, instance: O_, owner: type[O_]) -> T:
+        """Reached only while the instance has no attribute of that name."""
+        value = self._compute(instance)
+        if not torch.compiler.is_compiling():
+            instance.__dict__[self._compute.__name__] = value
+        return value
+
+
+class _Unknown:
+    pass
+
+
+_UNKNOWN = _Unknown()
+
+
+class Memo(Generic[T]):
+    """The results of the latest keys; for a key that cannot be hashed, none.
+
+    Example:
+        >>> squares = Memo[int]()
+        >>> squares.get(3, lambda: 3 * 3), squares.get(3, lambda: 1 / 0)
+        (9, 9)
+    """
+
+    def __init__(self, limit: int = 1024) -> None:
+        """Forgets everything when it would grow above `limit`."""
+        self._limit = limit
+        self._known: dict[Any, T] = {}
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        """The result of this key, made if it is not known; what `make` raises is not kept."""
+        if torch.compiler.is_compiling() or not _is_hashable(key):
+            return make()
+        known: T | _Unknown = self._known.get(key, _UNKNOWN)
+        if not isinstance(known, _Unknown):
+            return known
+        made = make()
+        if len(self._known) >= self._limit:
+            self._known.clear()
+        self._known[key] = made
+        return made
+
+
+def memo(function: F) -> F:
+    """Makes a function of hashable positional arguments remember its results.
+
+    Example:
+        >>> @memo
+        ... def double(x):
+        ...     print("computing")
+        ...     return x + x
+        >>> double(2), double(2)
+        computing
+        (4, 4)
+    """
+    known = Memo[Any]()
+
+    @wraps(function)
+    def remembered(*args: Any) -> Any:
+        return known.get(args, lambda: function(*args))
+
+    return remembered  # type: ignore[return-value]  # it takes and gives the same
+
+
+def constant(function: F) -> F:
+    """Lets Dynamo call the function rather than trace it, and take its result as a constant.
+
+    What torch.compiler.assume_constant_result does, without importing Dynamo, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def _is_hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:  # such as the metadata of a user's own kind of pytree node
+        return False
+    return True
