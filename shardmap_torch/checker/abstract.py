@@ -1,0 +1,124 @@
+"""The backend under which a body is interpreted: collectives are equations with exact types."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker import report
+from shardmap_torch.checker.interpret import Interpreter
+from shardmap_torch.checker.lattice import plain
+from shardmap_torch.checker.program import Cell, Equation, bytes_sent, use_of
+from shardmap_torch.checker.shapes import SHAPES
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.rule import Collective
+from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
+
+FORWARD: Final = {
+    I: frozenset({I, K, Z}),
+    R: frozenset({R, K, Z}),
+    V: frozenset({V, Z}),
+    # V beside P in sums: the ranks' values are taken as addends, as in JAX.
+    Partial: frozenset({Partial, V, Z}),
+}
+"""What an operand's type may be where a row says the key."""
+
+BACKWARD: Final = {**FORWARD, V: frozenset({V, R, K, Z})}
+"""The same for cotangents: one cotangent for every rank is as good as one for each."""
+
+_EXTREMA: Final = ("max", "min")
+
+
+class AbstractBackend:
+    """Types collectives; their results have the right shape and no data."""
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        """One for each interpretation."""
+        self.mesh: Mesh = interpreter.mesh
+        self._interpreter = interpreter
+
+    def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
+        """None: a body is interpreted as one rank."""
+        return ()
+
+    def index(self, axes: Sequence[str]) -> Tensor:
+        """Varies over `axes`, and is equal on the ranks of all others."""
+        interpreter = self._interpreter
+        with interpreter.paused():
+            index = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        names = axes[0] if len(axes) == 1 else tuple(axes)
+        kinds = tuple(V if axis in axes else K for axis in interpreter.axes)
+        cell = interpreter.bring(index, kinds, "")
+        site, backward = interpreter.site()
+        cell.made = Equation(
+            f"axis_index({names!r})", (), (use_of("", index, cell, kinds),), site, backward
+        )
+        interpreter.add(cell.made)
+        return index
+
+    def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        """Checks the operand's type exactly, and gives the result its own."""
+        interpreter = self._interpreter
+        shown = str(collective)
+        if move in _EXTREMA:
+            shown = f"all_reduce({report.axes(collective)}, V -> {collective.dst}, op={move!r})"
+        x = interpreter.adopt(x)
+        cell = interpreter.cell(x)
+        operand = use_of("x", x, cell, cell.kinds)
+        self._check_source(move, collective, shown, operand)
+        kinds = self._result_kinds(collective, cell.kinds)
+        num_ranks = self.mesh.num_ranks(collective.axes)
+        with interpreter.paused():
+            y = x.detach().new_empty(SHAPES[move](collective, tuple(x.shape), num_ranks))
+        site, backward = interpreter.site()
+        sent = bytes_sent(collective, x.numel() * x.element_size(), num_ranks)
+        equation = Equation(shown, (operand,), (), site, backward, collective, sent)
+        made = interpreter.make(y, kinds, equation, [x])
+        equation.results = (use_of("", y, made, kinds),)
+        if move == "same" and not backward:
+            self._seal(cell, made, shown)
+        interpreter.add(equation)
+        return y
+
+    def _check_source(
+        self, move: str, collective: Collective, shown: str, operand: "report.Use"
+    ) -> None:
+        wanted = V if move in _EXTREMA else collective.src
+        accepted = (BACKWARD if self._interpreter.site()[1] else FORWARD)[plain(wanted)]
+        for axis, kind in zip(self._interpreter.axes, operand.kinds, strict=True):
+            if axis in collective.axes and plain(kind) not in accepted:
+                raise report.source(
+                    self._interpreter, shown, collective.name, axis, operand, wanted
+                )
+            if axis not in collective.axes and kind == Partial and move in _EXTREMA:
+                raise report.source(self._interpreter, shown, collective.name, axis, operand, V)
+
+    def _result_kinds(
+        self, collective: Collective, kinds: tuple[AxisType, ...]
+    ) -> tuple[AxisType, ...]:
+        forward = self._interpreter.forward_of_current_node()
+        made = []
+        for position, (axis, kind) in enumerate(zip(self._interpreter.axes, kinds, strict=True)):
+            dst = collective.dst if axis in collective.axes else kind
+            if dst == R and _summed_varying(forward, axis, position):
+                # The sum took V for P, an implicit reinterpret(V, P): its transpose makes R a V.
+                dst = V
+            made.append(dst)
+        return tuple(made)
+
+    def _seal(self, source: Cell, made: Cell, shown: str) -> None:
+        """Operand and result share memory at run time, and one type cannot serve both."""
+        why = f"shares its memory with another value through {shown}"
+        made.sealed = made.sealed or why
+        source.sealed = source.sealed or why
+
+
+def _summed_varying(forward: Equation | None, axis: str, position: int) -> bool:
+    return (
+        forward is not None
+        and forward.collective is not None
+        and axis in forward.collective.axes
+        and forward.collective.src == Partial
+        and plain(forward.operands[0].kinds[position]) == V
+    )

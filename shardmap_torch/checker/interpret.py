@@ -1,0 +1,577 @@
+"""Runs a body on fake tensors and types every operation, collective and derived cotangent.
+
+Two modes see what happens. At the ATen level every operation is visible, whatever its Python
+spelling, those of autograd included; the transforms of torch.func are not, since a tensor comes
+there unwrapped. A mode at the level of torch functions sees those: where a differentiation starts,
+and which results no gradient can flow through.
+
+Whether a gradient can flow through a value decides whether I and R are obligations or, as K, only
+facts. A value flows if autograd says so, or if it descends from the operand of a torch.func
+transform that has not ended; in doubt it flows. Cotangents keep their types in any case while
+their backward runs: a sum of contributions of type I and V is an error, not a V.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmap_torch.checker import report
+from shardmap_torch.checker.calls import (
+    BITS,
+    BRANCH,
+    INTEGER,
+    Refusal,
+    Types,
+    name_arguments,
+    signature_of,
+    tensors_of,
+    type_call,
+)
+from shardmap_torch.checker.lattice import Clash, accepts, add
+from shardmap_torch.checker.program import Cell, Equation, use_of
+from shardmap_torch.checker.where import Site, call_site
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.types import I, K, Partial, R, V, Z
+
+_functorch = torch._C._functorch
+SEED: Final = -2
+"""The task of cotangents that a backward is about to start from."""
+
+
+class Token:
+    """One operand of a torch.func differentiation; it lives as long as its transform."""
+
+    def __init__(self, witness: Tensor) -> None:
+        """`witness` is the wrapped operand, whose level ends with the transform."""
+        self._witness = witness
+
+    @property
+    def alive(self) -> bool:
+        """Whether the transform has not ended."""
+        return bool(_functorch.maybe_get_level(self._witness) > 0)
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor under all transforms."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _differentiable_somewhere(tensor: Tensor) -> bool:
+    while True:
+        if tensor.requires_grad:
+            return True
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+
+
+def is_real(dtype: torch.dtype) -> bool:
+    """Whether gradients exist for a dtype."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Interpreter] = []
+
+
+_CURRENT = _Current()
+
+
+def current_interpreter() -> "Interpreter | None":
+    """The one that interprets the code that runs now, or None."""
+    return _CURRENT.stack[-1] if _CURRENT.stack else None
+
+
+class Interpreter:
+    """One interpretation of one body."""
+
+    def __init__(self, name: str, mesh: Mesh) -> None:
+        """`name` is what errors call the body."""
+        self.name, self.mesh = name, mesh
+        self.axes = mesh.axis_names
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.equations: list[Equation] = []
+        self.closures: dict[int, Tensor] = {}
+        self.plain_autograd = False
+        self._cells: dict[int, Cell] = {}
+        self._paused = False
+        self._made_by: dict[int, Equation] = {}
+        self._sequence = 0
+        self._running = 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Sets the functorch stack aside and sees every operation."""
+        with ExitStack() as stack:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(self.fake)
+            stack.enter_context(_Operations(self))
+            stack.enter_context(_Functions(self))
+            self._sequence = torch._C._autograd._get_sequence_nr()
+            _CURRENT.stack.append(self)
+            stack.callback(_CURRENT.stack.pop)
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations in here are not the body's."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    # ------------------------------------------------------------------------------ memory
+
+    def bring(self, tensor: Tensor, kinds: Types, label: str, sealed: str | None = None) -> Cell:
+        """Types a tensor that comes from outside."""
+        storage = base_of(tensor).untyped_storage()
+        cell = Cell(kinds, None, label, storage, sealed)
+        self._cells[storage._cdata] = cell
+        return cell
+
+    def cell(self, tensor: Tensor) -> Cell:
+        """The cell of a tensor's storage."""
+        storage = base_of(tensor).untyped_storage()
+        found = self._cells.get(storage._cdata)
+        if found is None:
+            raise AssertionError(
+                f"{self.name}: a tensor without a type reached {call_site()}; this is a defect of "
+                "shardmap_torch's checker, please report it."
+            )
+        return found
+
+    def flows(self, tensor: Tensor) -> bool:
+        """Whether a gradient can flow through a base tensor."""
+        if not is_real(tensor.dtype):
+            return False
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return True
+        return any(token.alive for token in self._tokens(tensor))
+
+    def _tokens(self, tensor: Tensor) -> frozenset[Token]:
+        cell = self._cells.get(tensor.untyped_storage()._cdata)
+        # What autograd copies by itself has none of its own, and then those of the storage count.
+        own = tensor.__dict__.get("_shardmap_tokens")
+        if cell is None:
+            return own or frozenset()
+        shared: Any = cell.tokens
+        return shared if own is None else own | cell.written
+
+    def mark_differentiated(self, wrapped: Tensor) -> None:
+        """Notes an operand of a torch.func transform."""
+        base = base_of(wrapped)
+        tokens = self._tokens(base) | {Token(wrapped)}
+        base._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+        self.cell(base).tokens |= tokens
+
+    def mark_constant(self, tensor: Tensor) -> None:
+        """Notes that no gradient flows through this tensor, whatever its storage."""
+        base_of(tensor)._shardmap_tokens = frozenset()  # type: ignore[attr-defined]  # ours
+
+    def kinds(self, tensor: Tensor) -> Types:
+        """The types of a tensor as an operation reads it: I and R are K where nothing flows."""
+        cell = self.cell(tensor)
+        if (I in cell.kinds or R in cell.kinds) and not self._is_cotangent(cell):
+            if not self.flows(tensor):
+                return tuple(K if kind in (I, R) else kind for kind in cell.kinds)
+        return cell.kinds
+
+    def _is_cotangent(self, cell: Cell) -> bool:
+        task = torch._C._current_graph_task_id()
+        return cell.task == SEED or (task != -1 and cell.task == task)
+
+    # -------------------------------------------------------------------------- operations
+
+    def call(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Types one ATen operation, and runs it on fake tensors."""
+        if self._paused or op.namespace == "prim":
+            return op(*args, **kwargs)
+        if not self._running and torch._C._current_graph_task_id() != -1:
+            raise ShardTypeError(
+                f"{self.name}: a backward was started that the checker did not see start. Use "
+                "torch.func.grad, torch.autograd.grad or Tensor.backward()."
+            )
+        args = [self._adopt(value) for value in args]
+        kwargs = {name: self._adopt(value) for name, value in kwargs.items()}
+        arguments = name_arguments(op, args, kwargs)
+        signature = signature_of(op)
+        if signature.branches:
+            self._type(op, arguments, None)
+            self._reject_number(op, arguments)
+        for name in signature.writes:
+            self._reject_sealed(op, arguments[name])
+        out = op(*args, **kwargs)
+        kinds = self._type(op, arguments, out)
+        self._store(op, arguments, out, kinds)
+        return out
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """The fake of a tensor, which may be one that the body closes over."""
+        adopted: Tensor = self._adopt(tensor)
+        return adopted
+
+    def make(
+        self, tensor: Tensor, kinds: Types, equation: Equation, operands: Sequence[Tensor]
+    ) -> Cell:
+        """Types a new tensor that an equation makes of its operands."""
+        task = torch._C._current_graph_task_id()
+        descends = task != -1 and any(self._is_cotangent(self.cell(x)) for x in operands)
+        tokens = frozenset(t for x in operands for t in self._tokens(x) if t.alive)
+        storage = tensor.untyped_storage()
+        cell = Cell(kinds, equation, "", storage, task=task if descends else -1)
+        self._cells[storage._cdata] = cell
+        if is_real(tensor.dtype):
+            cell.tokens = tokens
+            tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+        return cell
+
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """A backward runs in here, whose seeds have been checked."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    def _adopt(self, value: Any) -> Any:
+        """Makes a fake of a tensor that the body closes over, and types it K."""
+        if isinstance(value, Tensor):
+            return value if isinstance(value, FakeTensor) else self._adopt_tensor(value)
+        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+            return [self._adopt(item) for item in value]
+        return value
+
+    def _adopt_tensor(self, real: Tensor) -> Tensor:
+        if type(real) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise ShardTypeError(
+                f"{self.name}: the body closes over a {type(real).__name__} at {call_site()}. "
+                "Pass it as an argument."
+            )
+        with self.paused():
+            fake = self.fake.from_tensor(real)
+        if fake.untyped_storage()._cdata not in self._cells:
+            label = f"a closed-over {type(real).__name__} of shape {list(real.shape)}"
+            self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
+        if real.requires_grad:
+            self.closures[id(real)] = real
+        return fake
+
+    def _type(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> list[Types]:
+        made = [*tensors_of(out)] or [*_written(op, arguments)]
+        smooth = any(is_real(tensor.dtype) for tensor in made)
+
+        def read(tensor: Tensor) -> Types:
+            kinds = self.kinds(tensor)
+            # A result that is no number of its own right has no derivative to get wrong.
+            return kinds if smooth else tuple(K if k in (I, R) else k for k in kinds)
+
+        kinds = []
+        for outcome in type_call(op, arguments, read, len(self.axes)):
+            if isinstance(outcome, Refusal):
+                raise report.refused(self, op, arguments, outcome)
+            kinds.append(outcome)
+        self._reject_rounded(op, arguments, made, kinds)
+        return kinds
+
+    def _reject_rounded(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        made: Sequence[Tensor],
+        kinds: Sequence[Types],
+    ) -> None:
+        axis = next((k.index(Partial) for k in kinds if Partial in k), None)
+        if axis is None:
+            return
+        read = [t for value in arguments.values() for t in tensors_of(value)]
+        whole = any(is_real(tensor.dtype) for tensor in read)
+        bad = any(t.dtype == torch.bool or (whole and not is_real(t.dtype)) for t in made)
+        bits = op is torch.ops.aten.view.dtype
+        if bad or bits:
+            reason = BITS if bits else INTEGER
+            refusal = Refusal(axis, Clash(Partial, None, reason), reason)
+            raise report.refused(self, op, arguments, refusal)
+
+    def _reject_number(self, op: OpOverload, arguments: Mapping[str, Any]) -> None:
+        if op is torch.ops.aten._local_scalar_dense.default:
+            source = arguments["self"]
+            if getattr(source, "constant", None) is None:
+                raise ShardTypeError(
+                    f"{self.name}: a Python value is taken from a tensor at {call_site()}. "
+                    "The checker does not know its value; keep it a tensor (torch.where instead "
+                    "of a branch), or use check=False."
+                )
+
+    def _reject_sealed(self, op: OpOverload, value: Any) -> None:
+        for tensor in tensors_of(value):
+            cell = self._cells.get(tensor.untyped_storage()._cdata)
+            if cell is not None and cell.sealed is not None:
+                raise ShardTypeError(
+                    f"{self.name}: {_name(op)} writes into a tensor that {cell.sealed}, at "
+                    f"{self.site()[0]}.\nFix: clone it first."
+                )
+
+    def _store(
+        self, op: OpOverload, arguments: Mapping[str, Any], out: Any, kinds: Sequence[Types]
+    ) -> None:
+        operands = [
+            use_of(name, tensor, self.cell(tensor), self.cell(tensor).kinds)
+            for name, value in arguments.items()
+            for tensor in tensors_of(value)
+        ]
+        read = [t for value in arguments.values() for t in tensors_of(value)]
+        tokens = frozenset(t for tensor in read for t in self._tokens(tensor) if t.alive)
+        task = torch._C._current_graph_task_id()
+        descends = task != -1 and any(self._is_cotangent(use.cell) for use in operands)
+        site, backward = self.site()
+        equation = Equation(_name(op), tuple(operands), (), site, backward)
+        equation.literals = _literals(arguments)
+        for index, tensor in enumerate(_written(op, arguments)):
+            self._write(op, arguments, tensor, kinds[index % len(kinds)], equation, tokens)
+        for index, tensor in enumerate(tensors_of(out)):
+            kind = kinds[index % len(kinds)] if kinds else (K,) * len(self.axes)
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._cells:
+                cell = Cell(kind, equation, "", storage, task=task if descends else -1)
+                self._cells[storage._cdata] = cell
+            if is_real(tensor.dtype):
+                self._cells[storage._cdata].tokens |= tokens
+                tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+        equation.results = tuple(
+            use_of("", t, self.cell(t), self.cell(t).kinds) for t in tensors_of(out)
+        )
+        self.add(equation)
+
+    def _write(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        tensor: Tensor,
+        kinds: Types,
+        equation: Equation,
+        tokens: frozenset[Token],
+    ) -> None:
+        cell = self.cell(tensor)
+        whole = tensor.numel() * tensor.element_size() == cell.storage.nbytes()
+        if not whole:
+            kinds = self._joined(op, arguments, tensor, cell, kinds)
+        cell.kinds, cell.made = kinds, equation
+        cell.tokens |= tokens
+        cell.written |= tokens
+
+    def _joined(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        tensor: Tensor,
+        cell: Cell,
+        kinds: Types,
+    ) -> Types:
+        joined = []
+        for axis, pair in enumerate(zip(self.kinds(tensor), kinds, strict=True)):
+            outcome = add(pair)
+            if isinstance(outcome, Clash):
+                refusal = Refusal(axis, outcome, outcome.reason)
+                raise report.refused(self, op, arguments, refusal)
+            joined.append(outcome)
+        return tuple(joined)
+
+    # --------------------------------------------------------------------------- equations
+
+    def add(self, equation: Equation) -> None:
+        """Appends an equation, and links it with the autograd nodes made on its way."""
+        self.equations.append(equation)
+        now = torch._C._autograd._get_sequence_nr()
+        for number in range(self._sequence, now):
+            self._made_by[number] = equation
+        self._sequence = now
+
+    def forward_of_current_node(self) -> Equation | None:
+        """The equation whose backward runs now, or None."""
+        node = torch._C._current_autograd_node()
+        return None if node is None else self._made_by.get(node._sequence_nr())
+
+    def site(self) -> tuple[Site | None, bool]:
+        """The user's line, and whether a backward runs; in it the line of the forward."""
+        if torch._C._current_graph_task_id() == -1:
+            return call_site(), False
+        forward = self.forward_of_current_node()
+        return (forward.site if forward is not None else None), True
+
+    # --------------------------------------------------------------------------- gradients
+
+    def seed(self, output: Tensor, given: Tensor | None) -> Tensor | None:
+        """Checks, or makes and types, the cotangent that a backward in the body starts from."""
+        if isinstance(output, torch.autograd.graph.GradientEdge) or not output.requires_grad:
+            return given
+        have = self.cell(output).kinds
+        if given is None:
+            if R in have:
+                raise report.seeded(self, have.index(R), self.cell(output))
+            if output.numel() != 1:
+                return None  # torch says why it needs one
+            given = torch.ones_like(output)
+            # What a rank does not share with the others is seeded as its own.
+            dual = {I: I, V: V, Partial: R}
+            self.cell(given).kinds = tuple(dual.get(kind, K) for kind in have)
+        for axis, (kind, cotangent) in enumerate(zip(have, self.cell(given).kinds, strict=True)):
+            if not accepts(kind, cotangent):
+                raise report.cotangent(
+                    self, axis, kind, self.cell(given), "the differentiated value"
+                )
+        self.cell(given).task = SEED
+        return given
+
+    def unseed(self, seeds: Sequence[Tensor | None]) -> None:
+        """Ends what `seed` began."""
+        for tensor in seeds:
+            if tensor is not None:
+                self.cell(tensor).task = -1
+
+    def check_gradient(self, operand: Tensor, gradient: Tensor | None, what: str) -> None:
+        """Holds a gradient against the type of the value that it belongs to."""
+        if gradient is None:
+            return
+        have, cell = self.cell(operand).kinds, self.cell(gradient)
+        for axis, (kind, cotangent) in enumerate(zip(have, cell.kinds, strict=True)):
+            if not accepts(kind, cotangent):
+                raise report.cotangent(self, axis, kind, cell, what)
+
+
+def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
+    for name in signature_of(op).writes:
+        yield from tensors_of(arguments[name])
+
+
+def _name(op: OpOverload) -> str:
+    return op._schema.name.split("::")[1]
+
+
+def _literals(arguments: Mapping[str, Any]) -> str:
+    plain = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and not any(True for _ in tensors_of(value))
+    }
+    return ", ".join(f"{name}={value}" for name, value in plain.items())
+
+
+class _Operations(TorchDispatchMode):
+    """Hands every ATen operation to the interpreter."""
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__()
+        self._interpreter = interpreter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._interpreter.call(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """Sees differentiations start, and values through which no gradient flows."""
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__()
+        self._interpreter = interpreter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self._interpreter, func, args, kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor | tuple | list):
+            self._note(args, out)
+        return out
+
+    def _note(self, args: Sequence[Any], out: Any) -> None:
+        results = [t for t in tensors_of(out) if not _differentiable_somewhere(t)]
+        if results:
+            given = {id(base_of(t)) for value in args for t in tensors_of(value)}
+            for tensor in results:
+                base = base_of(tensor)
+                if id(base) not in given and isinstance(base, FakeTensor):
+                    self._interpreter.mark_constant(tensor)
+
+
+def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    out = func(*args, **kwargs)
+    if _functorch.is_functorch_wrapped_tensor(out):
+        interpreter.mark_differentiated(out)
+    return out
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, Tensor) or value is None else tuple(value)
+
+
+def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("outputs", "inputs", "grad_outputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rest = args[len(names) :]
+    outputs = _as_tuple(given["outputs"])
+    seeds = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
+    if len(seeds) == 1:
+        seeds = seeds * len(outputs) if seeds[0] is None else seeds
+    seeds = tuple(map(interpreter.seed, outputs, seeds))
+    given["outputs"], given["grad_outputs"] = outputs, seeds
+    interpreter.plain_autograd |= not any(map(_functorch.is_functorch_wrapped_tensor, outputs))
+    gradients = func(
+        given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
+    )
+    interpreter.unseed(seeds)
+    inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
+    for operand, gradient in zip(inputs, gradients, strict=True):
+        interpreter.check_gradient(operand, gradient, "the value it is the gradient of")
+    return gradients
+
+
+def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("self", "gradient"), args, strict=False)), **kwargs}
+    output = given.pop("self")
+    seed = interpreter.seed(output, given.pop("gradient", None))
+    interpreter.plain_autograd = True
+    with interpreter.differentiating():
+        func(output, seed, *args[2:], **given)
+    interpreter.unseed([seed])
+    for leaf in _leaves(output):
+        interpreter.check_gradient(leaf, leaf.grad, "the value it is the gradient of")
+
+
+def _leaves(output: Tensor) -> Iterator[Tensor]:
+    """The tensors whose `.grad` a backward fills."""
+    seen, pending = set(), [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            yield variable
+        pending += [parent for parent, _ in node.next_functions]
+
+
+_SPECIAL: Final[Mapping[Any, Any]] = {
+    Tensor.requires_grad_: _requires_grad,
+    torch.autograd.grad: _grad,
+    Tensor.backward: _backward,
+}
+
+__all__ = ["BRANCH", "Interpreter", "Z", "base_of", "current_interpreter"]

@@ -1,0 +1,108 @@
+"""The typed program: equations with source lines, shapes and types; the library's jaxpr."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.calls import Types
+from shardmap_torch.checker.where import Site
+from shardmap_torch.rule import Collective
+
+
+@dataclass(eq=False)
+class Cell:
+    """The local type of one storage, which all its views share.
+
+    Attributes:
+        kinds: one type per mesh axis.
+        made: the equation that gave it this type; None for what comes from outside.
+        label: what comes from outside is called; empty else.
+        storage: held, so that its address stays its own while the program is interpreted.
+        sealed: why it must not be written to; None where it may.
+        task: the backward run whose cotangent it is; see `interpret`.
+        tokens: the differentiations that its tensors descend from.
+        written: those that came in by writes.
+    """
+
+    kinds: Types
+    made: "Equation | None"
+    label: str
+    storage: torch.UntypedStorage
+    sealed: str | None = None
+    task: int = -1
+    tokens: frozenset[Any] = frozenset()
+    written: frozenset[Any] = frozenset()
+
+    def origin(self) -> str:
+        """Where it comes from, in words."""
+        if self.made is None:
+            return self.label
+        site = f" at {self.made.site}" if self.made.site is not None else ""
+        return f"{self.made.name}{site}"
+
+
+@dataclass(frozen=True)
+class Use:
+    """An operand or a result of an equation, as it was then."""
+
+    name: str
+    cell: Cell = field(compare=False)
+    kinds: Types
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """As in `float32[4, 8]`."""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(eq=False)
+class Equation:
+    """One operation on values.
+
+    Attributes:
+        name: of the ATen overload, or the collective as printed.
+        operands: what it reads.
+        results: what it makes or writes.
+        site: the user's line; in a backward that of the forward operation.
+        backward: whether a backward run did it.
+        collective: the row of the table that it is; None for local operations.
+        sent: bytes that each rank sends.
+        literals: other arguments, as text.
+    """
+
+    name: str
+    operands: tuple[Use, ...]
+    results: tuple[Use, ...]
+    site: Site | None
+    backward: bool
+    collective: Collective | None = None
+    sent: int = 0
+    literals: str = ""
+
+
+def use_of(name: str, tensor: Tensor, cell: Cell, kinds: Types) -> Use:
+    """Notes a tensor's shape and types."""
+    return Use(name, cell, kinds, tensor.dtype, tuple(tensor.shape))
+
+
+_SENT: Final = {
+    "0": lambda n: 0.0,
+    "1": lambda n: 1.0,
+    "n-1": lambda n: n - 1.0,
+    "(n-1)/n": lambda n: (n - 1) / n,
+    "2(n-1)/n": lambda n: 2 * (n - 1) / n,
+}
+
+
+def bytes_sent(collective: Collective, nbytes: int, num_ranks: int) -> int:
+    """Bytes that each rank sends, by the formula of the collective's row."""
+    return round(_SENT[collective.row.sent](num_ranks) * nbytes)
+
+
+def show_kinds(kinds: Types, axes: Sequence[str]) -> str:
+    """As in `{dp: V, tp: R}`."""
+    return "{" + ", ".join(f"{axis}: {kind}" for axis, kind in zip(axes, kinds, strict=True)) + "}"

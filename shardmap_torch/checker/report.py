@@ -1,0 +1,179 @@
+"""The texts of rejections: what, where, which types, how they came about, and what to do."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.calls import Refusal, tensors_of
+from shardmap_torch.checker.lattice import COUNTED, MIXED, NONLINEAR, plain
+from shardmap_torch.checker.program import Cell, Use, use_of
+from shardmap_torch.checker.where import Site
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.rule import Collective
+from shardmap_torch.types import AxisType, I, K, Partial, R, V
+
+if TYPE_CHECKING:  # for annotations; the interpreter calls this module
+    from shardmap_torch.checker.interpret import Interpreter
+
+MEANING = {
+    "I": "equal on all ranks, one computation repeated",
+    "R": "equal on all ranks, used differently by each",
+    "V": "may differ between ranks",
+    "P": "a sum over ranks still to be taken",
+    "K": "equal on all ranks",
+    "Z": "zero",
+}
+
+
+def error(
+    interpreter: "Interpreter", head: str, lines: Sequence[str], fix: str, site: Site | None = None
+) -> ShardTypeError:
+    """Puts a message together: headline, line, details, advice."""
+    at, backward = interpreter.site() if site is None else (site, False)
+    place = f"  at {at}" if at is not None else "  in the body"
+    if backward:
+        place = f"  in the backward of {at}" if at is not None else "  in the backward"
+    advice = [f"Fix: {fix}"] if fix else []
+    return ShardTypeError("\n".join([f"{interpreter.name}: {head}", place, *lines, *advice]))
+
+
+def refused(
+    interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any], refusal: Refusal
+) -> ShardTypeError:
+    """An operation whose operands do not go together."""
+    name = op._schema.name.split("::")[1]
+    if refusal.axis is None or refusal.clash is None:
+        return error(interpreter, f"{op} is refused: {refusal.reason}.", [], "")
+    axis = interpreter.axes[refusal.axis]
+    clash = refusal.clash
+    kinds = [str(clash.first)] + ([str(clash.second)] if clash.second is not None else [])
+    uses = [
+        use_of(label, tensor, interpreter.cell(tensor), interpreter.cell(tensor).kinds)
+        for label, value in arguments.items()
+        for tensor in tensors_of(value)
+    ]
+    lines = [_describe(use, refusal.axis) for use in uses]
+    lines += _chains(uses, refusal.axis)
+    head = f"{name} over axis {axis!r} of {' and '.join(kinds)}: {refusal.reason}."
+    return error(interpreter, head, lines, _advice(refusal, axis))
+
+
+def _describe(use: Use, axis: int) -> str:
+    return f"  {use.name}: {use}, {use.kinds[axis]}, from {use.cell.origin()}"
+
+
+def _chains(uses: Sequence[Use], axis: int) -> Iterator[str]:
+    for use in uses:
+        chain = list(chain_of(use.cell, axis))
+        if plain(use.kinds[axis]) in (V, Partial) and len(chain) > 1:
+            what = "varies" if plain(use.kinds[axis]) == V else "is partial"
+            yield f"  {use.name} {what} because of {' <- '.join(chain[1:])}"
+
+
+def chain_of(cell: Cell, axis: int, limit: int = 6) -> Iterator[str]:
+    """From a value that varies or is partial back to what made it so."""
+    while limit > 0:
+        yield cell.origin()
+        equation = cell.made
+        if equation is None or equation.collective is not None:
+            return
+        sources = [u.cell for u in equation.operands if plain(u.kinds[axis]) in (V, Partial)]
+        if not sources or sources[0] is cell:
+            return
+        cell, limit = sources[0], limit - 1
+
+
+def _advice(refusal: Refusal, axis: str) -> str:
+    clash, reason = refusal.clash, refusal.reason
+    assert clash is not None  # the caller has one
+    if reason == MIXED:
+        return (
+            f"convert the I operand with convert(x, {axis!r}, src=I, dst=R), which sums its "
+            "gradient, or detach it if it needs none."
+        )
+    if reason in (NONLINEAR, COUNTED):
+        return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
+    return ""
+
+
+def source(
+    interpreter: "Interpreter", collective: object, name: str, axis: str, use: Use, wanted: AxisType
+) -> ShardTypeError:
+    """A collective whose operand has another type than its row says."""
+    at = interpreter.axes.index(axis)
+    have = use.kinds[at]
+    head = f"{collective} takes {_named(wanted)} over {axis!r}, but its operand is {_named(have)}."
+    lines = [_describe(use, at)]
+    return error(interpreter, head, lines, _source_advice(name, axis, have, wanted))
+
+
+def axes(collective: Collective) -> str:
+    """The axes as the user wrote them."""
+    return repr(collective.axes[0] if len(collective.axes) == 1 else collective.axes)
+
+
+def _named(kind: AxisType) -> str:
+    return f"{kind} ({MEANING[plain(kind).kind]})"
+
+
+def _source_advice(name: str, axis: str, have: AxisType, wanted: AxisType) -> str:
+    if wanted in (Partial, V) and have in (I, R, K):
+        from_ = "R" if have != I else "I"
+        return (
+            f"drop the collective: {name} of what is equal on all ranks takes n copies; if n "
+            f"copies are meant, say so with reinterpret(x, {axis!r}, src=R, dst={wanted})"
+            + (f" after convert(x, {axis!r}, src=I, dst=R)." if from_ == "I" else ".")
+        )
+    if have == Partial:
+        return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
+    if have == V:
+        return f"all_reduce or all_gather it over {axis!r} first."
+    return f"convert(x, {axis!r}, src={have}, dst={wanted}) changes the type."
+
+
+def seeded(interpreter: "Interpreter", axis: int, cell: Cell) -> ShardTypeError:
+    """A gradient asked of a replicate value."""
+    name = interpreter.axes[axis]
+    return error(
+        interpreter,
+        f"the gradient of a value that is R over {name!r} would be n times too large: every rank "
+        "starts with a whole cotangent, and they are summed.",
+        [f"  the value is from {cell.origin()}"],
+        f"make it I: with dst=I where it is reduced over {name!r}, or with "
+        f"convert(x, {name!r}, src=R, dst=I).",
+    )
+
+
+def cotangent(
+    interpreter: "Interpreter", axis: int, kind: AxisType, cell: Cell, what: str
+) -> ShardTypeError:
+    """A gradient whose type does not fit its value."""
+    name = interpreter.axes[axis]
+    have = cell.kinds[axis]
+    return error(
+        interpreter,
+        f"over {name!r}, {what} is {_named(kind)} and gets a gradient that is {_named(have)}: "
+        f"{wrong(kind, have)}.",
+        [f"  the gradient is from {cell.origin()}"],
+        gradient_advice(kind, name),
+    )
+
+
+def wrong(kind: AxisType, have: AxisType) -> str:
+    """What is wrong with such a gradient."""
+    if plain(kind) == I and plain(have) in (V, Partial, R):
+        return "each rank has its own part of it, and nothing sums them"
+    if have in (R, I, K):
+        return "too large or too small by the number of ranks"
+    return "its parts are still to be summed"
+
+
+def gradient_advice(kind: AxisType, axis: str) -> str:
+    """How to get the gradient right."""
+    if plain(kind) == I:
+        return f"use the value as R, with convert(x, {axis!r}, src=I, dst=R) or replicate= in its spec."
+    return ""
+
+
+__all__ = ["Collective", "chain_of", "cotangent", "error", "refused", "seeded", "source"]

@@ -1,0 +1,311 @@
+"""Holds a call's forward, and the backward derived from it, against its specs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.boundary import Call, Result, apply, can_receive_gradient, run_body
+from shardmap_torch.checker import report
+from shardmap_torch.checker.abstract import AbstractBackend
+from shardmap_torch.checker.calls import Types
+from shardmap_torch.checker.interpret import SEED, Interpreter, base_of, is_real
+from shardmap_torch.checker.lattice import accepts, plain
+from shardmap_torch.checker.program import Equation
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.rule import Collective
+from shardmap_torch.spec import P
+from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
+
+Casts = tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the checker found out about one signature of a call.
+
+    Attributes:
+        specs: the spec of every argument leaf, with no axis left open.
+        exits: for each position of a result that crosses, the conversions that give it the type
+            which its spec promises.
+        outputs: shape, dtype and types of each of these results, after them.
+        equations: the typed program, forward and backward.
+        batches: whether a batched body can do it: nothing that `torch.func.vmap` lacks was met.
+    """
+
+    specs: tuple[P | None, ...]
+    exits: dict[int, Casts]
+    outputs: dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
+    equations: tuple[Equation, ...]
+    batches: bool
+    result: Result
+
+
+def verify(call: Call) -> Verdict:
+    """Interprets the body on fakes and its derived backward.
+
+    Raises:
+        ShardTypeError: the program is not well-typed, or would compute wrong gradients.
+    """
+    try:
+        return _Verification(call, K).run()
+    except _Retry as retry:
+        try:
+            # A result that is K is seeded as P where I does not type.
+            return _Verification(call, R).run()
+        except ShardTypeError:
+            raise retry.error from None
+
+
+class _Retry(Exception):
+    """The gradients do not type, and some result is K, which has a second reading."""
+
+    def __init__(self, error: ShardTypeError) -> None:
+        self.error = error
+
+
+class _Verification:
+    """One attempt; `uncommitted` is what a result that is K counts as."""
+
+    def __init__(self, call: Call, uncommitted: AxisType) -> None:
+        self._call, self._uncommitted = call, uncommitted
+        self._interpreter = Interpreter(call.name, call.mesh)
+        self._backend = AbstractBackend(self._interpreter)
+        self._exits: dict[int, Casts] = {}
+        self._has_uncommitted = False
+        self._specs: list[P | None] = list(call.fit.specs)
+
+    def run(self) -> Verdict:
+        call, interpreter = self._call, self._interpreter
+        wanted = [can_receive_gradient(call.leaves[i]) for i in call.crossing]
+        with torch.set_grad_enabled(any(wanted) or torch.is_grad_enabled()), interpreter.entered():
+            locals_ = [
+                self._enter(position, grad)
+                for position, grad in zip(call.crossing, wanted, strict=True)
+            ]
+            result = run_body(call, self._backend, locals_)
+            self._leave(result)
+            try:
+                self._pull_back(result, locals_)
+            except ShardTypeError as error:
+                if self._has_uncommitted and self._uncommitted == K:
+                    raise _Retry(error) from None
+                raise
+        return self._verdict(result)
+
+    # ------------------------------------------------------------------------------- inputs
+
+    def _enter(self, position: int, grad: bool) -> Tensor:
+        call, interpreter = self._call, self._interpreter
+        leaf, spec = call.leaves[position], call.fit.spec(position)
+        shape = local_shape(tuple(leaf.shape), spec, call.mesh)
+        with interpreter.paused():
+            fake = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+        kinds = tuple(_enters_as(spec, axis, call.mapped) for axis in interpreter.axes)
+        path = call.fit.paths[position]
+        interpreter.bring(fake, kinds, f"input {path} ({spec!r})", f"is the input {path}")
+        return fake.requires_grad_(grad and is_real(leaf.dtype))
+
+    # ------------------------------------------------------------------------------ outputs
+
+    def _leave(self, result: Result) -> None:
+        problems: list[str] = []
+        for position in result.fit.crossing:
+            spec, path = result.fit.spec(position), result.fit.paths[position]
+            value = result.leaves[position]
+            # A real tensor that the body returns as it is was closed over.
+            result.leaves[position] = value = self._interpreter.adopt(value)  # type: ignore[index]
+            casts: list[Collective] = []
+            for axis, kind in zip(self._interpreter.axes, self._output_kinds(value), strict=True):
+                if axis not in self._call.mapped:
+                    continue
+                found = self._cast(path, spec, axis, kind, value)
+                if isinstance(found, str):
+                    problems.append(found)
+                else:
+                    casts += [Collective(name, src, dst, (axis,)) for name, src, dst in found]
+            self._exits[position] = tuple(casts)
+        if problems:
+            head = f"{self._call.name}: the result does not fit out_specs:"
+            raise ShardTypeError("\n".join([head, *problems]))
+        for position in result.fit.crossing:
+            value = result.leaves[position]
+            result.leaves[position] = apply(  # type: ignore[index]
+                self._backend, self._exits[position], value
+            )
+
+    def _output_kinds(self, value: Tensor) -> Types:
+        kinds = self._interpreter.kinds(base_of(value))
+        if K in kinds and self._interpreter.flows(base_of(value)):
+            self._has_uncommitted = True
+            return tuple(self._uncommitted if kind == K else kind for kind in kinds)
+        return kinds
+
+    def _cast(
+        self, path: str, spec: P, axis: str, kind: AxisType, value: Tensor
+    ) -> "Sequence[tuple[str, AxisType, AxisType]] | str":
+        """The conversions from the body's type to the promised one, or what is wrong."""
+        promise = spec.types.get(axis, I)
+        if promise == R:  # exit_casts has converted it, from R to I
+            promise = I
+        found = _EXITS.get((plain(kind).kind, plain(promise).kind))
+        if found is not None:
+            return found
+        at = self._interpreter.axes.index(axis)
+        cell = self._interpreter.cell(value)
+        chain = " <- ".join(report.chain_of(cell, at))
+        if kind == Partial:
+            return (
+                f"  {path}: {spec!r} promises a finished value over {axis!r}, but the result is a "
+                f"sum over {axis!r} still to be taken\n    it comes from {chain}\n"
+                f"    Fix: all_reduce it over {axis!r}, or name {axis!r} in partial=."
+            )
+        return (
+            f"  {path}: {spec!r} promises one value on all ranks of {axis!r}, but the result "
+            f"varies over it\n    it comes from {chain}\n"
+            f"    Fix: reduce or gather it over {axis!r}, or name {axis!r} in the spec."
+        )
+
+    # ---------------------------------------------------------------------------- gradients
+
+    def _pull_back(self, result: Result, locals_: Sequence[Tensor]) -> None:
+        interpreter = self._interpreter
+        outputs = [
+            (result.leaves[i], result.fit.spec(i))
+            for i in result.fit.crossing
+            if result.leaves[i].requires_grad
+        ]
+        leaves = [x for x in locals_ if x.requires_grad]
+        closures = [x for x in interpreter.closures.values() if x.requires_grad]
+        if not outputs or not (leaves or closures):
+            self._commit({})
+            return
+        seeds = [self._seed(value, spec) for value, spec in outputs]
+        with interpreter.differentiating():
+            gradients = torch.autograd.grad(
+                [value for value, _ in outputs], [*leaves, *closures], seeds, allow_unused=True
+            )
+        found = dict(zip(map(id, leaves), gradients, strict=False))
+        self._commit(
+            {
+                position: found.get(id(local))
+                for position, local in zip(self._call.crossing, locals_, strict=True)
+            }
+        )
+        for closure, gradient in zip(closures, gradients[len(leaves) :], strict=True):
+            self._check_closure(closure, gradient)
+
+    def _seed(self, value: Tensor, spec: P) -> Tensor:
+        interpreter = self._interpreter
+        with interpreter.paused():
+            seed = torch.empty_like(value)
+        kinds = tuple(_seeded_as(spec, axis) for axis in interpreter.axes)
+        cell = interpreter.bring(seed, kinds, "the cotangent of a result")
+        cell.task = SEED
+        return seed
+
+    def _commit(self, gradients: dict[int, Tensor | None]) -> None:
+        """Decides the open axes of the inputs by their gradients."""
+        call, interpreter = self._call, self._interpreter
+        for position in call.crossing:
+            spec, path = call.fit.spec(position), call.fit.paths[position]
+            gradient = gradients.get(position)
+            open_axes = [axis for axis in call.mapped if axis not in spec.named]
+            replicate: list[str] = []
+            if gradient is not None:
+                cell = interpreter.cell(gradient)
+                for axis, have in zip(interpreter.axes, cell.kinds, strict=True):
+                    at = interpreter.axes.index(axis)
+                    kind = _enters_as(spec, axis, call.mapped)
+                    if not accepts(kind, have):
+                        raise report.cotangent(interpreter, at, kind, cell, f"input {path}")
+                    if axis in open_axes and plain(have) in (V, Partial):
+                        replicate.append(axis)
+            self._specs[position] = P(
+                *spec.entries,
+                replicate=spec.replicate | set(replicate),
+                invariant=spec.invariant | (set(open_axes) - set(replicate)),
+                partial=spec.partial,
+            )
+
+    def _check_closure(self, closure: Tensor, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        cell = self._interpreter.cell(gradient)
+        for axis, kind in zip(self._interpreter.axes, cell.kinds, strict=True):
+            if kind not in (I, K, Z):
+                raise ShardTypeError(
+                    f"{self._call.name}: a closed-over tensor of shape {list(closure.shape)} gets "
+                    f"a gradient that is {kind} over {axis!r}: {report.wrong(I, kind)}.\n"
+                    f"  the gradient is from {cell.origin()}\n"
+                    "Fix: pass the tensor as an argument."
+                )
+
+    def _verdict(self, result: Result) -> Verdict:
+        interpreter = self._interpreter
+        outputs = {}
+        for position in result.fit.crossing:
+            value = result.leaves[position]
+            kinds = interpreter.cell(value).kinds
+            shape = global_shape(tuple(value.shape), result.fit.spec(position), self._call.mesh)
+            outputs[position] = (shape, value.dtype, kinds)
+        return Verdict(
+            tuple(self._specs),
+            self._exits,
+            outputs,
+            tuple(interpreter.equations),
+            not interpreter.plain_autograd,
+            replace(result, leaves=list(result.leaves)),
+        )
+
+
+_EXITS: dict[tuple[str, str], tuple[tuple[str, AxisType, AxisType], ...]] = {
+    ("I", "I"): (),
+    ("K", "I"): (),
+    ("Z", "I"): (),
+    ("R", "I"): (("convert", R, I),),
+    ("V", "S"): (),
+    ("I", "S"): (("convert", I, R), ("reinterpret", R, V)),
+    ("R", "S"): (("reinterpret", R, V),),
+    ("K", "S"): (("reinterpret", R, V),),
+    ("Z", "S"): (),
+    ("I", "P"): (("convert", I, Partial),),
+    ("R", "P"): (("convert", R, Partial),),
+    ("K", "P"): (("convert", R, Partial),),
+    ("V", "P"): (("reinterpret", V, Partial),),
+    ("P", "P"): (),
+    ("Z", "P"): (),
+}
+"""From the type in the body to the promised one; what is missing is an error."""
+
+
+def _enters_as(spec: P, axis: str, mapped: Sequence[str]) -> AxisType:
+    """The type before the conversions that the boundary has been told to make."""
+    kind = spec.types.get(axis)
+    if kind is None:
+        return K if axis in mapped else I
+    return V if kind.kind == "S" else I
+
+
+def _seeded_as(spec: P, axis: str) -> AxisType:
+    """The cotangent of what a result's spec promises: global, cut like the result."""
+    kind = spec.types.get(axis, I)
+    return {"S": V, "P": R}.get(kind.kind, I)
+
+
+def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of a rank's piece."""
+    found = list(shape)
+    for dim, axes in spec.cuts:
+        found[dim] //= mesh.num_ranks(axes)
+    return tuple(found)
+
+
+def global_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of the whole."""
+    found = list(shape)
+    for dim, axes in spec.cuts:
+        found[dim] *= mesh.num_ranks(axes)
+    return tuple(found)
