@@ -8,6 +8,7 @@ from shardmap_torch.ops.gather import all_gather, all_to_all, broadcast
 from shardmap_torch.ops.index import axis_index, axis_size
 from shardmap_torch.ops.permute import ppermute, shift
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
+from shardmap_torch.ops.reshard import reshard
 
 __all__ = [
     "all_gather",
@@ -21,5 +22,6 @@ __all__ = [
     "redistribute",
     "reduce_scatter",
     "reinterpret",
+    "reshard",
     "shift",
 ]

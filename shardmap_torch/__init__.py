@@ -25,6 +25,7 @@ from shardmap_torch.ops import (
     redistribute,
     reduce_scatter,
     reinterpret,
+    reshard,
     shift,
 )
 from shardmap_torch.placing import device_put, from_local, full
@@ -68,6 +69,7 @@ __all__ = [
     "redistribute",
     "reduce_scatter",
     "reinterpret",
+    "reshard",
     "shard_map",
     "shift",
     "use_mesh",

@@ -1,0 +1,399 @@
+"""Moving a value in the body from one partition spec to another, by the cheapest collectives.
+
+The planner searches. Its states are layouts (which axes cut which dim, and the types of the axes
+that cut none), its steps are rows of the collective table that keep the value that is meant, so any
+path is right, forward and backward. Cheapest is: fewest bytes sent forward, then fewest backward,
+then fewest collectives, of which the last makes one collective of several over a tuple of axes.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import combinations, count, permutations, product
+from math import gcd, prod
+from typing import TypeVar
+
+from torch import Tensor
+
+from shardmap_torch.backend import scope_of
+from shardmap_torch.errors import CollectiveError, SpecError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.ops.arguments import each_leaf
+from shardmap_torch.rule import TABLE, Collective, Row, bind
+from shardmap_torch.spec import P, misfits
+from shardmap_torch.types import AxisType, I, Partial, R, V
+
+X = TypeVar("X")
+Cuts = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective of a plan.
+
+    Attributes:
+        collective: what to run.
+        sent: bytes that each rank sends, in units of the bytes of the operand of `reshard`.
+        sent_back: the same for the transpose, in the backward.
+    """
+
+    collective: Collective
+    sent: Fraction
+    sent_back: Fraction
+
+    def __str__(self) -> str:
+        """As in `all_gather('tp', V -> I) dim 1, sends 3 x, back 0`."""
+        c = self.collective
+        dims = {"all_to_all": f" dim {c.concat_dim} to {c.dim}", "ppermute": ""}
+        where = dims.get(c.name, f" dim {c.dim}" if V in (c.src, c.dst) else "")
+        return f"{c}{where}, sends {self.sent} x, back {self.sent_back}"
+
+
+def reshard(x: X, src: P, dst: P) -> X:
+    """Changes how `x` lies on the mesh from `src` to `dst`, by the fewest bytes.
+
+    Axes that cut the same dim on both sides, from the front of its tuple, stay where they are;
+    axes that move from dim to dim go by all-to-all; a partial value becomes whole by all-reduce or
+    cut by reduce-scatter; what has to be gathered is gathered over a tuple of axes at once, and
+    nothing else is. See `plan` for what will be sent.
+
+    An axis that one spec names and the other does not is invariant in the other, as in
+    `out_specs`. Axes that neither names are left as they are, whatever their type.
+
+    Shape: that of `dst`'s piece. Types: those of `src` become those of `dst`. Backward: the
+    transposes in reverse order. Sends what `plan` says.
+
+    Args:
+        x: a tensor or a pytree of tensors, which lies by `src`.
+        src: how x lies.
+        dst: how it shall lie.
+
+    Raises:
+        CollectiveError: outside a body, or an axis that is not bound.
+        SpecError: the value cannot be cut by `dst`.
+
+    Source: `jax.sharding.reshard`; `torch.distributed.tensor.DTensor.redistribute`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, reshard, shard_map
+        >>> mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
+        >>> f = lambda x: reshard(x, P(("dp", "tp")), P("dp", "tp"))
+        >>> g = shard_map(f, mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P("dp", "tp"))
+        >>> bool((g(torch.eye(4)) == torch.eye(4)).all())
+        True
+    """
+    scope = scope_of("reshard", sorted(src.named | dst.named) or _no_axes(src, dst))
+    mesh = scope.backend.mesh
+
+    def one(leaf: Tensor) -> Tensor:
+        for step in plan(src, dst, mesh, _global_shape(leaf, src, mesh)):
+            leaf = bind(scope.backend, step.collective, leaf)
+        return leaf
+
+    return each_leaf("reshard", x, one)
+
+
+def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tuple[Step, ...]:
+    """The collectives that take a value from `src` to `dst`, with the bytes that each sends.
+
+    Args:
+        src: how the value lies.
+        dst: how it shall lie.
+        mesh: gives the axis sizes.
+        shape: the global shape. Without it only those ways are considered whose every cut is known
+            to be even, since `src` or `dst` has it.
+
+    Raises:
+        SpecError: an axis is not the mesh's, or `shape` cannot be cut by one of the specs.
+
+    Example:
+        >>> from shardmap_torch import P, make_mesh
+        >>> mesh = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
+        >>> for step in plan(P(("dp", "tp")), P("dp", "tp"), mesh):
+        ...     print(step)
+        all_to_all('tp', V -> V) dim 0 to 1, sends 3/4 x, back 3/4
+        >>> for step in plan(P("tp", partial={"dp"}), P(replicate={"tp"}), mesh):
+        ...     print(step)
+        all_reduce('dp', P -> I), sends 1 x, back 0
+        all_gather('tp', V -> R) dim 0, sends 3 x, back 3
+    """
+    sizes = dict(mesh.shape)
+    unknown = sorted((src.named | dst.named) - set(sizes))
+    if unknown:
+        raise SpecError(f"reshard: no axis {', '.join(map(repr, unknown))} in the {mesh}.")
+    if shape is not None:
+        for word, spec in (("src", src), ("dst", dst)):
+            problems = misfits(spec, tuple(shape), sizes)
+            if problems:
+                raise SpecError(
+                    f"reshard from {src!r} to {dst!r}: {word} does not fit the global shape "
+                    f"{tuple(shape)}: {'; '.join(problems)}."
+                )
+    num_dims = max(len(src.entries), len(dst.entries))
+    # Whether a dim can be cut n ways is all that the shape decides; keys stay few.
+    even = None if shape is None else tuple(gcd(d, mesh.size) for d in shape[:num_dims])
+    return _search(src, dst, tuple(sizes.items()), even)
+
+
+def _no_axes(src: P, dst: P) -> tuple[str, ...]:
+    raise CollectiveError(f"reshard from {src!r} to {dst!r}: no axis is named, nothing can move.")
+
+
+def _global_shape(x: Tensor, src: P, mesh: Mesh) -> tuple[int, ...]:
+    shape = list(x.shape)
+    for dim, axes in src.cuts:
+        if dim < len(shape):
+            shape[dim] *= mesh.num_ranks(axes)
+    return tuple(shape)
+
+
+# ------------------------------------------------------------------------------ the search
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """For each dim the axes that cut it, and the types of the axes that cut none."""
+
+    cuts: Cuts
+    kinds: frozenset[tuple[str, AxisType]]
+
+    def of_kind(self, kind: AxisType) -> list[str]:
+        return sorted(axis for axis, its in self.kinds if its == kind)
+
+    def recut(self, changes: Mapping[int, tuple[str, ...]]) -> "_Layout":
+        cuts = tuple(changes.get(dim, axes) for dim, axes in enumerate(self.cuts))
+        return _Layout(cuts, self.kinds)
+
+    def retyped(self, axes: Sequence[str], kind: AxisType | None) -> "_Layout":
+        kept = frozenset(pair for pair in self.kinds if pair[0] not in axes)
+        return _Layout(self.cuts, kept | {(axis, kind) for axis in axes if kind is not None})
+
+
+_Moves = Iterator[tuple[Collective, _Layout]]
+_Cost = tuple[Fraction, Fraction, int]
+_Path = tuple[tuple[Collective, _Layout, _Layout], ...]
+_FREE: _Cost = (Fraction(0), Fraction(0), 0)
+
+
+@lru_cache(maxsize=4096)
+def _search(
+    src: P, dst: P, axis_sizes: tuple[tuple[str, int], ...], even: tuple[int, ...] | None
+) -> tuple[Step, ...]:
+    """Dijkstra's algorithm."""
+    sizes = dict(axis_sizes)
+    num_dims = max(len(src.entries), len(dst.entries))
+    start, goal = (_layout(spec, src.named | dst.named, num_dims) for spec in (src, dst))
+    neighbours = _Neighbours(start, goal, sizes, even)
+    ticket = count()  # breaks ties, so that layouts are never compared
+    queue: list[tuple[_Cost, int, _Layout, _Path]] = [(_FREE, next(ticket), start, ())]
+    best = {start: _FREE}
+    while queue:
+        cost, _, layout, path = heapq.heappop(queue)
+        if layout == goal:
+            return tuple(_step(*move, start, sizes) for move in path)
+        if cost > best[layout]:
+            continue
+        for collective, after in neighbours.of(layout):
+            sent, back = _bytes(collective, layout, after, start, sizes)
+            total = (cost[0] + sent, cost[1] + back, cost[2] + 1)
+            if after not in best or total < best[after]:
+                best[after] = total
+                move = (collective, layout, after)
+                heapq.heappush(queue, (total, next(ticket), after, (*path, move)))
+    raise AssertionError(f"no way from {src!r} to {dst!r}")  # gathering and slicing is one
+
+
+def _layout(spec: P, axes: frozenset[str], num_dims: int) -> _Layout:
+    cuts = dict(spec.cuts)
+    types = {axis: spec.types.get(axis, I) for axis in axes - set(spec.mentioned)}
+    return _Layout(tuple(cuts.get(dim, ()) for dim in range(num_dims)), frozenset(types.items()))
+
+
+def _step(
+    collective: Collective,
+    before: _Layout,
+    after: _Layout,
+    start: _Layout,
+    sizes: Mapping[str, int],
+) -> Step:
+    if collective.name == "ppermute":  # the pairs of those that are not taken are never needed
+        collective = _permutation(before.cuts, after.cuts, sizes)
+    return Step(collective, *_bytes(collective, before, after, start, sizes))
+
+
+def _bytes(
+    collective: Collective,
+    before: _Layout,
+    after: _Layout,
+    start: _Layout,
+    sizes: Mapping[str, int],
+) -> tuple[Fraction, Fraction]:
+    """What each rank sends, forward and backward."""
+    whole = _pieces(start.cuts, sizes)
+    forward, back = _rates(collective.row, prod(sizes[axis] for axis in collective.axes))
+    return (
+        forward * Fraction(whole, _pieces(before.cuts, sizes)),
+        back * Fraction(whole, _pieces(after.cuts, sizes)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _rates(row: Row, num_ranks: int) -> tuple[Fraction, Fraction]:
+    return row.sent_by(num_ranks), TABLE[row.transpose].sent_by(num_ranks)
+
+
+def _pieces(cuts: Cuts, sizes: Mapping[str, int]) -> int:
+    return prod(sizes[axis] for axes in cuts for axis in axes)
+
+
+@dataclass(frozen=True)
+class _Neighbours:
+    """The collectives that may bring a layout nearer to the goal.
+
+    What the goal wants where it is, stays: the axes that cut a dim there, from the front of its
+    tuple. An axis that cuts nothing is cut only where the goal has it; cut axes may pass through
+    other dims.
+    """
+
+    start: _Layout
+    goal: _Layout
+    sizes: Mapping[str, int]
+    even: tuple[int, ...] | None
+
+    def of(self, layout: _Layout) -> _Moves:
+        yield from self._exchanges(layout)
+        yield from self._joins(layout)
+        yield from self._cuts(layout)
+        yield from self._casts(layout)
+        yield from self._permutations(layout)
+
+    def _exchanges(self, layout: _Layout) -> _Moves:
+        for dim, axes, left in self._loose_ends(layout):
+            for other, own in enumerate(layout.cuts):
+                if other != dim and self._divides(other, (*own, *axes)):
+                    after = layout.recut({dim: left, other: (*own, *axes)})
+                    yield Collective("all_to_all", V, V, axes, dim=other, concat_dim=dim), after
+
+    def _joins(self, layout: _Layout) -> _Moves:
+        wanted = dict(self.goal.kinds)
+        for dim, axes, left in self._loose_ends(layout):
+            # Cut again later, an axis passes through I: its way back is then a slice.
+            for kind in {wanted.get(axis, I) for axis in axes}:
+                name = "convert" if kind == Partial else "all_gather"
+                after = layout.recut({dim: left}).retyped(axes, kind)
+                yield Collective(name, V, kind, axes, dim=dim), after
+
+    def _cuts(self, layout: _Layout) -> _Moves:
+        kinds = dict(layout.kinds)
+        for dim, (own, wanted) in enumerate(zip(layout.cuts, self.goal.cuts, strict=True)):
+            if wanted[: len(own)] != own:
+                continue
+            for end in range(len(own) + 1, len(wanted) + 1):
+                axes = wanted[len(own) : end]
+                found = {kinds.get(axis) for axis in axes}
+                kind = found.pop()
+                if found or kind is None:
+                    break
+                name = "reduce_scatter" if kind == Partial else "convert"
+                after = layout.recut({dim: (*own, *axes)}).retyped(axes, None)
+                yield Collective(name, kind, V, axes, dim=dim), after
+
+    def _casts(self, layout: _Layout) -> _Moves:
+        wanted = dict(self.goal.kinds)
+        for kind in (Partial, I, R):
+            for target in (R, I, Partial):
+                if target == kind:
+                    continue
+                # What is to be cut may become I on the way, if it is partial and not scattered.
+                axes = [axis for axis in layout.of_kind(kind) if wanted.get(axis, I) == target]
+                name = "all_reduce" if kind == Partial else "convert"
+                for some in _subsets(axes):
+                    yield Collective(name, kind, target, some), layout.retyped(some, target)
+
+    def _permutations(self, layout: _Layout) -> _Moves:
+        """The same pieces on other ranks: other orders of the cut axes."""
+        flat = [axis for axes in layout.cuts for axis in axes]
+        lengths = [len(axes) for axes in layout.cuts]
+        orders = {_regroup(order, lengths) for order in permutations(flat)}
+        if sorted(flat) == sorted(axis for axes in self.goal.cuts for axis in axes):
+            orders.add(self.goal.cuts)
+        for cuts in orders - {layout.cuts}:
+            same = all(
+                _pieces((a,), self.sizes) == _pieces((b,), self.sizes)
+                for a, b in zip(layout.cuts, cuts, strict=True)
+            )
+            if same and self._keeps_fronts(layout, cuts):
+                yield Collective("ppermute", V, V, tuple(flat)), _Layout(cuts, layout.kinds)
+
+    def _loose_ends(
+        self, layout: _Layout
+    ) -> Iterator[tuple[int, tuple[str, ...], tuple[str, ...]]]:
+        """For each dim the ends of its tuple that may leave, and what is left."""
+        for dim, axes in enumerate(layout.cuts):
+            for at in range(self._front(dim, axes), len(axes)):
+                yield dim, axes[at:], axes[:at]
+
+    def _front(self, dim: int, axes: tuple[str, ...]) -> int:
+        """How many axes stand where the goal has them."""
+        return len(_common_front(axes, self.goal.cuts[dim]))
+
+    def _keeps_fronts(self, layout: _Layout, cuts: Cuts) -> bool:
+        fronts = [axes[: self._front(dim, axes)] for dim, axes in enumerate(layout.cuts)]
+        return all(axes[: len(front)] == front for front, axes in zip(fronts, cuts, strict=True))
+
+    def _divides(self, dim: int, axes: tuple[str, ...]) -> bool:
+        num = _pieces((axes,), self.sizes)
+        if self.even is not None:
+            return self.even[dim] % num == 0
+        known = (self.start.cuts[dim], self.goal.cuts[dim])
+        return any(_pieces((cut,), self.sizes) % num == 0 for cut in known)
+
+
+def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for length in range(1, len(axes) + 1):
+        yield from combinations(axes, length)
+
+
+def _regroup(flat: Sequence[str], lengths: Sequence[int]) -> Cuts:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return tuple(tuple(flat[end - length : end]) for end, length in zip(ends, lengths, strict=True))
+
+
+def _common_front(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
+    same = 0
+    while same < min(len(a), len(b)) and a[same] == b[same]:
+        same += 1
+    return a[:same]
+
+
+def _permutation(before: Cuts, after: Cuts, sizes: Mapping[str, int]) -> Collective:
+    """Brings each piece from the rank that has it to the one that shall."""
+    fronts = [len(_common_front(a, b)) for a, b in zip(before, after, strict=True)]
+    old, new = (
+        [axes[front:] for axes, front in zip(cuts, fronts, strict=True)] for cuts in (before, after)
+    )
+    axes = tuple(axis for cut in old for axis in cut)
+    holders: dict[tuple[int, ...], int] = {}
+    wanted: dict[tuple[int, ...], int] = {}
+    for rank, place in enumerate(product(*(range(sizes[axis]) for axis in axes))):
+        at = dict(zip(axes, place, strict=True))
+        holders[_piece(old, at, sizes)] = rank
+        wanted[_piece(new, at, sizes)] = rank
+    pairs = sorted((holders[piece], rank) for piece, rank in wanted.items())
+    return Collective("ppermute", V, V, axes, perm=tuple(pairs))
+
+
+def _piece(
+    cuts: Sequence[tuple[str, ...]], at: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Which piece, along every dim, the rank at these places has."""
+    piece = []
+    for axes in cuts:
+        index = 0
+        for axis in axes:
+            index = index * sizes[axis] + at[axis]
+        piece.append(index)
+    return tuple(piece)
