@@ -532,9 +532,10 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     seeds = tuple(map(interpreter.seed, outputs, seeds))
     given["outputs"], given["grad_outputs"] = outputs, seeds
     interpreter.plain_autograd |= not any(map(_functorch.is_functorch_wrapped_tensor, outputs))
-    gradients = func(
-        given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
-    )
+    with interpreter.differentiating():
+        gradients = func(
+            given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
+        )
     interpreter.unseed(seeds)
     inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
     for operand, gradient in zip(inputs, gradients, strict=True):
