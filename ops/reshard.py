@@ -303,15 +303,14 @@ class _Neighbours:
 
     def _casts(self, layout: _Layout) -> _Moves:
         wanted = dict(self.goal.kinds)
-        for kind in (Partial, I, R):
-            for target in (R, I, Partial):
-                if target == kind:
-                    continue
-                # What is to be cut may become I on the way, if it is partial and not scattered.
-                axes = [axis for axis in layout.of_kind(kind) if wanted.get(axis, I) == target]
-                name = "all_reduce" if kind == Partial else "convert"
-                for some in _subsets(axes):
-                    yield Collective(name, kind, target, some), layout.retyped(some, target)
+        for kind, target in permutations((Partial, I, R), 2):
+            name = "all_reduce" if kind == Partial else "convert"
+            axes = [axis for axis in layout.of_kind(kind) if wanted.get(axis, I) == target]
+            if kind == Partial and (axes or target == I):
+                # One sum over all of them, even where some become another type in the end.
+                axes = [axis for axis in layout.of_kind(kind) if wanted.get(axis) != kind]
+            for some in _subsets(axes):
+                yield Collective(name, kind, target, some), layout.retyped(some, target)
 
     def _permutations(self, layout: _Layout) -> _Moves:
         """The same pieces on other ranks: other orders of the cut axes."""

@@ -186,6 +186,16 @@ PLANS: list[tuple[P, P, tuple[int, ...] | None, list[str]]] = [
         None,
         ["all_reduce(('a', 'b'), P -> R), sends 7/4 x, back 7/4"],
     ),
+    (
+        # One sum over both axes, though they end with different types.
+        P(partial={"c", "d"}),
+        P(replicate={"c"}),
+        None,
+        [
+            "all_reduce(('c', 'd'), P -> I), sends 3/2 x, back 0",
+            "convert('c', I -> R), sends 0 x, back 1",
+        ],
+    ),
     (P(replicate={"a"}), P(partial={"a"}), None, ["convert('a', R -> P), sends 0 x, back 0"]),
     (P("a"), P(partial={"a"}), None, ["convert('a', V -> P) dim 0, sends 0 x, back 0"]),
     (
