@@ -315,6 +315,11 @@ class EagerForm(TypedFunction):
         return ctx.operation.pull_back(ctx.backend, grad, ctx.saved_tensors), None, None
 
 
+def unshared(y: Tensor) -> Tensor:
+    """A copy in forward mode: torch wants a view of the tangent there, which nested levels lose."""
+    return y.clone() if forward_ad._current_level >= 0 else y
+
+
 class FunctorchForm(TypedFunction):
     """An operation under torch.func transforms, forward mode, or a batched body.
 
@@ -325,7 +330,7 @@ class FunctorchForm(TypedFunction):
     @staticmethod
     def forward(x: Tensor, operation: Operation, backend: Backend, *markers: Tensor) -> Tensor:
         """Runs it on values that no transform wraps any more."""
-        return operation.run(backend, x)
+        return unshared(operation.run(backend, x))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardmap_torch.backends.stacked import MOVES, Stack
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.rule import Collective, FunctorchForm
+from shardmap_torch.rule import Collective, FunctorchForm, unshared
 
 EQUAL: Final = frozenset({"sum", "max", "min", "gather", "broadcast"})
 """Moves whose result is the same on all ranks."""
@@ -81,7 +81,7 @@ class BatchedBackend:
         )
         move: str = staged.operation.move
         if move == "same":
-            return x, x_dim
+            return unshared(x), x_dim
         axis = staged.pending[level]
         if x_dim is not None:
             x = x.movedim(x_dim, 0)

@@ -135,6 +135,10 @@ class _Ranks:
             head = f"{self.call.name}: the result does not fit out_specs:"
             raise ShardTypeError(listing(head, problems))
 
+    def leading_in(self) -> list[bool]:
+        """For each joined output, whether the ranks' graphs lead from it to an input."""
+        return [any(value.requires_grad for value in self._values(i)) for i in self.joined]
+
     def find_closures(self) -> list[Tensor]:
         """Tensors that the ranks' graphs lead to and that are not the ranks' inputs."""
         own = {id(leaf) for leaves in self.leaves for leaf in leaves}
@@ -237,14 +241,15 @@ class _RanksFunction(TypedFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.ranks = inputs[0]
+        ctx.ranks, *tensors = inputs
+        ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(
-            *[y for y in output if not y.dtype.is_floating_point and not y.dtype.is_complex]
+            *[y for y, leads in zip(output, ctx.ranks.leading_in(), strict=True) if not leads]
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *_RanksBackward.apply(ctx.ranks, *grads)
+        return None, *_RanksBackward.apply(ctx.ranks, len(grads), *grads, *ctx.saved_tensors)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -256,11 +261,15 @@ class _RanksFunction(TypedFunction):
 
 
 class _RanksBackward(TypedFunction):
-    """The backward of `_RanksFunction`: a Function too, so that functorch unwraps its operands."""
+    """The backward of `_RanksFunction`: a Function too, so that functorch unwraps its operands.
+
+    It takes the inputs along so that a second derivative comes here, and fails, rather than being
+    silently zero.
+    """
 
     @staticmethod
-    def forward(ranks: _Ranks, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(ranks.backward(grads))
+    def forward(ranks: _Ranks, num_grads: int, *operands: Tensor | None) -> tuple[Any, ...]:
+        return tuple(ranks.backward(operands[:num_grads]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
