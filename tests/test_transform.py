@@ -1,0 +1,515 @@
+"""Transforms and nesting: what torch.func and autograd do to a shard_mapped function."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    Mesh,
+    MeshError,
+    P,
+    R,
+    SpecError,
+    TransformError,
+    all_gather,
+    all_reduce,
+    axis_index,
+    convert,
+    current_mesh,
+    make_mesh,
+    shard_map,
+    use_mesh,
+)
+from tests.pool import Gloo
+from tests.programs.everywhere import (
+    ON_EVERY_MESH,
+    ON_PROCESSES_OR_VMAP,
+    ON_REAL_RANKS,
+    SIMULATED,
+    run_on,
+    same,
+)
+from tests.programs.harness import random
+
+# torch's own forward mode scripts some decompositions when it is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
+X, W = random((4, 3), 1), random((3, 2), 2)
+Ws = torch.stack([W, 2 * W, -W])
+
+
+def body(x: Tensor, w: Tensor) -> Tensor:
+    """Each rank has some rows of x, and uses w in its own way."""
+    return all_reduce((torch.tanh(x @ w) ** 3).sum(), "tp", dst=I)
+
+
+def reference(x: Tensor, w: Tensor) -> Tensor:
+    return (torch.tanh(x @ w) ** 3).sum()
+
+
+def whole_body(x: Tensor, w: Tensor) -> Tensor:
+    """The same where w still is one value."""
+    return body(x, convert(w, "tp", src=I, dst=R))
+
+
+def mapped(mesh: Mesh) -> Callable[[Tensor, Tensor], Tensor]:
+    return shard_map(body, mesh=mesh, in_specs=(P("tp"), P(replicate="tp")), out_specs=P())
+
+
+F = Callable[..., Any]
+
+
+def squared_gradient(f: F) -> F:
+    return lambda x, w: (torch.func.grad(f, argnums=1)(x, w) ** 2).sum()
+
+
+def through_autograd(f: F) -> F:
+    def double(x: Tensor, w: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(f(x, w), x, create_graph=True)
+        return torch.autograd.grad((first**2).sum(), x)
+
+    return double
+
+
+FIRST_ORDER: dict[str, tuple[Callable[[F], F], tuple[Tensor, Tensor]]] = {
+    "grad": (lambda f: torch.func.grad(f, argnums=(0, 1)), (X, W)),
+    "vjp": (lambda f: lambda x, w: torch.func.vjp(f, x, w)[1](torch.tensor(2.0).double()), (X, W)),
+}
+HIGHER: dict[str, tuple[Callable[[F], F], tuple[Tensor, Tensor]]] = {
+    "jvp": (lambda f: lambda x, w: torch.func.jvp(f, (x, w), (x, w)), (X, W)),
+    "jacrev": (lambda f: torch.func.jacrev(f, argnums=(0, 1)), (X, W)),
+    "jacfwd": (lambda f: torch.func.jacfwd(f, argnums=(0, 1)), (X, W)),
+    "hessian": (lambda f: torch.func.hessian(f, argnums=1), (X, W)),
+    "grad of grad": (lambda f: torch.func.grad(squared_gradient(f), argnums=(0, 1)), (X, W)),
+    "double backward": (through_autograd, (X, W)),
+    "vmap": (lambda f: torch.func.vmap(f, in_dims=(None, 0)), (X, Ws)),
+    "vmap of grad": (
+        lambda f: torch.func.vmap(torch.func.grad(f, argnums=(0, 1)), in_dims=(None, 0)),
+        (X, Ws),
+    ),
+    "grad of vmap": (
+        lambda f: torch.func.grad(
+            lambda x, w: torch.func.vmap(f, in_dims=(None, 2))(x, w).sum(), argnums=(0, 1)
+        ),
+        (X, Ws.movedim(0, 2)),
+    ),
+}
+
+
+@ON_EVERY_MESH
+@pytest.mark.parametrize("transform", FIRST_ORDER)
+def test_first_order_transform_from_outside(transform: str, kind: str, gloo: Gloo) -> None:
+    run_on(kind, _Outside(transform), gloo)
+
+
+@ON_PROCESSES_OR_VMAP
+@pytest.mark.parametrize("transform", HIGHER)
+def test_transform_from_outside(transform: str, kind: str, gloo: Gloo) -> None:
+    run_on(kind, _Outside(transform), gloo)
+
+
+class _Outside:
+    def __init__(self, transform: str) -> None:
+        self.transform = transform
+
+    def __call__(self, mesh: Mesh) -> None:
+        transform, arguments = (FIRST_ORDER | HIGHER)[self.transform]
+        same(transform(mapped(mesh))(*arguments), transform(reference)(*arguments))
+
+
+@pytest.mark.parametrize("transform", HIGHER)
+def test_rank_threads_refuse_all_but_first_order_gradients(transform: str) -> None:
+    made, arguments = HIGHER[transform]
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
+    with pytest.raises(TransformError) as caught:
+        made(mapped(mesh))(*arguments)
+    assert str(caught.value) == (
+        "Simulated ranks that run as threads give first-order reverse gradients only. For forward "
+        'mode, vmap from outside and higher orders use make_mesh(..., simulate="vmap").'
+    )
+    same(mapped(mesh)(X, W), reference(X, W))  # and nothing is left behind
+
+
+INSIDE: dict[str, Callable[[F], F]] = {
+    "grad": lambda f: lambda w: torch.func.grad(f)(w),
+    "jacrev": lambda f: lambda w: torch.func.jacrev(f)(w),
+    "grad of grad": lambda f: torch.func.grad(lambda w: (torch.func.grad(f)(w) ** 2).sum()),
+    "vmap": lambda f: lambda w: torch.func.vmap(f)(torch.stack([w, 2 * w])),
+    "vmap at the last dim": lambda f: (
+        lambda w: torch.func.vmap(f, in_dims=2)(torch.stack([w, 2 * w], 2))
+    ),
+    "vmap of grad": lambda f: lambda w: torch.func.vmap(torch.func.grad(f))(torch.stack([w, w])),
+}
+FORWARD: dict[str, Callable[[F], F]] = {
+    "jvp": lambda f: lambda w: torch.func.jvp(f, (w,), (w,)),
+    "jacfwd": lambda f: lambda w: torch.func.jacfwd(f)(w),
+    "hessian": lambda f: lambda w: torch.func.hessian(f)(w),
+    "vmap of jvp": lambda f: (
+        lambda w: torch.func.vmap(lambda tangent: torch.func.jvp(f, (w,), (tangent,))[1])(
+            torch.stack([w, 2 * w])
+        )
+    ),
+}
+
+
+class _Inside:
+    def __init__(self, transform: str) -> None:
+        self.transform = transform
+
+    def __call__(self, mesh: Mesh) -> None:
+        transform = (INSIDE | FORWARD)[self.transform]
+
+        def step(x: Tensor, w: Tensor) -> Any:
+            return transform(lambda w: whole_body(x, w))(w)
+
+        f = shard_map(step, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())
+        same(f(X, W), transform(lambda w: reference(X, w))(W))
+
+
+@ON_EVERY_MESH
+@pytest.mark.parametrize("transform", INSIDE)
+def test_transform_in_the_body(transform: str, kind: str, gloo: Gloo) -> None:
+    run_on(kind, _Inside(transform), gloo)
+
+
+@ON_PROCESSES_OR_VMAP
+@pytest.mark.parametrize("transform", FORWARD)
+def test_forward_mode_in_the_body(transform: str, kind: str, gloo: Gloo) -> None:
+    run_on(kind, _Inside(transform), gloo)
+
+
+@pytest.mark.parametrize("transform", FORWARD)
+def test_rank_threads_refuse_forward_mode_of_a_collective(transform: str) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
+    with pytest.raises(TransformError) as caught:
+        _Inside(transform)(mesh)
+    assert str(caught.value) == (
+        "Forward mode (jvp, jacfwd, hessian) of a collective cannot begin in the body on simulated "
+        "ranks that run as threads, which share torch's forward-mode levels. "
+        'Use make_mesh(..., simulate="vmap").'
+    )
+    same(torch.func.jvp(torch.sin, (W,), (W,))[1], W.cos() * W)  # the levels are as they were
+
+
+def autograd_inside(mesh: Mesh) -> None:
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        w = w.detach().requires_grad_()
+        whole_body(x, w).backward()
+        assert w.grad is not None
+        return w.grad
+
+    f = shard_map(step, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())
+    same(f(X, W), torch.func.grad(reference, argnums=1)(X, W))
+
+
+@ON_REAL_RANKS
+def test_backward_in_the_body(kind: str, gloo: Gloo) -> None:
+    run_on(kind, autograd_inside, gloo)
+
+
+def backward_late_and_elsewhere(mesh: Mesh) -> None:
+    x = X.clone().requires_grad_()
+    first, second = mapped(mesh)(x, W), mapped(mesh)(2 * x, W)
+    for y in (second, first):  # not in the order of the calls
+        thread = threading.Thread(target=y.backward)
+        thread.start()
+        thread.join()
+    y = X.clone().requires_grad_()
+    (reference(y, W) + reference(2 * y, W)).backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    same(x.grad, y.grad)
+
+
+@ON_EVERY_MESH
+def test_backward_after_the_body_on_another_thread(kind: str, gloo: Gloo) -> None:
+    run_on(kind, backward_late_and_elsewhere, gloo)
+
+
+def backward_twice(mesh: Mesh) -> None:
+    x = X.clone().requires_grad_()
+    y = mapped(mesh)(x, W)
+    y.backward(retain_graph=True)
+    y.backward()
+    assert x.grad is not None
+    same(x.grad, 2 * torch.func.grad(reference)(X, W))
+
+
+@ON_EVERY_MESH
+def test_a_graph_that_is_kept_can_be_used_again(kind: str, gloo: Gloo) -> None:
+    run_on(kind, backward_twice, gloo)
+
+
+def grad_modes(mesh: Mesh) -> None:
+    x = X.clone().requires_grad_()
+    with torch.no_grad():
+        assert not mapped(mesh)(x, W).requires_grad
+    with torch.inference_mode():
+        assert mapped(mesh)(X.clone(), W).is_inference()
+    f = shard_map(torch.detach, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    assert not f(x).requires_grad
+    g = shard_map(torch.argmax, mesh=mesh, in_specs=P(replicate="tp"), out_specs=P())
+    assert not g(x).requires_grad
+
+
+@ON_EVERY_MESH
+def test_grad_modes_hold_in_the_body_and_for_the_result(kind: str, gloo: Gloo) -> None:
+    run_on(kind, grad_modes, gloo)
+
+
+def unused_input(mesh: Mesh) -> None:
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    specs = (P("tp"), P(replicate="tp"))
+    f = shard_map(lambda x, w: x * 2, mesh=mesh, in_specs=specs, out_specs=P("tp"))
+    y = f(x, w)
+    y.sum().backward()
+    assert w.grad is None
+    assert x.grad is not None
+    same(x.grad, torch.full_like(X, 2))
+
+
+@ON_EVERY_MESH
+def test_an_unused_input_gets_no_gradient(kind: str, gloo: Gloo) -> None:
+    run_on(kind, unused_input, gloo)
+
+
+def one_tensor_twice(mesh: Mesh) -> None:
+    x = X.clone().requires_grad_()
+    specs = (P("tp"), P(None, replicate="tp"))
+
+    def body(a: Tensor, b: Tensor) -> Tensor:
+        return all_reduce((a.sum(0) * b[0]).sum(), "tp", dst=I)
+
+    shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())(x, x).backward()
+    expected = torch.func.grad(lambda x: (x.sum(0) * x[0]).sum())(X)
+    assert x.grad is not None
+    same(x.grad, expected)
+
+
+@ON_EVERY_MESH
+def test_one_tensor_may_enter_by_two_specs(kind: str, gloo: Gloo) -> None:
+    run_on(kind, one_tensor_twice, gloo)
+
+
+def closure(mesh: Mesh) -> None:
+    leaf = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    factor = leaf * 3  # not a leaf itself
+
+    def scaled(x: Tensor) -> Tensor:
+        return all_reduce(x.sum(), "tp", dst=I) * factor
+
+    y = shard_map(scaled, mesh=mesh, in_specs=P("tp"), out_specs=P())(X)
+    same(torch.autograd.grad(y, leaf), (X.sum() * 3,))
+
+
+@ON_EVERY_MESH
+def test_a_closure_that_is_used_as_one_value_gets_its_gradient(kind: str, gloo: Gloo) -> None:
+    run_on(kind, closure, gloo)
+
+
+def test_rank_threads_refuse_a_closure_that_an_outer_transform_tracks() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
+
+    def loss(w: Tensor) -> Tensor:
+        def with_closure(x: Tensor) -> Tensor:
+            return all_reduce((x * w).sum(), "tp", dst=I)
+
+        return shard_map(with_closure, mesh=mesh, in_specs=P("tp"), out_specs=P())(X)
+
+    with pytest.raises(TransformError) as caught:
+        torch.func.grad(loss)(torch.tensor(2.0).double())
+    assert str(caught.value) == (
+        "with_closure: the body closes over a tensor that a torch.func transform outside "
+        "differentiates or batches. Pass it as an argument."
+    )
+
+
+# ---------------------------------------------------------------------------- meshes and nesting
+
+
+def matmul_over_tp(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce(x @ w, "tp", dst=I)
+
+
+def nested(mesh: Mesh) -> None:
+    x, w = random((4, 6), 3), random((6, 2), 4)
+
+    def outer(x: Tensor, w: Tensor) -> Tensor:
+        inner = shard_map(
+            matmul_over_tp, in_specs=(P(None, "tp"), P("tp")), out_specs=P(), axis_names={"tp"}
+        )
+        return torch.tanh(inner(x, w))
+
+    f = shard_map(
+        outer,
+        mesh=mesh,
+        in_specs=(P("dp"), P(replicate="dp")),
+        out_specs=P("dp"),
+        axis_names={"dp"},
+    )
+    x.requires_grad_()
+    y = f(x, w)
+    same(y, torch.tanh(x @ w))
+    place = shard_map(lambda g: g, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+    gradient = torch.autograd.grad(y, x, place(torch.ones(4, 2, dtype=torch.float64)))
+    same(gradient, torch.autograd.grad(torch.tanh(x @ w).sum(), x))
+
+
+@ON_EVERY_MESH
+def test_an_inner_shard_map_binds_the_axes_that_are_left(kind: str, gloo: Gloo) -> None:
+    run_on(kind, nested, gloo, (2, 2), ("dp", "tp"))
+
+
+def subset(mesh: Mesh) -> None:
+    f = shard_map(
+        body, mesh=mesh, in_specs=(P("tp"), P(replicate="tp")), out_specs=P(), axis_names={"tp"}
+    )
+    same(f(X, W), reference(X, W))
+    grad = torch.func.grad(f, argnums=(0, 1))
+    same(grad(X, W), torch.func.grad(reference, argnums=(0, 1))(X, W))
+
+
+@ON_EVERY_MESH
+def test_values_are_whole_over_axes_that_are_not_bound(kind: str, gloo: Gloo) -> None:
+    run_on(kind, subset, gloo, (2, 2), ("dp", "tp"))
+
+
+def ambient(mesh: Mesh) -> None:
+    seen: list[Mesh | None] = []
+
+    @shard_map(in_specs=P("tp"), out_specs=P("tp"))
+    def see(x: Tensor) -> Tensor:
+        seen.append(current_mesh())
+        return x
+
+    with use_mesh(mesh):
+        same(see(X), X)
+    assert set(seen) == {mesh}
+    assert current_mesh() is None
+
+
+@ON_EVERY_MESH
+def test_the_mesh_is_that_of_use_mesh_and_seen_in_the_body(kind: str, gloo: Gloo) -> None:
+    run_on(kind, ambient, gloo)
+
+
+def test_the_mesh_is_looked_up_in_each_call() -> None:
+    count = shard_map(lambda: all_reduce(torch.ones(()), "tp", dst=I), in_specs=(), out_specs=P())
+    for size in (2, 3):
+        with use_mesh(make_mesh((size,), ("tp",), kind="simulated")):
+            assert count() == size
+
+
+def test_without_a_mesh_the_error_says_how_to_give_one() -> None:
+    with pytest.raises(MeshError) as caught:
+        shard_map(torch.neg, in_specs=P(), out_specs=P())(X)
+    assert str(caught.value) == (
+        "No mesh: pass mesh=..., or enter one with `with use_mesh(mesh):`."
+    )
+
+
+def test_an_abstract_mesh_runs_nothing_yet() -> None:
+    mesh = make_mesh((8192,), ("tp",), kind="abstract")
+    with pytest.raises(MeshError) as caught:
+        shard_map(torch.neg, mesh=mesh, in_specs=P(), out_specs=P())(X)
+    assert str(caught.value) == "neg: functions cannot be called on an abstract mesh yet."
+
+
+GRID = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
+
+
+def nested_with(**inner: Any) -> Callable[[], Any]:
+    def outer(x: Tensor) -> Any:
+        return shard_map(torch.neg, in_specs=P(), out_specs=P(), **inner)(x)
+
+    f = shard_map(outer, mesh=GRID, in_specs=P(), out_specs=P(), axis_names={"dp"})
+    return lambda: f(X)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: shard_map(torch.neg, mesh=GRID, in_specs=P(), out_specs=P(), axis_names={"pp"})(
+                X
+            ),
+            SpecError,
+            "neg: axis_names has ['pp'], but the axes are ('dp', 'tp').",
+        ),
+        (
+            lambda: shard_map(torch.neg, mesh=GRID, in_specs=P(), out_specs=P(), axis_names=())(X),
+            SpecError,
+            "neg: axis_names is empty; name at least one of ('dp', 'tp').",
+        ),
+        (
+            lambda: shard_map(3, mesh=GRID, in_specs=P(), out_specs=P()),  # type: ignore[call-overload]
+            SpecError,
+            "shard_map takes a function, not 3; specs are keyword arguments.",
+        ),
+        (
+            lambda: shard_map(torch.neg, mesh=GRID, in_specs=[P()], out_specs=P()),
+            SpecError,
+            "in_specs takes one P for all arguments, a tuple with one spec per argument, or a dict "
+            "by parameter name, not [P()].",
+        ),
+        (
+            nested_with(axis_names={"dp"}),
+            SpecError,
+            "neg: axis_names has ['dp']; the enclosing body has bound ['dp'].",
+        ),
+        (
+            nested_with(mesh=make_mesh((4,), ("tp",), kind="simulated")),
+            MeshError,
+            "A shard_map inside the body of another one runs on its mesh, the simulated mesh "
+            "(dp=2, tp=2); it cannot use the simulated mesh (tp=4).",
+        ),
+    ],
+)
+def test_misuse_of_shard_map_is_explained(
+    call: Callable[[], Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+@SIMULATED
+def test_a_body_that_fails_leaves_nothing_behind(kind: Any) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate=kind)
+
+    def fail(x: Tensor) -> Tensor:
+        raise RuntimeError("broken")
+
+    with use_mesh(mesh), torch.no_grad():
+        with pytest.raises(RuntimeError, match="broken"):
+            shard_map(fail, in_specs=P("tp"), out_specs=P())(X)
+        assert current_mesh() is mesh
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    assert torch._C._functorch.peek_interpreter_stack() is None
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("rank ")] == []
+    with pytest.raises(Exception, match="was called outside shard_map"):
+        axis_index("tp")
+    same(mapped(mesh)(X, W), reference(X, W))
+
+
+def decorated(mesh: Mesh) -> None:
+    @shard_map(mesh=mesh, in_specs=P("tp"), out_specs=P())
+    def gathered(x: Tensor) -> Tensor:
+        """Has a docstring."""
+        return all_gather(x, "tp", dst=I)
+
+    assert gathered.__name__ == "gathered"
+    assert gathered.__doc__ == "Has a docstring."
+    same(gathered(X), X)
+
+
+@ON_EVERY_MESH
+def test_as_a_decorator_it_keeps_name_and_docstring(kind: str, gloo: Gloo) -> None:
+    run_on(kind, decorated, gloo)
