@@ -1,55 +1,50 @@
-"""Rows that the interpreter's own tests stand on: arithmetic, matmul, sums, factories, copies."""
+"""Arithmetic, sums, casts and other pointwise operations that are linear, and their backwards."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
-import torch
-from torch._ops import OpOverload
-
 from shardmap_torch.checker.row import Arguments, Row
-
-aten = torch.ops.aten
-
-SELF: Final = Row(linear=(("self",),))
-ZERO: Final = Row(zero=True)
+from shardmap_torch.checker.rows_common import GRAD, SELF, each, merged, product, sums
 
 
 def _unrounded(arguments: Arguments) -> bool:
     return arguments["rounding_mode"] is None
 
 
-ROWS: Final[Mapping[OpOverload, Row]] = MappingProxyType(
-    {
-        aten.add.Tensor: Row(linear=(("self",), ("other",))),
-        aten.sub.Tensor: Row(linear=(("self",), ("other",))),
-        aten.mul.Tensor: Row(linear=(("self", "other"),)),
-        aten.div.Tensor: SELF,
-        aten.div.Tensor_mode: Row(linear=(("self",),), when=_unrounded),
-        aten.neg.default: SELF,
-        aten.mm.default: Row(linear=(("self", "mat2"),)),
-        aten.bmm.default: Row(linear=(("self", "mat2"),)),
-        aten.addmm.default: Row(linear=(("self",), ("mat1", "mat2"))),
-        aten.sum.default: SELF,
-        aten.sum.dim_IntList: SELF,
-        aten.mean.default: SELF,
-        aten.mean.dim: SELF,
-        aten.clone.default: SELF,
-        aten._to_copy.default: SELF,
-        aten.copy.default: Row(linear=(("src",),), unread=("self",)),
-        aten.cat.default: Row(linear=(("tensors",),)),
-        aten.where.self: Row(linear=(("self",), ("other",))),
-        aten.masked_fill.Scalar: Row(linear=(("self",), ("value",))),
-        aten.embedding.default: Row(linear=(("weight",),)),
-        aten.embedding_dense_backward.default: Row(linear=(("grad_output",),)),
-        aten.zeros.default: ZERO,
-        aten.empty.memory_format: ZERO,
-        aten.zeros_like.default: Row(zero=True, unread=("self",)),
-        aten.empty_like.default: Row(zero=True, unread=("self",)),
-        aten.new_zeros.default: Row(zero=True, unread=("self",)),
-        aten.new_empty.default: Row(zero=True, unread=("self",)),
-        aten.ones_like.default: Row(unread=("self",)),
-        aten.full_like.default: Row(linear=(("fill_value",),), unread=("self",)),
-        aten.full.default: Row(linear=(("fill_value",),)),
-    }
+SUMS: Final = merged(
+    each(sums("self", "other"), "add.Tensor add.Scalar sub.Tensor sub.Scalar"),
+    each(sums("self", "other"), "rsub.Tensor rsub.Scalar"),
+    # self + weight * (end - self): the weight scales.
+    each(sums("self", "end"), "lerp.Scalar lerp.Tensor"),
+    each(Row(linear=(("self",), ("tensor1", "tensor2"))), "addcmul"),
+    each(sums("self", "tensor1"), "addcdiv"),
+    each(sums("self", "other"), "where.self where.ScalarOther where.ScalarSelf where.Scalar"),
+    each(sums("self", "value"), "masked_fill.Scalar masked_fill.Tensor"),
+    each(sums("real", "imag"), "complex"),
 )
+
+PRODUCTS: Final = merged(
+    each(product("self", "other"), "mul.Tensor mul.Scalar"),
+    each(SELF, "div.Tensor div.Scalar"),
+    each(Row(linear=(("self",),), when=_unrounded), "div.Tensor_mode div.Scalar_mode"),
+    each(SELF, "ldexp.Tensor"),
+    each(sums("abs"), "polar"),
+)
+
+UNARY: Final = merged(
+    each(SELF, "neg positive deg2rad rad2deg _conj_physical"),
+    each(SELF, "_to_copy clone _lazy_clone lift _pin_memory contiguous"),
+    each(SELF, "sum sum.dim_IntList mean mean.dim cumsum trace"),
+)
+
+# Formulas of the backward: linear in the gradient and in nothing else.
+BACKWARD: Final = merged(
+    each(GRAD, "sigmoid_backward tanh_backward threshold_backward logit_backward elu_backward"),
+    each(GRAD, "gelu_backward silu_backward mish_backward glu_backward log_sigmoid_backward"),
+    each(GRAD, "hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward"),
+    each(GRAD, "softplus_backward softshrink_backward rrelu_with_noise_backward"),
+    each(GRAD, "_prelu_kernel_backward native_dropout_backward"),
+    each(sums("grad_out"), "hardshrink_backward"),
+    each(SELF, "_masked_scale"),
+)
+
+ROWS: Final = merged(SUMS, PRODUCTS, UNARY, BACKWARD)

@@ -10,8 +10,17 @@ from torch._ops import OpOverload
 
 from shardmap_torch.checker.row import Row
 from shardmap_torch.checker.rows_basic import ROWS as BASIC
+from shardmap_torch.checker.rows_common import merged
+from shardmap_torch.checker.rows_foreach import ROWS as FOREACH
+from shardmap_torch.checker.rows_layout import ROWS as LAYOUT
+from shardmap_torch.checker.rows_make import ROWS as MAKE
+from shardmap_torch.checker.rows_matmul import ROWS as MATMUL
+from shardmap_torch.checker.rows_nn import ROWS as NN
+from shardmap_torch.checker.rows_refused import ROWS as REFUSED
 
-TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType({**BASIC})
+TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType(
+    merged(BASIC, MATMUL, LAYOUT, NN, MAKE, FOREACH, REFUSED)
+)
 """Every row; the families do not overlap."""
 
 JOIN: Final = Row()
