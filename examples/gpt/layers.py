@@ -1,0 +1,81 @@
+"""The parallel layers of a transformer: what one rank of axis "tp" computes.
+
+Between layers the sequence is cut over the ranks (sequence parallelism), within them the heads,
+the feed-forward width or the vocabulary (tensor parallelism). Shapes are named:
+
+    b sequences   t positions   d model width   h heads   k head width   v vocabulary   n any width
+
+and `t/tp` is this rank's part of t. Every matmul that communicates goes through `column` or `row`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from shardmap_torch import I, R, all_gather, all_reduce, axis_index, convert, reduce_scatter
+
+
+def column(x: Tensor, weight: Tensor) -> Tensor:
+    """x [b, t/tp, d], weight [d, n/tp, ...] -> [b, t, n/tp, ...]."""
+    y: Tensor = torch.tensordot(all_gather(x, "tp", dim=1, dst=R), weight, dims=1)
+    return y
+
+
+def row(x: Tensor, weight: Tensor) -> Tensor:
+    """x [b, t, n/tp, ...], weight [n/tp, ..., d] -> [b, t/tp, d]."""
+    y: Tensor = torch.tensordot(x, weight, dims=weight.ndim - 1)  # a part of the sum over n
+    return reduce_scatter(y, "tp", dim=1)
+
+
+def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
+    """x [b, t/tp, d], scale [d] -> [b, t/tp, d].
+
+    Each rank scales other positions, so the gradient of `scale` is summed over the ranks: R, not I.
+    """
+    scale = convert(scale, "tp", src=I, dst=R)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+
+
+def embed(tokens: Tensor, table: Tensor) -> Tensor:
+    """tokens [b, t], table [v/tp, d] -> [b, t/tp, d]."""
+    ids, owned = _own_rows(tokens, table.shape[0])
+    return reduce_scatter(table[ids] * owned.unsqueeze(-1), "tp", dim=1)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [b, t, v/tp], targets [b, t] -> nats [b, t], never gathering the vocabulary."""
+    largest = all_reduce(logits.detach().amax(-1), "tp", op="max", dst=R)
+    logits = logits - largest.unsqueeze(-1)
+    total = all_reduce(logits.exp().sum(-1), "tp", dst=I)
+    ids, owned = _own_rows(targets, logits.shape[-1])
+    picked = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) * owned
+    return total.log() - all_reduce(picked, "tp", dst=I)
+
+
+def _own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Where each id stands among this rank's rows, and whether it does; 0 where not."""
+    local = ids - axis_index("tp") * num_rows
+    owned = (local >= 0) & (local < num_rows)
+    return local * owned, owned
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q, k, v [b, t, h/tp, k] -> [b, t, h/tp, k]; each rank attends with its own heads."""
+    length, width = q.shape[1], q.shape[-1]
+    q, k, v = (x.transpose(1, 2) for x in (rotate(q), rotate(k), v))
+    scores: Tensor = q @ k.mT / math.sqrt(width)
+    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    return (weights @ v).transpose(1, 2)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary positions: x [b, t, h, k] turns, pair by pair, by its position times a frequency."""
+    length, half = x.shape[1], x.shape[-1] // 2
+    steps = torch.arange(half, dtype=x.dtype, device=x.device) / half
+    positions = torch.arange(length, dtype=x.dtype, device=x.device)
+    angles = torch.outer(positions, torch.pow(10_000.0, -steps)).unsqueeze(1)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)

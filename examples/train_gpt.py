@@ -1,0 +1,195 @@
+"""Trains a small GPT on the help topics of Python, with tensor, sequence and data parallelism.
+
+    python examples/train_gpt.py                        # 2x4 simulated ranks in this process
+    torchrun --nproc-per-node 2 examples/train_gpt.py --mesh 1x2     # the same on two processes
+
+The model is `examples/gpt/model.py`, its parallel layers `layers.py`, the train step `step.py`.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
+
+from examples.gpt import data, model
+from examples.gpt.check import compare, tolerance
+from examples.gpt.model import Config, Params
+from examples.gpt.optim import AdamW
+from examples.gpt.report import draw_losses, progress_bar
+from examples.gpt.step import (
+    sharded_logits,
+    sharded_loss,
+    sharded_next_logits,
+    sharded_step,
+)
+from shardmap_torch import Mesh, P, device_put, make_mesh, visualize_sharding
+
+LAST = 20  # the final loss is the mean over so many steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of this program works with."""
+
+    options: argparse.Namespace
+    config: Config
+    mesh: Mesh
+    console: Console
+    text: Tensor
+    held_out: Tensor
+
+    def batch(self, step: int) -> Tensor:
+        """Global batch [b, t+1], the same on every rank."""
+        return self._sample(self.text, self.options.seed + step)
+
+    def held_out_batch(self, step: int) -> Tensor:
+        """As `batch`, from text that is never trained on."""
+        return self._sample(self.held_out, step)
+
+    def _sample(self, text: Tensor, seed: int) -> Tensor:
+        batch = data.sample_batch(text, self.config.length, self.options.batch, seed)
+        return device_put(batch, self.mesh, P("dp"))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the flags."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mesh", default="2x4", help="ranks: data parallel x tensor parallel")
+    parser.add_argument("--strategy", default="vmap", choices=["auto", "vmap", "ranks"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--check", type=int, default=3, help="steps held against one device")
+    parser.add_argument("--sample", type=int, default=240, help="bytes written at the end")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for results")
+    for size in fields(Config):
+        parser.add_argument(f"--{size.name}", type=int, default=size.default)
+    return parser.parse_args(arguments)
+
+
+def start(options: argparse.Namespace) -> Run:
+    """Makes the mesh and loads the text."""
+    config = Config(**{size.name: getattr(options, size.name) for size in fields(Config)})
+    mesh = make_mesh(
+        [int(size) for size in options.mesh.split("x")], ("dp", "tp"), simulate=options.strategy
+    )
+    text = torch.tensor(list(data.load_text()))
+    split = len(text) * 19 // 20
+    return Run(options, config, mesh, Console(quiet=mesh.rank != 0), text[:split], text[split:])
+
+
+def show_sharding(run: Run, params: Params) -> None:
+    """Prints which ranks hold which part of a weight, a batch and the logits."""
+    tokens = run.batch(0)[:, :-1]
+    logits = sharded_logits(run.mesh, run.config)(params, tokens)
+    shown = {
+        "one weight, layers[0]['down'] [hidden, width]": (params["layers"][0]["down"], P("tp")),
+        "the batch [sequences, positions]": (tokens, P("dp")),
+        "the logits [sequences, positions, vocabulary]": (logits, P("dp", None, "tp")),
+    }
+    for name, (value, spec) in shown.items():
+        run.console.print(f"\n{name}", style="bold", markup=False, highlight=False)
+        visualize_sharding(value, mesh=run.mesh, spec=spec, console=run.console)
+
+
+def check(run: Run, step: int, params: Params) -> None:
+    """Holds loss and gradients of this step against one device, in two precisions."""
+    for dtype in dict.fromkeys((torch.float64, getattr(torch, run.options.dtype))):
+        batch = run.batch(step)
+        errors = compare(run.mesh, run.config, params, batch, dtype)
+        worst = max(errors, key=lambda name: errors[name])
+        run.console.print(
+            f"step {step + 1}, {dtype}: loss and {len(errors) - 1} gradients equal one device's; "
+            f"largest relative error {errors[worst]:.1e} ({worst}), "
+            f"allowed {tolerance(dtype, batch[:, 1:].numel()):.1e}"
+        )
+
+
+def train(run: Run, params: Params) -> tuple[Params, list[float]]:
+    """Trains; the first steps are checked."""
+    optimizer = AdamW(run.options.steps)
+    step_cuts = optimizer.specs(model.specs(run.config))
+    state = device_put(optimizer.init(params), run.mesh, step_cuts)
+    step = sharded_step(run.mesh, run.config, optimizer)
+    losses: list[float] = []
+    tokens = run.options.batch * run.config.length
+    with progress_bar(run.console) as progress:
+        task = progress.add_task("train", total=run.options.steps, loss=float("nan"), rate=0)
+        for number in range(run.options.steps):
+            if number < run.options.check:
+                check(run, number, params)
+            began = time.perf_counter()
+            params, state, loss = step(params, state, run.batch(number))
+            losses.append(loss.item())
+            rate = tokens / (time.perf_counter() - began)
+            progress.update(task, advance=1, loss=losses[-1], rate=rate)
+    return params, losses
+
+
+def held_out_loss(run: Run, params: Params, num_batches: int = 8) -> float:
+    """Mean nats a byte on text that was not trained on."""
+    loss = sharded_loss(run.mesh, run.config)
+    return sum(loss(params, run.held_out_batch(i)).item() for i in range(num_batches)) / num_batches
+
+
+def sample(run: Run, params: Params, temperature: float = 0.7) -> bytes:
+    """Continues held-out text, one byte at a time; every rank draws the same."""
+    next_logits = sharded_next_logits(run.mesh, run.config)
+    generator = torch.Generator().manual_seed(run.options.seed)
+    text = run.held_out[: run.config.length].tolist()
+    num_copies = run.mesh.shape["dp"]  # the batch must divide over "dp"
+    for _ in range(run.options.sample):
+        window = torch.tensor([text[-run.config.length :]] * num_copies)
+        logits = next_logits(params, device_put(window, run.mesh, P("dp")))[0].double().cpu()
+        drawn = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+        text.append(int(drawn))
+    return bytes(text[run.config.length :])
+
+
+def report(run: Run, params: Params, losses: list[float]) -> None:
+    """Prints what was learned, and writes the losses and their curve."""
+    whole = torch.cat([run.text, run.held_out]).tolist()
+    levels = {
+        "unigram entropy": data.unigram_entropy(whole),
+        "bigram entropy": data.bigram_entropy(whole),
+    }
+    last = losses[-LAST:]
+    results = {"final loss": sum(last) / len(last), "held-out loss": held_out_loss(run, params)}
+    run.console.print()
+    for name, value in {**levels, **results}.items():
+        run.console.print(f"{name:16} {value:.3f} nats/byte")
+    written = sample(run, params).decode(errors="replace")
+    run.console.print("\n[bold]sample[/]")
+    run.console.print(written, markup=False, highlight=False)
+    if run.mesh.rank == 0:
+        run.options.out.mkdir(parents=True, exist_ok=True)
+        draw_losses(losses, levels, run.options.out / "loss.png")
+        (run.options.out / "losses.json").write_text(json.dumps(losses))
+        run.console.print(f"\nwrote {run.options.out / 'loss.png'}")
+
+
+def main(arguments: list[str] | None = None) -> list[float]:
+    """Runs the demo and returns the loss of every step."""
+    run = start(parse(arguments))
+    dtype = getattr(torch, run.options.dtype)
+    params = device_put(
+        model.init(run.config, run.options.seed, dtype), run.mesh, model.specs(run.config)
+    )
+    run.console.print(f"{run.mesh}, {run.config}, {len(run.text):,} bytes of text")
+    show_sharding(run, params)
+    params, losses = train(run, params)
+    report(run, params, losses)
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""A small coloured table that shows which ranks hold which piece of a value."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from shardmap_torch.errors import SpecError
+from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.spec import P, misfits
+
+T = TypeVar("T")
+
+COLORS: Final = (
+    "red",
+    "green",
+    "yellow",
+    "blue",
+    "magenta",
+    "cyan",
+    "bright_black",
+    "dark_orange3",
+)
+MAX_SHOWN: Final = 8
+"""So many ranks of a cell, or pieces along a dim, are shown; of more, the first and the last."""
+
+
+def visualize_sharding(
+    x: Tensor | Sequence[int],
+    *,
+    mesh: Mesh | None = None,
+    spec: P | None = None,
+    console: Console | None = None,
+) -> None:
+    """Prints which ranks hold which piece of `x`: one cell a piece, one colour a set of ranks.
+
+    Ranks that hold the same piece share its cell: `0, 4`. Where the value is a sum over ranks that
+    is still pending, they stand as `0 + 1`. Headers name the indices that a row or column holds;
+    dims that are not cut do not show.
+
+    Args:
+        x: a DTensor, which knows how it is cut; or a tensor or a global shape with `spec`.
+        mesh: the mesh of `spec`; by default that of `use_mesh`.
+        spec: how `x` is cut. For a DTensor by default as it lies.
+        console: where to print; by default the standard output.
+
+    Raises:
+        SpecError: no spec, one that does not fit the shape, or more than two dims that are cut.
+        MeshError: no mesh.
+
+    Source: `jax.debug.visualize_array_sharding`.
+
+    Example:
+        >>> from rich.console import Console
+        >>> from shardmap_torch import P, make_mesh, visualize_sharding
+        >>> mesh = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
+        >>> plain = Console(color_system=None, width=60)
+        >>> visualize_sharding((128, 512), mesh=mesh, spec=P(None, "tp"), console=plain)
+        (128, 512) cut by P(None, 'tp') on simulated mesh (dp=2, tp=4)
+        ┌───────┬─────────┬─────────┬─────────┐
+        │ 0:128 │ 128:256 │ 256:384 │ 384:512 │
+        ├───────┼─────────┼─────────┼─────────┤
+        │ 0, 4  │  1, 5   │  2, 6   │  3, 7   │
+        └───────┴─────────┴─────────┴─────────┘
+    """
+    shape = tuple(x.shape if isinstance(x, Tensor) else x)
+    on, cut = _layout(x, mesh, spec)
+    problems = misfits(cut, shape, on.shape)
+    if problems:
+        raise SpecError(f"visualize_sharding: {shape} does not fit its spec: {'; '.join(problems)}")
+    rows, columns = _shown_dims(cut, shape)
+    out = console if console is not None else Console()
+    out.print(f"{shape} cut by {cut!r} on {on}", highlight=False, soft_wrap=True)
+    out.print(_table(shape, on, cut, rows, columns))
+
+
+def _layout(x: Tensor | Sequence[int], mesh: Mesh | None, spec: P | None) -> tuple[Mesh, P]:
+    if isinstance(x, DTensor):
+        on = as_mesh(mesh if mesh is not None else x.device_mesh)
+        return on, spec if spec is not None else _spec_of(x, on)
+    if spec is None:
+        raise SpecError("visualize_sharding: only a DTensor knows how it is cut; pass spec=P(...).")
+    return as_mesh(mesh), spec
+
+
+def _spec_of(x: DTensor, mesh: Mesh) -> P:
+    cuts: list[list[str]] = [[] for _ in x.shape]
+    pending = []
+    for axis, placement in zip(mesh.axis_names, x.placements, strict=True):
+        if isinstance(placement, Shard):
+            cuts[placement.dim].append(axis)
+        elif isinstance(placement, Partial):
+            pending.append(axis)
+        elif not isinstance(placement, Replicate):
+            raise SpecError(f"visualize_sharding: no way to show the placement {placement}.")
+    # Placements do not say which of two axes of one dim is major; torch's private order does.
+    for order in getattr(x._spec, "shard_order", None) or ():
+        cuts[order.tensor_dim] = [mesh.axis_names[i] for i in order.mesh_dims]
+    entries = [axes[0] if len(axes) == 1 else tuple(axes) or None for axes in cuts]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries, partial=pending)
+
+
+def _shown_dims(spec: P, shape: tuple[int, ...]) -> tuple[int | None, int | None]:
+    """The dims that run down and across; a single cut runs across where its dim is the last."""
+    dims = sorted(dim for dim, _ in spec.cuts)
+    if len(dims) > 2:
+        raise SpecError(
+            f"visualize_sharding: {spec!r} cuts dims {dims}; a table shows two. "
+            "Show x[0], or another slice, with one cut less."
+        )
+    if len(dims) == 2:
+        return dims[0], dims[1]
+    if not dims:
+        return None, None
+    return (None, dims[0]) if dims[0] == len(shape) - 1 else (dims[0], None)
+
+
+def _table(
+    shape: tuple[int, ...], mesh: Mesh, spec: P, down: int | None, across: int | None
+) -> Table:
+    axes = dict(spec.cuts)
+    holders: dict[tuple[int, int], list[int]] = {}
+    for rank in range(mesh.size):
+        place = mesh.coordinates(rank)
+        row, column = (_index(mesh, axes, dim, place) for dim in (down, across))
+        holders.setdefault((row, column), []).append(rank)
+    row_heads, column_heads = (_heads(shape, mesh, axes, dim) for dim in (down, across))
+    shown = _shown(range(len(column_heads)))
+    table = Table(box=box.SQUARE, show_header=across is not None, show_lines=True)
+    if down is not None:
+        table.add_column("", justify="right")
+    for j in shown:
+        head = "…" if j is None else column_heads[j]
+        table.add_column(head, justify="center", no_wrap=True)
+    for i in _shown(range(len(row_heads))):
+        head = "…" if i is None else row_heads[i]
+        cells = [_cell(mesh, spec, i, j, holders) for j in shown]
+        table.add_row(*([] if down is None else [head]), *cells)
+    return table
+
+
+def _cell(
+    mesh: Mesh,
+    spec: P,
+    row: int | None,
+    column: int | None,
+    holders: Mapping[tuple[int, int], Sequence[int]],
+) -> Text:
+    if row is None or column is None:
+        return Text("…")
+    color = COLORS[(3 * row + column) % len(COLORS)]
+    return Text(_names(mesh, spec, holders[row, column]), style=f"bold white on {color}")
+
+
+def _index(
+    mesh: Mesh, axes: Mapping[int, tuple[str, ...]], dim: int | None, place: Mapping[str, int]
+) -> int:
+    return 0 if dim is None else mesh.index(axes[dim], place)
+
+
+def _heads(
+    shape: tuple[int, ...], mesh: Mesh, axes: Mapping[int, tuple[str, ...]], dim: int | None
+) -> list[str]:
+    """The indices that each piece holds, as slices."""
+    if dim is None:
+        return [""]
+    num_pieces = mesh.num_ranks(axes[dim])
+    length = shape[dim] // num_pieces
+    return [f"{i * length}:{(i + 1) * length}" for i in range(num_pieces)]
+
+
+def _names(mesh: Mesh, spec: P, ranks: Sequence[int]) -> str:
+    """The ranks of one piece: copies set apart by commas, addends by plus signs."""
+    copies: dict[tuple[int, ...], list[int]] = {}
+    for rank in ranks:
+        place = mesh.coordinates(rank)
+        key = tuple(place[axis] for axis in mesh.axis_names if axis not in spec.partial)
+        copies.setdefault(key, []).append(rank)
+    sums = [" + ".join(map(_word, _shown(addends))) for addends in copies.values()]
+    return ", ".join(map(_word, _shown(sums)))
+
+
+def _shown(items: Sequence[T]) -> list[T | None]:
+    """Those to show; None stands for what is left out."""
+    if len(items) <= MAX_SHOWN:
+        return list(items)
+    return [*items[:2], None, items[-1]]
+
+
+def _word(item: object) -> str:
+    return "…" if item is None else str(item)
