@@ -201,6 +201,8 @@ def make_mesh(
 def _check_layout(
     shape: Sequence[int], axis_names: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    if not isinstance(shape, Sequence):
+        raise MeshError(f"shape must be a sequence of sizes or a DeviceMesh, not {shape!r}.")
     if isinstance(axis_names, str) or axis_names is None:
         raise MeshError(f"axis_names must be a sequence of names, not {axis_names!r}.")
     names, sizes = tuple(axis_names), tuple(shape)

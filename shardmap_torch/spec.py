@@ -139,10 +139,10 @@ def _read_entry(entry: Entry | list[str]) -> Entry:
 
 
 def _read_names(keyword: str, names: Iterable[str] | str) -> frozenset[str]:
-    axes = frozenset([names] if isinstance(names, str) else names)
+    axes = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
     if not all(isinstance(axis, str) for axis in axes):
         raise SpecError(f"P({keyword}=...) takes axis names, not {names!r}.")
-    return axes
+    return frozenset(axes)
 
 
 def _reject_repeats(spec: P) -> None:
