@@ -22,7 +22,6 @@ from shardmap_torch import (
     convert,
     current_mesh,
     make_mesh,
-    shard_map,
     use_mesh,
 )
 from tests.pool import Gloo
@@ -34,6 +33,7 @@ from tests.programs.everywhere import (
     run_on,
     same,
 )
+from tests.programs.everywhere import unchecked as shard_map
 from tests.programs.harness import random
 
 # torch's own forward mode scripts some decompositions when it is first used.
@@ -320,7 +320,8 @@ def test_rank_threads_refuse_a_closure_that_an_outer_transform_tracks() -> None:
         def with_closure(x: Tensor) -> Tensor:
             return all_reduce((x * w).sum(), "tp", dst=I)
 
-        return shard_map(with_closure, mesh=mesh, in_specs=P("tp"), out_specs=P())(X)
+        out: Tensor = shard_map(with_closure, mesh=mesh, in_specs=P("tp"), out_specs=P())(X)
+        return out
 
     with pytest.raises(TransformError) as caught:
         torch.func.grad(loss)(torch.tensor(2.0).double())
@@ -414,11 +415,11 @@ def test_without_a_mesh_the_error_says_how_to_give_one() -> None:
     )
 
 
-def test_an_abstract_mesh_runs_nothing_yet() -> None:
+def test_an_abstract_mesh_has_nothing_to_run_on() -> None:
     mesh = make_mesh((8192,), ("tp",), kind="abstract")
     with pytest.raises(MeshError) as caught:
         shard_map(torch.neg, mesh=mesh, in_specs=P(), out_specs=P())(X)
-    assert str(caught.value) == "neg: functions cannot be called on an abstract mesh yet."
+    assert str(caught.value) == "neg: an abstract mesh has no data to run on; use check=True."
 
 
 GRID = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
@@ -448,7 +449,7 @@ def nested_with(**inner: Any) -> Callable[[], Any]:
             "neg: axis_names is empty; name at least one of ('dp', 'tp').",
         ),
         (
-            lambda: shard_map(3, mesh=GRID, in_specs=P(), out_specs=P()),  # type: ignore[call-overload]
+            lambda: shard_map(3, mesh=GRID, in_specs=P(), out_specs=P()),  # type: ignore[arg-type]
             SpecError,
             "shard_map takes a function, not 3; specs are keyword arguments.",
         ),

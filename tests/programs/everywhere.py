@@ -7,9 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import Mesh, make_mesh
+from shardmap_torch import Mesh, make_mesh, shard_map
 from tests.pool import Gloo
 from tests.programs.harness import whole, worker_mesh
+
+
+def unchecked(f: Callable[..., Any] | None = None, /, **kwargs: Any) -> Callable[..., Any]:
+    """`shard_map` without the type checker: what the core does by itself."""
+    mapped: Callable[..., Any] = shard_map(f, check=False, **kwargs)
+    return mapped
+
 
 Scenario = Callable[[Mesh], None]
 

@@ -1,0 +1,179 @@
+"""Meshes: layout, names, and what is wrong with a bad one."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardmap_torch import Mesh, MeshError, current_mesh, make_mesh, use_mesh
+from shardmap_torch.mesh import TORCHRUN_VARIABLES, as_mesh
+from tests.pool import Gloo
+
+MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(
+    lambda sizes: make_mesh(sizes, ("a", "b", "c")[: len(sizes)], kind="simulated")
+)
+
+
+@given(MESHES)
+def test_ranks_and_coordinates_are_inverse_and_row_major(mesh: Mesh) -> None:
+    places = [mesh.coordinates(rank) for rank in range(mesh.size)]
+    assert [mesh.rank_at(place) for place in places] == list(range(mesh.size))
+    assert places == sorted(places, key=lambda place: tuple(place.values()))
+    assert [mesh.index(mesh.axis_names, place) for place in places] == list(range(mesh.size))
+
+
+@given(MESHES, st.data())
+def test_peers_differ_along_their_axes_only_in_the_order_of_the_index(
+    mesh: Mesh, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(mesh.axis_names))
+    axes = order[: data.draw(st.integers(1, len(order)))]
+    place = mesh.coordinates(data.draw(st.integers(0, mesh.size - 1)))
+    peers = mesh.peers(axes, place)
+    assert len(set(peers)) == mesh.num_ranks(axes)
+    for index, peer in enumerate(peers):
+        there = mesh.coordinates(peer)
+        assert mesh.index(axes, there) == index
+        assert all(there[axis] == place[axis] for axis in mesh.axis_names if axis not in axes)
+
+
+def test_meshes_of_one_layout_are_equal_and_print_their_sizes() -> None:
+    one, two = (make_mesh((2, 4), ("dp", "tp"), kind="simulated") for _ in range(2))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != make_mesh((4, 2), ("dp", "tp"), kind="simulated")
+    assert str(one) == "simulated mesh (dp=2, tp=4)"
+    assert one.size == 8
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: make_mesh((2,), "tp"), "axis_names must be a sequence of names, not 'tp'."),
+        (lambda: make_mesh((2,)), "axis_names must be a sequence of names, not None."),
+        (
+            lambda: make_mesh((2, 2), ("tp",)),
+            "2 sizes (2, 2) but 1 axis names ('tp',).",
+        ),
+        (
+            lambda: make_mesh((), ()),
+            "A mesh needs at least one axis; use size 1 for a single rank.",
+        ),
+        (
+            lambda: make_mesh((2, 2), ("tp", "tp")),
+            "Axis names must be different non-empty strings, not ('tp', 'tp').",
+        ),
+        (
+            lambda: make_mesh((2,), ("",)),
+            "Axis names must be different non-empty strings, not ('',).",
+        ),
+        (
+            lambda: make_mesh((2, 2), ("tp", 1)),  # type: ignore[arg-type]
+            "Axis names must be different non-empty strings, not ('tp', 1).",
+        ),
+        (
+            lambda: make_mesh((0, 2), ("dp", "tp")),
+            "Axis sizes must be integers of at least 1, not (0, 2).",
+        ),
+        (
+            lambda: make_mesh((2.0,), ("tp",)),  # type: ignore[arg-type]
+            "Axis sizes must be integers of at least 1, not (2.0,).",
+        ),
+        (
+            lambda: make_mesh(2, ("tp",)),  # type: ignore[arg-type]
+            "shape must be a sequence of sizes or a DeviceMesh, not 2.",
+        ),
+        (
+            lambda: make_mesh((2,), ("tp",), kind="real"),  # type: ignore[arg-type]
+            "kind='real' is none of simulated, process_group, abstract.",
+        ),
+        (
+            lambda: make_mesh((2,), ("tp",), simulate="threads"),  # type: ignore[arg-type]
+            "simulate='threads' is none of auto, vmap, ranks.",
+        ),
+        (
+            lambda: as_mesh("tp"),  # type: ignore[arg-type]
+            "A mesh is made by make_mesh or is a DeviceMesh, not 'tp'.",
+        ),
+        (
+            lambda: make_mesh((2,), ("tp",), kind="simulated").group(("tp",)),
+            "A simulated mesh has no process groups.",
+        ),
+        (
+            lambda: make_mesh((2,), ("tp",), kind="process_group"),
+            "A process_group mesh needs torch.distributed, which nothing has started, and "
+            "torchrun's environment lacks RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Start the "
+            'script with `torchrun --nproc-per-node N script.py`, or use kind="simulated".',
+        ),
+    ],
+)
+def test_a_bad_mesh_is_refused(make: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in TORCHRUN_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(MeshError) as caught:
+        make()
+    assert str(caught.value) == text
+
+
+def test_without_process_groups_a_mesh_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in TORCHRUN_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    assert make_mesh((2,), ("tp",)).kind == "simulated"
+
+
+def test_part_of_the_environment_of_torchrun_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in TORCHRUN_VARIABLES:
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(MeshError, match=r"environment lacks MASTER_ADDR\. Start"):
+        make_mesh((1,), ("tp",), kind="process_group")
+
+
+def test_use_mesh_nests_and_ends_when_the_block_raises() -> None:
+    one, two = (make_mesh((n,), ("tp",), kind="simulated") for n in (1, 2))
+    with use_mesh(one):
+        with pytest.raises(MeshError), use_mesh(two):
+            make_mesh((), ())
+        assert current_mesh() is one
+    assert current_mesh() is None
+
+
+def test_use_mesh_holds_on_its_own_thread_only() -> None:
+    seen: list[Mesh | None] = []
+    with use_mesh(make_mesh((1,), ("tp",), kind="simulated")):
+        thread = threading.Thread(target=lambda: seen.append(current_mesh()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def of_processes() -> None:
+    mesh = make_mesh((2,), ("tp",))
+    assert str(mesh) == "process_group mesh (tp=2)"
+    assert dist.get_process_group_ranks(mesh.group(("tp",))) == [0, 1]
+    assert mesh.group(("tp",), "kernels") is not mesh.group(("tp",))
+    with pytest.raises(MeshError) as wrong_size:
+        make_mesh((2, 2), ("dp", "tp"))
+    assert str(wrong_size.value) == (
+        "The mesh {'dp': 2, 'tp': 2} has 2*2 = 4 ranks, but 2 processes were started."
+    )
+    torchs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    assert make_mesh(torchs) == mesh
+    assert as_mesh(torchs) is as_mesh(torchs)
+    with pytest.raises(MeshError) as unnamed:
+        make_mesh(init_device_mesh("cpu", (2,)))
+    assert str(unnamed.value) == (
+        "The DeviceMesh has no dim names; make it with mesh_dim_names=(...)."
+    )
+    with pytest.raises(MeshError) as renamed:
+        make_mesh(torchs, ("dp",))
+    assert str(renamed.value) == "axis_names ('dp',) differ from the DeviceMesh's ('tp',)."
+
+
+@pytest.mark.slow
+def test_a_mesh_of_processes(gloo: Gloo) -> None:
+    gloo(2).run(of_processes)
