@@ -6,7 +6,7 @@ values are cut into local ones and put together again.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
@@ -75,6 +75,8 @@ class Call:
         structure: puts leaves back into `(args, kwargs)`.
         out_specs: prefix tree of the specs of the result.
         out_fits: remembers how results fitted.
+        exits: for results by position, conversions to the type that the spec promises, which the
+            checker found necessary.
     """
 
     function: Callable[..., Tree]
@@ -87,6 +89,7 @@ class Call:
     structure: Structure
     out_specs: Tree
     out_fits: Memo[Fit]
+    exits: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
 
     @lazy
     def inputs(self) -> tuple[Placed[Spec], ...]:
@@ -322,7 +325,7 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
         key = (structure, call.mapped, *map(_output_signature, leaves))
         fit = call.out_fits.get(key, lambda: place_outputs(call, out))
         for position in fit.crossing:
-            casts = exit_casts(fit.spec(position))
+            casts = (*exit_casts(fit.spec(position)), *call.exits.get(position, ()))
             leaves[position] = apply(backend, casts, leaves[position])
     return Result(leaves, fit, structure)
 

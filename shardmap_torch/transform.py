@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, overload
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.backend import Scope, current_scope
@@ -18,6 +19,9 @@ from shardmap_torch.boundary import (
     is_spec,
     place_arguments,
 )
+from shardmap_torch.checker.api import shapes_of, stand_ins
+from shardmap_torch.checker.signature import signature as signature_of
+from shardmap_torch.checker.verify import Verdict, verify
 from shardmap_torch.errors import MeshError, SpecError
 from shardmap_torch.memo import Memo
 from shardmap_torch.mesh import Mesh, as_mesh
@@ -74,8 +78,9 @@ def shard_map(
         f: the per-rank function, of any pytrees of tensors.
         in_specs: one `P` per argument, in a tuple or in a dict by parameter name, each a pytree
             prefix of its argument; or one `P` for all. None marks a static argument, which is
-            passed as it is. An axis that the spec of an input does not mention must be named in
-            `replicate=` or `invariant=` if the input can receive a gradient.
+            passed as it is. An axis that the spec of an input does not mention is typed by the
+            checker; with `check=False` it must be named in `replicate=` or `invariant=` if the
+            input can receive a gradient.
         out_specs: pytree prefix of specs of the result. An axis that a spec neither mentions nor
             names in `replicate=` is invariant: every rank returns the same and repeats the same
             computation.
@@ -83,11 +88,15 @@ def shard_map(
             up in each call.
         axis_names: the axes that this function is mapped over; by default all that the enclosing
             body has not bound. Over the others its values are whole.
-        check: reserved for the type checker, which does not exist yet; no effect.
+        check: verify, before a signature runs for the first time, that the body is well-typed and
+            that the backward which autograd derives computes right gradients. Without it specs
+            must name every axis of inputs that can receive a gradient.
 
     Raises:
         SpecError: in a call, if arguments or results do not fit the specs; names all offenders.
         MeshError: in a call, if there is no mesh.
+        ShardTypeError: in a call, if the program is not well-typed or would compute wrong
+            gradients; names the line.
 
     Source: `jax.shard_map`.
 
@@ -117,38 +126,82 @@ def shard_map(
             f"in_specs takes one P for all arguments, a tuple with one spec per argument, or a "
             f"dict by parameter name, not {in_specs!r}."
         )
-    function, signature, name = f, _signature(f), getattr(f, "__name__", type(f).__name__)
-    in_fits, out_fits = Memo[Fit](), Memo[Fit]()
+    body = _Body(f, in_specs, out_specs, mesh, axis_names, check)
 
-    @wraps(function)
+    @wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        return body.run(args, kwargs)
+
+    # How `check_program` and its like reach the checker.
+    mapped._shardmap_verdict = body.verdict_on  # type: ignore[attr-defined]
+    return mapped
+
+
+class _Body:
+    """A function with its specs, and what has been found out about it."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        in_specs: Tree,
+        out_specs: Tree,
+        mesh: Mesh | DeviceMesh | None,
+        axis_names: Collection[str] | None,
+        check: bool,
+    ) -> None:
+        self._function, self._signature = function, _signature(function)
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._in_specs, self._out_specs = in_specs, out_specs
+        self._mesh, self._axis_names, self._check = mesh, axis_names, check
+        self._in_fits, self._out_fits = Memo[Fit](), Memo[Fit]()
+        self._verdicts = Memo[Verdict]()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         scope = current_scope()
-        call_mesh = _resolve_mesh(mesh, scope)
-        axes = _resolve_axes(name, call_mesh, axis_names, scope)
+        # An inner function is checked as part of the body around it. Dynamo traces a body that
+        # names its axes, unchecked.
+        if scope is not None or not self._check or torch.compiler.is_compiling():
+            return _run(self._call(scope, args, kwargs, infers=False), scope, batches=False)
+        call = self._call(None, args, kwargs, infers=True)
+        verdict = self._verdict(call)
+        if call.mesh.kind == "abstract":
+            return shapes_of(verdict)
+        return _run(verdict.apply(call), None, verdict.batches)
+
+    def verdict_on(self, *args: Any, **kwargs: Any) -> Verdict:
+        """Checks without running."""
+        args, kwargs = stand_ins((args, kwargs))
+        return self._verdict(self._call(None, args, kwargs, infers=True))
+
+    def _verdict(self, call: Call) -> Verdict:
+        return self._verdicts.get(signature_of(call), lambda: verify(call))
+
+    def _call(
+        self, scope: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any], infers: bool
+    ) -> Call:
+        mesh = _resolve_mesh(self._mesh, scope)
+        axes = _resolve_axes(self._name, mesh, self._axis_names, scope)
+        if mesh.kind == "abstract":
+            args, kwargs = stand_ins((args, kwargs))
         leaves, structure = flatten((args, kwargs))
 
         def fit() -> Fit:
-            found = place_arguments(function, signature, args, kwargs, in_specs)
-            return Fit.of(check_inputs(name, call_mesh, axes, found))
+            found = place_arguments(self._function, self._signature, args, kwargs, self._in_specs)
+            return Fit.of(check_inputs(self._name, mesh, axes, found, infers))
 
-        key = (structure, call_mesh, axes, *map(input_signature, leaves))
-        return _run(
-            Call(
-                function,
-                name,
-                call_mesh,
-                frozenset(axes) | (scope.axes if scope is not None else frozenset()),
-                axes,
-                leaves,
-                in_fits.get(key, fit),
-                structure,
-                out_specs,
-                out_fits,
-            ),
-            scope,
+        key = (structure, mesh, axes, infers, *map(input_signature, leaves))
+        return Call(
+            self._function,
+            self._name,
+            mesh,
+            frozenset(axes) | (scope.axes if scope is not None else frozenset()),
+            axes,
+            leaves,
+            self._in_fits.get(key, fit),
+            structure,
+            self._out_specs,
+            self._out_fits,
         )
-
-    return mapped
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -189,7 +242,8 @@ def _resolve_axes(
     return tuple(axis for axis in mesh.axis_names if axis in axes)
 
 
-def _run(call: Call, scope: Scope | None) -> Tree:
+def _run(call: Call, scope: Scope | None, batches: bool) -> Tree:
+    """Runs a call on its mesh; `batches`: the checker found that one batched program can do it."""
     if scope is not None:
         if isinstance(scope.backend, BatchedBackend):
             return batched.run(call)
@@ -197,8 +251,9 @@ def _run(call: Call, scope: Scope | None) -> Tree:
     if call.mesh.kind == "process_group":
         return process.run(call, _process_backend(call.mesh))
     if call.mesh.kind == "abstract":
-        raise MeshError(f"{call.name}: functions cannot be called on an abstract mesh yet.")
-    return batched.run(call) if call.mesh.simulate == "vmap" else ranks.run(call)
+        raise MeshError(f"{call.name}: an abstract mesh has no data to run on; use check=True.")
+    batches = call.mesh.simulate == "vmap" or (call.mesh.simulate == "auto" and batches)
+    return batched.run(call) if batches else ranks.run(call)
 
 
 _BACKENDS: dict[int, ProcessGroupBackend] = {}

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch.checker import report
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.lattice import plain
-from shardmap_torch.checker.program import Cell, Equation, bytes_sent, use_of
+from shardmap_torch.checker.program import Cell, Equation, Use, bytes_sent, use_of
 from shardmap_torch.checker.shapes import SHAPES
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective
@@ -81,9 +81,7 @@ class AbstractBackend:
         interpreter.add(equation)
         return y
 
-    def _check_source(
-        self, move: str, collective: Collective, shown: str, operand: "report.Use"
-    ) -> None:
+    def _check_source(self, move: str, collective: Collective, shown: str, operand: Use) -> None:
         wanted = V if move in _EXTREMA else collective.src
         accepted = (BACKWARD if self._interpreter.site()[1] else FORWARD)[plain(wanted)]
         for axis, kind in zip(self._interpreter.axes, operand.kinds, strict=True):
@@ -101,7 +99,7 @@ class AbstractBackend:
         made = []
         for position, (axis, kind) in enumerate(zip(self._interpreter.axes, kinds, strict=True)):
             dst = collective.dst if axis in collective.axes else kind
-            if dst == R and _summed_varying(forward, axis, position):
+            if dst == R and _summed_varying(forward, collective, axis, position):
                 # The sum took V for P, an implicit reinterpret(V, P): its transpose makes R a V.
                 dst = V
             made.append(dst)
@@ -114,10 +112,15 @@ class AbstractBackend:
         source.sealed = source.sealed or why
 
 
-def _summed_varying(forward: Equation | None, axis: str, position: int) -> bool:
+def _summed_varying(
+    forward: Equation | None, collective: Collective, axis: str, position: int
+) -> bool:
+    """Whether `collective` is the transpose of a sum over `axis` that took a V."""
     return (
         forward is not None
         and forward.collective is not None
+        and forward.name == str(forward.collective)  # no extremum
+        and forward.collective.transpose == collective
         and axis in forward.collective.axes
         and forward.collective.src == Partial
         and plain(forward.operands[0].kinds[position]) == V

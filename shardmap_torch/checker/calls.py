@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Number
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -57,7 +56,7 @@ class Signature:
         outs: names of arguments that are written and not read.
         writes: names of arguments that are written, in order.
         random: whether it draws numbers.
-        branches: whether a Python value or a shape depends on the data.
+        branches: whether a Python value or a shape may depend on the data.
     """
 
     names: tuple[str, ...]
@@ -160,12 +159,23 @@ def _outcome(
         )
         if isinstance(outcome, Clash):
             return Refusal(axis, outcome, outcome.reason)
-        if signature.branches and outcome in (V, Partial):
+        if outcome in (V, Partial) and branches(signature, arguments):
             return Refusal(axis, Clash(outcome, None, BRANCH), BRANCH)
         if draws and outcome == Partial:
             return Refusal(axis, Clash(Partial, None, BITS), BITS)
         kinds.append(V if draws else Z if row.zero else outcome)
     return tuple(kinds)
+
+
+def branches(signature: Signature, arguments: Mapping[str, Any]) -> bool:
+    """Whether a Python value or a shape depends on the data of this call.
+
+    Indexing has the tag for the sake of masks; integer indices select as many items as they are.
+    """
+    indices = arguments.get("indices")
+    if signature.branches and isinstance(indices, list | tuple):
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_of(indices))
+    return signature.branches
 
 
 def _on_axis(
@@ -188,5 +198,5 @@ def _terms(
 def _kinds(value: Any, read: Read, num_axes: int) -> Types:
     if isinstance(value, Tensor):
         return read(value)
-    zero = isinstance(value, Number) and not isinstance(value, torch.SymInt) and value == 0
+    zero = isinstance(value, int | float | complex) and value == 0
     return (Z if zero else K,) * num_axes

@@ -31,6 +31,7 @@ from shardmap_torch.checker.calls import (
     INTEGER,
     Refusal,
     Types,
+    branches,
     name_arguments,
     signature_of,
     tensors_of,
@@ -166,11 +167,10 @@ class Interpreter:
     def _tokens(self, tensor: Tensor) -> frozenset[Token]:
         cell = self._cells.get(tensor.untyped_storage()._cdata)
         # What autograd copies by itself has none of its own, and then those of the storage count.
-        own = tensor.__dict__.get("_shardmap_tokens")
+        own: frozenset[Token] | None = tensor.__dict__.get("_shardmap_tokens")
         if cell is None:
             return own or frozenset()
-        shared: Any = cell.tokens
-        return shared if own is None else own | cell.written
+        return cell.tokens if own is None else own | cell.written
 
     def mark_differentiated(self, wrapped: Tensor) -> None:
         """Notes an operand of a torch.func transform."""
@@ -191,6 +191,10 @@ class Interpreter:
                 return tuple(K if kind in (I, R) else kind for kind in cell.kinds)
         return cell.kinds
 
+    def kinds_of(self, tensor: Tensor) -> Types:
+        """The types of any tensor in the body, as an operation would read it."""
+        return self.kinds(base_of(self.adopt(tensor)))
+
     def _is_cotangent(self, cell: Cell) -> bool:
         task = torch._C._current_graph_task_id()
         return cell.task == SEED or (task != -1 and cell.task == task)
@@ -210,7 +214,7 @@ class Interpreter:
         kwargs = {name: self._adopt(value) for name, value in kwargs.items()}
         arguments = name_arguments(op, args, kwargs)
         signature = signature_of(op)
-        if signature.branches:
+        if branches(signature, arguments):
             self._type(op, arguments, None)
             self._reject_number(op, arguments)
         for name in signature.writes:
@@ -252,7 +256,9 @@ class Interpreter:
     def _adopt(self, value: Any) -> Any:
         """Makes a fake of a tensor that the body closes over, and types it K."""
         if isinstance(value, Tensor):
-            return value if isinstance(value, FakeTensor) else self._adopt_tensor(value)
+            # A transform's tensor has a fake underneath, or something that is met there.
+            fake = isinstance(base_of(value), FakeTensor)
+            return value if fake else self._adopt_tensor(value)
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             return [self._adopt(item) for item in value]
         return value
@@ -476,7 +482,7 @@ class _Operations(TorchDispatchMode):
     """Hands every ATen operation to the interpreter."""
 
     def __init__(self, interpreter: Interpreter) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._interpreter = interpreter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,6 @@
 """The typed program: equations with source lines, shapes and types; the library's jaxpr."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -89,7 +89,7 @@ def use_of(name: str, tensor: Tensor, cell: Cell, kinds: Types) -> Use:
     return Use(name, cell, kinds, tensor.dtype, tuple(tensor.shape))
 
 
-_SENT: Final = {
+_SENT: Final[Mapping[str, Callable[[int], float]]] = {
     "0": lambda n: 0.0,
     "1": lambda n: 1.0,
     "n-1": lambda n: n - 1.0,

@@ -172,7 +172,10 @@ def wrong(kind: AxisType, have: AxisType) -> str:
 def gradient_advice(kind: AxisType, axis: str) -> str:
     """How to get the gradient right."""
     if plain(kind) == I:
-        return f"use the value as R, with convert(x, {axis!r}, src=I, dst=R) or replicate= in its spec."
+        return (
+            f"use the value as R, with convert(x, {axis!r}, src=I, dst=R) or with replicate= in "
+            "its spec, which sums the gradient."
+        )
     return ""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardmap_torch.boundary import Call, Result, apply, can_receive_gradient, run_body
+from shardmap_torch.boundary import Call, Fit, Result, apply, can_receive_gradient, run_body
 from shardmap_torch.checker import report
 from shardmap_torch.checker.abstract import AbstractBackend
 from shardmap_torch.checker.calls import Types
@@ -14,6 +14,7 @@ from shardmap_torch.checker.interpret import SEED, Interpreter, base_of, is_real
 from shardmap_torch.checker.lattice import accepts, plain
 from shardmap_torch.checker.program import Equation
 from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.memo import lazy
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective
 from shardmap_torch.spec import P
@@ -27,20 +28,38 @@ class Verdict:
     """What the checker found out about one signature of a call.
 
     Attributes:
+        name: of the function.
+        mesh: the mesh it is checked for.
+        paths: of every argument leaf, by the caller's names.
         specs: the spec of every argument leaf, with no axis left open.
+        crossing: positions of those that cross.
         exits: for each position of a result that crosses, the conversions that give it the type
             which its spec promises.
         outputs: shape, dtype and types of each of these results, after them.
         equations: the typed program, forward and backward.
+        result: what the body returned, its tensors without data.
         batches: whether a batched body can do it: nothing that `torch.func.vmap` lacks was met.
     """
 
+    name: str
+    mesh: Mesh
+    paths: tuple[str, ...]
     specs: tuple[P | None, ...]
+    crossing: tuple[int, ...]
     exits: dict[int, Casts]
     outputs: dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
     equations: tuple[Equation, ...]
-    batches: bool
     result: Result
+    batches: bool
+
+    def apply(self, call: Call) -> Call:
+        """The same call with every axis typed, and with results converted as promised."""
+        return replace(call, fit=self.fit, exits=self.exits)
+
+    @lazy
+    def fit(self) -> Fit:
+        """The fit of the arguments, with every axis typed."""
+        return Fit(self.paths, self.specs, self.crossing)
 
 
 def verify(call: Call) -> Verdict:
@@ -51,7 +70,7 @@ def verify(call: Call) -> Verdict:
     """
     try:
         return _Verification(call, K).run()
-    except _Retry as retry:
+    except _RetryError as retry:
         try:
             # A result that is K is seeded as P where I does not type.
             return _Verification(call, R).run()
@@ -59,7 +78,7 @@ def verify(call: Call) -> Verdict:
             raise retry.error from None
 
 
-class _Retry(Exception):
+class _RetryError(Exception):
     """The gradients do not type, and some result is K, which has a second reading."""
 
     def __init__(self, error: ShardTypeError) -> None:
@@ -91,7 +110,7 @@ class _Verification:
                 self._pull_back(result, locals_)
             except ShardTypeError as error:
                 if self._has_uncommitted and self._uncommitted == K:
-                    raise _Retry(error) from None
+                    raise _RetryError(error) from None
                 raise
         return self._verdict(result)
 
@@ -150,7 +169,7 @@ class _Verification:
         promise = spec.types.get(axis, I)
         if promise == R:  # exit_casts has converted it, from R to I
             promise = I
-        found = _EXITS.get((plain(kind).kind, plain(promise).kind))
+        found = _EXITS.get((plain(kind).kind, promise.kind))
         if found is not None:
             return found
         at = self._interpreter.axes.index(axis)
@@ -252,12 +271,16 @@ class _Verification:
             shape = global_shape(tuple(value.shape), result.fit.spec(position), self._call.mesh)
             outputs[position] = (shape, value.dtype, kinds)
         return Verdict(
+            self._call.name,
+            self._call.mesh,
+            self._call.fit.paths,
             tuple(self._specs),
+            self._call.crossing,
             self._exits,
             outputs,
             tuple(interpreter.equations),
-            not interpreter.plain_autograd,
             replace(result, leaves=list(result.leaves)),
+            not interpreter.plain_autograd,
         )
 
 
@@ -286,7 +309,7 @@ def _enters_as(spec: P, axis: str, mapped: Sequence[str]) -> AxisType:
     kind = spec.types.get(axis)
     if kind is None:
         return K if axis in mapped else I
-    return V if kind.kind == "S" else I
+    return {"S": V, "P": Partial}.get(kind.kind, I)
 
 
 def _seeded_as(spec: P, axis: str) -> AxisType:

@@ -1,0 +1,191 @@
+"""Asking the checker: `check_program`, `trace`, `explain`."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardmap_torch.checker.program import Equation, Use, show_kinds
+from shardmap_torch.checker.verify import Verdict
+from shardmap_torch.errors import TransformError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.spec import P
+from shardmap_torch.tree import Tree, map_leaves
+
+
+@dataclass(frozen=True)
+class ShapeDtype:
+    """A tensor of which only shape and dtype are known: operand and result on an abstract mesh.
+
+    Attributes:
+        shape: global.
+        dtype: any.
+        requires_grad: whether a gradient is asked for, which decides what has to be checked.
+
+    Source: `jax.ShapeDtypeStruct`.
+
+    Example:
+        >>> ShapeDtype((8, 16), torch.bfloat16)
+        ShapeDtype(shape=(8, 16), dtype=torch.bfloat16, requires_grad=False)
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = False
+
+
+def stand_ins(tree: Tree) -> Tree:
+    """Puts fake tensors in the places of `ShapeDtype` values."""
+    fake = FakeTensorMode()
+
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, ShapeDtype):
+            return leaf
+        with fake:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad)
+
+    return map_leaves(make, tree)
+
+
+def shapes_of(verdict: Verdict) -> Tree:
+    """The global results of a call, as shapes and dtypes."""
+    leaves = list(verdict.result.leaves)
+    for position, (shape, dtype, _) in verdict.outputs.items():
+        leaves[position] = ShapeDtype(shape, dtype)
+    return verdict.result.rebuild(leaves)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A typed program: every operation of a body and of its derived backward.
+
+    Attributes:
+        name: of the function.
+        mesh: the mesh that it was checked for.
+        in_specs: path and spec of every argument that crosses, with every axis typed.
+        equations: in the order of execution.
+    """
+
+    name: str
+    mesh: Mesh
+    in_specs: tuple[tuple[str, P], ...]
+    equations: tuple[Equation, ...]
+
+    @property
+    def collectives(self) -> tuple[Equation, ...]:
+        """The equations that connect ranks, or convert types."""
+        return tuple(e for e in self.equations if e.collective is not None)
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that each rank sends, by axis, forward and backward together.
+
+        A collective over several axes counts under their joined names.
+        """
+        total: dict[str, int] = {}
+        for equation in self.collectives:
+            assert equation.collective is not None  # by the filter
+            axis = ",".join(equation.collective.axes)
+            total[axis] = total.get(axis, 0) + equation.sent
+        return total
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal programs, wherever their source lies; literals are part of it."""
+        return hashlib.sha256("\n".join(self._lines(sites=False)).encode()).hexdigest()[:16]
+
+    def _lines(self, sites: bool) -> Sequence[str]:
+        names: dict[int, str] = {}
+        lines = []
+        for path, spec in self.in_specs:
+            lines.append(f"  {path}: {spec!r}")
+        for backward in (False, True):
+            lines.append("backward:" if backward else "forward:")
+            part = [e for e in self.equations if e.backward is backward]
+            lines += [self._line(equation, names, sites) for equation in part]
+        return lines
+
+    def _line(self, equation: Equation, names: dict[int, str], sites: bool) -> str:
+        operands = [names.get(id(use.cell), use.cell.label or "?") for use in equation.operands]
+        words = [*operands, *([equation.literals] if equation.literals else [])]
+        results = ", ".join(self._result(use, names) for use in equation.results)
+        sent = f"  sends {equation.sent} B" if equation.sent else ""
+        site = f"  # {equation.site}" if sites and equation.site is not None else ""
+        return f"  {results} = {equation.name}({'; '.join(words)}){sent}{site}"
+
+    def _result(self, use: Use, names: dict[int, str]) -> str:
+        names[id(use.cell)] = f"%{len(names)}"
+        return f"{names[id(use.cell)]}: {use} {show_kinds(use.kinds, self.mesh.axis_names)}"
+
+    def __str__(self) -> str:
+        """One equation a line, with the source line that made it."""
+        return "\n".join([f"{self.name} on the {self.mesh}", *self._lines(sites=True)])
+
+
+def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
+    """Checks a shard_mapped function for these arguments, without running it.
+
+    Tensors may be replaced by `ShapeDtype`; the mesh may be abstract, of any size.
+
+    Returns:
+        What was found out: specs with every axis typed, results, equations.
+
+    Raises:
+        ShardTypeError: the program is not well-typed, or would compute wrong gradients.
+
+    Example:
+        >>> from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
+        >>> mesh = make_mesh((8192,), ("dp",), kind="abstract")
+        >>> @shard_map(mesh=mesh, in_specs=(P(), P("dp")), out_specs=P())
+        ... def loss(w, x):
+        ...     return all_reduce((x @ w).square().sum(), "dp", dst=I)
+        >>> w, x = ShapeDtype((16,), requires_grad=True), ShapeDtype((8192, 16))
+        >>> check_program(loss, w, x).specs
+        (P(replicate={'dp'}), P('dp'))
+    """
+    ask = getattr(f, "_shardmap_verdict", None)
+    if ask is None:
+        raise TransformError(f"check_program takes a shard_mapped function, not {f!r}.")
+    verdict: Verdict = ask(*args, **kwargs)
+    return verdict
+
+
+def trace(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
+    """The typed program of a shard_mapped function for these arguments.
+
+    Raises:
+        ShardTypeError: as `check_program`.
+
+    Source: `jax.make_jaxpr`.
+    """
+    verdict = check_program(f, *args, **kwargs)
+    specs = tuple(
+        (path, spec)
+        for path, spec in zip(verdict.paths, verdict.specs, strict=True)
+        if spec is not None
+    )
+    return Program(verdict.name, verdict.mesh, specs, verdict.equations)
+
+
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """A report of a program's communication: each collective, its line, its bytes, its backward.
+
+    Raises:
+        ShardTypeError: as `check_program`.
+    """
+    program = trace(f, *args, **kwargs)
+    lines = [f"{program.name} on the {program.mesh}", "arguments:"]
+    lines += [f"  {path}: {spec!r}" for path, spec in program.in_specs]
+    for backward in (False, True):
+        lines.append("backward collectives:" if backward else "forward collectives:")
+        for equation in program.collectives:
+            if equation.backward is backward:
+                site = f"  # {equation.site}" if equation.site is not None else ""
+                use = equation.operands[0]
+                lines.append(f"  {equation.name} of {use}, sends {equation.sent} B{site}")
+    sent = program.bytes_sent()
+    lines.append("bytes sent per rank:")
+    lines += [f"  {axis}: {count}" for axis, count in sorted(sent.items()) if count]
+    return "\n".join(lines)

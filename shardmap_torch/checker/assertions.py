@@ -1,0 +1,90 @@
+"""Types in the body: asked for and asserted while it is interpreted, free at run time."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from shardmap_torch.checker import report
+from shardmap_torch.checker.interpret import current_interpreter
+from shardmap_torch.checker.lattice import plain
+from shardmap_torch.errors import CollectiveError, ShardTypeError
+from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V, Z, as_type
+
+X = TypeVar("X", bound=Tensor)
+
+
+def typeof(x: Tensor) -> Mapping[str, AxisType]:
+    """The type of `x` along each mesh axis; only in a body that is being checked.
+
+    Raises:
+        ShardTypeError: outside the interpretation: types are erased at run time.
+
+    Source: `jax.typeof`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, all_reduce, check_program, make_mesh, shard_map, typeof
+        >>> mesh = make_mesh((8,), ("tp",), kind="abstract")
+        >>> @shard_map(mesh=mesh, in_specs=(P("tp"),), out_specs=P())
+        ... def total(x):
+        ...     print(typeof(x))
+        ...     return all_reduce(x.sum(), "tp", dst=I)
+        >>> _ = check_program(total, torch.ones(16))
+        {'tp': V}
+    """
+    interpreter = current_interpreter()
+    if interpreter is None:
+        raise ShardTypeError(
+            "typeof works while the checker interprets a body; at run time values have no types."
+        )
+    return dict(zip(interpreter.axes, interpreter.kinds_of(x), strict=True))
+
+
+def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
+    """Requires that `x` has these types, checked when the body is interpreted; returns `x`.
+
+    A value that is equal on all ranks and through which no gradient flows is neither I nor R yet
+    and passes for both. At run time it does nothing.
+
+    Raises:
+        ShardTypeError: a type differs; while the body is interpreted.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, V, assert_type, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: assert_type(x, {"tp": V}) * 2
+        >>> shard_map(f, mesh=mesh, in_specs=(P("tp"),), out_specs=P("tp"))(torch.ones(2))
+        tensor([2., 2.])
+    """
+    interpreter = current_interpreter()
+    if interpreter is None:
+        return x
+    unknown = sorted(set(types) - set(interpreter.axes))
+    if unknown:
+        raise CollectiveError(f"assert_type: no axis {unknown[0]!r} in the {interpreter.mesh}.")
+    have = dict(zip(interpreter.axes, interpreter.kinds_of(x), strict=True))
+    for axis, like in types.items():
+        wanted = as_type(like)
+        if wanted.kind == "S":
+            raise CollectiveError(
+                f"assert_type: {wanted} over {axis!r} cannot be told from V: shards are tracked "
+                "only under global strictness. Use V."
+            )
+        if not _fits(have[axis], wanted):
+            cell = interpreter.cell(interpreter.adopt(x))
+            raise report.error(
+                interpreter,
+                f"assert_type expects {wanted} over {axis!r}, but the value is {have[axis]}.",
+                [f"  the value is from {cell.origin()}"],
+                "",
+            )
+    return x
+
+
+def _fits(have: AxisType, wanted: AxisType) -> bool:
+    have = plain(have)
+    if have == K:
+        return wanted in (I, R)
+    return have == wanted or (have == Z and wanted in (I, R, V, Partial))
