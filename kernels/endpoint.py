@@ -15,6 +15,7 @@ from shardmap_torch.kernels import calibrate
 from shardmap_torch.kernels.cost import Fabric
 from shardmap_torch.kernels.plan import Overlap
 from shardmap_torch.kernels.transport_gloo import GlooTransport
+from shardmap_torch.memo import constant
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,18 +58,27 @@ def endpoint_of(backend: ProcessGroupBackend, axes: tuple[str, ...]) -> Endpoint
 class Situation:
     """What decides whether a call may overlap, apart from its size."""
 
+    op: str
     backend: Backend
     axes: tuple[str, ...]
     overlap: Overlap
     operands: Sequence[Tensor]
 
 
-def _transformed(s: Situation) -> bool:
+def _is_transformed(s: Situation) -> bool:
+    if torch.compiler.is_compiling():  # Dynamo cannot read either, and is told below.
+        return False
     return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     )
+
+
+def _is_left_to_inductor(s: Situation) -> bool:
+    return torch.compiler.is_compiling() and s.overlap != "require"
+
+
+def _has_no_operator(s: Situation) -> bool:
+    return torch.compiler.is_compiling() and s.op == "matmul_all_reduce"
 
 
 def _has_no_processes(s: Situation) -> bool:
@@ -83,8 +93,13 @@ def _is_off_cpu(s: Situation) -> bool:
     return any(operand.device.type != "cpu" for operand in s.operands)
 
 
+@constant
+def _group_backend(backend: Backend, axes: tuple[str, ...]) -> str:
+    return str(dist.get_backend(backend.mesh.group(axes)))
+
+
 def _lacks_gloo(s: Situation) -> bool:
-    return dist.get_backend(s.backend.mesh.group(s.axes)) != "gloo"
+    return _group_backend(s.backend, s.axes) != "gloo"
 
 
 def _mixes_dtypes(s: Situation) -> bool:
@@ -97,7 +112,9 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
     ("the mesh has no process groups here", _has_no_processes),
     ("the axes have one rank", lambda s: s.backend.mesh.num_ranks(s.axes) == 1),
     ("the axes are not in mesh order", _is_out_of_order),
-    ("a function transform, forward mode or torch.compile is active", _transformed),
+    ("a function transform or forward mode is active", _is_transformed),
+    ("torch.compile is active, whose own fusions need the composition", _is_left_to_inductor),
+    ("torch.compile is active, and matmul_all_reduce has no operator for it", _has_no_operator),
     ("autocast is active", lambda s: torch.is_autocast_enabled("cpu")),
     ("the operands are not on the CPU, the one device the kernels were run on", _is_off_cpu),
     ("the operands are not of one floating dtype", _mixes_dtypes),

@@ -42,6 +42,23 @@ class Call:
     chunks: int | None = None
     save_gathered: bool = True
 
+    def gather(
+        self, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """`all_gather(x) @ w + bias` for each w."""
+        outs: tuple[Tensor, ...] = GatherMatmul.apply(self, len(ws), x, *ws, *biases)  # type: ignore[no-untyped-call]
+        return outs
+
+    def scatter(self, x: Tensor, w: Tensor) -> Tensor:
+        """`reduce_scatter(x @ w)`."""
+        out: Tensor = MatmulScatter.apply(self, x, w)  # type: ignore[no-untyped-call]
+        return out
+
+    def reduce(self, x: Tensor, w: Tensor) -> Tensor:
+        """`all_reduce(x @ w)`."""
+        out: Tensor = MatmulReduce.apply(self, x, w)  # type: ignore[no-untyped-call]
+        return out
+
     def backward_choice(
         self,
         op: str,

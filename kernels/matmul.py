@@ -147,7 +147,8 @@ class Cut:
         return produce
 
 
-def _with_dim(shape: Sequence[int], dim: int, size: int) -> list[int]:
+def with_dim(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    """The shape with another size at `dim`."""
     dim %= len(shape)
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
@@ -173,7 +174,7 @@ def gather_forward(
     Returns the products, and the cut matrix of the gathered x for the backward.
     """
     cut = Cut.of(dim, x.ndim)
-    full_shape = _with_dim(x.shape, dim, x.shape[dim] * transport.num_ranks)
+    full_shape = with_dim(x.shape, dim, x.shape[dim] * transport.num_ranks)
     num_tokens = torch.Size(full_shape[:-1]).numel()
     products = list(zip(ws, biases, strict=True))
     sums = [_tokens_out(cut, x, num_tokens, w.shape[1], bias) for w, bias in products]
@@ -228,7 +229,7 @@ def _scatter(
 
 
 def _own_block(cut: Cut, matrix: Tensor, shape: Sequence[int], dim: int, num_ranks: int) -> Tensor:
-    return cut.restore(cut.flip(matrix), _with_dim(shape, dim, shape[dim] // num_ranks))
+    return cut.restore(cut.flip(matrix), with_dim(shape, dim, shape[dim] // num_ranks))
 
 
 def reduce_forward(transport: Transport, x: Tensor, w: Tensor, choice: Choice) -> Steps[Tensor]:

@@ -10,12 +10,10 @@ from torch import Tensor
 from shardmap_torch.backend import Scope
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.errors import KernelError
+from shardmap_torch.kernels.compiled import CompiledCall, endpoint_name
 from shardmap_torch.kernels.endpoint import Situation, endpoint_of, obstacle
 from shardmap_torch.kernels.functions import (
     Call,
-    GatherMatmul,
-    MatmulReduce,
-    MatmulScatter,
     block_rows,
     gather_unfused,
     reduce_unfused,
@@ -92,7 +90,10 @@ def all_gather_matmul(
         save_gathered: keep the gathered x for the backward (n * x.nbytes), or gather it again
             under the input gradient (keeps x alone; n * x.nbytes for the time of the backward).
         overlap: "auto" overlaps where the cost model predicts a gain of at least 3 %, "require"
-            wherever possible or raises, "off" never. `last_plan()` tells what ran and why.
+            wherever possible or raises, "off" never. `last_plan()` tells what ran and why. In a
+            body that torch.compile traces, "auto" is the composition, which inductor can fuse, and
+            "require" an opaque operator that saves the gathered x and cannot be differentiated
+            twice.
 
     Raises:
         KernelError: shapes that do not fit, chunks that the shard has no rows for, overlap
@@ -135,7 +136,7 @@ def all_gather_matmul(
     if call is None:
         outs = gather_unfused(scope.backend, collective, x, ws, biases)
     else:
-        outs = GatherMatmul.apply(call, len(ws), x, *ws, *biases)  # type: ignore[no-untyped-call]
+        outs = call.gather(x, ws, biases)
     return outs[0] if isinstance(w, Tensor) else outs
 
 
@@ -206,7 +207,7 @@ def matmul_reduce_scatter(
     if call is None:
         y = reduce_unfused(scope.backend, collective, x, w)
     else:
-        y = MatmulScatter.apply(call, x, w)  # type: ignore[no-untyped-call]
+        y = call.scatter(x, w)
     _check_bias(op, bias, y.shape[-1])
     return y if bias is None else y + bias
 
@@ -277,7 +278,8 @@ def matmul_all_reduce(
     if call is None:
         y = reduce_unfused(scope.backend, collective, x, w)
     else:
-        y = MatmulReduce.apply(call, x, w)  # type: ignore[no-untyped-call]
+        assert isinstance(call, Call)  # no operator for compiled bodies: an obstacle
+        y = call.reduce(x, w)
     return y if bias is None else y + bias
 
 
@@ -289,17 +291,21 @@ def _prepare(
     overlap: Overlap,
     chunks: int | None,
     save_gathered: bool = True,
-) -> Call | None:
+) -> Call | CompiledCall | None:
     """The call of the kernel, or None where the unfused composition runs; records why."""
     check_overlap(problem.op, overlap)
     if chunks is not None:
         candidates(problem, chunks)  # Wrong on every mesh, or on none.
     backend = scope.backend
-    why = obstacle(Situation(backend, collective.axes, overlap, operands))
+    why = obstacle(Situation(problem.op, backend, collective.axes, overlap, operands))
     if why is not None:
         record(obstructed(problem.op, problem.axis, overlap, why))
         return None
-    assert isinstance(backend, ProcessGroupBackend)  # the first obstacle otherwise
+    if torch.compiler.is_compiling():
+        parts = chunks or max(candidates(problem, None), default=1)
+        name = endpoint_name(backend, collective.axes)
+        return CompiledCall(collective.dim, problem.num_ranks, name, parts)
+    assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
     endpoint = endpoint_of(backend, collective.axes)
     fabric = partial(endpoint.fabric, operands[0].dtype)
     plan = record(decide(problem, fabric, chunks, forced=overlap == "require"))
