@@ -102,15 +102,17 @@ def spread(
         >>> [(leaf.path, leaf.spec) for leaf in found]
         [("x['a'][0]", 1), ("x['a'][1]", 1), ("x['b']", 2)]
     """
-    if optree.tree_is_leaf(tree, namespace=NAMESPACE):
-        if is_spec(prefix):
-            yield Placed(path, tree, prefix)
-        else:
-            yield _differing_kinds(prefix, tree, path)
+    leaf = optree.tree_is_leaf(tree, namespace=NAMESPACE)
+    if is_spec(prefix) and leaf:
+        yield Placed(path, tree, prefix)
     elif is_spec(prefix):
         level = _open(tree)
         for child, entry in zip(level.children, level.entries, strict=True):
             yield from spread(prefix, child, level.step(entry, path), is_spec)
+    elif optree.tree_is_leaf(prefix, none_is_leaf=True, namespace=NAMESPACE):
+        yield Misfit(path, f"{prefix!r} is no spec; use P(...), or None for a static value")
+    elif leaf:
+        yield _differing_kinds(prefix, tree, path)
     else:
         yield from _spread_node(prefix, tree, path, is_spec)
 
@@ -118,9 +120,6 @@ def spread(
 def _spread_node(
     prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
 ) -> Iterator[Placed[Any] | Misfit]:
-    if optree.tree_is_leaf(prefix, none_is_leaf=True, namespace=NAMESPACE):
-        yield Misfit(path, f"{prefix!r} is no spec; use P(...), or None for a static value")
-        return
     specs, level = _open(prefix), _open(tree)
     if type(prefix) is not type(tree):
         yield _differing_kinds(prefix, tree, path)
