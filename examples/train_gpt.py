@@ -25,8 +25,10 @@ from examples.gpt.model import Config, Params
 from examples.gpt.optim import AdamW
 from examples.gpt.report import draw_losses, progress_bar
 from examples.gpt.step import (
+    LossAndGrads,
     sharded_logits,
     sharded_loss,
+    sharded_loss_and_grads,
     sharded_next_logits,
     sharded_step,
 )
@@ -70,6 +72,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", type=int, default=3, help="steps held against one device")
     parser.add_argument("--sample", type=int, default=240, help="bytes written at the end")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="the tensors are small")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for results")
     for size in fields(Config):
         parser.add_argument(f"--{size.name}", type=int, default=size.default)
@@ -101,11 +104,11 @@ def show_sharding(run: Run, params: Params) -> None:
         visualize_sharding(value, mesh=run.mesh, spec=spec, console=run.console)
 
 
-def check(run: Run, step: int, params: Params) -> None:
+def check(run: Run, sharded: LossAndGrads, step: int, params: Params) -> None:
     """Holds loss and gradients of this step against one device, in two precisions."""
     for dtype in dict.fromkeys((torch.float64, getattr(torch, run.options.dtype))):
         batch = run.batch(step)
-        errors = compare(run.mesh, run.config, params, batch, dtype)
+        errors = compare(sharded, params, batch, dtype)
         worst = max(errors, key=lambda name: errors[name])
         run.console.print(
             f"step {step + 1}, {dtype}: loss and {len(errors) - 1} gradients equal one device's; "
@@ -120,13 +123,14 @@ def train(run: Run, params: Params) -> tuple[Params, list[float]]:
     step_cuts = optimizer.specs(model.specs(run.config))
     state = device_put(optimizer.init(params), run.mesh, step_cuts)
     step = sharded_step(run.mesh, run.config, optimizer)
+    sharded = sharded_loss_and_grads(run.mesh, run.config)
     losses: list[float] = []
     tokens = run.options.batch * run.config.length
     with progress_bar(run.console) as progress:
         task = progress.add_task("train", total=run.options.steps, loss=float("nan"), rate=0)
         for number in range(run.options.steps):
             if number < run.options.check:
-                check(run, number, params)
+                check(run, sharded, number, params)
             began = time.perf_counter()
             params, state, loss = step(params, state, run.batch(number))
             losses.append(loss.item())
@@ -179,7 +183,9 @@ def report(run: Run, params: Params, losses: list[float]) -> None:
 
 def main(arguments: list[str] | None = None) -> list[float]:
     """Runs the demo and returns the loss of every step."""
-    run = start(parse(arguments))
+    options = parse(arguments)
+    torch.set_num_threads(options.threads)
+    run = start(options)
     dtype = getattr(torch, run.options.dtype)
     params = device_put(
         model.init(run.config, run.options.seed, dtype), run.mesh, model.specs(run.config)

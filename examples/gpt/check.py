@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from examples.gpt import plain
-from examples.gpt.model import Config, Params
-from examples.gpt.step import sharded_loss_and_grads
-from shardmap_torch import Mesh, full
+from examples.gpt.model import Params
+from examples.gpt.step import LossAndGrads
+from shardmap_torch import full
 
 
 def tolerance(dtype: torch.dtype, num_tokens: int) -> float:
@@ -27,16 +27,18 @@ def tolerance(dtype: torch.dtype, num_tokens: int) -> float:
 
 
 def compare(
-    mesh: Mesh, config: Config, params: Params, batch: Tensor, dtype: torch.dtype
+    sharded: LossAndGrads, params: Params, batch: Tensor, dtype: torch.dtype
 ) -> dict[str, float]:
     """By leaf the largest error of the gradient, relative to its largest entry; so for the loss.
+
+    Both models start from the same global values, in `dtype`, and no gradient is clipped.
 
     Raises:
         AssertionError: an error is above `tolerance`; names every such leaf.
     """
     params = optree.tree_map(lambda p: p.to(dtype), full(params))
-    expected: Any = plain.loss_and_grads(params, batch)
-    actual: Any = full(sharded_loss_and_grads(mesh, config)(params, batch))
+    expected: Any = plain.loss_and_grads(params, full(batch))
+    actual: Any = full(sharded(params, batch))
     found: Any = optree.tree_map(_relative_error, actual, expected)
     errors = {"loss": found[0]}
     for path, error in zip(optree.tree_paths(found[1]), optree.tree_leaves(found[1]), strict=True):

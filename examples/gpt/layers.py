@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardmap_torch import I, R, all_gather, all_reduce, axis_index, convert, reduce_scatter
 
@@ -40,7 +41,8 @@ def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
 def embed(tokens: Tensor, table: Tensor) -> Tensor:
     """tokens [b, t], table [v/tp, d] -> [b, t/tp, d]."""
     ids, owned = _own_rows(tokens, table.shape[0])
-    return reduce_scatter(table[ids] * owned.unsqueeze(-1), "tp", dim=1)
+    rows = functional.embedding(ids, table) * owned.unsqueeze(-1)  # [b, t, d]
+    return reduce_scatter(rows, "tp", dim=1)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from examples.gpt.model import Config, Params
 from examples.gpt.optim import AdamW, State, clip
 from shardmap_torch import I, Mesh, P, all_gather, shard_map
 
+LossAndGrads = Callable[[Params, Tensor], tuple[Tensor, Params]]
 Step = Callable[[Params, State, Tensor], tuple[Params, State, Tensor]]
 
 
@@ -19,9 +20,7 @@ def loss_and_grads(params: Params, batch: Tensor) -> tuple[Tensor, Params]:
     return value, grads
 
 
-def sharded_loss_and_grads(
-    mesh: Mesh, config: Config
-) -> Callable[[Params, Tensor], tuple[Tensor, Params]]:
+def sharded_loss_and_grads(mesh: Mesh, config: Config) -> LossAndGrads:
     """`loss_and_grads` of global values."""
     cuts = model.specs(config)
     return shard_map(loss_and_grads, mesh=mesh, in_specs=(cuts, P("dp")), out_specs=(P(), cuts))

@@ -1,0 +1,238 @@
+"""The example GPT equals the same model on one device, gradient by gradient, on every mesh."""
+
+from typing import Any
+from unittest import mock
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import shardmap_torch
+from examples.gpt import data, layers, model, optim, plain, step
+from examples.gpt.check import compare, tolerance
+from examples.gpt.model import Config, Params
+from shardmap_torch import Mesh, P, R, ShardTypeError, full, make_mesh, shard_map
+from tests.pool import Gloo
+
+CONFIG = Config(vocabulary=32, length=8, width=16, heads=4, hidden=24, layers=2)
+AXES = ("dp", "tp")
+# The sharded model adds the same float64 numbers in another order; nothing else may differ.
+EXACT = 1e-10
+
+
+def params() -> Params:
+    """Float64 parameters in which no two leaves, and no two entries of a norm, are alike."""
+    generator = torch.Generator().manual_seed(1)
+
+    def disturb(p: Tensor) -> Tensor:
+        return p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+    disturbed: Params = optree.tree_map(disturb, model.init(CONFIG, 0, torch.float64))
+    return disturbed
+
+
+def batch() -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(CONFIG.vocabulary, (4, CONFIG.length + 1), generator=generator)
+
+
+def by_name(loss: Tensor, grads: Params) -> dict[str, Tensor]:
+    paths, leaves = optree.tree_paths(grads), optree.tree_leaves(grads)
+    named = zip(paths, leaves, strict=True)
+    return {"loss": loss} | {".".join(map(str, path)): leaf for path, leaf in named}
+
+
+def on_one_device() -> dict[str, Tensor]:
+    return by_name(*plain.loss_and_grads(params(), batch()))
+
+
+def on_mesh(
+    sizes: tuple[int, int], strategy: Any = "auto", check: bool = True
+) -> dict[str, Tensor]:
+    """In a worker of the pool a process-group mesh, else a simulated one."""
+    mesh = make_mesh(sizes, AXES, simulate=strategy)
+    cuts = model.specs(CONFIG)
+    sharded = shard_map(
+        step.loss_and_grads,
+        mesh=mesh,
+        in_specs=(cuts, P("dp")),
+        out_specs=(P(), cuts),
+        check=check,
+    )
+    return by_name(*full(sharded(params(), batch())))
+
+
+def without_norm_conversion(sizes: tuple[int, int], strategy: Any = "auto") -> dict[str, Tensor]:
+    """The model with a bug: norm scales stay invariant where each rank scales other positions."""
+    with mock.patch.object(layers, "convert", lambda x, axis, src, dst: x):
+        return on_mesh(sizes, strategy, check=False)
+
+
+def with_every_sum_replicated(sizes: tuple[int, int], strategy: Any = "auto") -> dict[str, Tensor]:
+    """The model with another bug: cotangents that are equal on all ranks are summed once more."""
+
+    def all_reduce(x: Tensor, axis: str, dst: Any, op: Any = "sum") -> Tensor:
+        return shardmap_torch.all_reduce(x, axis, dst=R, op=op)
+
+    with mock.patch.object(layers, "all_reduce", all_reduce):
+        return on_mesh(sizes, strategy, check=False)
+
+
+def wrong_leaves(actual: dict[str, Tensor]) -> set[str]:
+    expected = on_one_device()
+    assert list(actual) == list(expected)
+    return {
+        name
+        for name, value in expected.items()
+        if not torch.allclose(actual[name], value, rtol=EXACT, atol=EXACT)
+    }
+
+
+NORMS = {name for name in on_one_device() if "norm" in name}
+MESHES = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "vmap", "ranks"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 4), (4, 2)])
+def test_every_gradient_on_a_simulated_mesh_is_that_of_one_device(
+    sizes: tuple[int, int], strategy: str
+) -> None:
+    assert wrong_leaves(on_mesh(sizes, strategy)) == set()
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_every_gradient_on_processes_is_that_of_one_device(
+    gloo: Gloo, sizes: tuple[int, int]
+) -> None:
+    for actual in gloo(sizes[0] * sizes[1]).run(on_mesh, sizes):
+        assert wrong_leaves(actual) == set()
+
+
+def test_a_missing_conversion_shows_on_rank_threads_in_the_norms_and_nowhere_else() -> None:
+    with pytest.raises(ShardTypeError) as error:
+        without_norm_conversion((2, 4), "ranks")
+    lines = str(error.value).splitlines()[1:]
+    assert len(lines) == len(NORMS)
+    assert all("norm" in line and "varies over it" in line for line in lines)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
+def test_a_missing_conversion_shows_on_processes_in_the_norms_and_nowhere_else(
+    gloo: Gloo, sizes: tuple[int, int]
+) -> None:
+    for actual in gloo(sizes[0] * sizes[1]).run(without_norm_conversion, sizes):
+        assert wrong_leaves(actual) == NORMS
+
+
+def test_a_sum_of_wrong_type_shows_on_rank_threads_in_every_gradient() -> None:
+    wrong = wrong_leaves(with_every_sum_replicated((2, 4), "ranks"))
+    assert wrong == set(on_one_device()) - {"loss"}
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
+def test_a_sum_of_wrong_type_shows_on_processes_in_every_gradient(
+    gloo: Gloo, sizes: tuple[int, int]
+) -> None:
+    for actual in gloo(sizes[0] * sizes[1]).run(with_every_sum_replicated, sizes):
+        assert wrong_leaves(actual) == set(on_one_device()) - {"loss"}
+
+
+def test_the_checker_rejects_a_missing_conversion_and_names_the_gradient() -> None:
+    with (
+        mock.patch.object(layers, "convert", lambda x, axis, src, dst: x),
+        pytest.raises(ShardTypeError, match=r"final_norm.* varies over it"),
+    ):
+        on_mesh((2, 4))
+
+
+def train(mesh: Mesh | None, steps: int = 4) -> list[float]:
+    """Losses of a few steps that clip, warm up and decay; without a mesh on one device."""
+    optimizer = optim.AdamW(steps=steps, warmup=2, max_norm=0.1)
+    weights = params()
+    state = optimizer.init(weights)
+    losses = []
+    sharded = step.sharded_step(mesh, CONFIG, optimizer) if mesh is not None else None
+    for _ in range(steps):
+        if sharded is not None:
+            weights, state, loss = sharded(weights, state, batch())
+        else:
+            loss, grads = plain.loss_and_grads(weights, batch())
+            whole = optree.tree_map(lambda _: P(), grads)
+            grads, _ = optim.clip(grads, whole, optimizer.max_norm)
+            weights, state = optimizer.update(weights, grads, state)
+        losses.append(loss.item())
+    return losses
+
+
+def train_on(sizes: tuple[int, int]) -> list[float]:
+    return train(make_mesh(sizes, AXES))
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_training_on_a_simulated_mesh_has_the_losses_of_one_device(strategy: Any) -> None:
+    losses = train(make_mesh((2, 4), AXES, simulate=strategy))
+    assert losses == pytest.approx(train(None), rel=EXACT)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_training_on_processes_has_the_losses_of_one_device(
+    gloo: Gloo, sizes: tuple[int, int]
+) -> None:
+    for losses in gloo(sizes[0] * sizes[1]).run(train_on, sizes):
+        assert losses == pytest.approx(train(None), rel=EXACT)
+
+
+def test_the_global_norm_counts_every_element_once() -> None:
+    mesh, cuts = make_mesh((2, 4), AXES), model.specs(CONFIG)
+    norm = shard_map(
+        lambda grads: optim.global_norm(grads, cuts), mesh=mesh, in_specs=(cuts,), out_specs=P()
+    )
+    flat = torch.cat([leaf.flatten() for leaf in optree.tree_leaves(params())])
+    torch.testing.assert_close(norm(params()), flat.norm(), rtol=EXACT, atol=0)
+
+
+def test_clipping_leaves_a_small_gradient_alone() -> None:
+    grads = {"w": torch.tensor([3.0, 4.0])}
+    clipped, norm = optim.clip(grads, {"w": P()}, max_norm=6.0)
+    assert norm == 5
+    assert clipped["w"].equal(grads["w"])
+
+
+def test_float32_gradients_are_within_the_stated_tolerance() -> None:
+    sharded = step.sharded_loss_and_grads(make_mesh((2, 4), AXES), CONFIG)
+    errors = compare(sharded, params(), batch(), torch.float32)
+    assert list(errors) == list(on_one_device())
+    assert 0 < max(errors.values()) <= tolerance(torch.float32, 4 * CONFIG.length) < 2e-6
+
+
+def test_a_gradient_that_is_wrong_fails_the_check_by_name() -> None:
+    def doubled(weights: Params, tokens: Tensor) -> tuple[Tensor, Params]:
+        loss, grads = plain.loss_and_grads(weights, tokens)
+        grads["layers"][1]["down"] = grads["layers"][1]["down"] * 1.001
+        return loss, grads
+
+    with pytest.raises(AssertionError, match=r"\{'layers\.1\.down': 0\.0[01]"):
+        compare(doubled, params(), batch(), torch.float32)
+
+
+def test_the_text_has_the_entropies_that_the_demo_states() -> None:
+    text = data.load_text()
+    # The help topics differ a little between versions of Python.
+    assert data.unigram_entropy(text) == pytest.approx(3.26, abs=0.05)
+    assert data.bigram_entropy(text) == pytest.approx(2.45, abs=0.05)
+
+
+def test_entropies_of_a_text_that_alternates() -> None:
+    assert data.unigram_entropy(b"abab") == pytest.approx(0.6931, abs=1e-4)  # log 2
+    assert data.bigram_entropy(b"ababa") == pytest.approx(0.0)
+
+
+def test_batches_are_windows_of_the_text_that_depend_on_the_seed_alone() -> None:
+    text = torch.arange(100)
+    first, again, other = (data.sample_batch(text, 8, 4, seed) for seed in (0, 0, 1))
+    assert first.shape == (4, 9)
+    assert first.equal(again)
+    assert not first.equal(other)
+    assert (first.diff() == 1).all()
