@@ -1,6 +1,9 @@
 """A functional `shard_map` for PyTorch with typed, differentiable collectives."""
 
 from shardmap_torch import lax
+from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
+from shardmap_torch.checker.assertions import assert_type, typeof
+from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -12,6 +15,7 @@ from shardmap_torch.errors import (
     SpecError,
     TransformError,
 )
+from shardmap_torch.function import Function
 from shardmap_torch.mesh import Mesh, current_mesh, make_mesh, use_mesh
 from shardmap_torch.ops import (
     all_gather,
@@ -32,6 +36,7 @@ from shardmap_torch.placing import device_put, from_local, full
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import I, Partial, R, S, V
+from shardmap_torch.visualize import visualize_sharding
 
 __version__ = "0.1.0"
 
@@ -39,6 +44,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatchError",
     "CommunicationError",
+    "Function",
     "I",
     "KernelError",
     "Mesh",
@@ -47,6 +53,7 @@ __all__ = [
     "Partial",
     "R",
     "S",
+    "ShapeDtype",
     "ShardMapError",
     "ShardTypeError",
     "SpecError",
@@ -55,12 +62,16 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "assert_type",
     "axis_index",
     "axis_size",
     "broadcast",
+    "check_program",
+    "checkpoint",
     "convert",
     "current_mesh",
     "device_put",
+    "explain",
     "from_local",
     "full",
     "lax",
@@ -72,5 +83,8 @@ __all__ = [
     "reshard",
     "shard_map",
     "shift",
+    "trace",
+    "typeof",
     "use_mesh",
+    "visualize_sharding",
 ]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from shardmap_torch.errors import CollectiveError
@@ -47,7 +48,7 @@ class Scope:
 
 class _Scopes(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Scope] = []
+        self.stack: list[Scope | None] = []
 
 
 _SCOPES = _Scopes()
@@ -59,8 +60,8 @@ def current_scope() -> Scope | None:
 
 
 @contextmanager
-def enter_scope(scope: Scope) -> Iterator[None]:
-    """Makes `scope` the current one on this thread."""
+def enter_scope(scope: Scope | None) -> Iterator[None]:
+    """Makes `scope` the current one on this thread; None is the scope outside of any body."""
     _SCOPES.stack.append(scope)
     try:
         yield
@@ -75,6 +76,12 @@ def scope_of(name: str, axes: Sequence[str]) -> Scope:
         CollectiveError: outside a body, or an axis is unknown, unbound or named twice.
     """
     scope = current_scope()
+    if scope is None and torch._C._current_graph_task_id() != -1:
+        raise CollectiveError(
+            f"{name} was called in a backward pass that does not know the mesh of the body. Derive "
+            "the autograd.Function whose backward calls it from shardmap_torch.Function, which "
+            "keeps the mesh for its backward."
+        )
     if scope is None:
         raise CollectiveError(
             f"{name} was called outside shard_map, where no mesh axis is bound. "

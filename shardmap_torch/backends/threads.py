@@ -199,6 +199,28 @@ _NO_FORWARD_MODE: Final = (
 )
 
 
+class _Pauses(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[Callable[[], None], Callable[[], None]]] = []
+
+
+_PAUSES = _Pauses()
+
+
+@contextmanager
+def handing_over(leave: Callable[[], None], back: Callable[[], None]) -> Iterator[None]:
+    """Calls `leave` before and `back` after every meeting of this thread's rank.
+
+    Meanwhile other ranks run, with which it shares what torch keeps for the whole process: the
+    random generators.
+    """
+    _PAUSES.stack.append((leave, back))
+    try:
+        yield
+    finally:
+        _PAUSES.stack.pop()
+
+
 class ThreadBackend(RankBackend):
     """One rank of a rendezvous."""
 
@@ -219,7 +241,13 @@ class ThreadBackend(RankBackend):
         # The source of a broadcast and the pairs of a permutation must agree as well.
         what = f"{collective}{_arguments(collective, move)} of {show_tensor(x)}"
         post = Post(members, what, call_site(), move, collective, x.detach())
-        return self.rendezvous.meet(self.rank, post)
+        pauses = list(_PAUSES.stack)
+        for leave, _ in reversed(pauses):
+            leave()
+        received = self.rendezvous.meet(self.rank, post)
+        for _, back in pauses:
+            back()
+        return received
 
 
 def show_tensor(x: Tensor) -> str:

@@ -1,0 +1,440 @@
+"""`checkpoint`: forget the intermediate values of a function and compute them again in backward.
+
+torch's own cannot run under `torch.func.grad`, cannot recompute once a batched body has ended, and
+recomputes without the mesh. Here all that the recomputation needs is an operand or is kept with
+it: the mesh and its axes, the random state, autocast. In a batched body the markers of the axes are
+operands (see `backends.batched`), and at each vmap level, the mesh's or the user's, the function to
+run again becomes `vmap` of itself; so it can be run again after the levels are gone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._functorch.vmap import restore_vmap
+from torch.autograd.graph import Node
+
+from shardmap_torch.backend import Scope, current_scope, enter_scope
+from shardmap_torch.backends.batched import BatchedBackend
+from shardmap_torch.backends.threads import handing_over
+from shardmap_torch.boundary import can_receive_gradient
+from shardmap_torch.errors import TransformError, listing
+from shardmap_torch.tree import flatten, unflatten
+
+Y = TypeVar("Y")
+Run = Callable[..., tuple[Tensor, ...]]
+
+
+def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
+    """Calls `function`, saving only its arguments; backward calls it again for what it needs.
+
+    Works inside a body on every mesh and outside of any, under autograd and `torch.func`
+    transforms, also when backward runs after the body has ended or on another thread. Collectives
+    of the function are sent once more in backward. Random draws and autocast are those of the
+    first call; forward mode and second derivatives recompute as well.
+
+    Tensors that the function closes over are taken as arguments, where they can be seen: in the
+    closures of Python functions and of those that these close over. Tensors that are hidden in
+    modules and other objects, or are global, cannot be given a gradient.
+
+    Shape and types: those of `function`. Backward: that of `function`, after running it again;
+    memory between the two: the arguments.
+
+    Args:
+        function: takes and returns pytrees of tensors and other values. It must compute the same
+            when it is called again.
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+
+    Raises:
+        TransformError: in backward, if a hidden tensor needs a gradient, or the function computed
+            something else the second time.
+
+    Source: `jax.checkpoint`, `torch.utils.checkpoint.checkpoint`; Chen et al. 2016, "Training Deep
+    Nets with Sublinear Memory Cost".
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, all_reduce, checkpoint, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> layer = lambda x, w: all_reduce(torch.tanh(x * w).sum(), "tp", dst=I)
+        >>> @shard_map(mesh=mesh, in_specs=(P("tp"), P("tp")), out_specs=P())
+        ... def loss(x, w):
+        ...     return checkpoint(layer, x, w)
+        >>> torch.func.grad(loss)(torch.zeros(2), torch.ones(2))
+        tensor([1., 1.])
+    """
+    while isinstance(function, partial):
+        args, kwargs = (*function.args, *args), function.keywords | kwargs
+        function = function.func
+    closures = _Closures(function)
+    leaves, structure = flatten((closures.values(), args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not any(can_receive_gradient(x) for x in tensors):
+        return function(*args, **kwargs)
+    scope = current_scope()
+    region = _Region(closures, leaves, structure, scope)
+    outputs: tuple[Tensor, ...] = _apply(region, region.run, *_markers(scope), *tensors)
+    result: Y = region.rebuild(outputs)
+    return result
+
+
+def _markers(scope: Scope | None) -> tuple[Tensor, ...]:
+    if scope is None or not isinstance(scope.backend, BatchedBackend):
+        return ()
+    return tuple(scope.backend.axis_markers.values())
+
+
+class _Region:
+    """One call of `checkpoint`: what does not change between the first run and the next ones."""
+
+    def __init__(
+        self, closures: "_Closures", leaves: list[Any], structure: Any, scope: Scope | None
+    ) -> None:
+        self.closures = closures
+        function = closures.function
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        # The tensors are operands: kept here as well, they would never be freed.
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.structure = structure
+        self.scope = scope
+        self.autocast = _autocast()
+        self.draws = _Draws({leaf.device for leaf in leaves if isinstance(leaf, Tensor)})
+        self.out_leaves: list[Any] = []
+        self.out_places: list[int] = []
+        self.out_structure: Any = None
+
+    def run(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Calls the function on markers and tensors, in the scope of the first call."""
+        leaves = list(self.leaves)
+        num_markers = len(operands) - len(self.places)
+        for place, tensor in zip(self.places, operands[num_markers:], strict=True):
+            leaves[place] = tensor
+        captured, args, kwargs = unflatten(self.structure, leaves)
+        with enter_scope(self._scope(operands[:num_markers])):
+            out = self.closures.put(captured)(*args, **kwargs)
+        found, self.out_structure = flatten(out)
+        self.out_places = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor)]
+        self.out_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
+        return tuple(found[i] for i in self.out_places)
+
+    def _scope(self, markers: Sequence[Tensor]) -> Scope | None:
+        if self.scope is None or not isinstance(self.scope.backend, BatchedBackend):
+            return self.scope
+        named = dict(zip(self.scope.backend.axis_markers, markers, strict=True))
+        return Scope(BatchedBackend(self.scope.backend.mesh, named), self.scope.axes)
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """The result as the function returned it."""
+        leaves = list(self.out_leaves)
+        for place, tensor in zip(self.out_places, tensors, strict=True):
+            leaves[place] = tensor
+        return unflatten(self.out_structure, leaves)
+
+    def first(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Runs it for its value; nothing that autograd would save is kept."""
+        with self.draws.recorded():
+            outputs = run(*operands)
+        own = {id(x) for x in operands}
+        return tuple(y.view_as(y) if id(y) in own else y for y in outputs)
+
+    def again(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Runs it once more as the first time."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(self.draws.replayed())
+            return run(*operands)
+
+    def pull_back(
+        self,
+        run: Run,
+        saved: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Runs it again with a graph, and pulls the cotangents through that."""
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # An alias of its own for each operand: only its use as this operand counts, and second
+            # derivatives find their way on from it.
+            operands = [x.view_as(x) if x.requires_grad else x for x in saved]
+            if any(need and not x.requires_grad for need, x in zip(needed, operands, strict=True)):
+                return self._pull_back_late(run, saved, grads, needed)
+            outputs = self._select(self.again(run, operands), grads)
+        pairs = [(y, g) for y, g in outputs if y.requires_grad]
+        wanted = [x for x in operands if x.requires_grad]
+        self._reject_closures([y for y, _ in pairs], wanted)
+        if not pairs or not wanted:
+            return [None] * len(operands)
+        ys, gs = zip(*pairs, strict=True)
+        found = iter(
+            torch.autograd.grad(ys, wanted, gs, create_graph=create_graph, allow_unused=True)
+        )
+        return [next(found) if x.requires_grad else None for x in operands]
+
+    def _pull_back_late(
+        self,
+        run: Run,
+        saved: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """As `pull_back` when the `torch.func.vjp` around forward has ended.
+
+        Nothing requires a gradient then, and inside other transforms nothing can be made to.
+        """
+        moving = [i for i, need in enumerate(needed) if need]
+        given = tuple(g for g in grads if g is not None)
+
+        def along(*primals: Tensor) -> tuple[Tensor, ...]:
+            outputs = self.again(run, _put(saved, moving, primals))
+            return tuple(y for y, _ in self._select(outputs, grads))
+
+        pull: Callable[[Any], Any] = torch.func.vjp(along, *[saved[i] for i in moving])[1]
+        return _put([None] * len(saved), moving, pull(given))
+
+    def _select(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The outputs that have a cotangent, with it."""
+        if len(outputs) != len(grads):
+            raise TransformError(
+                f"checkpoint: {self.name} returned {len(grads)} tensors at first and "
+                f"{len(outputs)} when it was run again; it must compute the same."
+            )
+        return [(y, g) for y, g in zip(outputs, grads, strict=True) if g is not None]
+
+    def push_forward(
+        self, run: Run, saved: Sequence[Tensor], tangents: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """Runs it again on the tangents as well."""
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+        def along(*primals: Tensor) -> tuple[Tensor, ...]:
+            return self.again(run, _put(saved, moving, primals))
+
+        directions = tuple(tangent for tangent in tangents if tangent is not None)
+        primals = tuple(saved[i] for i in moving)
+        pushed: tuple[Tensor, ...] = torch.func.jvp(along, primals, directions)[1]
+        return pushed
+
+    def _reject_closures(self, outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
+        """A leaf that the new graph leads to is an operand, or was closed over."""
+        seen: set[Node | None] = {None, *(x.grad_fn for x in operands)}
+        pending = [y.grad_fn for y in outputs]
+        closed = []
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node.name() == "torch::autograd::AccumulateGrad":
+                variable: Tensor = node.variable  # type: ignore[attr-defined]
+                closed.append(f"a tensor of shape {list(variable.shape)}")
+            pending += [parent for parent, _ in node.next_functions]
+        if closed:
+            raise TransformError(_closed_over(self.name, sorted(closed)))
+
+
+def _put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """`values` with `others` in some places."""
+    result = list(values)
+    for place, other in zip(places, others, strict=True):
+        result[place] = other
+    return result
+
+
+class _Checkpoint(torch.autograd.Function):
+    """A region as autograd and every transform see it: operands in, outputs out."""
+
+    @staticmethod
+    def forward(region: _Region, run: Run, *operands: Tensor) -> tuple[Tensor, ...]:
+        return region.first(run, operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        region, run, *operands = inputs
+        ctx.set_materialize_grads(False)
+        ctx.region, ctx.run = region, run
+        ctx.save_for_backward(*operands)
+        ctx.save_for_forward(*operands)
+        ctx.mark_non_differentiable(
+            *[y for y in output if not (y.is_floating_point() or y.is_complex())]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *ctx.region.pull_back(ctx.run, ctx.saved_tensors, grads, needed)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        pushed: tuple[Tensor, ...] = ctx.region.push_forward(
+            ctx.run, ctx.saved_tensors, tangents[2:]
+        )
+        return pushed
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], region: _Region, run: Run, *operands: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        level = _Level(run, in_dims[2:], info.batch_size, info.randomness)
+        outputs: tuple[Tensor, ...] = _apply(region, level, *operands)
+        return outputs, level.out_dims
+
+
+_apply: Callable[..., Any] = _Checkpoint.apply
+
+
+class _Level:
+    """`vmap` of a function that can be run again: opens a level like the one that it met first."""
+
+    def __init__(
+        self, run: Run, in_dims: tuple[int | None, ...], batch_size: int, randomness: str
+    ) -> None:
+        self.run, self.in_dims = run, in_dims
+        self.batch_size, self.randomness = batch_size, randomness
+        self.out_dims: tuple[int | None, ...] = ()
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        mapped = restore_vmap(self.run, self.in_dims, self.batch_size, self.randomness)
+        outputs, out_dims = mapped(*operands)
+        self.out_dims = tuple(out_dims)
+        return tuple(outputs)
+
+
+# ----------------------------------------------------------------------------- closed over
+
+
+class _Closures:
+    """The tensors in the closures of a Python function, and of the functions that it reaches there.
+
+    As operands they get their gradients, and values of the right vmap level in each run.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.functions: dict[int, FunctionType] = {}
+        self.links: list[tuple[CellType, FunctionType]] = []
+        self.holders: dict[int, CellType] = {}
+        pending = [function]
+        while pending:
+            reached = pending.pop()
+            if isinstance(reached, FunctionType) and id(reached) not in self.functions:
+                self.functions[id(reached)] = reached
+                pending += self._visit(reached)
+
+    def _visit(self, function: FunctionType) -> Iterator[FunctionType]:
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if isinstance(value, FunctionType):
+                self.links.append((cell, value))
+                yield value
+            elif any(isinstance(leaf, Tensor) for leaf in flatten(value)[0]):
+                self.holders[id(cell)] = cell
+
+    def values(self) -> list[Any]:
+        """What the cells with tensors hold."""
+        return [cell.cell_contents for cell in self.holders.values()]
+
+    def put(self, values: Sequence[Any]) -> Any:
+        """The function with other values in these cells; the old one keeps its own."""
+        if not self.holders:
+            return self.function
+        cells = {key: CellType(value) for key, value in zip(self.holders, values, strict=True)}
+        cells |= {id(cell): CellType() for cell, _ in self.links}
+        made = {key: _with_closure(f, cells) for key, f in self.functions.items()}
+        for cell, function in self.links:
+            cells[id(cell)].cell_contents = made[id(function)]
+        return made[id(self.function)]
+
+
+def _with_closure(function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
+    made = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells.get(id(cell), cell) for cell in function.__closure__ or ()),
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _closed_over(name: str, what: Sequence[str]) -> str:
+    head = (
+        f"checkpoint: {name} uses tensors that need a gradient and are not its arguments; pass "
+        "them (those of a module by torch.func.functional_call):"
+    )
+    return listing(head, what)
+
+
+# -------------------------------------------------------------------- random draws, autocast
+
+
+class _Draws:
+    """The states of the random generators in a region: one at its start, one after each pause.
+
+    The ranks of a simulated mesh that are threads share the generators, and in each collective
+    others may draw. A replay therefore puts the states of outside back whenever it pauses.
+    """
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._devices = sorted((d for d in devices if d.type == "cuda"), key=str)
+        self._states: list[list[Tensor]] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Notes the states of a first run."""
+        self._states = [self._get()]
+        with handing_over(_nothing, lambda: self._states.append(self._get())):
+            yield
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Gives a next run the same states, and outside its own ones back."""
+        states = iter(self._states)
+        outside, own = self._get(), next(states)
+
+        def leave() -> None:
+            nonlocal own
+            own = self._get()
+            self._set(outside)
+
+        def back() -> None:
+            nonlocal outside
+            outside = self._get()
+            self._set(next(states, own))
+
+        self._set(own)
+        try:
+            with handing_over(leave, back):
+                yield
+        finally:
+            self._set(outside)
+
+    def _get(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._devices)]
+
+    def _set(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _autocast() -> list[tuple[str, bool, torch.dtype]]:
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]

@@ -1,0 +1,209 @@
+"""`Function`: an autograd.Function whose backward may call collectives.
+
+Backward runs after the body has ended, or on another thread, where no mesh is current. A `Function`
+notes in forward which mesh and axes it ran under, and enters them again for backward. In a batched
+body the axes are vmap levels, gone by then: there the markers of the axes travel as operands, and
+torch's generated vmap rule opens levels for them anew.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backend import Scope, current_scope, enter_scope
+from shardmap_torch.backends.batched import BatchedBackend
+from shardmap_torch.errors import TransformError
+
+_BACKWARD: Final = ("backward", "vjp", "jvp")
+
+
+class Function(torch.autograd.Function):
+    """A `torch.autograd.Function` whose backward runs on the mesh of the body that called it.
+
+    Write it as one of torch's: `forward` and `backward`, with `setup_context` where functorch
+    transforms or a simulated mesh of strategy "vmap" run it. Collectives may be called in all of
+    them. It works on every mesh, also when backward runs after the body has ended or on another
+    thread. In a batched body (strategy "vmap") its vmap rule is generated, an own `vmap` is not
+    used. Outside of any body it is a plain Function.
+
+    What backward returns must have the type that fits the input's: for an invariant input an
+    invariant cotangent, for a replicate one a partial. On a simulated mesh strategy "ranks" shows
+    where that is wrong; "vmap" adds the ranks' cotangents of an equal input by itself.
+
+    Shape, types, bytes: what it is written to do.
+
+    Raises:
+        TransformError: it has no `setup_context` and is called in a batched body.
+
+    Source: `torch.autograd.Function`; `jax.custom_vjp`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import Function, I, P, all_reduce, make_mesh, shard_map
+        >>> class Copy(Function):
+        ...     "Invariant to replicate: the cotangents of all ranks add up."
+        ...     @staticmethod
+        ...     def forward(x):
+        ...         return x.clone()
+        ...     @staticmethod
+        ...     def setup_context(ctx, inputs, output):
+        ...         pass
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return all_reduce(grad, "tp", dst=I)
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> specs = (P(invariant="tp"), P("tp"))
+        >>> @shard_map(mesh=mesh, in_specs=specs, out_specs=P(), check=False)
+        ... def loss(w, x):
+        ...     return all_reduce((Copy.apply(w) * x).sum(), "tp", dst=I)
+        >>> torch.func.grad(loss)(torch.tensor(1.0), torch.arange(4.0))
+        tensor(6.)
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Makes the methods of a subclass note and enter the scope."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__
+        if "setup_context" in own:
+            _replace(cls, "setup_context", _noting)
+        elif "forward" in own and not _has_setup(cls):
+            _replace(cls, "forward", _noting)
+        for name in _BACKWARD:
+            if name in own:
+                _replace(cls, name, _entering)
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, as `torch.autograd.Function.apply` does.
+
+        Raises:
+            TransformError: without `setup_context`, in a batched body.
+        """
+        scope = current_scope()
+        if scope is None or not isinstance(scope.backend, BatchedBackend):
+            return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if not _has_setup(cls):
+            raise TransformError(
+                f"{cls.__name__} needs setup_context to run in a batched body: write "
+                "forward(*args) and setup_context(ctx, inputs, output) in place of "
+                'forward(ctx, *args), or use make_mesh(..., simulate="ranks").'
+            )
+        markers = scope.backend.axis_markers.values()
+        return _apply(cls, scope, *markers, *args)
+
+
+def _has_setup(cls: type) -> bool:
+    return getattr(cls, "setup_context", None) is not torch.autograd.Function.setup_context
+
+
+def _replace(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    method = cls.__dict__[name]
+    function = method.__func__ if isinstance(method, staticmethod) else method
+    setattr(cls, name, staticmethod(wrapper(function)))
+
+
+def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def noting(ctx: Any, *args: Any) -> Any:
+        ctx.shardmap_scope = current_scope()
+        return method(ctx, *args)
+
+    return noting
+
+
+def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def entering(ctx: Any, *args: Any) -> Any:
+        with enter_scope(ctx.shardmap_scope):
+            return method(ctx, *args)
+
+    return entering
+
+
+class _Batched(torch.autograd.Function):
+    """A `Function` in a batched body: the operands are its class, the scope, markers, arguments."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: Any, scope: Scope, *operands: Any) -> Any:
+        markers, args = _split(scope, operands)
+        with enter_scope(_rebound(scope, markers)):
+            return function.forward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        function, scope, *operands = inputs
+        markers, args = _split(scope, operands)
+        ctx.shardmap_function, ctx.shardmap_first = function, scope
+        ctx.save_for_backward(*markers)
+        with enter_scope(_rebound(scope, markers)):
+            function.setup_context(_Context(ctx, scope, markers), tuple(args), output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        scope = ctx.shardmap_first
+        num_markers = len(scope.backend.axis_markers)
+        own = _Context(ctx, scope, ctx.saved_tensors[:num_markers])
+        function = ctx.shardmap_function
+        other = function.vjp is not torch.autograd.Function.vjp  # torch's second name for it
+        found = (function.vjp if other else function.backward)(own, *grads)
+        found = found if isinstance(found, tuple) else (found,)
+        return (None, None, *[None] * num_markers, *found)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        scope = ctx.shardmap_first
+        num_markers = len(scope.backend.axis_markers)
+        own = _Context(ctx, scope, ctx.saved_tensors[:num_markers])
+        return ctx.shardmap_function.jvp(own, *tangents[2 + num_markers :])
+
+
+_apply: Callable[..., Any] = _Batched.apply
+
+
+def _split(scope: Scope, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    assert isinstance(scope.backend, BatchedBackend)  # only its bodies come here
+    num_markers = len(scope.backend.axis_markers)
+    return operands[:num_markers], operands[num_markers:]
+
+
+def _rebound(scope: Scope, markers: Sequence[Tensor]) -> Scope:
+    assert isinstance(scope.backend, BatchedBackend)  # only its bodies come here
+    named = dict(zip(scope.backend.axis_markers, markers, strict=True))
+    return Scope(BatchedBackend(scope.backend.mesh, named), scope.axes)
+
+
+class _Context:
+    """The ctx that the methods of a `Function` see in a batched body: without the markers."""
+
+    def __init__(self, ctx: Any, scope: Scope, markers: Sequence[Tensor]) -> None:
+        object.__setattr__(self, "_ctx", ctx)
+        object.__setattr__(self, "_markers", tuple(markers))
+        object.__setattr__(self, "shardmap_scope", _rebound(scope, markers))
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self._ctx.save_for_backward(*self._markers, *tensors)
+
+    def save_for_forward(self, *tensors: Tensor | None) -> None:
+        self._ctx.save_for_forward(*self._markers, *tensors)
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        saved: tuple[Tensor, ...] = self._ctx.saved_tensors[len(self._markers) :]
+        return saved
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        needed: tuple[bool, ...] = self._ctx.needs_input_grad[2 + len(self._markers) :]
+        return needed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "shardmap_scope":  # the scope of this level, made from the markers
+            setattr(self._ctx, name, value)
