@@ -116,16 +116,23 @@ def medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def fitted_fabric(setting: Setting, speeds: Mapping[str, float], comm: float) -> Fabric:
-    """The virtual clock's view of this machine."""
+def fitted_fabric(
+    setting: Setting, speeds: Mapping[str, float], compute: float, comm: float
+) -> Fabric:
+    """The virtual clock's view of this machine.
+
+    `compute` and `comm` are medians of the rounds; of the speeds measured apart only a ratio is
+    used, how much slower a chunk's rows are multiplied alone than in the whole matmul.
+    """
     flops = 2.0 * setting.rows * setting.inner * setting.columns
     num_bytes = 4.0 * setting.rows * setting.inner / 2
+    slower = speeds["chunk"] * 2 * setting.parts / speeds["whole"]
     return Fabric(
         latency=speeds["latency"],
         bandwidth=num_bytes / (comm - speeds["latency"]),
-        flops=flops / speeds["whole"],
+        flops=flops / compute,
         memory=1e10,
-        launch=max(0.0, speeds["chunk"] - speeds["whole"] / (2 * setting.parts)),
+        launch=max(0.0, slower - 1) * compute / (2 * setting.parts),
     )
 
 
@@ -150,8 +157,14 @@ def hidden(seconds: Mapping[str, float], roles: Mapping[str, str], name: str) ->
 def report(setting: Setting, result: Mapping[str, Any]) -> Iterator[str]:
     """The table, one line a variant."""
     measured = {op: medians(rounds) for op, rounds in result["rounds"].items() if rounds}
-    comm = measured["all_gather_matmul"]["exchange"]
-    virtual = virtual_seconds(setting, fitted_fabric(setting, result["speeds"], comm))
+    gather = measured["all_gather_matmul"]
+    fabric = fitted_fabric(setting, result["speeds"], gather["matmul"], gather["exchange"])
+    virtual = virtual_seconds(setting, fabric)
+    found = result["fabric"]
+    yield (
+        f"`auto` measures {found['bandwidth']:.2e} B/s, {found['flops']:.2e} flop/s, "
+        f"{found['overlap']:.0%} of a transfer under a matmul"
+    )
     for op, seconds in measured.items():
         table = OPERATIONS[op](replace(setting, device="meta"))
         roles = {name: variant.role for name, variant in table.items()}

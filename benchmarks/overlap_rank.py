@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.overlap_variants import COMPUTE, OPERATIONS, Setting, Variant, exchange
+from shardmap_torch.kernels import calibrate
 from shardmap_torch.kernels.transport import run
 from shardmap_torch.kernels.transport_gloo import GlooTransport
 
@@ -141,8 +143,11 @@ def main() -> None:
     setting = Setting(**json.loads(args.setting))
     kept, rejected = measure(transport, setting, args)
     speeds = slowest(link_and_matmul(transport, setting))
+    fabric = asdict(calibrate.measure(transport, torch.float32))
     if args.rank == 0:
-        print(json.dumps({"rounds": kept, "rejected": rejected, "speeds": speeds}))
+        print(
+            json.dumps({"rounds": kept, "rejected": rejected, "speeds": speeds, "fabric": fabric})
+        )
     dist.destroy_process_group()
 
 

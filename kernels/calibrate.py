@@ -1,6 +1,5 @@
 """Measures the fabric under a transport: once per group and dtype, at the first call that asks."""
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ def _seconds(action: Callable[[], None]) -> float:
         begin = time.perf_counter()
         action()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])  # The first opens connections and fills caches.
+    return min(times)  # Whatever disturbs a run adds to it, connections and caches to the first.
 
 
 def slowest(transport: Transport, value: float) -> float:
@@ -105,7 +104,7 @@ def measure(transport: Transport, dtype: torch.dtype) -> Fabric:
     work = repeats * product
     return Fabric(
         latency=latency,
-        bandwidth=PROBE_BYTES / max(travel - latency, 1e-9),
+        bandwidth=PROBE_BYTES / max(travel - latency, travel / 2),  # Noise apart, latency is less.
         flops=2.0 * SIDE**3 / product,
         overlap=min(1.0, max(0.0, (work + travel - together) / min(work, travel))),
     )

@@ -123,6 +123,14 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
 """Why a call runs unfused, first reason first; a later one may rely on those before it."""
 
 
+def is_checked(backend: Backend) -> bool:
+    """Whether the checker interprets the body: it sees the composition, whatever was required.
+
+    A simulated mesh is not meant: there a required overlap is refused while checking already.
+    """
+    return backend.mesh.kind != "simulated" and not isinstance(backend, ProcessGroupBackend)
+
+
 def obstacle(situation: Situation) -> str | None:
     """The first obstacle, if there is one."""
     return next((why for why, holds in OBSTACLES if holds(situation)), None)

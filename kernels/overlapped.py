@@ -11,7 +11,7 @@ from shardmap_torch.backend import Scope
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.compiled import CompiledCall, endpoint_name
-from shardmap_torch.kernels.endpoint import Situation, endpoint_of, obstacle
+from shardmap_torch.kernels.endpoint import Situation, endpoint_of, is_checked, obstacle
 from shardmap_torch.kernels.functions import (
     Call,
     block_rows,
@@ -20,6 +20,7 @@ from shardmap_torch.kernels.functions import (
 )
 from shardmap_torch.kernels.plan import (
     Overlap,
+    Plan,
     Problem,
     candidates,
     check_overlap,
@@ -297,6 +298,9 @@ def _prepare(
     if chunks is not None:
         candidates(problem, chunks)  # Wrong on every mesh, or on none.
     backend = scope.backend
+    if is_checked(backend):
+        record(Plan(problem.op, problem.axis, None, "the body is being checked, not run"))
+        return None
     why = obstacle(Situation(problem.op, backend, collective.axes, overlap, operands))
     if why is not None:
         record(obstructed(problem.op, problem.axis, overlap, why))

@@ -285,7 +285,7 @@ def test_the_plan_tells_what_ran_and_why(gloo: Gloo) -> None:
         "small but required": gather
         + "gather/ring/1 (the model predicts +17% from overlap, required)",
         "autocast": gather + "unfused (autocast is active)",
-        "vmap": gather + "unfused (a function transform, forward mode or torch.compile is active)",
+        "vmap": gather + "unfused (a function transform or forward mode is active)",
         "backward": "all_gather_matmul backward over 'tp': "
         "scatter/direct/4 (the model predicts +79% from overlap, required)",
         "reduce": "matmul_all_reduce over 'tp': "
