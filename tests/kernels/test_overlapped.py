@@ -13,10 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch import I, Mesh, P, R, make_mesh, shard_map
+from shardmap_torch import (
+    I,
+    Mesh,
+    P,
+    R,
+    all_gather,
+    make_mesh,
+    reduce_scatter,
+    shard_map,
+)
 from shardmap_torch.backend import Scope, enter_scope
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.errors import KernelError
+from shardmap_torch.errors import KernelError, ShardTypeError
 from shardmap_torch.kernels import (
     all_gather_matmul,
     last_plan,
@@ -428,3 +437,47 @@ def test_an_mlp_of_overlapped_layers_equals_the_dense_one_on_a_simulated_mesh(
     assert str(caught.value).startswith(
         "all_gather_matmul over axis 'tp' cannot overlap: the mesh has no process groups here.\n"
     )
+
+
+def unfused_gather(x: Tensor, w: Tensor) -> Tensor:
+    return all_gather(x, "tp", dst=R) @ w
+
+
+def unfused_scatter(x: Tensor, w: Tensor) -> Tensor:
+    return reduce_scatter(x @ w, "tp")
+
+
+GATHER_SPECS = (P("tp"), P(None, "tp"))
+SCATTER_SPECS = (P(None, "tp"), P("tp"))
+
+
+@pytest.mark.parametrize(
+    ("bodies", "in_specs", "wrong_out"),
+    [
+        pytest.param(
+            (lambda x, w: all_gather_matmul(x, w, "tp"), unfused_gather),
+            GATHER_SPECS,
+            P(),
+            id="the product varies with the columns of w",
+        ),
+        pytest.param(
+            (lambda x, w: matmul_reduce_scatter(x, w, "tp"), unfused_scatter),
+            SCATTER_SPECS,
+            P(),
+            id="the block varies",
+        ),
+    ],
+)
+def test_the_checker_rejects_what_it_rejects_of_the_composition(
+    bodies: tuple[Callable[..., Tensor], ...], in_specs: tuple[P, ...], wrong_out: P
+) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    mapped = [shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=wrong_out) for body in bodies]
+    complaints = []
+    for function in mapped:
+        with pytest.raises(ShardTypeError) as caught:
+            function(torch.ones(4, 4), torch.ones(4, 4))
+        complaints.append(str(caught.value).splitlines()[1])
+    overlapped, composition = complaints
+    assert overlapped == composition
+    assert "but the result varies over it" in composition
