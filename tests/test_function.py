@@ -1,0 +1,348 @@
+"""Function: an autograd.Function whose backward communicates, wherever and whenever it runs."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    CollectiveError,
+    Function,
+    I,
+    P,
+    R,
+    TransformError,
+    all_gather,
+    all_reduce,
+    axis_index,
+    make_mesh,
+    reduce_scatter,
+    shard_map,
+)
+from shardmap_torch.backend import current_scope
+from shardmap_torch.mesh import Mesh
+from tests.pool import Gloo
+
+# torch compiles its forward-mode decompositions when the first one is used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
+Strategy = Literal["vmap", "ranks"]
+Gathered = Callable[[Tensor, Tensor], Tensor]
+
+
+class GatherMatmul(Function):
+    """all_gather(x) @ w with a backward of its own, which gathers x again."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, axis: str) -> Tensor:
+        return all_gather(x, axis, dst=R) @ w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, w, ctx.axis = inputs
+        ctx.save_for_backward(x, w)
+        ctx.save_for_forward(x, w)
+        assert current_scope() is not None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad,) = grads
+        x, w = ctx.saved_tensors
+        assert ctx.needs_input_grad[2:] == (False,)
+        whole = all_gather(x, ctx.axis, dst=R)
+        return reduce_scatter(grad @ w.mT, ctx.axis), whole.mT @ grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        x, w = ctx.saved_tensors
+        dx, dw, _ = tangents
+        parts = [all_gather(dx, ctx.axis, dst=R) @ w] if dx is not None else []
+        parts += [all_gather(x, ctx.axis, dst=R) @ dw] if dw is not None else []
+        total: Tensor = sum(parts[1:], parts[0])
+        return total
+
+
+class OldGatherMatmul(Function):
+    """The same in the form that torch.func cannot transform, with `vjp` for `backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return all_gather(x, "tp", dst=R) @ w
+
+    @staticmethod
+    def vjp(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        x, w = ctx.saved_tensors
+        return reduce_scatter(grad @ w.mT, "tp"), all_gather(x, "tp", dst=R).mT @ grad
+
+
+def ours(x: Tensor, w: Tensor) -> Tensor:
+    result: Tensor = GatherMatmul.apply(x, w, "tp")
+    return result
+
+
+def old(x: Tensor, w: Tensor) -> Tensor:
+    result: Tensor = OldGatherMatmul.apply(x, w)
+    return result
+
+
+def derived(x: Tensor, w: Tensor) -> Tensor:
+    return all_gather(x, "tp", dst=R) @ w
+
+
+def simulated(strategy: Strategy) -> Mesh:
+    return make_mesh((2, 2), ("dp", "tp"), kind="simulated", simulate=strategy)
+
+
+def model(gathered: Gathered, mesh: Mesh) -> Callable[..., Tensor]:
+    @shard_map(
+        mesh=mesh,
+        in_specs=(P(("dp", "tp")), P(None, "tp", replicate="dp")),
+        out_specs=P(),
+        check=False,
+    )
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        y = all_gather(torch.tanh(gathered(x, w)), "tp", dim=1, dst=I)
+        return all_gather(y, "dp", dst=I)
+
+    return run
+
+
+def _operands() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(8, 3, dtype=torch.float64, generator=generator),
+        torch.randn(3, 4, dtype=torch.float64, generator=generator),
+    )
+
+
+X, W = _operands()
+
+
+def same(
+    compute: Callable[[Gathered], Any], gathered: Gathered = ours, wanted: Gathered = derived
+) -> None:
+    torch.testing.assert_close(compute(gathered), compute(wanted), rtol=1e-12, atol=1e-10)
+
+
+def loss_of(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def loss(*args: Tensor) -> Tensor:
+        return (f(*args) ** 2).sum()
+
+    return loss
+
+
+def gradients(loss: Callable[..., Tensor], create_graph: bool = False) -> Any:
+    leaves = [X.clone().requires_grad_(), W.clone().requires_grad_()]
+    grads = torch.autograd.grad(loss(*leaves), leaves, create_graph=create_graph)
+    if create_graph:
+        total = sum(((g**2).sum() for g in grads), torch.zeros(()))
+        return torch.autograd.grad(total, leaves)
+    return grads
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_backward_after_the_body_gives_the_derived_gradients(strategy: Strategy) -> None:
+    same(lambda gathered: gradients(loss_of(model(gathered, simulated(strategy)))))
+
+
+def test_the_form_without_setup_context_gives_them_too_where_ranks_run_by_themselves() -> None:
+    same(lambda gathered: gradients(loss_of(model(gathered, simulated("ranks")))), old)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_func_grad_gives_the_derived_gradients(strategy: Strategy) -> None:
+    same(
+        lambda gathered: torch.func.grad(
+            loss_of(model(gathered, simulated(strategy))), argnums=(0, 1)
+        )(X, W)
+    )
+
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
+    "create_graph": lambda f: gradients(loss_of(f), create_graph=True),
+    "jacrev": lambda f: torch.func.jacrev(f, argnums=(0, 1))(X, W),
+    "jvp": lambda f: torch.func.jvp(f, (X, W), (torch.cos(X), torch.sin(W))),
+    "hessian": lambda f: torch.func.hessian(loss_of(f), argnums=1)(X, W),
+    "vmap of grad": lambda f: torch.func.vmap(torch.func.grad(loss_of(f)), in_dims=(0, None))(
+        torch.stack([X, 2 * X]), W
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_a_batched_body_give_what_the_derived_gradients_give(name: str) -> None:
+    same(lambda gathered: TRANSFORMS[name](model(gathered, simulated("vmap"))))
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_func_grad_in_the_body_gives_the_derived_gradients(strategy: Strategy) -> None:
+    def compute(gathered: Gathered) -> Any:
+        @shard_map(
+            mesh=simulated(strategy),
+            in_specs=(P(("dp", "tp")), P(None, "tp")),
+            out_specs=(P(("dp", "tp")), P(None, "tp", partial="dp")),
+            check=False,
+        )
+        def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            def loss(x: Tensor, w: Tensor) -> Tensor:
+                return (gathered(x, w) ** 2).sum()
+
+            grads: tuple[Tensor, Tensor] = torch.func.grad(loss, argnums=(0, 1))(x, w)
+            return grads
+
+        return run(X, W)
+
+    same(compute)
+
+
+def test_backward_runs_on_another_thread() -> None:
+    def compute(gathered: Gathered) -> Any:
+        results: list[Any] = []
+        leaves = [X.clone().requires_grad_(), W.clone().requires_grad_()]
+        loss = loss_of(model(gathered, simulated("vmap")))(*leaves)
+        thread = threading.Thread(target=lambda: results.append(torch.autograd.grad(loss, leaves)))
+        thread.start()
+        thread.join()
+        return results
+
+    same(compute)
+
+
+def on_rank() -> None:
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+
+    def whole(gathered: Gathered) -> Callable[..., Tensor]:
+        return loss_of(model(gathered, mesh))
+
+    for gathered in (ours, old):
+        same(lambda gathered: gradients(whole(gathered)), gathered)
+    same(lambda gathered: torch.func.grad(whole(gathered), argnums=(0, 1))(X, W))
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(gradients(whole(ours))))
+    thread.start()
+    thread.join()
+    reference = gradients(loss_of(model(derived, simulated("ranks"))))
+    torch.testing.assert_close(results, [reference], rtol=0, atol=1e-10)
+
+
+def test_processes_give_the_derived_gradients(gloo: Gloo) -> None:
+    gloo(4).run(on_rank)
+
+
+def test_a_wrong_cotangent_is_what_real_ranks_would_compute_and_vmap_repairs_it() -> None:
+    """An invariant input needs an invariant cotangent; this backward forgets the all-reduce."""
+
+    class Forgetful(Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0]
+
+    def gradient(strategy: Strategy) -> float:
+        @shard_map(
+            mesh=make_mesh((2,), ("tp",), kind="simulated", simulate=strategy),
+            in_specs=(P(invariant="tp"), P("tp")),
+            out_specs=P(),
+            check=False,
+        )
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            total: Tensor = all_reduce((Forgetful.apply(w) * x).sum(), "tp", dst=I)
+            return total
+
+        w = torch.ones((), requires_grad=True)
+        return torch.autograd.grad(loss(w, torch.arange(4.0)), w)[0].item()
+
+    assert gradient("vmap") == 6.0
+    assert gradient("ranks") == 1.0
+
+
+def test_a_subclass_may_call_the_backward_of_its_parent() -> None:
+    class Doubled(GatherMatmul):
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+            x, w, _ = GatherMatmul.backward(ctx, *grads)
+            assert x is not None
+            assert w is not None
+            rank = axis_index(ctx.axis)
+            return x + 0 * rank, 2 * w, None
+
+    def compute(gathered: Gathered) -> Any:
+        return gradients(loss_of(model(gathered, simulated("vmap"))))
+
+    once, doubled = compute(ours), compute(lambda x, w: Doubled.apply(x, w, "tp"))
+    torch.testing.assert_close(doubled, (once[0], 2 * once[1]), rtol=0, atol=1e-10)
+
+
+def test_outside_of_any_body_it_is_a_plain_function() -> None:
+    class Double(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            assert current_scope() is None
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            assert current_scope() is None
+            return 2 * grads[0]
+
+    x = torch.ones(2, requires_grad=True)
+    assert torch.autograd.grad(Double.apply(x).sum(), x)[0].tolist() == [2.0, 2.0]
+
+
+def test_without_setup_context_a_batched_body_rejects_it() -> None:
+    with pytest.raises(TransformError) as error:
+        model(old, simulated("vmap"))(X, W)
+    assert str(error.value) == (
+        "OldGatherMatmul needs setup_context to run in a batched body: write forward(*args) and "
+        "setup_context(ctx, inputs, output) in place of forward(ctx, *args), or use "
+        'make_mesh(..., simulate="ranks").'
+    )
+
+
+class Plain(torch.autograd.Function):
+    """What the error is about: its backward has no mesh."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return all_reduce(x, "tp", dst=R)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return all_reduce(grads[0], "tp", dst=R)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_a_plain_function_whose_backward_communicates_is_told_of_ours(strategy: Strategy) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate=strategy)
+
+    @shard_map(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check=False)
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = Plain.apply(x)  # type: ignore[no-untyped-call]
+        return result
+
+    y = run(torch.ones(2, requires_grad=True))
+    with pytest.raises(CollectiveError) as error:
+        y.sum().backward()
+    assert str(error.value) == (
+        "all_reduce was called in a backward pass that does not know the mesh of the body. Derive "
+        "the autograd.Function whose backward calls it from shardmap_torch.Function, which keeps "
+        "the mesh for its backward."
+    )
