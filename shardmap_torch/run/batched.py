@@ -74,11 +74,14 @@ def _nest(
 def _reject_varying(
     call: Call, leaves: Sequence[Placed[P | None]], stacked: Sequence[Tensor], axes: Sequence[str]
 ) -> None:
-    """A value is batched exactly where it varies; where it does not, vmap expands it: stride 0."""
+    """A value is batched exactly where it varies; where it does not, vmap expands it: stride 0.
+
+    Empty tensors have no such strides, and nothing that could vary.
+    """
     problems = []
     for leaf, value in zip(leaves, stacked, strict=True):
         spec = spec_of(leaf)
-        for position, axis in enumerate(axes):
+        for position, axis in enumerate(axes if value.numel() else ()):
             equal = value.shape[position] == 1 or value.stride(position) == 0
             if not equal and axis not in spec.mentioned and axis not in spec.partial:
                 problems.append(unequal(leaf.path, spec, axis))
