@@ -77,6 +77,7 @@ class Call:
         out_fits: remembers how results fitted.
         exits: for results by position, conversions to the type that the spec promises, which the
             checker found necessary.
+        checked: whether the checker has verified that the results fit their specs.
     """
 
     function: Callable[..., Tree]
@@ -90,6 +91,7 @@ class Call:
     out_specs: Tree
     out_fits: Memo[Fit]
     exits: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
+    checked: bool = False
 
     @lazy
     def inputs(self) -> tuple[Placed[Spec], ...]:

@@ -45,6 +45,8 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import I, K, Partial, R, V, Z
 
 _functorch = torch._C._functorch
+_SILENT: Final = ("prim", "profiler")  # they read no values
+_BITS: Final = torch.ops.aten.view.dtype
 SEED: Final = -2
 """The task of cotangents that a backward is about to start from."""
 
@@ -106,7 +108,7 @@ class Interpreter:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.equations: list[Equation] = []
         self.closures: dict[int, Tensor] = {}
-        self.plain_autograd = False
+        self.batches = True
         self._cells: dict[int, Cell] = {}
         self._paused = False
         self._made_by: dict[int, Equation] = {}
@@ -203,7 +205,7 @@ class Interpreter:
 
     def call(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Types one ATen operation, and runs it on fake tensors."""
-        if self._paused or op.namespace == "prim":
+        if self._paused or op.namespace in _SILENT:
             return op(*args, **kwargs)
         if not self._running and torch._C._current_graph_task_id() != -1:
             raise ShardTypeError(
@@ -220,9 +222,15 @@ class Interpreter:
         for name in signature.writes:
             self._reject_sealed(op, arguments[name])
         out = op(*args, **kwargs)
-        kinds = self._type(op, arguments, out)
+        # A view has the type of its storage, and needs no rule; of a sum's bits nothing is known.
+        view = not signature.writes and self._is_known(out) and op is not _BITS
+        kinds = [] if view else self._type(op, arguments, out)
         self._store(op, arguments, out, kinds)
         return out
+
+    def _is_known(self, out: Any) -> bool:
+        made = list(tensors_of(out))
+        return bool(made) and all(t.untyped_storage()._cdata in self._cells for t in made)
 
     def adopt(self, tensor: Tensor) -> Tensor:
         """The fake of a tensor, which may be one that the body closes over."""
@@ -243,6 +251,11 @@ class Interpreter:
             cell.tokens = tokens
             tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
         return cell
+
+    @property
+    def is_differentiating(self) -> bool:
+        """Whether a backward runs whose seeds have been checked."""
+        return self._running > 0
 
     @contextmanager
     def differentiating(self) -> Iterator[None]:
@@ -308,7 +321,7 @@ class Interpreter:
         read = [t for value in arguments.values() for t in tensors_of(value)]
         whole = any(is_real(tensor.dtype) for tensor in read)
         bad = any(t.dtype == torch.bool or (whole and not is_real(t.dtype)) for t in made)
-        bits = op is torch.ops.aten.view.dtype
+        bits = op is _BITS
         if bad or bits:
             reason = BITS if bits else INTEGER
             refusal = Refusal(axis, Clash(Partial, None, reason), reason)
@@ -377,6 +390,9 @@ class Interpreter:
         whole = tensor.numel() * tensor.element_size() == cell.storage.nbytes()
         if not whole:
             kinds = self._joined(op, arguments, tensor, cell, kinds)
+        pairs = zip(cell.kinds, kinds, strict=True)
+        if any(new.varies and not old.varies for old, new in pairs):
+            self.batches = False  # a batched value does not fit into one that is not
         cell.kinds, cell.made = kinds, equation
         cell.tokens |= tokens
         cell.written |= tokens
@@ -454,7 +470,7 @@ class Interpreter:
         """Holds a gradient against the type of the value that it belongs to."""
         if gradient is None:
             return
-        have, cell = self.cell(operand).kinds, self.cell(gradient)
+        have, cell = self.cell(self.adopt(operand)).kinds, self.cell(gradient)
         for axis, (kind, cotangent) in enumerate(zip(have, cell.kinds, strict=True)):
             if not accepts(kind, cotangent):
                 raise report.cotangent(self, axis, kind, cell, what)
@@ -528,6 +544,8 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    if interpreter.is_differentiating:  # the checker's own, of the whole body
+        return func(*args, **kwargs)
     names = ("outputs", "inputs", "grad_outputs")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     rest = args[len(names) :]
@@ -537,7 +555,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
         seeds = seeds * len(outputs) if seeds[0] is None else seeds
     seeds = tuple(map(interpreter.seed, outputs, seeds))
     given["outputs"], given["grad_outputs"] = outputs, seeds
-    interpreter.plain_autograd |= not any(map(_functorch.is_functorch_wrapped_tensor, outputs))
+    interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
     with interpreter.differentiating():
         gradients = func(
             given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
@@ -553,7 +571,7 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
     given = {**dict(zip(("self", "gradient"), args, strict=False)), **kwargs}
     output = given.pop("self")
     seed = interpreter.seed(output, given.pop("gradient", None))
-    interpreter.plain_autograd = True
+    interpreter.batches = False
     with interpreter.differentiating():
         func(output, seed, *args[2:], **given)
     interpreter.unseed([seed])

@@ -54,7 +54,7 @@ class Verdict:
 
     def apply(self, call: Call) -> Call:
         """The same call with every axis typed, and with results converted as promised."""
-        return replace(call, fit=self.fit, exits=self.exits)
+        return replace(call, fit=self.fit, exits=self.exits, checked=True)
 
     @lazy
     def fit(self) -> Fit:
@@ -280,7 +280,7 @@ class _Verification:
             outputs,
             tuple(interpreter.equations),
             replace(result, leaves=list(result.leaves)),
-            not interpreter.plain_autograd,
+            interpreter.batches,
         )
 
 
