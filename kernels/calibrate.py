@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardmap_torch.kernels.cost import Fabric
 from shardmap_torch.kernels.exchange import Choice, Gather
+from shardmap_torch.kernels.matmul import gather_forward
 from shardmap_torch.kernels.schedule import Chunk, Message
 from shardmap_torch.kernels.transport import Channel, Handle, Steps, Transport, run
 
@@ -50,6 +51,12 @@ class _Probe:
         for _ in range(repeats):
             torch.mm(self.x, self.x)
 
+    def engine(self) -> None:
+        """A kernel with next to nothing to send or multiply: what running it costs."""
+        shard, w = self.message[:1].view(1, 1), self.message[:1].view(1, 1)
+        choice = Choice("gather/ring", 1)
+        run(gather_forward(self.transport, shard, [w], [None], 0, choice))
+
     def both(self, repeats: int) -> None:
         """Matmuls while an exchange is on its way."""
         handles = self.exchange()
@@ -81,9 +88,9 @@ def slowest(transport: Transport, value: float) -> float:
 
 
 def measure(transport: Transport, dtype: torch.dtype) -> Fabric:
-    """Times messages, matmuls, and both together; every rank of the transport must call it.
+    """Times messages, matmuls, an empty kernel, and messages under matmuls.
 
-    Takes 0.1 to 0.3 s. The last figure is the one that a data sheet does not have: how much of a
+    Every rank of the transport must call it; it takes 0.1 to 0.3 s. The last figure is the one that a data sheet does not have: how much of a
     transfer proceeds while this rank computes. Where the same cores do both it is near 0, and no
     schedule can gain anything.
     """
@@ -99,6 +106,8 @@ def measure(transport: Transport, dtype: torch.dtype) -> Fabric:
         agree(probe.communicate),
         agree(word.compute),
     )
+    num_ranks = transport.num_ranks
+    launch = (agree(word.engine) - (num_ranks - 1) * latency) / num_ranks
     repeats = max(1, round(travel / product))
     together = agree(lambda: probe.both(repeats))
     work = repeats * product
@@ -106,5 +115,6 @@ def measure(transport: Transport, dtype: torch.dtype) -> Fabric:
         latency=latency,
         bandwidth=PROBE_BYTES / max(travel - latency, travel / 2),  # Noise apart, latency is less.
         flops=2.0 * SIDE**3 / product,
+        launch=max(0.0, launch),
         overlap=min(1.0, max(0.0, (work + travel - together) / min(work, travel))),
     )

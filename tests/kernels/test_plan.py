@@ -176,5 +176,6 @@ def test_every_rank_measures_the_same_plausible_fabric(gloo: Callable[[int], Poo
     for fabric in results[0]:
         assert 0 <= fabric.overlap <= 1
         assert 1e-6 < fabric.latency < 1
+        assert 0 <= fabric.launch < 1
         assert 1e6 < fabric.bandwidth < 1e12
         assert 1e7 < fabric.flops < 1e14
