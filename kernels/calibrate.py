@@ -90,9 +90,9 @@ def slowest(transport: Transport, value: float) -> float:
 def measure(transport: Transport, dtype: torch.dtype) -> Fabric:
     """Times messages, matmuls, an empty kernel, and messages under matmuls.
 
-    Every rank of the transport must call it; it takes 0.1 to 0.3 s. The last figure is the one that a data sheet does not have: how much of a
-    transfer proceeds while this rank computes. Where the same cores do both it is near 0, and no
-    schedule can gain anything.
+    Every rank of the transport must call it; it takes 0.1 to 0.3 s. The last figure is the one that
+    a data sheet does not have: how much of a transfer proceeds while this rank computes. Where the
+    same cores do both it is near 0, and no schedule can gain anything.
     """
 
     def agree(action: Callable[[], None]) -> float:
