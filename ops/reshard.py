@@ -8,19 +8,20 @@ then fewest collectives, of which the last makes one collective of several over 
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations, count, permutations, product
 from math import gcd, prod
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from shardmap_torch.backend import scope_of
 from shardmap_torch.errors import CollectiveError, SpecError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.ops.arguments import each_leaf
+from shardmap_torch.ops.arguments import check_comm_dtype, each_leaf
 from shardmap_torch.rule import TABLE, Collective, Row, bind
 from shardmap_torch.spec import P, misfits
 from shardmap_torch.types import AxisType, I, Partial, R, V
@@ -51,7 +52,14 @@ class Step:
         return f"{c}{where}, sends {self.sent} x, back {self.sent_back}"
 
 
-def reshard(x: X, src: P, dst: P) -> X:
+def reshard(
+    x: X,
+    src: P,
+    dst: P,
+    *,
+    comm_dtype: torch.dtype | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+) -> X:
     """Changes how `x` lies on the mesh from `src` to `dst`, by the fewest bytes.
 
     Axes that cut the same dim on both sides, from the front of its tuple, stay where they are;
@@ -69,6 +77,8 @@ def reshard(x: X, src: P, dst: P) -> X:
         x: a tensor or a pytree of tensors, which lies by `src`.
         src: how x lies.
         dst: how it shall lie.
+        comm_dtype: dtype in which the values travel, where any do.
+        grad_comm_dtype: dtype in which the cotangents travel and are added.
 
     Raises:
         CollectiveError: outside a body, or an axis that is not bound.
@@ -90,7 +100,8 @@ def reshard(x: X, src: P, dst: P) -> X:
 
     def one(leaf: Tensor) -> Tensor:
         for step in plan(src, dst, mesh, _global_shape(leaf, src, mesh)):
-            leaf = bind(scope.backend, step.collective, leaf)
+            collective = _in_dtypes(step.collective, comm_dtype, grad_comm_dtype)
+            leaf = bind(scope.backend, collective, leaf)
         return leaf
 
     return each_leaf("reshard", x, one)
@@ -136,6 +147,17 @@ def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tupl
     # Whether a dim can be cut n ways is all that the shape decides; keys stay few.
     even = None if shape is None else tuple(gcd(d, mesh.size) for d in shape[:num_dims])
     return _search(src, dst, tuple(sizes.items()), even)
+
+
+def _in_dtypes(
+    collective: Collective, comm_dtype: torch.dtype | None, grad_comm_dtype: torch.dtype | None
+) -> Collective:
+    """What stays on its rank is not rounded."""
+    forward = comm_dtype if collective.row.sent != "0" else None
+    back = grad_comm_dtype if TABLE[collective.row.transpose].sent != "0" else None
+    if forward is None and back is None:
+        return collective
+    return check_comm_dtype(replace(collective, comm_dtype=forward, grad_comm_dtype=back))
 
 
 def _no_axes(src: P, dst: P) -> tuple[str, ...]:

@@ -292,3 +292,44 @@ def test_reshard_outside_a_body_is_rejected() -> None:
         "reshard was called outside shard_map, where no mesh axis is bound. "
         "Call it in the body of a shard_mapped function."
     )
+
+
+def test_what_travels_is_rounded_to_comm_dtype_and_the_rest_is_not() -> None:
+    mesh = make_mesh((2,), ("a",), kind="simulated", simulate="ranks")
+    x = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64, requires_grad=True)
+
+    def run(src: P, dst: P, **dtypes: torch.dtype) -> tuple[Tensor, Tensor]:
+        f = shard_map(
+            lambda x: reshard(x, src, dst, **dtypes),
+            mesh=mesh,
+            in_specs=src,
+            out_specs=dst,
+            check=False,
+        )
+        y = f(x)
+        return y.detach(), torch.autograd.grad(y @ x.detach(), x)[0]
+
+    rounded = x.detach().float().double()
+    y, grad = run(P("a"), P(invariant="a"), comm_dtype=torch.float32)
+    assert torch.equal(y, rounded)
+    assert torch.equal(grad, x.detach())
+    y, grad = run(P(invariant="a"), P("a"), grad_comm_dtype=torch.float32)
+    assert torch.equal(y, x.detach())
+    assert torch.equal(grad, rounded)
+
+
+def test_a_rounded_way_whose_backward_adds_needs_its_dtype_as_well() -> None:
+    mesh = make_mesh((2,), ("a",), kind="simulated", simulate="vmap")
+    f = shard_map(
+        lambda x: reshard(x, P("a"), P(replicate="a"), comm_dtype=torch.bfloat16),
+        mesh=mesh,
+        in_specs=P("a"),
+        out_specs=P(replicate="a"),
+        check=False,
+    )
+    with pytest.raises(CollectiveError) as error:
+        f(torch.zeros(2))
+    assert str(error.value) == (
+        "all_gather: with comm_dtype=torch.bfloat16 its backward, reduce_scatter, adds over ranks "
+        "as well; name its precision with grad_comm_dtype=."
+    )

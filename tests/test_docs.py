@@ -1,0 +1,27 @@
+"""docs/collectives.md says what the table says."""
+
+from shardmap_torch import ops
+from shardmap_torch.rule import ROWS, TABLE
+from tests.collectives_page import MOVES, PAGE, page
+
+
+def test_the_page_of_the_collectives_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run python -m tests.collectives_page"
+
+
+def test_the_page_has_every_row_both_ways_and_every_function() -> None:
+    text = page()
+    for row in ROWS:
+        back = TABLE[row.transpose]
+        line = next(
+            line
+            for line in text.splitlines()
+            if line.startswith(f"| `{row.name}` | {row.src} → {row.dst} |")
+        )
+        assert line.endswith(f"| `{back.name}` | {back.src} → {back.dst} | {back.sent} |")
+    for name in ops.__all__:
+        assert f"| `{name}(" in text
+
+
+def test_every_move_is_described() -> None:
+    assert set(MOVES) == {row.move for row in ROWS}
