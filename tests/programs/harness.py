@@ -37,6 +37,7 @@ class Program:
         reference: `body` on one device.
         meshes: axis sizes by number of ranks.
         axis_names: the axes of all of these meshes.
+        check: whether the type checker sees the body first.
     """
 
     body: Callable[..., tuple[Tensor, ...]]
@@ -46,6 +47,7 @@ class Program:
     reference: Callable[..., tuple[Tensor, ...]]
     meshes: Mapping[int, tuple[int, ...]]
     axis_names: tuple[str, ...]
+    check: bool = False
 
     def inputs(self) -> list[Tensor]:
         """Unit-variance values, the same on every process."""
@@ -120,7 +122,7 @@ def _mapped(program: Program, mesh: Mesh) -> Callable[..., tuple[Tensor, ...]]:
         mesh=mesh,
         in_specs=program.in_specs,
         out_specs=program.out_specs,
-        check=False,
+        check=program.check,
     )
 
 

@@ -1,12 +1,14 @@
 """The main claim: one program gives the same on every mesh, with all its derivatives."""
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 
+from shardmap_torch import P, make_mesh
 from tests.pool import Gloo
 from tests.programs.bodies import PROGRAMS
-from tests.programs.harness import Program, assert_same, in_worker, one_device, simulated
+from tests.programs.harness import Program, assert_same, in_worker, on_mesh, one_device, simulated
 
 # torch's own forward mode scripts some decompositions when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -33,3 +35,13 @@ def test_program_on_processes_equals_one_device(program: Program, size: int, glo
     expected = one_device(program)
     for outcome in gloo(size).run(in_worker, program, size):
         assert_same(outcome, expected)
+
+
+@pytest.mark.parametrize("program", CASES)
+def test_the_checker_types_the_axes_that_no_spec_mentions(program: Program) -> None:
+    """The same gradients without `replicate=` and `invariant=` on inputs."""
+    num_ranks = max(program.meshes)
+    mesh = make_mesh(program.meshes[num_ranks], program.axis_names, kind="simulated")
+    untyped = tuple(P(*spec.entries, partial=spec.partial) for spec in program.in_specs)
+    outcome = on_mesh(replace(program, in_specs=untyped, check=True), mesh, ("values", "backward"))
+    assert_same(outcome, one_device(program))
