@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
@@ -145,18 +146,19 @@ def held_out_loss(run: Run, params: Params, num_batches: int = 8) -> float:
     return sum(loss(params, run.held_out_batch(i)).item() for i in range(num_batches)) / num_batches
 
 
-def sample(run: Run, params: Params, temperature: float = 0.7) -> bytes:
-    """Continues held-out text, one byte at a time; every rank draws the same."""
+def sample(run: Run, params: Params, temperature: float = 0.7) -> tuple[str, str]:
+    """The end of the held-out text, and how the model continues it; every rank draws the same."""
     next_logits = sharded_next_logits(run.mesh, run.config)
     generator = torch.Generator().manual_seed(run.options.seed)
-    text = run.held_out[: run.config.length].tolist()
+    text = run.held_out[-run.config.length :].tolist()
     num_copies = run.mesh.shape["dp"]  # the batch must divide over "dp"
     for _ in range(run.options.sample):
         window = torch.tensor([text[-run.config.length :]] * num_copies)
         logits = next_logits(params, device_put(window, run.mesh, P("dp")))[0].double().cpu()
         drawn = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
         text.append(int(drawn))
-    return bytes(text[run.config.length :])
+    prompt, written = bytes(text[: run.config.length]), bytes(text[run.config.length :])
+    return prompt.decode(errors="replace"), written.decode(errors="replace")
 
 
 def report(run: Run, params: Params, losses: list[float]) -> None:
@@ -171,9 +173,9 @@ def report(run: Run, params: Params, losses: list[float]) -> None:
     run.console.print()
     for name, value in {**levels, **results}.items():
         run.console.print(f"{name:16} {value:.3f} nats/byte")
-    written = sample(run, params).decode(errors="replace")
+    prompt, written = sample(run, params)
     run.console.print("\n[bold]sample[/]")
-    run.console.print(written, markup=False, highlight=False)
+    run.console.print(Text.assemble((prompt, "dim"), written))
     if run.mesh.rank == 0:
         run.options.out.mkdir(parents=True, exist_ok=True)
         draw_losses(losses, levels, run.options.out / "loss.png")

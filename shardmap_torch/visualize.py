@@ -70,6 +70,12 @@ def visualize_sharding(
     """
     shape = tuple(x.shape if isinstance(x, Tensor) else x)
     on, cut = _layout(x, mesh, spec)
+    unknown = sorted(cut.named - set(on.axis_names))
+    if unknown:
+        names = ", ".join(map(repr, unknown))
+        raise SpecError(
+            f"visualize_sharding: {cut!r} names {names}, but the axes are {on.axis_names}."
+        )
     problems = misfits(cut, shape, on.shape)
     if problems:
         raise SpecError(f"visualize_sharding: {shape} does not fit its spec: {'; '.join(problems)}")
