@@ -197,6 +197,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="4096x1024x2048", help="rows x inner x columns")
     parser.add_argument("--parts", type=int, default=8, help="chunks per rank's block")
+    parser.add_argument(
+        "--backward-parts",
+        type=int,
+        default=2,
+        help="the same for the backward, which computes twice as long and so needs fewer",
+    )
     parser.add_argument("--rate", default="500mbit", help="tbf rate of the link")
     parser.add_argument("--rounds", type=int, default=15, help="undisturbed rounds wanted")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the rounds")
@@ -205,7 +211,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every round here")
     args = parser.parse_args()
     rows, inner, columns = map(int, args.shape.split("x"))
-    setting = Setting(rows, inner, columns, args.parts)
+    setting = Setting(rows, inner, columns, args.parts, args.backward_parts)
     try:
         with two_namespaces(args.rate) as names:
             result = run_ranks(names, setting, args)
@@ -213,7 +219,8 @@ def main() -> None:
         raise SystemExit(f"benchmarks/overlap.py cannot run here: {error}") from error
     if args.json:
         args.json.write_text(json.dumps(result))
-    print(f"{args.shape} float32, {args.parts} parts, link {args.rate}")
+    print(f"{args.shape} float32, link {args.rate}, {args.parts} parts", end="")
+    print(f" ({args.backward_parts} in the backward)")
     if not all(result["rounds"].values()):
         raise SystemExit("no undisturbed round: run it on a quiet machine, or raise --max-load")
     print("\n".join(report(setting, result)))

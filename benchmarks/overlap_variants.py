@@ -54,6 +54,7 @@ class Setting:
     inner: int
     columns: int
     parts: int
+    backward_parts: int
     device: str = "cpu"
 
     def tensor(self, *shape: int) -> Tensor:
@@ -172,7 +173,8 @@ def column_backward_variants(s: Setting) -> Mapping[str, Variant]:
     shard, gathered = s.tensor(half, s.inner), s.tensor(s.rows, s.inner)
     w, dy = s.tensor(s.inner, s.columns), s.tensor(s.rows, s.columns)
     addend = s.tensor(half, s.inner)
-    choice, gather = Choice("scatter/direct", s.parts), Choice("gather/ring", s.parts)
+    choice = Choice("scatter/direct", s.backward_parts)
+    gather = Choice("gather/ring", s.backward_parts)
 
     def dx(transport: Transport) -> tuple[Tensor, Tensor]:
         """The input gradient before its reduction."""
@@ -233,7 +235,7 @@ def row_backward_variants(s: Setting) -> Mapping[str, Variant]:
     half = s.rows // 2
     x, w = s.tensor(s.rows, s.columns), s.tensor(s.columns, s.inner)
     dy, full = s.tensor(half, s.inner), s.tensor(s.rows, s.inner)
-    choice = Choice("gather/ring", s.parts)
+    choice = Choice("gather/ring", s.backward_parts)
 
     def gradients(transport: Transport) -> None:
         multiply(transport, full, w.t())
