@@ -19,7 +19,7 @@ from torch._functorch.vmap import restore_vmap
 from torch.autograd.graph import Node
 
 from shardmap_torch.backend import Scope, current_scope, enter_scope
-from shardmap_torch.backends.batched import BatchedBackend
+from shardmap_torch.backends.batched import markers_of, rebound
 from shardmap_torch.backends.threads import handing_over
 from shardmap_torch.boundary import can_receive_gradient
 from shardmap_torch.errors import TransformError, listing
@@ -78,15 +78,9 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
         return function(*args, **kwargs)
     scope = current_scope()
     region = _Region(closures, leaves, structure, scope)
-    outputs: tuple[Tensor, ...] = _apply(region, region.run, *_markers(scope), *tensors)
+    outputs: tuple[Tensor, ...] = _apply(region, region.run, *markers_of(scope), *tensors)
     result: Y = region.rebuild(outputs)
     return result
-
-
-def _markers(scope: Scope | None) -> tuple[Tensor, ...]:
-    if scope is None or not isinstance(scope.backend, BatchedBackend):
-        return ()
-    return tuple(scope.backend.axis_markers.values())
 
 
 class _Region:
@@ -116,18 +110,12 @@ class _Region:
         for place, tensor in zip(self.places, operands[num_markers:], strict=True):
             leaves[place] = tensor
         captured, args, kwargs = unflatten(self.structure, leaves)
-        with enter_scope(self._scope(operands[:num_markers])):
+        with enter_scope(rebound(self.scope, operands[:num_markers])):
             out = self.closures.put(captured)(*args, **kwargs)
         found, self.out_structure = flatten(out)
         self.out_places = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor)]
         self.out_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
         return tuple(found[i] for i in self.out_places)
-
-    def _scope(self, markers: Sequence[Tensor]) -> Scope | None:
-        if self.scope is None or not isinstance(self.scope.backend, BatchedBackend):
-            return self.scope
-        named = dict(zip(self.scope.backend.axis_markers, markers, strict=True))
-        return Scope(BatchedBackend(self.scope.backend.mesh, named), self.scope.axes)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """The result as the function returned it."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backend import Scope, current_scope, enter_scope
-from shardmap_torch.backends.batched import BatchedBackend
+from shardmap_torch.backends.batched import markers_of, rebound
 from shardmap_torch.errors import TransformError
 
 _BACKWARD: Final = ("backward", "vjp", "jvp")
@@ -83,7 +83,8 @@ class Function(torch.autograd.Function):
             TransformError: without `setup_context`, in a batched body.
         """
         scope = current_scope()
-        if scope is None or not isinstance(scope.backend, BatchedBackend):
+        markers = markers_of(scope)
+        if not markers:
             return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not _has_setup(cls):
             raise TransformError(
@@ -91,7 +92,6 @@ class Function(torch.autograd.Function):
                 "forward(*args) and setup_context(ctx, inputs, output) in place of "
                 'forward(ctx, *args), or use make_mesh(..., simulate="ranks").'
             )
-        markers = scope.backend.axis_markers.values()
         return _apply(cls, scope, *markers, *args)
 
 
@@ -130,60 +130,60 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def forward(function: Any, scope: Scope, *operands: Any) -> Any:
-        markers, args = _split(scope, operands)
-        with enter_scope(_rebound(scope, markers)):
-            return function.forward(*args)
+        num_markers = len(markers_of(scope))
+        with enter_scope(rebound(scope, operands[:num_markers])):
+            return function.forward(*operands[num_markers:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         function, scope, *operands = inputs
-        markers, args = _split(scope, operands)
+        num_markers = len(markers_of(scope))
+        markers, args = operands[:num_markers], operands[num_markers:]
         ctx.shardmap_function, ctx.shardmap_first = function, scope
         ctx.save_for_backward(*markers)
-        with enter_scope(_rebound(scope, markers)):
+        ctx.save_for_forward(*markers)
+        with enter_scope(rebound(scope, markers)):
             function.setup_context(_Context(ctx, scope, markers), tuple(args), output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        scope = ctx.shardmap_first
-        num_markers = len(scope.backend.axis_markers)
-        own = _Context(ctx, scope, ctx.saved_tensors[:num_markers])
+        own = _reopened(ctx)
         function = ctx.shardmap_function
         other = function.vjp is not torch.autograd.Function.vjp  # torch's second name for it
         found = (function.vjp if other else function.backward)(own, *grads)
         found = found if isinstance(found, tuple) else (found,)
-        return (None, None, *[None] * num_markers, *found)
+        return (*[None] * own.num_before, *found)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        scope = ctx.shardmap_first
-        num_markers = len(scope.backend.axis_markers)
-        own = _Context(ctx, scope, ctx.saved_tensors[:num_markers])
-        return ctx.shardmap_function.jvp(own, *tangents[2 + num_markers :])
+        own = _reopened(ctx)
+        return ctx.shardmap_function.jvp(own, *tangents[own.num_before :])
 
 
 _apply: Callable[..., Any] = _Batched.apply
 
 
-def _split(scope: Scope, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    assert isinstance(scope.backend, BatchedBackend)  # only its bodies come here
-    num_markers = len(scope.backend.axis_markers)
-    return operands[:num_markers], operands[num_markers:]
-
-
-def _rebound(scope: Scope, markers: Sequence[Tensor]) -> Scope:
-    assert isinstance(scope.backend, BatchedBackend)  # only its bodies come here
-    named = dict(zip(scope.backend.axis_markers, markers, strict=True))
-    return Scope(BatchedBackend(scope.backend.mesh, named), scope.axes)
+def _reopened(ctx: Any) -> "_Context":
+    scope = ctx.shardmap_first
+    return _Context(ctx, scope, ctx.saved_tensors[: len(markers_of(scope))])
 
 
 class _Context:
     """The ctx that the methods of a `Function` see in a batched body: without the markers."""
 
+    _ctx: Any
+    _markers: tuple[Tensor, ...]
+    shardmap_scope: Scope | None
+
     def __init__(self, ctx: Any, scope: Scope, markers: Sequence[Tensor]) -> None:
         object.__setattr__(self, "_ctx", ctx)
         object.__setattr__(self, "_markers", tuple(markers))
-        object.__setattr__(self, "shardmap_scope", _rebound(scope, markers))
+        object.__setattr__(self, "shardmap_scope", rebound(scope, markers))
+
+    @property
+    def num_before(self) -> int:
+        """How many operands come before the user's: class, scope and markers."""
+        return 2 + len(self._markers)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self._ctx.save_for_backward(*self._markers, *tensors)
@@ -198,12 +198,12 @@ class _Context:
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        needed: tuple[bool, ...] = self._ctx.needs_input_grad[2 + len(self._markers) :]
+        needed: tuple[bool, ...] = self._ctx.needs_input_grad[self.num_before :]
         return needed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "shardmap_scope":  # the scope of this level, made from the markers
+        if name != "shardmap_scope":  # that of this level is made from the markers
             setattr(self._ctx, name, value)

@@ -16,6 +16,7 @@ from shardmap_torch import (
     R,
     TransformError,
     all_reduce,
+    axis_index,
     checkpoint,
     convert,
     make_mesh,
@@ -256,6 +257,39 @@ def test_vmap_inside_the_body_passes_through() -> None:
             return grads
 
         return run(X)
+
+    same(compute)
+
+
+@pytest.mark.parametrize("where", ["inner body", "round the inner body"])
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_nested_bodies_keep_all_their_axes(strategy: Strategy, where: str) -> None:
+    def compute(call: Call) -> Any:
+        def layer(z: Tensor) -> Tensor:
+            total: Tensor = all_reduce(torch.sin(z), ("tp", "dp"), dst=I)
+            return total * z * (1 + axis_index("tp"))
+
+        def inner_body(z: Tensor) -> Tensor:
+            result: Tensor = call(layer, z) if where == "inner body" else layer(z)
+            return result
+
+        spec = P(None, "tp")
+        inner = shard_map(inner_body, in_specs=spec, out_specs=spec, axis_names={"tp"}, check=False)
+
+        @shard_map(
+            mesh=simulated(strategy),
+            in_specs=P("dp"),
+            out_specs=P("dp"),
+            axis_names={"dp"},
+            check=False,
+        )
+        def outer(x: Tensor) -> Tensor:
+            result: Tensor = inner(x) if where == "inner body" else call(inner, x)
+            return result
+
+        x = X[:, :2].clone().requires_grad_()
+        (grad,) = torch.autograd.grad((outer(x) ** 2).sum(), x)
+        return grad, torch.func.grad(loss_of(outer))(x.detach())
 
     same(compute)
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardmap_torch.backend import Scope
 from shardmap_torch.backends.stacked import MOVES, Stack
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
@@ -129,6 +130,25 @@ class BatchedBackend:
                 shape.insert(position, self.mesh.shape[axis])
                 x = x.unsqueeze(position).expand(shape)
         return x
+
+
+def markers_of(scope: Scope | None) -> tuple[Tensor, ...]:
+    """The markers of all axes that are bound in a batched body; none elsewhere."""
+    if scope is None or not isinstance(scope.backend, BatchedBackend):
+        return ()
+    return tuple(scope.backend.axis_markers.values())
+
+
+def rebound(scope: Scope | None, markers: Sequence[Tensor]) -> Scope | None:
+    """The scope with other markers: those of levels that were opened anew.
+
+    What runs a body's code again, in backward, passes the markers along as operands and comes here
+    with what arrived: the levels that the first run had opened are gone by then.
+    """
+    if scope is None or not isinstance(scope.backend, BatchedBackend):
+        return scope
+    named = dict(zip(scope.backend.axis_markers, markers, strict=True))
+    return Scope(BatchedBackend(scope.backend.mesh, named), scope.axes)
 
 
 class _StackRunner:
