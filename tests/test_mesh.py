@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardmap_torch import Mesh, MeshError, current_mesh, make_mesh, use_mesh
 from shardmap_torch.mesh import TORCHRUN_VARIABLES, as_mesh
@@ -133,6 +133,13 @@ def test_part_of_the_environment_of_torchrun_is_told(monkeypatch: pytest.MonkeyP
         make_mesh((1,), ("tp",), kind="process_group")
 
 
+def test_a_torch_without_distributed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    with pytest.raises(MeshError) as caught:
+        make_mesh((1,), ("tp",), kind="process_group")
+    assert str(caught.value) == ("A process_group mesh needs a torch built with torch.distributed.")
+
+
 def test_use_mesh_nests_and_ends_when_the_block_raises() -> None:
     one, two = (make_mesh((n,), ("tp",), kind="simulated") for n in (1, 2))
     with use_mesh(one):
@@ -169,6 +176,10 @@ def of_processes() -> None:
     assert str(unnamed.value) == (
         "The DeviceMesh has no dim names; make it with mesh_dim_names=(...)."
     )
+    reversed_ranks = DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",))
+    with pytest.raises(MeshError) as out_of_order:
+        make_mesh(reversed_ranks)
+    assert str(out_of_order.value) == ("The DeviceMesh's ranks [1, 0] are not in row-major order.")
     with pytest.raises(MeshError) as renamed:
         make_mesh(torchs, ("dp",))
     assert str(renamed.value) == "axis_names ('dp',) differ from the DeviceMesh's ('tp',)."

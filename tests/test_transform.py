@@ -433,6 +433,13 @@ def nested_with(**inner: Any) -> Callable[[], Any]:
     return lambda: f(X)
 
 
+def nested_twice() -> Any:
+    def outer(x: Tensor) -> Any:
+        return shard_map(torch.neg, in_specs=P(), out_specs=P())(x)
+
+    return shard_map(outer, mesh=GRID, in_specs=P(), out_specs=P())(X)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -463,6 +470,11 @@ def nested_with(**inner: Any) -> Callable[[], Any]:
             nested_with(axis_names={"dp"}),
             SpecError,
             "neg: axis_names has ['dp']; the enclosing body has bound ['dp'].",
+        ),
+        (
+            nested_twice,
+            SpecError,
+            "neg: no axis is left; the enclosing body has bound ['dp', 'tp'].",
         ),
         (
             nested_with(mesh=make_mesh((4,), ("tp",), kind="simulated")),
