@@ -20,6 +20,7 @@ from shardmap_torch.boundary import (
     place_arguments,
 )
 from shardmap_torch.checker.api import shapes_of, stand_ins
+from shardmap_torch.checker.signature import Surroundings
 from shardmap_torch.checker.signature import signature as signature_of
 from shardmap_torch.checker.verify import Verdict, verify
 from shardmap_torch.errors import MeshError, SpecError
@@ -154,6 +155,7 @@ class _Body:
         self._in_specs, self._out_specs = in_specs, out_specs
         self._mesh, self._axis_names, self._check = mesh, axis_names, check
         self._in_fits, self._out_fits = Memo[Fit](), Memo[Fit]()
+        self._surroundings = Surroundings(function)
         self._verdicts = Memo[Verdict]()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
@@ -174,7 +176,7 @@ class _Body:
         return self._verdict(self._call(None, args, kwargs, infers=True))
 
     def _verdict(self, call: Call) -> Verdict:
-        return self._verdicts.get(signature_of(call), lambda: verify(call))
+        return self._verdicts.get(signature_of(call, self._surroundings), lambda: verify(call))
 
     def _call(
         self, scope: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any], infers: bool

@@ -1,8 +1,11 @@
 """What a verdict depends on: equal signatures have equal programs."""
 
 import builtins
-from collections.abc import Callable, Hashable
-from types import CodeType, FunctionType, ModuleType
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from operator import is_
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -11,10 +14,13 @@ from torch import Tensor, nn
 from shardmap_torch.boundary import Call, can_receive_gradient
 
 _PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+_LIMIT: Final = 10_000
+"""How much is followed; what lies farther counts by the identity of what refers to it."""
+_LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch", "shardmap_torch", "numpy"})
 _DEVICES: Final = ("cpu", "cuda")
 
 
-def signature(call: Call) -> Hashable:
+def signature(call: Call, surroundings: "Surroundings") -> Hashable:
     """All that a verdict on `call` depends on and that can be seen from outside the body."""
     return (
         call.structure,
@@ -30,7 +36,7 @@ def signature(call: Call) -> Hashable:
             if torch.is_autocast_enabled(d)
         ),
         *map(_leaf, call.leaves),
-        _surroundings(call.function),
+        surroundings.key(),
     )
 
 
@@ -40,55 +46,94 @@ def _leaf(leaf: Any) -> Hashable:
     return type(leaf), leaf
 
 
-def _surroundings(function: Callable[..., Any]) -> Hashable:
-    """What the code of a function refers to: closed-over values, defaults and globals.
+class Surroundings:
+    """What the code of a function refers to: closed-over values, defaults, globals, attributes.
 
-    Plain values count by value, tensors and modules by identity and by what changes a program;
-    functions of the user's own are followed.
+    Plain values count by value, everything else by identity; tensors also by whether they require
+    a gradient. Functions of the user's own are followed, and so are containers, modules and the
+    attributes of the objects that are referred to. A look-up compares identities, and follows
+    everything again only where one has changed.
     """
-    found: list[Hashable] = []
-    seen: set[int] = set()
-    _follow(function, found, seen)
-    return tuple(found)
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """One for each function; nothing is looked at before the first call."""
+        self._function = function
+        self._key: Hashable = None
+        self._tensors: list[Tensor] = []
 
-def _follow(value: Any, found: list[Hashable], seen: set[int]) -> None:
-    if isinstance(value, _PLAIN):
-        found.append((type(value), value))
-    elif isinstance(value, Tensor):
-        found.append((id(value), value.shape, value.dtype, can_receive_gradient(value)))
-    elif isinstance(value, nn.Module):
-        found.append(_module(value))
-    elif isinstance(value, FunctionType):
-        _follow_function(value, found, seen)
-    elif isinstance(value, tuple | list) and len(value) < 100:
-        for item in value:
-            _follow(item, found, seen)
-    elif not isinstance(value, ModuleType | type):
-        found.append(id(value))
+    def key(self) -> Hashable:
+        """Equal as long as nothing has changed."""
+        if self._key is None or not self._is_unchanged():
+            self._follow_all()
+        return self._key, tuple([tensor.requires_grad for tensor in self._tensors])
 
+    def _is_unchanged(self) -> bool:
+        for table, name, value in self._entries:
+            if table.get(name) is not value:
+                return False
+        for cell, value in self._cells:
+            if cell.cell_contents is not value:
+                return False
+        return all(
+            len(items) == len(was) and all(map(is_, items, was)) for items, was in self._lists
+        )
 
-def _module(module: nn.Module) -> Hashable:
-    flags = tuple(child.training for child in module.modules())
-    grads = tuple((id(p), p.requires_grad) for p in module.parameters())
-    return id(module), flags, grads
+    def _follow_all(self) -> None:
+        self._entries: list[tuple[Mapping[Any, Any], Any, Any]] = []
+        self._cells: list[tuple[CellType, Any]] = []
+        self._lists: list[tuple[Sequence[Any], tuple[Any, ...]]] = []
+        self._tensors = []
+        found: list[Hashable] = []
+        seen: set[int] = set()
+        self._pending: list[Any] = [self._function]
+        while self._pending and len(found) < _LIMIT:
+            value = self._pending.pop()
+            if isinstance(value, _PLAIN):
+                found.append((type(value), value))
+                continue
+            found.append(id(value))
+            if id(value) not in seen and not isinstance(value, ModuleType | type):
+                seen.add(id(value))
+                self._enter(value)
+        self._key = tuple(found)
 
+    def _enter(self, value: Any) -> None:
+        """Follows what an object refers to."""
+        if isinstance(value, Tensor):
+            self._tensors.append(value)
+        elif isinstance(value, FunctionType):
+            self._enter_function(value)
+        elif isinstance(value, MethodType):
+            self._pending += [value.__func__, value.__self__]
+        elif isinstance(value, partial):
+            self._pending += [value.func, value.args, value.keywords]
+        elif isinstance(value, tuple | list):
+            self._lists.append((value, tuple(value)))
+            self._pending += value
+        elif isinstance(value, dict):
+            self._enter_table(value, list(value))
+        elif not _is_library(type(value)) or isinstance(value, nn.Module):
+            table = getattr(value, "__dict__", {})
+            self._enter_table(table, list(table))
 
-def _follow_function(function: FunctionType, found: list[Hashable], seen: set[int]) -> None:
-    if id(function) in seen or _is_library(function):
-        return
-    seen.add(id(function))
-    found.append(id(function.__code__))
-    for cell in function.__closure__ or ():
-        try:
-            _follow(cell.cell_contents, found, seen)
-        except ValueError:  # not filled yet
-            found.append(None)
-    for default in function.__defaults__ or ():
-        _follow(default, found, seen)
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            _follow(function.__globals__[name], found, seen)
+    def _enter_table(self, table: Mapping[Any, Any], names: Sequence[Any]) -> None:
+        self._entries += [(table, name, table[name]) for name in names]
+        self._pending += [table[name] for name in names]
+
+    def _enter_function(self, function: FunctionType) -> None:
+        if _is_library(function):
+            return
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            self._cells.append((cell, value))
+            self._pending.append(value)
+        self._pending += function.__defaults__ or ()
+        table = function.__globals__
+        names = [name for name in _names(function.__code__) if name in table]
+        self._enter_table(table, names)
 
 
 def _names(code: CodeType) -> list[str]:
@@ -100,6 +145,6 @@ def _names(code: CodeType) -> list[str]:
     return names
 
 
-def _is_library(function: FunctionType) -> bool:
-    module = function.__module__ or ""
-    return module.split(".")[0] in ("torch", "shardmap_torch", "functools")
+def _is_library(value: Any) -> bool:
+    module = getattr(value, "__module__", None) or ""
+    return str(module).split(".")[0] in _LIBRARIES
