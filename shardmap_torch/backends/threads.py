@@ -5,7 +5,6 @@ One thread runs at a time and passes the baton on when it has to wait, so a run 
 """
 
 import contextvars
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,31 +21,9 @@ from shardmap_torch.backends.stacked import MOVES, Stack
 from shardmap_torch.errors import CollectiveMismatchError, TransformError, listing
 from shardmap_torch.mesh import Mesh, current_mesh, use_mesh
 from shardmap_torch.rule import Collective
+from shardmap_torch.where import call_site
 
 T = TypeVar("T")
-
-_HERE: Final = Path(__file__).resolve().parents[2]
-_OWN_FOLDERS: Final = tuple(str(_HERE / n) for n in ("shardmap_torch", "ops", "kernels"))
-_TORCH_FOLDER: Final = str(Path(torch.__file__).parent)
-
-
-def call_site() -> str:
-    """The innermost frame outside this package and torch, as `file.py:12`.
-
-    Collectives that autograd runs have no such frame of the body's: they are told as "backward".
-    """
-    frame = sys._getframe(1)
-    backward = False
-    while frame is not None:
-        name, function = frame.f_code.co_filename, frame.f_code.co_name
-        backward = backward or (function == "pull_back")
-        if not name.startswith((*_OWN_FOLDERS, _TORCH_FOLDER, threading.__file__)):
-            break
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    return "the backward pass" if backward else place
 
 
 @dataclass(frozen=True)
@@ -240,7 +217,7 @@ class ThreadBackend(RankBackend):
         members = self.mesh.peers(collective.axes, self.place)
         # The source of a broadcast and the pairs of a permutation must agree as well.
         what = f"{collective}{_arguments(collective, move)} of {show_tensor(x)}"
-        post = Post(members, what, call_site(), move, collective, x.detach())
+        post = Post(members, what, _place(), move, collective, x.detach())
         pauses = list(_PAUSES.stack)
         for leave, _ in reversed(pauses):
             leave()
@@ -253,6 +230,14 @@ class ThreadBackend(RankBackend):
 def show_tensor(x: Tensor) -> str:
     """As in `float32[4, 2]`."""
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def _place() -> str:
+    """The user's line; collectives that autograd runs come from none."""
+    if torch._C._current_graph_task_id() != -1:
+        return "the backward pass"
+    site = call_site()
+    return f"{Path(site.file).name}:{site.line}" if site is not None else "an unknown line"
 
 
 _SHOWN: Final = ("dim", "concat_dim", "tiled", "sizes", "concat_sizes", "perm", "source")

@@ -37,15 +37,17 @@ from shardmap_torch.checker.calls import (
     tensors_of,
     type_call,
 )
-from shardmap_torch.checker.lattice import Clash, accepts, add
+from shardmap_torch.checker.lattice import Clash, accepts, add, join
 from shardmap_torch.checker.program import Cell, Equation, use_of
-from shardmap_torch.checker.where import Site, call_site
+from shardmap_torch.checker.table import row_of
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import I, K, Partial, R, V, Z
+from shardmap_torch.where import Site, call_site
 
 _functorch = torch._C._functorch
 _SILENT: Final = ("prim", "profiler")  # they read no values
+_LITERAL: Final = torch.ops.aten.lift_fresh.default
 _BITS: Final = torch.ops.aten.view.dtype
 SEED: Final = -2
 """The task of cotangents that a backward is about to start from."""
@@ -212,6 +214,8 @@ class Interpreter:
                 f"{self.name}: a backward was started that the checker did not see start. Use "
                 "torch.func.grad, torch.autograd.grad or Tensor.backward()."
             )
+        if op is _LITERAL and not isinstance(args[0], FakeTensor):
+            return self._lift(op, args[0])
         args = [self._adopt(value) for value in args]
         kwargs = {name: self._adopt(value) for name, value in kwargs.items()}
         arguments = name_arguments(op, args, kwargs)
@@ -228,8 +232,14 @@ class Interpreter:
         self._store(op, arguments, out, kinds)
         return out
 
+    def _lift(self, op: OpOverload, literal: Tensor) -> Any:
+        """A tensor made of Python numbers in the body."""
+        out = op(literal)
+        self.bring(out, (K,) * len(self.axes), "a literal")
+        return out
+
     def _is_known(self, out: Any) -> bool:
-        made = list(tensors_of(out))
+        made = [tensor for _, tensor in _results(out)]
         return bool(made) and all(t.untyped_storage()._cdata in self._cells for t in made)
 
     def adopt(self, tensor: Tensor) -> Tensor:
@@ -292,7 +302,7 @@ class Interpreter:
         return fake
 
     def _type(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> list[Types]:
-        made = [*tensors_of(out)] or [*_written(op, arguments)]
+        made = [t for _, t in _results(out)] or [*_written(op, arguments)]
         smooth = any(is_real(tensor.dtype) for tensor in made)
 
         def read(tensor: Tensor) -> Types:
@@ -361,9 +371,10 @@ class Interpreter:
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)
         equation.literals = _literals(arguments)
-        for index, tensor in enumerate(_written(op, arguments)):
-            self._write(op, arguments, tensor, kinds[index % len(kinds)], equation, tokens)
-        for index, tensor in enumerate(tensors_of(out)):
+        written = list(_written(op, arguments))
+        for tensor, kind in zip(written, self._kinds_written(op, arguments, written, kinds)):
+            self._write(op, arguments, tensor, kind, equation, tokens)
+        for index, tensor in _results(out):
             kind = kinds[index % len(kinds)] if kinds else (K,) * len(self.axes)
             storage = tensor.untyped_storage()
             if storage._cdata not in self._cells:
@@ -373,9 +384,31 @@ class Interpreter:
                 self._cells[storage._cdata].tokens |= tokens
                 tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
         equation.results = tuple(
-            use_of("", t, self.cell(t), self.cell(t).kinds) for t in tensors_of(out)
+            use_of("", t, self.cell(t), self.cell(t).kinds) for _, t in _results(out)
         )
         self.add(equation)
+
+    def _kinds_written(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        written: Sequence[Tensor],
+        kinds: Sequence[Types],
+    ) -> Sequence[Types]:
+        """The types of what is written, which need not be the results."""
+        row = row_of(op)
+        if len(kinds) == len(written):
+            return kinds
+        if len(kinds) == 1 or (row is not None and row.zipped):
+            return [kinds[index % len(kinds)] for index in range(len(written))]
+        joined = []
+        for axis in range(len(self.axes)):
+            outcome = join([kind[axis] for kind in kinds])
+            if isinstance(outcome, Clash):
+                refusal = Refusal(axis, outcome, outcome.reason)
+                raise report.refused(self, op, arguments, refusal)
+            joined.append(outcome)
+        return [tuple(joined)] * len(written)
 
     def _write(
         self,
@@ -479,6 +512,13 @@ class Interpreter:
 def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
     for name in signature_of(op).writes:
         yield from tensors_of(arguments[name])
+
+
+def _results(out: Any) -> Iterator[tuple[int, Tensor]]:
+    """The tensors of a result, and at which position of it each stands."""
+    for index, item in enumerate(out if isinstance(out, list | tuple) else [out]):
+        for tensor in tensors_of(item):
+            yield index, tensor
 
 
 def _name(op: OpOverload) -> str:

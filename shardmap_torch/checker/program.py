@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.calls import Types
-from shardmap_torch.checker.where import Site
 from shardmap_torch.rule import Collective
+from shardmap_torch.where import Site
 
 
 @dataclass(eq=False)

@@ -8,10 +8,10 @@ from torch._ops import OpOverload
 from shardmap_torch.checker.calls import Refusal, tensors_of
 from shardmap_torch.checker.lattice import COUNTED, MIXED, NONLINEAR, plain
 from shardmap_torch.checker.program import Cell, Use, use_of
-from shardmap_torch.checker.where import Site
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.rule import Collective
 from shardmap_torch.types import AxisType, I, K, Partial, R, V
+from shardmap_torch.where import Site
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
     from shardmap_torch.checker.interpret import Interpreter

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import optree
 import torch
 
-_HERE: Final = Path(__file__).resolve().parents[2]
+_HERE: Final = Path(__file__).resolve().parents[1]
 _OWN: Final = (
     *(str(_HERE / name) + "/" for name in ("shardmap_torch", "ops", "kernels")),
-    str(Path(torch.__file__).parent) + "/",
+    *(str(Path(package.__file__ or "").parent) + "/" for package in (torch, optree)),
     "<",
 )
 
@@ -40,7 +41,7 @@ class Site:
 
 
 def call_site() -> Site | None:
-    """The innermost line that belongs neither to this package nor to torch."""
+    """The innermost line that belongs neither to this package nor to what it runs in."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
