@@ -67,6 +67,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mesh", default="2x4", help="ranks: data parallel x tensor parallel")
     parser.add_argument("--strategy", default="vmap", choices=["auto", "vmap", "ranks"])
+    parser.add_argument("--device", help="cpu or cuda; by default where the mesh's kind runs")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
@@ -84,7 +85,10 @@ def start(options: argparse.Namespace) -> Run:
     """Makes the mesh and loads the text."""
     config = Config(**{size.name: getattr(options, size.name) for size in fields(Config)})
     mesh = make_mesh(
-        [int(size) for size in options.mesh.split("x")], ("dp", "tp"), simulate=options.strategy
+        [int(size) for size in options.mesh.split("x")],
+        ("dp", "tp"),
+        simulate=options.strategy,
+        device=options.device,
     )
     text = torch.tensor(list(data.load_text()))
     split = len(text) * 19 // 20

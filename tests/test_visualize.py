@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardmap_torch import Mesh, P, SpecError, device_put, make_mesh, use_mesh, visualize_sharding
 from tests.pool import Gloo
@@ -147,6 +148,21 @@ def show_dtensors() -> list[list[list[str]]]:
     cut = DTensor.from_local(x, mesh.device_mesh, [Shard(1), Shard(0)])
     reordered = device_put(torch.zeros(4), mesh, P(("tp", "dp")))
     return [cells(value, None) for value in (pending, cut, reordered)]
+
+
+def show_strided() -> str:
+    mesh = make_mesh((2, 2), ("dp", "tp")).device_mesh
+    assert mesh is not None
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    x = DTensor.from_local(torch.zeros(4), mesh, placements, run_check=False)
+    with pytest.raises(SpecError) as error:
+        visualize_sharding(x)
+    return str(error.value)
+
+
+def test_a_placement_that_no_spec_can_say_is_rejected(gloo: Gloo) -> None:
+    for text in gloo(4).run(show_strided):
+        assert text == "visualize_sharding: no way to show the placement _S(0, 2)."
 
 
 def test_a_dtensor_shows_as_it_lies_on_every_rank(gloo: Gloo) -> None:

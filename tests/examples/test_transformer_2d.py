@@ -31,7 +31,7 @@ def assert_equals_one_device(actual: tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 @pytest.mark.parametrize("strategy", ["auto", "vmap", "ranks"])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (4, 2, 1), (2, 1, 4)])
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 1, 2)])
 def test_the_layer_on_a_simulated_mesh_is_that_of_one_device(
     sizes: tuple[int, int, int], strategy: str
 ) -> None:
