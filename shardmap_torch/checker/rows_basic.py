@@ -26,7 +26,7 @@ PRODUCTS: Final = merged(
     each(product("self", "other"), "mul.Tensor mul.Scalar"),
     each(SELF, "div.Tensor div.Scalar"),
     each(Row(linear=(("self",),), when=_unrounded), "div.Tensor_mode div.Scalar_mode"),
-    each(SELF, "ldexp.Tensor"),
+    each(SELF, "ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other special_xlog1py"),
     each(sums("abs"), "polar"),
 )
 
@@ -44,7 +44,6 @@ BACKWARD: Final = merged(
     each(GRAD, "softplus_backward softshrink_backward rrelu_with_noise_backward"),
     each(GRAD, "_prelu_kernel_backward native_dropout_backward"),
     each(sums("grad_out"), "hardshrink_backward"),
-    each(SELF, "_masked_scale"),
 )
 
 ROWS: Final = merged(SUMS, PRODUCTS, UNARY, BACKWARD)

@@ -16,6 +16,8 @@ COPIES: Final = merged(
     ),
     each(SELF, "unfold_copy unsqueeze_copy view_as_real_copy view_as_complex_copy _conj_copy"),
     each(SELF, "_neg_view_copy lift_fresh_copy unsafe_split.Tensor unsafe_split_with_sizes"),
+    # These write shapes and strides, no values.
+    each(SELF, "squeeze_ squeeze_.dim squeeze_.dims unsqueeze_ t_ transpose_ as_strided_ detach_"),
 )
 
 REARRANGED: Final = merged(
@@ -43,7 +45,7 @@ PADDING: Final = merged(
 )
 
 READING: Final = merged(
-    each(SELF, "index.Tensor _unsafe_index.Tensor index_select gather take masked_select"),
+    each(SELF, "index.Tensor _unsafe_index.Tensor index_select gather take"),
     each(sums("self", "fill"), "_unsafe_masked_index"),
     each(sums("weight"), "embedding"),
     each(GRAD, "embedding_dense_backward masked_scatter_backward"),

@@ -1,4 +1,4 @@
-"""The matmul family and convolution, with their backwards; linear algebra and Fourier transforms."""
+"""The matmul family, convolution and their backwards; linear algebra and Fourier transforms."""
 
 from typing import Final
 
@@ -6,7 +6,7 @@ from shardmap_torch.checker.row import Row
 from shardmap_torch.checker.rows_common import SELF, each, merged, product, sums
 
 MATMUL: Final = merged(
-    each(product("self", "mat2"), "mm bmm _int_mm"),
+    each(product("self", "mat2"), "mm bmm"),
     each(product("self", "other"), "matmul linalg_cross vdot"),
     each(product("self", "tensor"), "dot"),
     each(product("self", "vec"), "mv"),

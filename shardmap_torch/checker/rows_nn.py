@@ -44,7 +44,7 @@ LOSSES: Final = merged(
     each(_NLL_LOSS, "nll_loss_forward nll_loss2d_forward"),
     each(sums("grad_output", unread=("self",)), "nll_loss_backward nll_loss2d_backward"),
     each(sums("grad"), "_ctc_loss_backward _ctc_loss_backward.Tensor"),
-    each(sums("grad"), "_cdist_backward _pdist_backward _segment_reduce_backward"),
+    each(sums("grad"), "_cdist_backward _pdist_backward"),
 )
 
 

@@ -1,0 +1,109 @@
+"""Every row of the rule tables holds numerically, and every loosened row is caught."""
+
+import os
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Final
+
+import pytest
+import torch
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.row import Row
+from shardmap_torch.checker.table import TABLE
+from tests.checker.calls import Call, calls_of
+from tests.checker.extra_calls import extra_calls
+from tests.checker.mutants import mutants
+from tests.checker.true_mutants import TRUE, UNTRIED
+from tests.checker.validate import missing, validate
+
+# Kernels that a CPU does not have; test_rows_gpu.py tries them.
+ON_GPU: Final = frozenset(
+    """_pin_memory.default _fused_rms_norm_backward.default cudnn_batch_norm_backward.default
+    _scaled_dot_product_flash_attention.default _scaled_dot_product_flash_attention.quantized
+    _scaled_dot_product_efficient_attention.default _scaled_dot_product_cudnn_attention.default
+    _scaled_dot_product_fused_attention_overrideable.default _flash_attention_forward.default
+    _flash_attention_forward.quantized _efficient_attention_forward.default
+    _scaled_dot_product_flash_attention_backward.default _flash_attention_backward.default
+    _scaled_dot_product_fused_attention_overrideable_backward.default
+    _scaled_dot_product_cudnn_attention_backward.default
+    _scaled_dot_product_efficient_attention_backward.default _efficient_attention_backward.default
+    """.split()
+)
+
+ROWS: Final = {
+    str(op).removeprefix("aten."): (op, row)
+    for op, row in TABLE.items()
+    if row.refuse is None and str(op).removeprefix("aten.") not in ON_GPU
+}
+TENTH: Final = frozenset(random.Random(0).sample(sorted(ROWS), len(ROWS) // 10))
+FULL: Final = bool(os.environ.get("SHARDMAP_FUZZ"))
+"""Set by `make fuzz`: every mutant of every row."""
+
+
+def sampled() -> list[object]:
+    """All rows; those outside a fixed random tenth are marked slow."""
+    return [
+        pytest.param(name, id=name, marks=[] if name in TENTH else [pytest.mark.slow])
+        for name in ROWS
+    ]
+
+
+@cache
+def calls_to_try(op: OpOverload) -> Sequence[Call]:
+    torch.manual_seed(0)
+    return [*calls_of(op), *extra_calls(op)]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Some overloads warn of their deprecation; one thread computes small tensors fastest."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", sampled())
+def test_row_holds_on_every_recorded_call(name: str) -> None:
+    op, row = ROWS[name]
+    findings = validate(op, row, calls_to_try(op))
+    assert findings.wrong == []
+    assert missing(op, row, findings) == set()
+
+
+def names_of(row: Row) -> set[str]:
+    rows = row.results or (row,)
+    return {name for each in rows for term in (*each.linear, each.unread) for name in term}
+
+
+def test_rows_speak_of_arguments_that_exist() -> None:
+    for op, row in TABLE.items():
+        assert names_of(row) <= {argument.name for argument in op._schema.arguments}, op
+        assert len(row.results) in (0, len(op._schema.returns)), op
+
+
+def survivors(op: OpOverload, row: Row) -> tuple[set[str], int]:
+    """The mutants that no call refutes, and how many there are."""
+    tried = list(mutants(op, row))
+    calls = calls_to_try(op)
+    return {what for what, each in tried if not refuted(op, each, calls)}, len(tried)
+
+
+def refuted(op: OpOverload, row: Row, calls: Sequence[Call]) -> bool:
+    """Whether the validator finds a wrong claim."""
+    try:
+        return bool(validate(op, row, calls, stop=True).wrong)
+    except (RuntimeError, ValueError):  # the kernel itself refuses what the mutant allows
+        return True
+
+
+@pytest.mark.parametrize("name", sorted(ROWS) if FULL else sorted(TENTH))
+def test_loosened_row_is_caught_unless_it_is_true_as_well(name: str) -> None:
+    op, row = ROWS[name]
+    left, _ = survivors(op, row)
+    assert left <= TRUE.get(name, frozenset()) | UNTRIED.get(name, frozenset())
