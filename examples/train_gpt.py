@@ -62,10 +62,16 @@ class Run:
         return device_put(batch, self.mesh, P("dp"))
 
 
+def mesh_sizes(text: str) -> tuple[int, int]:
+    """Reads 2x4."""
+    dp, tp = (int(size) for size in text.split("x"))
+    return dp, tp
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Reads the flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mesh", default="2x4", help="ranks: data parallel x tensor parallel")
+    parser.add_argument("--mesh", type=mesh_sizes, default="2x4", help="data x tensor parallel")
     parser.add_argument("--strategy", default="vmap", choices=["auto", "vmap", "ranks"])
     parser.add_argument("--device", help="cpu or cuda; by default where the mesh's kind runs")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
@@ -74,22 +80,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", type=int, default=3, help="steps held against one device")
     parser.add_argument("--sample", type=int, default=240, help="bytes written at the end")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="the tensors are small")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for results")
     for size in fields(Config):
         parser.add_argument(f"--{size.name}", type=int, default=size.default)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    return options
 
 
 def start(options: argparse.Namespace) -> Run:
     """Makes the mesh and loads the text."""
     config = Config(**{size.name: getattr(options, size.name) for size in fields(Config)})
-    mesh = make_mesh(
-        [int(size) for size in options.mesh.split("x")],
-        ("dp", "tp"),
-        simulate=options.strategy,
-        device=options.device,
-    )
+    mesh = make_mesh(options.mesh, ("dp", "tp"), simulate=options.strategy, device=options.device)
     text = torch.tensor(list(data.load_text()))
     split = len(text) * 19 // 20
     return Run(options, config, mesh, Console(quiet=mesh.rank != 0), text[:split], text[split:])
@@ -189,9 +192,7 @@ def report(run: Run, params: Params, losses: list[float]) -> None:
 
 def main(arguments: list[str] | None = None) -> list[float]:
     """Runs the demo and returns the loss of every step."""
-    options = parse(arguments)
-    torch.set_num_threads(options.threads)
-    run = start(options)
+    run = start(parse(arguments))
     dtype = getattr(torch, run.options.dtype)
     params = device_put(
         model.init(run.config, run.options.seed, dtype), run.mesh, model.specs(run.config)
@@ -204,4 +205,5 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the tensors are small, and more threads wait for each other
     main()

@@ -54,6 +54,21 @@ def test_processes_have_the_losses_of_a_simulated_mesh(gloo: Gloo, tmp_path: Pat
         assert losses == pytest.approx(simulated, rel=EXACT)
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--mesh", "2"], "argument --mesh: invalid mesh_sizes value: '2'"),
+        (["--steps", "0"], "--steps must be at least 1"),
+    ],
+)
+def test_wrong_flags_are_refused(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train_gpt.main(flags)
+    assert capsys.readouterr().err.endswith(f"error: {text}\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x2", "2x1", "2x2"])
 def test_the_script_under_torchrun_has_the_losses_of_a_simulated_mesh(
