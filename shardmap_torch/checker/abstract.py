@@ -57,6 +57,24 @@ class AbstractBackend:
         interpreter.add(cell.made)
         return index
 
+    def reduce_gradient(self, axes: Sequence[str], gradient: Tensor) -> None:
+        """Notes the all-reduce of an input's gradient that the boundary is told to make."""
+        interpreter = self._interpreter
+        collective = Collective("convert", I, R, tuple(axes)).transpose
+        cell = interpreter.cell(gradient)
+        kinds = tuple(
+            I if axis in axes else kind
+            for axis, kind in zip(interpreter.axes, cell.kinds, strict=True)
+        )
+        nbytes = gradient.numel() * gradient.element_size()
+        sent = bytes_sent(collective, nbytes, self.mesh.num_ranks(axes))
+        operand = use_of("x", gradient, cell, cell.kinds)
+        equation = Equation(str(collective), (operand,), (), None, True, collective, sent)
+        with interpreter.paused():
+            reduced = torch.empty_like(gradient)
+        interpreter.make(reduced, kinds, equation, [])
+        interpreter.add(equation)
+
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Checks the operand's type exactly, and gives the result its own."""
         interpreter = self._interpreter
@@ -74,8 +92,9 @@ class AbstractBackend:
         site, backward = interpreter.site()
         sent = bytes_sent(collective, x.numel() * x.element_size(), num_ranks)
         equation = Equation(shown, (operand,), (), site, backward, collective, sent)
+        if backward:
+            equation.forward = interpreter.forward_of_current_node()
         made = interpreter.make(y, kinds, equation, [x])
-        equation.results = (use_of("", y, made, kinds),)
         if move == "same" and not backward:
             self._seal(cell, made, shown)
         interpreter.add(equation)

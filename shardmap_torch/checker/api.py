@@ -97,31 +97,34 @@ class Program:
         return hashlib.sha256("\n".join(self._lines(sites=False)).encode()).hexdigest()[:16]
 
     def _lines(self, sites: bool) -> Sequence[str]:
-        names: dict[int, str] = {}
-        lines = []
-        for path, spec in self.in_specs:
-            lines.append(f"  {path}: {spec!r}")
+        lines = [f"  {path}: {spec!r}" for path, spec in self.in_specs]
         for backward in (False, True):
             lines.append("backward:" if backward else "forward:")
             part = [e for e in self.equations if e.backward is backward]
-            lines += [self._line(equation, names, sites) for equation in part]
+            lines += [self._line(equation, sites) for equation in part]
         return lines
 
-    def _line(self, equation: Equation, names: dict[int, str], sites: bool) -> str:
-        operands = [names.get(id(use.cell), use.cell.label or "?") for use in equation.operands]
+    def _line(self, equation: Equation, sites: bool) -> str:
+        operands = [_operand(use) for use in equation.operands]
         words = [*operands, *([equation.literals] if equation.literals else [])]
-        results = ", ".join(self._result(use, names) for use in equation.results)
+        results = ", ".join(
+            f"%{use.number}: {use} {show_kinds(use.kinds, self.mesh.axis_names)}"
+            for use in equation.results
+        )
         sent = f"  sends {equation.sent} B" if equation.sent else ""
         site = f"  # {equation.site}" if sites and equation.site is not None else ""
-        return f"  {results} = {equation.name}({'; '.join(words)}){sent}{site}"
-
-    def _result(self, use: Use, names: dict[int, str]) -> str:
-        names[id(use.cell)] = f"%{len(names)}"
-        return f"{names[id(use.cell)]}: {use} {show_kinds(use.kinds, self.mesh.axis_names)}"
+        left = f"{results} = " if results else ""
+        return f"  {left}{equation.name}({'; '.join(words)}){sent}{site}"
 
     def __str__(self) -> str:
         """One equation a line, with the source line that made it."""
         return "\n".join([f"{self.name} on the {self.mesh}", *self._lines(sites=True)])
+
+
+def _operand(use: Use) -> str:
+    if use.number is not None:
+        return f"%{use.number}"
+    return use.cell.label or "?"
 
 
 def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
@@ -178,14 +181,22 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     program = trace(f, *args, **kwargs)
     lines = [f"{program.name} on the {program.mesh}", "arguments:"]
     lines += [f"  {path}: {spec!r}" for path, spec in program.in_specs]
-    for backward in (False, True):
-        lines.append("backward collectives:" if backward else "forward collectives:")
-        for equation in program.collectives:
-            if equation.backward is backward:
-                site = f"  # {equation.site}" if equation.site is not None else ""
-                use = equation.operands[0]
-                lines.append(f"  {equation.name} of {use}, sends {equation.sent} B{site}")
+    derived = [e for e in program.collectives if e.backward]
+    lines.append("collectives:")
+    for equation in program.collectives:
+        if not equation.backward:
+            lines.append(_told(equation))
+            back = [e for e in derived if e.forward is equation]
+            lines += [f"    backward: {_told(e).strip()}" for e in back]
+    boundary = [e for e in derived if e.forward is None or e.forward.collective is None]
+    lines += ["gradients of arguments:"] if boundary else []
+    lines += [_told(equation) for equation in boundary]
     sent = program.bytes_sent()
-    lines.append("bytes sent per rank:")
+    lines.append("bytes sent by each rank, forward and backward:")
     lines += [f"  {axis}: {count}" for axis, count in sorted(sent.items()) if count]
     return "\n".join(lines)
+
+
+def _told(equation: Equation) -> str:
+    site = f"  # {equation.site}" if equation.site is not None and not equation.backward else ""
+    return f"  {equation.name} of {equation.operands[0]}, sends {equation.sent} B{site}"

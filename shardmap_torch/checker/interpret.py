@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,9 +44,9 @@ from shardmap_torch.checker.calls import (
     type_call,
 )
 from shardmap_torch.checker.lattice import Clash, accepts, add, join
-from shardmap_torch.checker.program import Cell, Equation, use_of
+from shardmap_torch.checker.program import Cell, Equation, Use, use_of
 from shardmap_torch.checker.table import row_of
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import I, K, Partial, R, V, Z
 from shardmap_torch.where import Site, call_site
@@ -116,6 +122,8 @@ class Interpreter:
         self._made_by: dict[int, Equation] = {}
         self._sequence = 0
         self._running = 0
+        self._count = 0
+        self._differentiated: set[int] = set()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -150,8 +158,8 @@ class Interpreter:
         return cell
 
     def cell(self, tensor: Tensor) -> Cell:
-        """The cell of a tensor's storage."""
-        storage = base_of(tensor).untyped_storage()
+        """The cell of a tensor's storage, or of its fake's."""
+        storage = self.adopt(base_of(tensor)).untyped_storage()
         found = self._cells.get(storage._cdata)
         if found is None:
             raise AssertionError(
@@ -178,10 +186,24 @@ class Interpreter:
 
     def mark_differentiated(self, wrapped: Tensor) -> None:
         """Notes an operand of a torch.func transform."""
-        base = base_of(wrapped)
+        real = base_of(wrapped)
+        self._differentiated.add(id(real))
+        base = self.adopt(real)
         tokens = self._tokens(base) | {Token(wrapped)}
         base._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
         self.cell(base).tokens |= tokens
+
+    def reject_outer(self, args: Sequence[Any]) -> None:
+        """Refuses tensors that a transform outside the body differentiates."""
+        for tensor in (t for value in args for t in tensors_of(value)):
+            if not _functorch.is_gradtrackingtensor(tensor):
+                continue
+            base = base_of(tensor)
+            if not isinstance(base, FakeTensor) and id(base) not in self._differentiated:
+                raise TransformError(
+                    f"{self.name}: the body closes over a tensor that a torch.func transform "
+                    f"outside differentiates, at {call_site()}. Pass it as an argument."
+                )
 
     def mark_constant(self, tensor: Tensor) -> None:
         """Notes that no gradient flows through this tensor, whatever its storage."""
@@ -225,12 +247,27 @@ class Interpreter:
             self._reject_number(op, arguments)
         for name in signature.writes:
             self._reject_sealed(op, arguments[name])
-        out = op(*args, **kwargs)
+        out = self._run(op, args, kwargs)
         # A view has the type of its storage, and needs no rule; of a sum's bits nothing is known.
         view = not signature.writes and self._is_known(out) and op is not _BITS
         kinds = [] if view else self._type(op, arguments, out)
         self._store(op, arguments, out, kinds)
         return out
+
+    def _run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return op(*args, **kwargs)
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        ) as error:
+            raise report.error(
+                self,
+                f"{_name(op)} cannot be interpreted without data ({type(error).__name__}).",
+                [],
+                "use an operation whose result has a known shape, or check=False.",
+            ) from error
 
     def _lift(self, op: OpOverload, literal: Tensor) -> Any:
         """A tensor made of Python numbers in the body."""
@@ -260,6 +297,7 @@ class Interpreter:
         if is_real(tensor.dtype):
             cell.tokens = tokens
             tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+        equation.results = (self._result(tensor),)
         return cell
 
     @property
@@ -370,9 +408,10 @@ class Interpreter:
         descends = task != -1 and any(self._is_cotangent(use.cell) for use in operands)
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)
-        equation.literals = _literals(arguments)
+        equation.literals = _literals(op, arguments)
         written = list(_written(op, arguments))
-        for tensor, kind in zip(written, self._kinds_written(op, arguments, written, kinds)):
+        kinds_written = self._kinds_written(op, arguments, written, kinds)
+        for tensor, kind in zip(written, kinds_written, strict=True):
             self._write(op, arguments, tensor, kind, equation, tokens)
         for index, tensor in _results(out):
             kind = kinds[index % len(kinds)] if kinds else (K,) * len(self.axes)
@@ -383,10 +422,14 @@ class Interpreter:
             if is_real(tensor.dtype):
                 self._cells[storage._cdata].tokens |= tokens
                 tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
-        equation.results = tuple(
-            use_of("", t, self.cell(t), self.cell(t).kinds) for _, t in _results(out)
-        )
+        equation.results = tuple(self._result(tensor) for _, tensor in _results(out))
         self.add(equation)
+
+    def _result(self, tensor: Tensor) -> Use:
+        self._count += 1
+        tensor._shardmap_number = self._count  # type: ignore[attr-defined]  # ours
+        cell = self.cell(tensor)
+        return use_of("", tensor, cell, cell.kinds)
 
     def _kinds_written(
         self,
@@ -503,7 +546,7 @@ class Interpreter:
         """Holds a gradient against the type of the value that it belongs to."""
         if gradient is None:
             return
-        have, cell = self.cell(self.adopt(operand)).kinds, self.cell(gradient)
+        have, cell = self.cell(operand).kinds, self.cell(gradient)
         for axis, (kind, cotangent) in enumerate(zip(have, cell.kinds, strict=True)):
             if not accepts(kind, cotangent):
                 raise report.cotangent(self, axis, kind, cell, what)
@@ -525,11 +568,18 @@ def _name(op: OpOverload) -> str:
     return op._schema.name.split("::")[1]
 
 
-def _literals(arguments: Mapping[str, Any]) -> str:
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
+
+
+def _literals(op: OpOverload, arguments: Mapping[str, Any]) -> str:
+    """Arguments that are no tensors and not the default."""
+    defaults = signature_of(op).defaults
     plain = {
         name: value
         for name, value in arguments.items()
-        if value is not None and not any(True for _ in tensors_of(value))
+        if not any(True for _ in tensors_of(value))
+        and not (name in defaults and _same(value, defaults[name]))
     }
     return ", ".join(f"{name}={value}" for name, value in plain.items())
 
@@ -557,6 +607,7 @@ class _Functions(TorchFunctionMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
+        self._interpreter.reject_outer(args)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor | tuple | list):
             self._note(args, out)
@@ -610,12 +661,18 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
 def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(("self", "gradient"), args, strict=False)), **kwargs}
     output = given.pop("self")
+    leaves = list(_leaves(output))
+    if any(not isinstance(base_of(leaf), FakeTensor) for leaf in leaves):
+        raise ShardTypeError(
+            f"{interpreter.name}: backward() at {call_site()} would write into the .grad of a "
+            "closed-over tensor. Pass the tensor as an argument, and return its gradient."
+        )
     seed = interpreter.seed(output, given.pop("gradient", None))
     interpreter.batches = False
     with interpreter.differentiating():
         func(output, seed, *args[2:], **given)
     interpreter.unseed([seed])
-    for leaf in _leaves(output):
+    for leaf in leaves:
         interpreter.check_gradient(leaf, leaf.grad, "the value it is the gradient of")
 
 

@@ -53,6 +53,7 @@ class Use:
     kinds: Types
     dtype: torch.dtype
     shape: tuple[int, ...]
+    number: int | None = None
 
     def __str__(self) -> str:
         """As in `float32[4, 8]`."""
@@ -72,6 +73,7 @@ class Equation:
         collective: the row of the table that it is; None for local operations.
         sent: bytes that each rank sends.
         literals: other arguments, as text.
+        forward: in a backward, the equation whose derivative this is part of.
     """
 
     name: str
@@ -82,11 +84,13 @@ class Equation:
     collective: Collective | None = None
     sent: int = 0
     literals: str = ""
+    forward: "Equation | None" = None
 
 
 def use_of(name: str, tensor: Tensor, cell: Cell, kinds: Types) -> Use:
     """Notes a tensor's shape and types."""
-    return Use(name, cell, kinds, tensor.dtype, tuple(tensor.shape))
+    number = tensor.__dict__.get("_shardmap_number")
+    return Use(name, cell, kinds, tensor.dtype, tuple(tensor.shape), number)
 
 
 _SENT: Final[Mapping[str, Callable[[int], float]]] = {

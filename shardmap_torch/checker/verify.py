@@ -242,6 +242,8 @@ class _Verification:
                         raise report.cotangent(interpreter, at, kind, cell, f"input {path}")
                     if axis in open_axes and plain(have) in (V, Partial):
                         replicate.append(axis)
+                if replicate:
+                    self._backend.reduce_gradient(replicate, gradient)
             self._specs[position] = P(
                 *spec.entries,
                 replicate=spec.replicate | set(replicate),
@@ -265,11 +267,13 @@ class _Verification:
     def _verdict(self, result: Result) -> Verdict:
         interpreter = self._interpreter
         outputs = {}
+        leaves = list(result.leaves)
         for position in result.fit.crossing:
             value = result.leaves[position]
             kinds = interpreter.cell(value).kinds
             shape = global_shape(tuple(value.shape), result.fit.spec(position), self._call.mesh)
             outputs[position] = (shape, value.dtype, kinds)
+            leaves[position] = None  # its graph would stay alive
         return Verdict(
             self._call.name,
             self._call.mesh,
@@ -279,7 +283,7 @@ class _Verification:
             self._exits,
             outputs,
             tuple(interpreter.equations),
-            replace(result, leaves=list(result.leaves)),
+            replace(result, leaves=leaves),
             interpreter.batches,
         )
 
