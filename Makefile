@@ -6,7 +6,7 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 # The first one that the pinned wheels exist for and that can make a virtual environment.
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 
-.PHONY: demo test fast lint bench clean
+.PHONY: demo test fast fuzz lint bench clean
 
 demo: $(READY)  ## train the example GPT on a simulated mesh
 	$(BIN)/python examples/train_gpt.py
@@ -16,6 +16,10 @@ test: lint  ## every check and every test
 
 fast: lint  ## every check and the tests that take seconds
 	$(BIN)/pytest -m "not slow"
+
+fuzz: $(READY)  ## every rule row, loosened too, and all of op_db; writes docs/coverage.md
+	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/checker/test_rows.py
+	$(BIN)/python -m tests.checker.fuzz_all
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -46,7 +46,7 @@ class Typing(TorchDispatchMode):
     """Types every ATen operation by the tables, on one axis."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kinds: dict[int, tuple[AxisType, Any]] = {}
 
     def bring(self, tensor: Tensor, kind: AxisType) -> None:
@@ -290,6 +290,7 @@ class Typed:
     columns: dict[int, list[Tensor]]
     cotangents: dict[int, list[Tensor]]
     seeds: dict[int, AxisType]
+    refused: str | None
 
 
 def interpret(case: Case, types: Typings, values: Values) -> Typed:
@@ -311,10 +312,15 @@ def interpret(case: Case, types: Typings, values: Values) -> Typed:
     first = {i: column[0].clone() for i, column in cotangents.items()}
     for i, tensor in first.items():
         mode.bring(tensor, seeds[i])
-    with mode:
-        gradients = derive(outputs, inputs, first)
-    kinds += [None if each is None else mode.read(each)[0] for each in gradients]
-    return Typed(kinds, columns, cotangents, seeds)
+    refused = None
+    try:
+        with mode:
+            gradients = derive(outputs, inputs, first)
+        kinds += [None if each is None else mode.read(each)[0] for each in gradients]
+    except RefusedError as refusal:  # the forward is still held against the ranks
+        kinds += [None for _ in inputs]
+        refused = str(refusal)
+    return Typed(kinds, columns, cotangents, seeds, refused)
 
 
 def try_types(case: Case, types: Typings, seed: int = 0) -> Report:
@@ -330,7 +336,7 @@ def try_types(case: Case, types: Typings, seed: int = 0) -> Report:
     except Exception as problem:  # a sample that this build cannot run, or not on these values
         report.skipped = f"{type(problem).__name__}: {problem}".splitlines()[0]
         return report
-    report.results = typed.kinds
+    report.results, report.refused = typed.kinds, typed.refused
     try:
         report.wrong = list(_compare(case, types, typed, values))
     except (RuntimeError, ValueError, NotImplementedError) as problem:

@@ -41,7 +41,7 @@ class Recorder(TorchDispatchMode):
     """Keeps a few calls per overload, as different as they come."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, dict[str, Any]] = defaultdict(dict)
 
     def __torch_dispatch__(

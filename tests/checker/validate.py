@@ -124,8 +124,8 @@ def assignments(units: Sequence[Unit], rng: random.Random) -> Iterator[dict[Unit
     for pair in rng.sample(pairs, min(len(pairs), 45)):
         for first, second in ((Partial, Partial), (Partial, V), (V, Partial), (V, V)):
             yield {**dict.fromkeys(units, R), pair[0]: first, pair[1]: second}
-    for unit in units[:8]:
-        yield {**dict.fromkeys(units, Partial), unit: R}
+    for name in sorted({name for name, _ in units}):
+        yield {unit: R if unit[0] == name else Partial for unit in units}
     for _ in range(6):
         yield {unit: rng.choice((Partial, V, R, Z)) for unit in units}
 
@@ -202,7 +202,8 @@ class Trial:
 
 def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
     """What rounding costs in the coarsest of the dtypes, with a few dozen operations to spare."""
-    return max((64 * torch.finfo(dtype).eps for dtype in dtypes), default=0.0) ** (15 / 16)
+    coarsest = max((float(torch.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+    return float((64 * coarsest) ** (15 / 16))
 
 
 def close(first: Tensor, second: Tensor, tolerance: float) -> bool:
