@@ -85,6 +85,21 @@ class _RetryError(Exception):
         self.error = error
 
 
+@dataclass(frozen=True)
+class _Like:
+    """What is kept of an argument."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+
+    @staticmethod
+    def of(leaf: Tensor) -> "_Like":
+        grad = can_receive_gradient(leaf) and is_real(leaf.dtype)
+        return _Like(tuple(leaf.shape), leaf.dtype, leaf.device, grad)
+
+
 class _Verification:
     """One attempt; `uncommitted` is what a result that is K counts as."""
 
@@ -98,11 +113,13 @@ class _Verification:
 
     def run(self) -> Verdict:
         call, interpreter = self._call, self._interpreter
-        wanted = [can_receive_gradient(call.leaves[i]) for i in call.crossing]
-        with torch.set_grad_enabled(any(wanted) or torch.is_grad_enabled()), interpreter.entered():
+        # Outside of the modes: arguments may be those of a transform.
+        fakes = [_Like.of(call.leaves[position]) for position in call.crossing]
+        grad = any(like.grad for like in fakes) or torch.is_grad_enabled()
+        with torch.set_grad_enabled(grad), interpreter.entered():
             locals_ = [
-                self._enter(position, grad)
-                for position, grad in zip(call.crossing, wanted, strict=True)
+                self._enter(position, like)
+                for position, like in zip(call.crossing, fakes, strict=True)
             ]
             result = run_body(call, self._backend, locals_)
             self._leave(result)
@@ -116,16 +133,16 @@ class _Verification:
 
     # ------------------------------------------------------------------------------- inputs
 
-    def _enter(self, position: int, grad: bool) -> Tensor:
+    def _enter(self, position: int, like: "_Like") -> Tensor:
         call, interpreter = self._call, self._interpreter
-        leaf, spec = call.leaves[position], call.fit.spec(position)
-        shape = local_shape(tuple(leaf.shape), spec, call.mesh)
+        spec = call.fit.spec(position)
+        shape = local_shape(like.shape, spec, call.mesh)
         with interpreter.paused():
-            fake = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            fake = torch.empty(shape, dtype=like.dtype, device=like.device)
         kinds = tuple(_enters_as(spec, axis, call.mapped) for axis in interpreter.axes)
         path = call.fit.paths[position]
         interpreter.bring(fake, kinds, f"input {path} ({spec!r})", f"is the input {path}")
-        return fake.requires_grad_(grad and is_real(leaf.dtype))
+        return fake.requires_grad_(like.grad)
 
     # ------------------------------------------------------------------------------ outputs
 
