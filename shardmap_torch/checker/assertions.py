@@ -6,8 +6,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from shardmap_torch.checker import report
-from shardmap_torch.checker.interpret import current_interpreter
 from shardmap_torch.checker.lattice import plain
+from shardmap_torch.checker.modes import current_interpreter
 from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V, Z, as_type
 

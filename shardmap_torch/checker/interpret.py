@@ -1,24 +1,17 @@
 """Runs a body on fake tensors and types every operation, collective and derived cotangent.
 
-Two modes see what happens. At the ATen level every operation is visible, whatever its Python
-spelling, those of autograd included; the transforms of torch.func are not, since a tensor comes
-there unwrapped. A mode at the level of torch functions sees those: where a differentiation starts,
-and which results no gradient can flow through.
-
 Whether a gradient can flow through a value decides whether I and R are obligations or, as K, only
 facts. A value flows if autograd says so, or if it descends from the operand of a torch.func
 transform that has not ended; in doubt it flows. Cotangents keep their types in any case while
 their backward runs: a sum of contributions of type I and V is an error, not a V.
 """
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,13 +20,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch.checker import report
 from shardmap_torch.checker.calls import (
     BITS,
-    BRANCH,
     INTEGER,
     Refusal,
     Types,
@@ -48,7 +38,7 @@ from shardmap_torch.checker.program import Cell, Equation, Use, use_of
 from shardmap_torch.checker.table import row_of
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.types import I, K, Partial, R, V, Z
+from shardmap_torch.types import I, K, Partial, R, V
 from shardmap_torch.where import Site, call_site
 
 _functorch = torch._C._functorch
@@ -79,31 +69,9 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _differentiable_somewhere(tensor: Tensor) -> bool:
-    while True:
-        if tensor.requires_grad:
-            return True
-        if not _functorch.is_functorch_wrapped_tensor(tensor):
-            return False
-        tensor = _functorch.get_unwrapped(tensor)
-
-
 def is_real(dtype: torch.dtype) -> bool:
     """Whether gradients exist for a dtype."""
     return dtype.is_floating_point or dtype.is_complex
-
-
-class _Current(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Interpreter] = []
-
-
-_CURRENT = _Current()
-
-
-def current_interpreter() -> "Interpreter | None":
-    """The one that interprets the code that runs now, or None."""
-    return _CURRENT.stack[-1] if _CURRENT.stack else None
 
 
 class Interpreter:
@@ -125,19 +93,9 @@ class Interpreter:
         self._count = 0
         self._differentiated: set[int] = set()
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Sets the functorch stack aside and sees every operation."""
-        with ExitStack() as stack:
-            stack.enter_context(temporarily_clear_interpreter_stack())
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(self.fake)
-            stack.enter_context(_Operations(self))
-            stack.enter_context(_Functions(self))
-            self._sequence = torch._C._autograd._get_sequence_nr()
-            _CURRENT.stack.append(self)
-            stack.callback(_CURRENT.stack.pop)
-            yield
+    def begin(self) -> None:
+        """Autograd nodes that are there already are not the body's."""
+        self._sequence = torch._C._autograd._get_sequence_nr()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -582,118 +540,3 @@ def _literals(op: OpOverload, arguments: Mapping[str, Any]) -> str:
         and not (name in defaults and _same(value, defaults[name]))
     }
     return ", ".join(f"{name}={value}" for name, value in plain.items())
-
-
-class _Operations(TorchDispatchMode):
-    """Hands every ATen operation to the interpreter."""
-
-    def __init__(self, interpreter: Interpreter) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._interpreter = interpreter
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._interpreter.call(func, args, kwargs or {})
-
-
-class _Functions(TorchFunctionMode):
-    """Sees differentiations start, and values through which no gradient flows."""
-
-    def __init__(self, interpreter: Interpreter) -> None:
-        super().__init__()
-        self._interpreter = interpreter
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(self._interpreter, func, args, kwargs)
-        self._interpreter.reject_outer(args)
-        out = func(*args, **kwargs)
-        if isinstance(out, Tensor | tuple | list):
-            self._note(args, out)
-        return out
-
-    def _note(self, args: Sequence[Any], out: Any) -> None:
-        results = [t for t in tensors_of(out) if not _differentiable_somewhere(t)]
-        if results:
-            given = {id(base_of(t)) for value in args for t in tensors_of(value)}
-            for tensor in results:
-                base = base_of(tensor)
-                if id(base) not in given and isinstance(base, FakeTensor):
-                    self._interpreter.mark_constant(tensor)
-
-
-def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    out = func(*args, **kwargs)
-    if _functorch.is_functorch_wrapped_tensor(out):
-        interpreter.mark_differentiated(out)
-    return out
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, Tensor) or value is None else tuple(value)
-
-
-def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    if interpreter.is_differentiating:  # the checker's own, of the whole body
-        return func(*args, **kwargs)
-    names = ("outputs", "inputs", "grad_outputs")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    rest = args[len(names) :]
-    outputs = _as_tuple(given["outputs"])
-    seeds = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
-    if len(seeds) == 1:
-        seeds = seeds * len(outputs) if seeds[0] is None else seeds
-    seeds = tuple(map(interpreter.seed, outputs, seeds))
-    given["outputs"], given["grad_outputs"] = outputs, seeds
-    interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
-    with interpreter.differentiating():
-        gradients = func(
-            given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
-        )
-    interpreter.unseed(seeds)
-    inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
-    for operand, gradient in zip(inputs, gradients, strict=True):
-        interpreter.check_gradient(operand, gradient, "the value it is the gradient of")
-    return gradients
-
-
-def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(("self", "gradient"), args, strict=False)), **kwargs}
-    output = given.pop("self")
-    leaves = list(_leaves(output))
-    if any(not isinstance(base_of(leaf), FakeTensor) for leaf in leaves):
-        raise ShardTypeError(
-            f"{interpreter.name}: backward() at {call_site()} would write into the .grad of a "
-            "closed-over tensor. Pass the tensor as an argument, and return its gradient."
-        )
-    seed = interpreter.seed(output, given.pop("gradient", None))
-    interpreter.batches = False
-    with interpreter.differentiating():
-        func(output, seed, *args[2:], **given)
-    interpreter.unseed([seed])
-    for leaf in leaves:
-        interpreter.check_gradient(leaf, leaf.grad, "the value it is the gradient of")
-
-
-def _leaves(output: Tensor) -> Iterator[Tensor]:
-    """The tensors whose `.grad` a backward fills."""
-    seen, pending = set(), [output.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            yield variable
-        pending += [parent for parent, _ in node.next_functions]
-
-
-_SPECIAL: Final[Mapping[Any, Any]] = {
-    Tensor.requires_grad_: _requires_grad,
-    torch.autograd.grad: _grad,
-    Tensor.backward: _backward,
-}
-
-__all__ = ["BRANCH", "Interpreter", "Z", "base_of", "current_interpreter"]

@@ -12,6 +12,7 @@ from shardmap_torch.checker.abstract import AbstractBackend
 from shardmap_torch.checker.calls import Types
 from shardmap_torch.checker.interpret import SEED, Interpreter, base_of, is_real
 from shardmap_torch.checker.lattice import accepts, plain
+from shardmap_torch.checker.modes import interpreting
 from shardmap_torch.checker.program import Equation
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.memo import lazy
@@ -116,7 +117,7 @@ class _Verification:
         # Outside of the modes: arguments may be those of a transform.
         fakes = [_Like.of(call.leaves[position]) for position in call.crossing]
         grad = any(like.grad for like in fakes) or torch.is_grad_enabled()
-        with torch.set_grad_enabled(grad), interpreter.entered():
+        with torch.set_grad_enabled(grad), interpreting(interpreter):
             locals_ = [
                 self._enter(position, like)
                 for position, like in zip(call.crossing, fakes, strict=True)

@@ -1,0 +1,176 @@
+"""The two modes under which a body is interpreted, and what they do where gradients start.
+
+At the ATen level every operation is visible, whatever its Python spelling, those of autograd
+included; the transforms of torch.func are not, since a tensor comes there unwrapped. A mode at the
+level of torch functions sees those: where a differentiation starts, and which results no gradient
+can flow through.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmap_torch.checker.calls import tensors_of
+from shardmap_torch.checker.interpret import Interpreter, base_of
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.where import call_site
+
+_functorch = torch._C._functorch
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Interpreter] = []
+
+
+_CURRENT = _Current()
+
+
+def current_interpreter() -> Interpreter | None:
+    """The one that interprets the code that runs now, or None."""
+    return _CURRENT.stack[-1] if _CURRENT.stack else None
+
+
+@contextmanager
+def interpreting(interpreter: Interpreter) -> Iterator[None]:
+    """Sets the functorch stack aside, and shows every operation to the interpreter."""
+    with ExitStack() as stack:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(interpreter.fake)
+        stack.enter_context(_Operations(interpreter))
+        stack.enter_context(_Functions(interpreter))
+        interpreter.begin()
+        _CURRENT.stack.append(interpreter)
+        stack.callback(_CURRENT.stack.pop)
+        yield
+
+
+def _differentiable_somewhere(tensor: Tensor) -> bool:
+    while True:
+        if tensor.requires_grad:
+            return True
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+
+
+class _Operations(TorchDispatchMode):
+    """Hands every ATen operation to the interpreter."""
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._interpreter = interpreter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._interpreter.call(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """Sees differentiations start, and values through which no gradient flows."""
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__()
+        self._interpreter = interpreter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self._interpreter, func, args, kwargs)
+        self._interpreter.reject_outer(args)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor | tuple | list):
+            self._note(args, out)
+        return out
+
+    def _note(self, args: Sequence[Any], out: Any) -> None:
+        results = [t for t in tensors_of(out) if not _differentiable_somewhere(t)]
+        if results:
+            given = {id(base_of(t)) for value in args for t in tensors_of(value)}
+            for tensor in results:
+                base = base_of(tensor)
+                if id(base) not in given and isinstance(base, FakeTensor):
+                    self._interpreter.mark_constant(tensor)
+
+
+def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    out = func(*args, **kwargs)
+    if _functorch.is_functorch_wrapped_tensor(out):
+        interpreter.mark_differentiated(out)
+    return out
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, Tensor) or value is None else tuple(value)
+
+
+def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    if interpreter.is_differentiating:  # the checker's own, of the whole body
+        return func(*args, **kwargs)
+    names = ("outputs", "inputs", "grad_outputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rest = args[len(names) :]
+    outputs = _as_tuple(given["outputs"])
+    seeds = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
+    if len(seeds) == 1:
+        seeds = seeds * len(outputs) if seeds[0] is None else seeds
+    seeds = tuple(map(interpreter.seed, outputs, seeds))
+    given["outputs"], given["grad_outputs"] = outputs, seeds
+    interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
+    with interpreter.differentiating():
+        gradients = func(
+            given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
+        )
+    interpreter.unseed(seeds)
+    inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
+    for operand, gradient in zip(inputs, gradients, strict=True):
+        interpreter.check_gradient(operand, gradient, "the value it is the gradient of")
+    return gradients
+
+
+def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("self", "gradient"), args, strict=False)), **kwargs}
+    output = given.pop("self")
+    leaves = list(_leaves(output))
+    if any(not isinstance(base_of(leaf), FakeTensor) for leaf in leaves):
+        raise ShardTypeError(
+            f"{interpreter.name}: backward() at {call_site()} would write into the .grad of a "
+            "closed-over tensor. Pass the tensor as an argument, and return its gradient."
+        )
+    seed = interpreter.seed(output, given.pop("gradient", None))
+    interpreter.batches = False
+    with interpreter.differentiating():
+        func(output, seed, *args[2:], **given)
+    interpreter.unseed([seed])
+    for leaf in leaves:
+        interpreter.check_gradient(leaf, leaf.grad, "the value it is the gradient of")
+
+
+def _leaves(output: Tensor) -> Iterator[Tensor]:
+    """The tensors whose `.grad` a backward fills."""
+    seen, pending = set(), [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            yield variable
+        pending += [parent for parent, _ in node.next_functions]
+
+
+_SPECIAL: Final[Mapping[Any, Any]] = {
+    Tensor.requires_grad_: _requires_grad,
+    torch.autograd.grad: _grad,
+    Tensor.backward: _backward,
+}
