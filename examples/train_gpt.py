@@ -75,7 +75,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--strategy", default="vmap", choices=["auto", "vmap", "ranks"])
     parser.add_argument("--device", help="cpu or cuda; by default where the mesh's kind runs")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
     parser.add_argument("--check", type=int, default=3, help="steps held against one device")
     parser.add_argument("--sample", type=int, default=240, help="bytes written at the end")
