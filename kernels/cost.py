@@ -28,6 +28,6 @@ class Fabric:
         """Seconds from send to arrival of one message on an idle link."""
         return self.latency + num_bytes / self.bandwidth
 
-    def compute(self, flops: float, traffic: float) -> float:
+    def compute(self, flops: float, traffic: float = 0.0) -> float:
         """Seconds of one kernel: the slower of arithmetic and memory traffic (the roofline)."""
         return self.launch + max(flops / self.flops, traffic / self.memory)

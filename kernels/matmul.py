@@ -5,9 +5,8 @@ seen as a matrix of *tokens*, one row for each index of the other dims. The dim 
 scattered cuts that matrix either by rows or by features (`Cut`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from shardmap_torch.kernels.exchange import (
     Scatter,
 )
 from shardmap_torch.kernels.transport import Steps, Transport
-
-Multiplier: TypeAlias = Callable[..., Tensor]
 
 
 def multiply(transport: Transport, a: Tensor, b: Tensor) -> Tensor:
@@ -109,7 +106,7 @@ class Cut:
         return features_times if self.by_features else rows_times
 
     def left_gradient(self, transport: Transport, dy: Tensor, out: Tensor) -> Consume:
-        """Consumes cut rows of x into `out` + xᵀ @ dy, the weight gradient of x @ w."""
+        """Consumes cut rows of x into xᵀ @ dy; `out` starts at zero."""
 
         def rows_gradient(rows: slice, tile: Tensor) -> None:
             accumulate(transport, out, tile.t(), dy[rows])
@@ -120,7 +117,7 @@ class Cut:
         return features_gradient if self.by_features else rows_gradient
 
     def right_gradient(self, transport: Transport, x: Tensor, out: Tensor) -> Consume:
-        """Consumes cut rows of dy into `out` + xᵀ @ dy."""
+        """Consumes cut rows of dy into xᵀ @ dy; `out` starts at zero."""
 
         def rows_gradient(rows: slice, tile: Tensor) -> None:
             accumulate(transport, out, x[rows].t(), tile)

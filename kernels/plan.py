@@ -32,7 +32,6 @@ class Problem:
         block_bytes: Bytes of that block; each rank sends it to or through every other.
         flops: Work that is pipelined with the communication.
         tail_flops: Work that follows it and hides what is still on its way.
-        traffic: Bytes of memory that one chunk's matmul reads besides the chunk: the weights.
         passes: Times that the blocks go round: 2 for an all-reduce.
     """
 
@@ -44,7 +43,6 @@ class Problem:
     block_bytes: float
     flops: float
     tail_flops: float = 0.0
-    traffic: float = 0.0
     passes: int = 1
 
 
@@ -78,9 +76,9 @@ class Plan:
 
 def unfused_seconds(problem: Problem, fabric: Fabric) -> float:
     """One after the other: communication of whole blocks, then whole matmuls."""
-    compute = fabric.compute(problem.flops, problem.traffic)
+    compute = fabric.compute(problem.flops)
     if problem.tail_flops:
-        compute += fabric.compute(problem.tail_flops, problem.traffic)
+        compute += fabric.compute(problem.tail_flops)
     return compute + problem.passes * (problem.num_ranks - 1) * fabric.transfer(problem.block_bytes)
 
 
@@ -91,10 +89,10 @@ def overlapped_seconds(problem: Problem, fabric: Fabric, num_parts: int) -> floa
     all that hides, a fabric whose transfers need this rank's own cores keeps its share.
     """
     num_chunks = problem.num_ranks * num_parts
-    chunk = fabric.compute(problem.flops / num_chunks, problem.traffic)
+    chunk = fabric.compute(problem.flops / num_chunks)
     work = num_chunks * chunk
     if problem.tail_flops:
-        work += fabric.compute(problem.tail_flops, problem.traffic)
+        work += fabric.compute(problem.tail_flops)
     part_travel = (problem.num_ranks - 1) * fabric.transfer(problem.block_bytes / num_parts)
     travel = problem.passes * num_parts * part_travel
     trailing = (problem.passes - 1) * min(2, num_parts) * part_travel
