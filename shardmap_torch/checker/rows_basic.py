@@ -32,7 +32,7 @@ PRODUCTS: Final = merged(
 
 UNARY: Final = merged(
     each(SELF, "neg positive deg2rad rad2deg _conj_physical"),
-    each(SELF, "_to_copy clone _lazy_clone lift _pin_memory contiguous"),
+    each(SELF, "_to_copy clone _lazy_clone lift contiguous"),
     each(SELF, "sum sum.dim_IntList mean mean.dim cumsum trace"),
 )
 

@@ -29,6 +29,12 @@ NORMALISATION: Final = merged(
     each(sums("grad_w"), "_weight_norm_interface_backward"),
 )
 
+HIDDEN_WRITES: Final = dict.fromkeys(
+    each(Row(), "native_batch_norm cudnn_batch_norm miopen_batch_norm"),
+    ("running_mean", "running_var"),
+)
+"""What an overload writes when `training` is true, although its schema says that it does not."""
+
 _NLL_LOSS: Final = Row(
     results=(
         sums("self"),
@@ -64,17 +70,16 @@ def _trains_noisily(arguments: Arguments) -> bool:
 ATTENTION: Final = merged(
     each(
         Row(draws=_drops),
-        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention.quantized "
+        "_scaled_dot_product_flash_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-        "_scaled_dot_product_fused_attention_overrideable "
         "_scaled_dot_product_flash_attention_for_cpu "
-        "_flash_attention_forward _flash_attention_forward.quantized _efficient_attention_forward",
+        "_flash_attention_forward _efficient_attention_forward",
     ),
     each(
         sums(*_OUT),
         "_scaled_dot_product_flash_attention_backward "
         "_scaled_dot_product_flash_attention_for_cpu_backward "
-        "_scaled_dot_product_fused_attention_overrideable_backward _flash_attention_backward",
+        "_flash_attention_backward",
     ),
     # The backwards replay the seed that the forward gave them; whatever their tags say, they
     # draw nothing.

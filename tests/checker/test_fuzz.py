@@ -68,7 +68,7 @@ PLANTED: Final = [
     ("nn.functional.layer_norm", "aten.native_layer_norm_backward.default", Row(zero=True)),
     ("where", "aten.where.self", product("self", "other")),
     ("exp", "aten.exp.default", Row(unread=("self",))),
-    ("nn.functional.dropout", "aten.native_dropout.default", Row(draws=never)),
+    ("nn.functional.dropout", "aten.bernoulli_.float", Row(unread=("self",), draws=never)),
     ("bernoulli", "aten.bernoulli.default", Row(draws=never)),
 ]
 

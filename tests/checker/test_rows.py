@@ -1,33 +1,37 @@
 """Every row of the rule tables holds numerically, and every loosened row is caught."""
 
+import ast
 import os
 import random
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 import pytest
 import torch
 from torch._ops import OpOverload
 
+from shardmap_torch.checker import table
+from shardmap_torch.checker.calls import name_arguments, tensors_of
 from shardmap_torch.checker.row import Row
+from shardmap_torch.checker.rows_common import each, merged
+from shardmap_torch.checker.rows_nn import HIDDEN_WRITES
 from shardmap_torch.checker.table import TABLE
-from tests.checker.calls import Call, calls_of
+from tests.checker.calls import Call, calls_of, overload, recorded
 from tests.checker.extra_calls import extra_calls
 from tests.checker.mutants import mutants
 from tests.checker.true_mutants import TRUE, UNTRIED
-from tests.checker.validate import missing, validate
+from tests.checker.validate import missing, same, validate
 
 # Kernels that a CPU does not have; test_rows_gpu.py tries them.
 ON_GPU: Final = frozenset(
-    """_pin_memory.default _fused_rms_norm_backward.default cudnn_batch_norm_backward.default
-    _scaled_dot_product_flash_attention.default _scaled_dot_product_flash_attention.quantized
-    _scaled_dot_product_efficient_attention.default _scaled_dot_product_cudnn_attention.default
-    _scaled_dot_product_fused_attention_overrideable.default _flash_attention_forward.default
-    _flash_attention_forward.quantized _efficient_attention_forward.default
+    """_fused_rms_norm_backward.default cudnn_batch_norm_backward.default
+    _scaled_dot_product_flash_attention.default _flash_attention_forward.default
+    _scaled_dot_product_efficient_attention.default _efficient_attention_forward.default
+    _scaled_dot_product_cudnn_attention.default
     _scaled_dot_product_flash_attention_backward.default _flash_attention_backward.default
-    _scaled_dot_product_fused_attention_overrideable_backward.default
     _scaled_dot_product_cudnn_attention_backward.default
     _scaled_dot_product_efficient_attention_backward.default _efficient_attention_backward.default
     """.split()
@@ -39,6 +43,7 @@ ROWS: Final = {
     if row.refuse is None and str(op).removeprefix("aten.") not in ON_GPU
 }
 TENTH: Final = frozenset(random.Random(0).sample(sorted(ROWS), len(ROWS) // 10))
+FILES: Final = sorted(Path(table.__file__).parent.glob("rows_*.py"))
 FULL: Final = bool(os.environ.get("SHARDMAP_FUZZ"))
 """Set by `make fuzz`: every mutant of every row."""
 
@@ -81,6 +86,30 @@ def names_of(row: Row) -> set[str]:
     return {name for each in rows for term in (*each.linear, each.unread) for name in term}
 
 
+def test_an_overload_in_two_tables_is_refused() -> None:
+    add, mul = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
+    with pytest.raises(ValueError, match=r"^rows that stand twice: aten.add.Tensor$"):
+        merged({add: Row()}, {mul: Row()}, {add: Row()})
+
+
+def test_every_overload_named_in_the_tables_exists() -> None:
+    """`each` leaves out what an older torch lacks; the pinned one lacks nothing."""
+    for path in FILES:
+        for name in names_in(path):
+            assert each(Row(), name), f"{name} in {path.name}"
+
+
+def names_in(path: Path) -> list[str]:
+    """The overloads that a table file names."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    texts = [
+        ast.literal_eval(call.args[1])
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "each"
+    ]
+    return [name for text in texts for name in text.split()]
+
+
 def test_rows_speak_of_arguments_that_exist() -> None:
     for op, row in TABLE.items():
         assert names_of(row) <= {argument.name for argument in op._schema.arguments}, op
@@ -107,3 +136,25 @@ def test_loosened_row_is_caught_unless_it_is_true_as_well(name: str) -> None:
     op, row = ROWS[name]
     left, _ = survivors(op, row)
     assert left <= TRUE.get(name, frozenset()) | UNTRIED.get(name, frozenset())
+
+
+def test_what_a_schema_hides_is_written_is_listed() -> None:
+    hidden = set()
+    for name in recorded():
+        op = overload(name) if name.startswith("aten.") else None
+        if op is not None and not op._schema.is_mutable:
+            hidden |= {(op, each) for call in calls_of(op) for each in written(op, call)}
+    on_cpu = {(op, each) for op, names in HIDDEN_WRITES.items() for each in names}
+    assert hidden == {(op, each) for op, each in on_cpu if str(op) in recorded()}
+
+
+def written(op: OpOverload, call: Call) -> set[str]:
+    """The names of the arguments that a call changed."""
+    arguments = name_arguments(op, *call)
+    tensors = [(name, x) for name, value in arguments.items() for x in tensors_of(value)]
+    before = [x.clone() for _, x in tensors]
+    try:
+        op(*call[0], **call[1])
+    except (RuntimeError, ValueError, IndexError):
+        return set()
+    return {name for (name, x), y in zip(tensors, before, strict=True) if not same(x, y)}
