@@ -34,10 +34,15 @@ class Site:
         """The text of the line."""
         return linecache.getline(self.file, self.line).strip()
 
+    @property
+    def place(self) -> str:
+        """As in `model.py:12`."""
+        return f"{Path(self.file).name}:{self.line}"
+
     def __str__(self) -> str:
         """As in `model.py:12: y = x @ w`."""
         source = self.source
-        return f"{Path(self.file).name}:{self.line}" + (f": {source}" if source else "")
+        return self.place + (f": {source}" if source else "")
 
 
 def call_site() -> Site | None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from shardmap_torch.checker import report
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.lattice import plain
-from shardmap_torch.checker.program import Cell, Equation, Use, bytes_sent, use_of
+from shardmap_torch.checker.program import Cell, Equation, bytes_sent, use_of
+from shardmap_torch.checker.repair import NONE, Repair
 from shardmap_torch.checker.shapes import SHAPES
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective
@@ -33,10 +34,11 @@ _EXTREMA: Final = ("max", "min")
 class AbstractBackend:
     """Types collectives; their results have the right shape and no data."""
 
-    def __init__(self, interpreter: Interpreter) -> None:
-        """One for each interpretation."""
+    def __init__(self, interpreter: Interpreter, repair: Repair = NONE) -> None:
+        """One for each interpretation; `repair` is what it tries."""
         self.mesh: Mesh = interpreter.mesh
-        self._interpreter = interpreter
+        self._interpreter, self._repair = interpreter, repair
+        self._number = 0
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
         """None: a body is interpreted as one rank."""
@@ -78,43 +80,59 @@ class AbstractBackend:
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Checks the operand's type exactly, and gives the result its own."""
         interpreter = self._interpreter
-        shown = str(collective)
-        if move in _EXTREMA:
-            shown = f"all_reduce({report.axes(collective)}, V -> {collective.dst}, op={move!r})"
+        site, backward = interpreter.site()
+        forward = interpreter.forward_of_current_node() if backward else None
+        wanted = self._repaired(collective, forward, backward)
+        if wanted is not None and move not in _EXTREMA:
+            move = wanted.move
         x = interpreter.adopt(x)
         cell = interpreter.cell(x)
         operand = use_of("x", x, cell, cell.kinds)
-        self._check_source(move, collective, shown, operand)
-        kinds = self._result_kinds(collective, cell.kinds)
-        num_ranks = self.mesh.num_ranks(collective.axes)
+        shown = _shown(move, wanted)
+        equation = Equation(shown, (operand,), (), site, backward, wanted, forward=forward)
+        kinds, shape = cell.kinds, tuple(x.shape)
+        if not backward:
+            equation.number, equation.written = self._number, collective
+            self._number += 1
+        if wanted is not None:
+            self._check_source(move, wanted, equation)
+            kinds = self._result_kinds(wanted, forward, cell.kinds)
+            num_ranks = self.mesh.num_ranks(wanted.axes)
+            shape = SHAPES[move](wanted, shape, num_ranks)
+            equation.sent = bytes_sent(wanted, x.numel() * x.element_size(), num_ranks)
         with interpreter.paused():
-            y = x.detach().new_empty(SHAPES[move](collective, tuple(x.shape), num_ranks))
-        site, backward = interpreter.site()
-        sent = bytes_sent(collective, x.numel() * x.element_size(), num_ranks)
-        equation = Equation(shown, (operand,), (), site, backward, collective, sent)
-        if backward:
-            equation.forward = interpreter.forward_of_current_node()
+            y = x.detach().new_empty(shape)
         made = interpreter.make(y, kinds, equation, [x])
         if move == "same" and not backward:
             self._seal(cell, made, shown)
         interpreter.add(equation)
         return y
 
-    def _check_source(self, move: str, collective: Collective, shown: str, operand: Use) -> None:
+    def _repaired(
+        self, collective: Collective, forward: Equation | None, backward: bool
+    ) -> Collective | None:
+        """The collective here under the repair that is tried; None where it is left out."""
+        if not backward:
+            return self._repair.collectives.get(self._number, collective)
+        if forward is None or forward.written is None or forward.written == forward.collective:
+            return collective
+        if collective != forward.written.transpose:
+            return collective
+        return None if forward.collective is None else forward.collective.transpose
+
+    def _check_source(self, move: str, collective: Collective, equation: Equation) -> None:
+        operand = equation.operands[0]
         wanted = V if move in _EXTREMA else collective.src
-        accepted = (BACKWARD if self._interpreter.site()[1] else FORWARD)[plain(wanted)]
+        accepted = (BACKWARD if equation.backward else FORWARD)[plain(wanted)]
         for axis, kind in zip(self._interpreter.axes, operand.kinds, strict=True):
             if axis in collective.axes and plain(kind) not in accepted:
-                raise report.source(
-                    self._interpreter, shown, collective.name, axis, operand, wanted
-                )
+                raise report.source(self._interpreter, equation, axis, wanted)
             if axis not in collective.axes and kind == Partial and move in _EXTREMA:
-                raise report.source(self._interpreter, shown, collective.name, axis, operand, V)
+                raise report.source(self._interpreter, equation, axis, V)
 
     def _result_kinds(
-        self, collective: Collective, kinds: tuple[AxisType, ...]
+        self, collective: Collective, forward: Equation | None, kinds: tuple[AxisType, ...]
     ) -> tuple[AxisType, ...]:
-        forward = self._interpreter.forward_of_current_node()
         made = []
         for position, (axis, kind) in enumerate(zip(self._interpreter.axes, kinds, strict=True)):
             dst = collective.dst if axis in collective.axes else kind
@@ -129,6 +147,14 @@ class AbstractBackend:
         why = f"shares its memory with another value through {shown}"
         made.sealed = made.sealed or why
         source.sealed = source.sealed or why
+
+
+def _shown(move: str, collective: Collective | None) -> str:
+    if collective is None:
+        return "nothing"
+    if move in _EXTREMA:
+        return f"all_reduce({report.axes(collective)}, V -> {collective.dst}, op={move!r})"
+    return str(collective)
 
 
 def _summed_varying(

@@ -21,6 +21,7 @@ class Cell:
         made: the equation that gave it this type; None for what comes from outside.
         label: what comes from outside is called; empty else.
         storage: held, so that its address stays its own while the program is interpreted.
+        leaf: the position of the input that it is; None for all else.
         sealed: why it must not be written to; None where it may.
         task: the backward run whose cotangent it is; see `interpret`.
         tokens: the differentiations that its tensors descend from.
@@ -32,6 +33,7 @@ class Cell:
     label: str
     storage: torch.UntypedStorage
     sealed: str | None = None
+    leaf: int | None = None
     task: int = -1
     tokens: frozenset[Any] = frozenset()
     written: frozenset[Any] = frozenset()
@@ -73,6 +75,8 @@ class Equation:
         collective: the row of the table that it is; None for local operations.
         sent: bytes that each rank sends.
         literals: other arguments, as text.
+        number: of a collective among those of the forward.
+        written: the collective that the body calls, where a repair that is tried has another.
         forward: in a backward, the equation whose derivative this is part of.
     """
 
@@ -85,6 +89,8 @@ class Equation:
     sent: int = 0
     literals: str = ""
     forward: "Equation | None" = None
+    number: int | None = None
+    written: Collective | None = None
 
 
 def use_of(name: str, tensor: Tensor, cell: Cell, kinds: Types) -> Use:

@@ -1,15 +1,17 @@
 """The texts of rejections: what, where, which types, how they came about, and what to do."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch._ops import OpOverload
 
 from shardmap_torch.checker.calls import Refusal, tensors_of
 from shardmap_torch.checker.lattice import COUNTED, MIXED, NONLINEAR, plain
-from shardmap_torch.checker.program import Cell, Use, use_of
+from shardmap_torch.checker.program import Cell, Equation, Use, use_of
+from shardmap_torch.checker.repair import Repair, propose
 from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.rule import Collective
+from shardmap_torch.rule import TABLE, Collective
 from shardmap_torch.types import AxisType, I, K, Partial, R, V
 from shardmap_torch.where import Site
 
@@ -56,7 +58,47 @@ def refused(
     lines = [_describe(use, refusal.axis) for use in uses]
     lines += _chains(uses, refusal.axis)
     head = f"{name} over axis {axis!r} of {' and '.join(kinds)}: {refusal.reason}."
-    return error(interpreter, head, lines, _advice(refusal, axis))
+    found = error(interpreter, head, lines, _advice(refusal, axis))
+    mixed = [use.cell for use in uses if use.kinds[refusal.axis] == I] * (clash.reason == MIXED)
+    return propose(found, [r for cell in mixed for r in _make(interpreter, cell, refusal.axis, R)])
+
+
+def culprit(cell: Cell, axis: int, name: str) -> Cell:
+    """Back along values of the same type to what gave them it: a collective, or an input."""
+    kind = plain(cell.kinds[axis])
+    while cell.made is not None:
+        equation = cell.made
+        if equation.collective is not None and name in equation.collective.axes:
+            return cell
+        sources = [u.cell for u in equation.operands if plain(u.kinds[axis]) == kind]
+        if not sources or sources[0] is cell:
+            return cell
+        cell = sources[0]
+    return cell
+
+
+def _make(interpreter: "Interpreter", cell: Cell, axis: int, kind: AxisType) -> Iterator[Repair]:
+    """Repairs that give the value the type `kind` where it gets its type."""
+    name = interpreter.axes[axis]
+    source = culprit(cell, axis, name)
+    if source.made is not None:
+        yield from _retype(source.made, kind)
+    elif source.leaf is not None and kind == R:
+        text = f"replicate={{{name!r}}} in the spec of {source.label}"
+        yield Repair(text, replicate={source.leaf: name})
+
+
+def _at(equation: Equation) -> str:
+    return "" if equation.site is None else f" at {equation.site.place}"
+
+
+def _retype(equation: Equation, kind: AxisType) -> Iterator[Repair]:
+    collective, number = equation.collective, equation.number
+    if collective is None or number is None:
+        return
+    if (collective.name, collective.src, kind) in TABLE:
+        text = f"dst={kind} in {collective.name}{_at(equation)}"
+        yield Repair(text, collectives={number: replace(collective, dst=kind)})
 
 
 def _describe(use: Use, axis: int) -> str:
@@ -98,14 +140,24 @@ def _advice(refusal: Refusal, axis: str) -> str:
 
 
 def source(
-    interpreter: "Interpreter", collective: object, name: str, axis: str, use: Use, wanted: AxisType
+    interpreter: "Interpreter", equation: Equation, axis: str, wanted: AxisType
 ) -> ShardTypeError:
     """A collective whose operand has another type than its row says."""
-    at = interpreter.axes.index(axis)
+    at, use, collective = interpreter.axes.index(axis), equation.operands[0], equation.collective
+    assert collective is not None  # what has been left out takes any type
     have = use.kinds[at]
-    head = f"{collective} takes {_named(wanted)} over {axis!r}, but its operand is {_named(have)}."
-    lines = [_describe(use, at)]
-    return error(interpreter, head, lines, _source_advice(name, axis, have, wanted))
+    head = (
+        f"{equation.name} takes {_named(wanted)} over {axis!r}, but its operand is {_named(have)}."
+    )
+    advice = _source_advice(collective.name, axis, have, wanted)
+    found = error(interpreter, head, [_describe(use, at)], advice)
+    repairs: list[Repair] = []
+    if equation.forward is not None:
+        repairs += _retype(equation.forward, I if plain(have) in (I, K) else R)
+    elif equation.number is not None and collective.move == "sum" and have in (I, R, K):
+        text = f"leave out {collective.name}{_at(equation)}"
+        repairs.append(Repair(text, collectives={equation.number: None}))
+    return propose(found, repairs)
 
 
 def axes(collective: Collective) -> str:
@@ -135,29 +187,41 @@ def _source_advice(name: str, axis: str, have: AxisType, wanted: AxisType) -> st
 def seeded(interpreter: "Interpreter", axis: int, cell: Cell) -> ShardTypeError:
     """A gradient asked of a replicate value."""
     name = interpreter.axes[axis]
-    return error(
+    found = error(
         interpreter,
         f"the gradient of a value that is R over {name!r} would be n times too large: every rank "
         "starts with a whole cotangent, and they are summed.",
-        [f"  the value is from {cell.origin()}"],
+        [f"  the value is from {cell.origin()}", *_became(cell, axis, name)],
         f"make it I: with dst=I where it is reduced over {name!r}, or with "
         f"convert(x, {name!r}, src=R, dst=I).",
     )
+    return propose(found, list(_make(interpreter, cell, axis, I)))
+
+
+def _became(cell: Cell, axis: int, name: str) -> list[str]:
+    first = culprit(cell, axis, name)
+    return [] if first is cell else [f"  it is {cell.kinds[axis]} because of {first.origin()}"]
 
 
 def cotangent(
-    interpreter: "Interpreter", axis: int, kind: AxisType, cell: Cell, what: str
+    interpreter: "Interpreter",
+    axis: int,
+    kind: AxisType,
+    cell: Cell,
+    what: str,
+    value: Cell | None = None,
 ) -> ShardTypeError:
     """A gradient whose type does not fit its value."""
     name = interpreter.axes[axis]
     have = cell.kinds[axis]
-    return error(
+    found = error(
         interpreter,
         f"over {name!r}, {what} is {_named(kind)} and gets a gradient that is {_named(have)}: "
         f"{wrong(kind, have)}.",
         [f"  the gradient is from {cell.origin()}"],
         gradient_advice(kind, name),
     )
+    return propose(found, [] if value is None else list(_make(interpreter, value, axis, R)))
 
 
 def wrong(kind: AxisType, have: AxisType) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from shardmap_torch.checker.interpret import SEED, Interpreter, base_of, is_real
 from shardmap_torch.checker.lattice import accepts, plain
 from shardmap_torch.checker.modes import interpreting
 from shardmap_torch.checker.program import Equation
+from shardmap_torch.checker.repair import NONE, Repair, both, propose, proposed, with_tried
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.memo import lazy
 from shardmap_torch.mesh import Mesh
@@ -70,13 +72,61 @@ def verify(call: Call) -> Verdict:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.
     """
     try:
-        return _Verification(call, K).run()
+        return _attempt(call, NONE)
+    except ShardTypeError as error:
+        raise with_tried(error, _search(call, error)) from None
+
+
+_TRIES: Final = 8
+"""How many repairs are tried at most: each costs as much as the check itself."""
+
+
+def _search(call: Call, error: ShardTypeError) -> list[str]:
+    """The repairs that help, or else the pairs of them that do."""
+    right: list[str] = []
+    pairs: list[Repair] = []
+    tries = list(proposed(error))
+    for count, repair in enumerate(tries):
+        if count == _TRIES or (right and repair in pairs):
+            break
+        left = _fails(call, repair)
+        if left is None:
+            right.append(repair.text)
+        elif repair not in pairs:
+            more = [both(repair, other) for other in proposed(left)]
+            pairs += more
+            tries += more
+    return right
+
+
+def _attempt(call: Call, repair: Repair) -> Verdict:
+    try:
+        return _Verification(call, K, repair).run()
     except _RetryError as retry:
         try:
             # A result that is K is seeded as P where I does not type.
-            return _Verification(call, R).run()
+            return _Verification(call, R, repair).run()
         except ShardTypeError:
             raise retry.error from None
+
+
+def _fails(call: Call, repair: Repair) -> ShardTypeError | None:
+    """What is still wrong with the repair; None where nothing is."""
+    specs = list(call.fit.specs)
+    for position, axis in repair.replicate.items():
+        spec = call.fit.spec(position)
+        specs[position] = P(
+            *spec.entries,
+            replicate=spec.replicate | {axis},
+            invariant=spec.invariant - {axis},
+            partial=spec.partial,
+        )
+    fit = Fit(call.fit.paths, tuple(specs), call.fit.crossing)
+    try:
+        _attempt(replace(call, fit=fit), repair)
+    except ShardTypeError as error:
+        return error
+    return None
 
 
 class _RetryError(Exception):
@@ -102,15 +152,16 @@ class _Like:
 
 
 class _Verification:
-    """One attempt; `uncommitted` is what a result that is K counts as."""
+    """One attempt; `uncommitted` is what a result that is K counts as, `repair` what is tried."""
 
-    def __init__(self, call: Call, uncommitted: AxisType) -> None:
-        self._call, self._uncommitted = call, uncommitted
+    def __init__(self, call: Call, uncommitted: AxisType, repair: Repair) -> None:
+        self._call, self._uncommitted, self._repair = call, uncommitted, repair
         self._interpreter = Interpreter(call.name, call.mesh)
-        self._backend = AbstractBackend(self._interpreter)
+        self._backend = AbstractBackend(self._interpreter, repair)
         self._exits: dict[int, Casts] = {}
         self._has_uncommitted = False
         self._specs: list[P | None] = list(call.fit.specs)
+        self._locals: dict[int, Tensor] = {}
 
     def run(self) -> Verdict:
         call, interpreter = self._call, self._interpreter
@@ -122,6 +173,7 @@ class _Verification:
                 self._enter(position, like)
                 for position, like in zip(call.crossing, fakes, strict=True)
             ]
+            self._locals = dict(zip(call.crossing, locals_, strict=True))
             result = run_body(call, self._backend, locals_)
             self._leave(result)
             try:
@@ -142,14 +194,17 @@ class _Verification:
             fake = torch.empty(shape, dtype=like.dtype, device=like.device)
         kinds = tuple(_enters_as(spec, axis, call.mapped) for axis in interpreter.axes)
         path = call.fit.paths[position]
-        interpreter.bring(fake, kinds, f"input {path} ({spec!r})", f"is the input {path}")
+        cell = interpreter.bring(fake, kinds, f"input {path} ({spec!r})", f"is the input {path}")
+        cell.leaf = position
         return fake.requires_grad_(like.grad)
 
     # ------------------------------------------------------------------------------ outputs
 
     def _leave(self, result: Result) -> None:
         problems: list[str] = []
+        open_sums: dict[int, list[str]] = {}
         for position in result.fit.crossing:
+            self._sum_result(result, position)
             spec, path = result.fit.spec(position), result.fit.paths[position]
             value = result.leaves[position]
             # A real tensor that the body returns as it is was closed over.
@@ -161,17 +216,33 @@ class _Verification:
                 found = self._cast(path, spec, axis, kind, value)
                 if isinstance(found, str):
                     problems.append(found)
+                    open_sums.setdefault(position, []).append(axis)
                 else:
                     casts += [Collective(name, src, dst, (axis,)) for name, src, dst in found]
             self._exits[position] = tuple(casts)
         if problems:
             head = f"{self._call.name}: the result does not fit out_specs:"
-            raise ShardTypeError("\n".join([head, *problems]))
+            error = ShardTypeError("\n".join([head, *problems]))
+            raise propose(error, [self._summed(result, open_sums)])
         for position in result.fit.crossing:
             value = result.leaves[position]
             result.leaves[position] = apply(  # type: ignore[index]
                 self._backend, self._exits[position], value
             )
+
+    def _sum_result(self, result: Result, position: int) -> None:
+        for axis in self._repair.exits.get(position, ()):
+            total = Collective("all_reduce", Partial, I, (axis,))
+            value = apply(self._backend, [total], result.leaves[position])
+            result.leaves[position] = value  # type: ignore[index]
+
+    def _summed(self, result: Result, axes: dict[int, list[str]]) -> Repair:
+        """The repair that sums every result that is not whole."""
+        what = " and ".join(
+            f"{result.fit.paths[position]} over {', '.join(map(repr, names))}"
+            for position, names in axes.items()
+        )
+        return Repair(f"all_reduce {what} with dst=I before the return", exits=axes)
 
     def _output_kinds(self, value: Tensor) -> Types:
         kinds = self._interpreter.kinds(base_of(value))
@@ -257,7 +328,9 @@ class _Verification:
                     at = interpreter.axes.index(axis)
                     kind = _enters_as(spec, axis, call.mapped)
                     if not accepts(kind, have):
-                        raise report.cotangent(interpreter, at, kind, cell, f"input {path}")
+                        value = interpreter.cell(self._locals[position])
+                        what = f"input {path}"
+                        raise report.cotangent(interpreter, at, kind, cell, what, value)
                     if axis in open_axes and plain(have) in (V, Partial):
                         replicate.append(axis)
                 if replicate:

@@ -1,0 +1,64 @@
+"""Repairs of a rejected program: proposed where it fails, and tried before they are printed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.rule import Collective
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A small change of a program.
+
+    Attributes:
+        text: what to write.
+        collectives: by the number of the collective in the forward, another one in its place, or
+            None to leave it out.
+        replicate: by the position of an input, an axis to name in its `replicate=`.
+        exits: by the position of a result, axes over which to sum it before it leaves.
+    """
+
+    text: str
+    collectives: Mapping[int, Collective | None] = field(default_factory=dict)
+    replicate: Mapping[int, str] = field(default_factory=dict)
+    exits: Mapping[int, Sequence[str]] = field(default_factory=dict)
+
+
+def both(first: Repair, second: Repair) -> Repair:
+    """Two changes at once.
+
+    Example:
+        >>> both(Repair("a", replicate={0: "tp"}), Repair("b", replicate={1: "tp"})).text
+        'a, and b'
+    """
+    return Repair(
+        f"{first.text}, and {second.text}",
+        {**first.collectives, **second.collectives},
+        {**first.replicate, **second.replicate},
+        {**first.exits, **second.exits},
+    )
+
+
+NONE = Repair("")
+"""The program as it is."""
+
+
+def propose(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeError:
+    """Notes on an error what could be tried."""
+    error.__dict__["_shardmap_repairs"] = tuple(repairs)
+    return error
+
+
+def proposed(error: ShardTypeError) -> tuple[Repair, ...]:
+    """What was noted on an error."""
+    found: tuple[Repair, ...] = error.__dict__.get("_shardmap_repairs", ())
+    return found
+
+
+def with_tried(error: ShardTypeError, texts: Sequence[str]) -> ShardTypeError:
+    """The error with the repairs that passed, in the order in which they were proposed."""
+    if texts:
+        lines = [f"Tried, and well-typed: {text}" for text in texts]
+        error.args = ("\n".join([str(error), *lines]),)
+    return error
