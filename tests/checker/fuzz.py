@@ -164,8 +164,16 @@ class Case:
         return [x for x in tree_leaves(out) if isinstance(x, Tensor)]
 
 
-def cases(info: Any, dtype: torch.dtype, limit: int) -> Iterator[Case]:
-    """The first samples of an operator."""
+def written_in_place(info: Any) -> Any:
+    """The in-place variant of an operator on a copy, or None."""
+    variant = info.inplace_variant
+    if variant is None:
+        return None
+    return lambda first, *args, **kwargs: variant(first.clone(), *args, **kwargs)
+
+
+def cases(info: Any, dtype: torch.dtype, limit: int, op: Any = None) -> Iterator[Case]:
+    """The first samples of an operator, or of `op` in its place."""
     torch.manual_seed(0)
     made = info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd)
     for number, sample in enumerate(made):
@@ -174,7 +182,7 @@ def cases(info: Any, dtype: torch.dtype, limit: int) -> Iterator[Case]:
         leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
         smooth = {i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
         plain = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        yield Case(info.name, info.op, plain, spec, frozenset(smooth))
+        yield Case(info.name, op or info.op, plain, spec, frozenset(smooth))
 
 
 @dataclass(frozen=True)

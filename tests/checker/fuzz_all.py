@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from tests.checker.fuzz import Report, cases, drawn, floors, try_types
+from tests.checker.fuzz import Report, cases, drawn, floors, try_types, written_in_place
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "coverage.md"
 SAMPLES: Final = 3
@@ -96,6 +96,10 @@ def fuzz_operator(info: Any, samples: int, draws: int, thorough: bool = False) -
                 summary.note(kind, try_types(case, types))
             for types in drawn(case, rng, draws):
                 summary.note("random", try_types(case, types, rng.randrange(1 << 30)))
+        variant = written_in_place(info)
+        for case in cases(info, dtype, samples, variant) if variant else ():
+            for types in [*floors(case).values(), *drawn(case, rng, draws)]:
+                summary.note("in place", try_types(case, types, rng.randrange(1 << 30)))
     return summary
 
 

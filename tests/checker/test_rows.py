@@ -158,3 +158,25 @@ def written(op: OpOverload, call: Call) -> set[str]:
     except (RuntimeError, ValueError, IndexError):
         return set()
     return {name for (name, x), y in zip(tensors, before, strict=True) if not same(x, y)}
+
+
+def test_every_overload_that_takes_a_generator_says_that_it_draws() -> None:
+    """An untagged draw would be typed as a function of its operands."""
+    # Functions of a key that they are given.
+    stateless = ("_philox_normal", "_philox_uniform")
+    untagged = {
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and not name.split(".")[0].removesuffix("_").endswith(stateless)
+        for op in [overload_of(name)]
+        if op is not None and any("Generator" in str(a.type) for a in op._schema.arguments)
+        if torch.Tag.nondeterministic_seeded not in op.tags and not op._overloadname.endswith("out")
+    }
+    assert untagged == set()
+
+
+def overload_of(name: str) -> OpOverload | None:
+    """The overload that the dispatcher calls `aten::add.Tensor`."""
+    packet, _, which = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet), which or "default", None)
