@@ -3,6 +3,8 @@
 from shardmap_torch import lax
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
+from shardmap_torch.checker.row import Row
+from shardmap_torch.checker.table import register_rule
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.errors import (
     CollectiveError,
@@ -52,6 +54,7 @@ __all__ = [
     "P",
     "Partial",
     "R",
+    "Row",
     "S",
     "ShapeDtype",
     "ShardMapError",
@@ -79,6 +82,7 @@ __all__ = [
     "ppermute",
     "redistribute",
     "reduce_scatter",
+    "register_rule",
     "reinterpret",
     "reshard",
     "shard_map",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardmap_torch.boundary import Call, can_receive_gradient
+from shardmap_torch.checker.table import table_version
 
 _PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _LIMIT: Final = 10_000
@@ -30,6 +31,7 @@ def signature(call: Call, surroundings: "Surroundings") -> Hashable:
         call.fit,
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
+        table_version(),
         tuple(
             (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d))
             for d in _DEVICES

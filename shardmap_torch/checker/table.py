@@ -17,6 +17,7 @@ from shardmap_torch.checker.rows_make import ROWS as MAKE
 from shardmap_torch.checker.rows_matmul import ROWS as MATMUL
 from shardmap_torch.checker.rows_nn import ROWS as NN
 from shardmap_torch.checker.rows_refused import ROWS as REFUSED
+from shardmap_torch.errors import ShardTypeError
 
 TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType(
     merged(BASIC, MATMUL, LAYOUT, NN, MAKE, FOREACH, REFUSED)
@@ -27,13 +28,54 @@ JOIN: Final = Row()
 """The row of a deterministic operation about which nothing more is known: P is refused."""
 
 
+_REGISTERED: dict[OpOverload, Row] = {}
+
+
+def register_rule(op: OpOverload, row: Row) -> None:
+    """Tells the checker what a custom operator does to types.
+
+    Args:
+        op: one overload, as in `torch.ops.mylib.scale.default`.
+        row: see `Row`. An operator that is a function of its tensors, the same on every rank, is
+            `Row()`; name in `linear` the arguments in which it is linear, if it may meet sums that
+            are still to be taken.
+
+    Raises:
+        ShardTypeError: the operator is known already.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch.checker.row import Row
+        >>> @torch.library.custom_op("readme_lib::halve", mutates_args=())
+        ... def halve(x: torch.Tensor) -> torch.Tensor:
+        ...     return x / 2
+        >>> register_rule(torch.ops.readme_lib.halve.default, Row(linear=(("x",),)))
+    """
+    if row_of(op) is not None:
+        raise ShardTypeError(f"register_rule: {op} has a rule already.")
+    names = [argument.name for argument in op._schema.arguments]
+    used = {name for term in row.linear for name in term} | set(row.unread)
+    unknown = sorted(used - set(names))
+    if unknown:
+        raise ShardTypeError(
+            f"register_rule: {op} has no argument {unknown[0]!r}; it has {', '.join(names)}."
+        )
+    _REGISTERED[op] = row
+    row_of.cache_clear()
+
+
+def table_version() -> int:
+    """Changes with every rule that is registered."""
+    return len(_REGISTERED)
+
+
 @lru_cache(maxsize=4096)
 def row_of(op: OpOverload) -> Row | None:
     """The row that `op` follows, or None where nothing is known about it.
 
     An in-place or `out=` overload without a row follows the functional one.
     """
-    found = TABLE.get(op)
+    found = TABLE.get(op) or _REGISTERED.get(op)
     if found is None and op._schema.is_mutable:
         found = next((TABLE[other] for other in _functional(op) if other in TABLE), None)
     if found is None and op.namespace in ("aten", "prims"):
