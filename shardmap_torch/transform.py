@@ -19,14 +19,15 @@ from shardmap_torch.boundary import (
     is_spec,
     place_arguments,
 )
-from shardmap_torch.checker.api import shapes_of, stand_ins
+from shardmap_torch.checker.api import program_of, shapes_of, stand_ins
 from shardmap_torch.checker.signature import Surroundings
 from shardmap_torch.checker.signature import signature as signature_of
 from shardmap_torch.checker.verify import Verdict, verify
-from shardmap_torch.errors import MeshError, SpecError
+from shardmap_torch.errors import MeshError, ShardMapError, SpecError
 from shardmap_torch.memo import Memo
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import batched, process, ranks
+from shardmap_torch.run.agree import agree
 from shardmap_torch.tree import Tree, flatten
 
 A = ParamSpec("A")
@@ -157,6 +158,7 @@ class _Body:
         self._in_fits, self._out_fits = Memo[Fit](), Memo[Fit]()
         self._surroundings = Surroundings(function)
         self._verdicts = Memo[Verdict]()
+        self._agreed_on: dict[int, Verdict] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         scope = current_scope()
@@ -165,7 +167,7 @@ class _Body:
         if scope is not None or not self._check or torch.compiler.is_compiling():
             return _run(self._call(scope, args, kwargs, infers=False), scope, batches=False)
         call = self._call(None, args, kwargs, infers=True)
-        verdict = self._verdict(call)
+        verdict = self._agreed(call) if call.mesh.kind == "process_group" else self._verdict(call)
         if call.mesh.kind == "abstract":
             return shapes_of(verdict)
         return _run(verdict.apply(call), None, verdict.batches)
@@ -174,6 +176,18 @@ class _Body:
         """Checks without running."""
         args, kwargs = stand_ins((args, kwargs))
         return self._verdict(self._call(None, args, kwargs, infers=True))
+
+    def _agreed(self, call: Call) -> Verdict:
+        """The verdict, after all processes have found the same program."""
+        try:
+            verdict = self._verdict(call)
+        except ShardMapError as error:
+            agree(self._name, error)
+            raise
+        if id(verdict) not in self._agreed_on:
+            agree(self._name, program_of(verdict))
+            self._agreed_on[id(verdict)] = verdict
+        return verdict
 
     def _verdict(self, call: Call) -> Verdict:
         return self._verdicts.get(signature_of(call, self._surroundings), lambda: verify(call))

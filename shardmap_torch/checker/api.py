@@ -163,7 +163,11 @@ def trace(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
 
     Source: `jax.make_jaxpr`.
     """
-    verdict = check_program(f, *args, **kwargs)
+    return program_of(check_program(f, *args, **kwargs))
+
+
+def program_of(verdict: Verdict) -> Program:
+    """The typed program that a verdict is about."""
     specs = tuple(
         (path, spec)
         for path, spec in zip(verdict.paths, verdict.specs, strict=True)
