@@ -21,7 +21,7 @@ from shardmap_torch.types import AxisType, Partial
 from tests.checker.calls import calls_of, recorded
 from tests.checker.calls import overload as overload_called
 from tests.checker.fuzz import Typings, cases, floors, try_types
-from tests.checker.fuzz_all import FLOORS, fuzz_operator, name_of, reason_of, runs_here
+from tests.checker.fuzz_all import DOCUMENT, FLOORS, fuzz_operator, name_of, reason_of, runs_here
 
 RUNNABLE: Final = [info for info in op_db if runs_here(info)]
 TENTH: Final = random.Random(1).sample(RUNNABLE, len(RUNNABLE) // 10)
@@ -144,3 +144,13 @@ def test_refused_operand_types_are_reported_as_refused() -> None:
     assert report.refused is not None
     assert report.refused.startswith("aten.exp.default: the operation is not linear")
     assert "P in 0" in floors(case)
+
+
+def test_the_coverage_page_is_of_all_operators_and_holds_the_floors() -> None:
+    page = DOCUMENT.read_text()
+    rows = re.findall(r"^\| `(.+)` \| (\w+(?: run)?) \|", page, flags=re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(name_of(info) for info in op_db)
+    share = re.search(r"differentiable operators \d+ \(([\d.]+) %\) are accepted", page)
+    assert share is not None
+    assert float(share.group(1)) >= 95
+    assert "were compared with what the ranks compute; 0 were wrong." in page
