@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,9 @@ from shardmap_torch.kernels.transport_virtual import VirtualNetwork
 REPO = Path(__file__).parent.parent
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 CONNECT_TIMEOUT = 60.0
+# What an idle link lets through at once: small beside a chunk, or pauses between chunks would
+# shorten their transfers and look like overlap.
+BURST = "64kb"
 
 
 class CannotRunError(Exception):
@@ -69,7 +73,7 @@ def two_namespaces(rate: str) -> Iterator[tuple[str, str]]:
             sh("ip", "-n", name, "addr", "add", f"{address}/30", "dev", "veth")
             for link in ("lo", "veth"):
                 sh("ip", "-n", name, "link", "set", link, "up")
-            limit = ("rate", rate, "burst", "256kb", "latency", "100ms")
+            limit = ("rate", rate, "burst", BURST, "latency", "100ms")
             sh("tc", "-n", name, "qdisc", "add", "dev", "veth", "root", "tbf", *limit)
         yield names
 
@@ -212,6 +216,7 @@ def main() -> None:
     args = parser.parse_args()
     rows, inner, columns = map(int, args.shape.split("x"))
     setting = Setting(rows, inner, columns, args.parts, args.backward_parts)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Clean up when killed, too.
     try:
         with two_namespaces(args.rate) as names:
             result = run_ranks(names, setting, args)

@@ -171,7 +171,7 @@ def compare_with_unfused(name: str, twice: bool) -> list[tuple[str, float]]:
     return worst
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_all_gradients_equal_the_unfused_composition(
     gloo: Gloo, name: str, size: int
@@ -416,7 +416,7 @@ def mlp_difference(overlap: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, truth, strict=True))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("overlap", ["require", "auto", "off"])
 def test_an_mlp_of_overlapped_layers_equals_the_dense_one_on_processes(
     gloo: Gloo, size: int, overlap: str

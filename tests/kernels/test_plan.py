@@ -95,9 +95,9 @@ def problem(name: str, num_ranks: int) -> Problem:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("slower", [0.25, 1, 4], ids=["comm", "even", "compute"])
-@pytest.mark.parametrize("num_parts", [1, 4, 8])
+@pytest.mark.parametrize("num_parts", [1, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_the_formula_predicts_what_the_virtual_clock_shows(
     name: str, num_ranks: int, slower: float, num_parts: int
 ) -> None:

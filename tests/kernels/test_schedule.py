@@ -24,9 +24,10 @@ from shardmap_torch.kernels.schedule import (
     tag,
 )
 
+FAST = {(ranks, 1) for ranks in range(1, 9)} | {(ranks, 3) for ranks in (2, 3, 4, 7)}
 SIZES = [
-    pytest.param(ranks, parts, id=f"{ranks}x{parts}")
-    for ranks, parts in itertools.product(range(1, 17), (1, 3))
+    pytest.param(*size, id=f"{size[0]}x{size[1]}", marks=() if size in FAST else pytest.mark.slow)
+    for size in itertools.product(range(1, 17), (1, 3))
 ]
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 every_size = pytest.mark.parametrize(("num_ranks", "num_parts"), SIZES)
