@@ -9,7 +9,8 @@ from itertools import count
 from typing import Final
 
 import torch.distributed as dist
-from torch.distributed import Store, distributed_c10d
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
 
 from shardmap_torch.checker.api import Program
 from shardmap_torch.errors import CollectiveMismatchError, ShardMapError

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -30,15 +31,23 @@ from shardmap_torch import (
     shard_map,
 )
 
-AXIS: Final = "i"
+AXES: Final = ("i", "j")
 LENGTH: Final = 4
-IN_SPECS: Final = (P(AXIS), P(AXIS), P(), P())
+IN_SPECS: Final = (P("i"), P("j"), P(("i", "j")), P(), P())
+
+_AXIS: list[str] = ["i"]
+"""The axis over which the step that runs communicates."""
+
+
+def _axis() -> str:
+    return _AXIS[-1]
+
 
 Value = Callable[..., Tensor]
 
 
 def _ranks() -> Tensor:
-    return axis_index(AXIS) + 1.0
+    return axis_index(_axis()) + 1.0
 
 
 def _inner(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -46,7 +55,7 @@ def _inner(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _scattered(x: Tensor) -> Tensor:
-    return reduce_scatter(torch.cat([x, x + _ranks()] * 3)[: axis_size(AXIS) * LENGTH], AXIS)
+    return reduce_scatter(torch.cat([x, x + _ranks()] * 3)[: axis_size(_axis()) * LENGTH], _axis())
 
 
 def _written(x: Tensor, y: Tensor) -> Tensor:
@@ -76,33 +85,33 @@ UNARY: Final[dict[str, Value]] = {
     "mask": lambda x: torch.where(x > 0, x, 0),
     "zero": torch.zeros_like,
     "inner gradient of sin": _inner(torch.sin),
-    "inner gradient of a sum to I": _inner(lambda w: all_reduce(w.sin(), AXIS, dst=I)),
+    "inner gradient of a sum to I": _inner(lambda w: all_reduce(w.sin(), _axis(), dst=I)),
     "inner gradient of a linear sum to I": _inner(
-        lambda w: all_reduce(w * 3 + _ranks(), AXIS, dst=I)
+        lambda w: all_reduce(w * 3 + _ranks(), _axis(), dst=I)
     ),
-    "inner gradient of a sum to R": _inner(lambda w: all_reduce(w.sin(), AXIS, dst=R)),
+    "inner gradient of a sum to R": _inner(lambda w: all_reduce(w.sin(), _axis(), dst=R)),
     "inner gradient beside a rank": _inner(lambda w: w * w + _ranks()),
     "inner gradient of both": _inner(
-        lambda w: all_reduce((w + _ranks()).sin(), AXIS, dst=I) + w * w
+        lambda w: all_reduce((w + _ranks()).sin(), _axis(), dst=I) + w * w
     ),
-    "all_reduce to I": lambda x: all_reduce(x, AXIS, dst=I),
-    "all_reduce to R": lambda x: all_reduce(x, AXIS, dst=R),
-    "mean to I": lambda x: all_reduce(x, AXIS, dst=I, op="mean"),
-    "max to I": lambda x: all_reduce(x, AXIS, dst=I, op="max"),
-    "max to R": lambda x: all_reduce(x, AXIS, dst=R, op="max"),
-    "gather to I": lambda x: all_gather(x, AXIS, dst=I)[:LENGTH],
-    "gather to R": lambda x: all_gather(x, AXIS, dst=R)[-LENGTH:],
+    "all_reduce to I": lambda x: all_reduce(x, _axis(), dst=I),
+    "all_reduce to R": lambda x: all_reduce(x, _axis(), dst=R),
+    "mean to I": lambda x: all_reduce(x, _axis(), dst=I, op="mean"),
+    "max to I": lambda x: all_reduce(x, _axis(), dst=I, op="max"),
+    "max to R": lambda x: all_reduce(x, _axis(), dst=R, op="max"),
+    "gather to I": lambda x: all_gather(x, _axis(), dst=I)[:LENGTH],
+    "gather to R": lambda x: all_gather(x, _axis(), dst=R)[-LENGTH:],
     "scatter": _scattered,
-    "permute": lambda x: ppermute(x, AXIS, [(0, 1)]),
-    "broadcast to I": lambda x: broadcast(x, AXIS, 1, dst=I),
-    "broadcast to R": lambda x: broadcast(x, AXIS, 1, dst=R),
-    "I to R": lambda x: convert(x, AXIS, src=I, dst=R),
-    "R to I": lambda x: convert(x, AXIS, src=R, dst=I),
-    "I to P": lambda x: convert(x, AXIS, src=I, dst=Partial),
-    "R to P": lambda x: convert(x, AXIS, src=R, dst=Partial),
-    "R as V": lambda x: reinterpret(x, AXIS, src=R, dst=V),
-    "V as P": lambda x: reinterpret(x, AXIS, src=V, dst=Partial),
-    "R as P": lambda x: reinterpret(x, AXIS, src=R, dst=Partial),
+    "permute": lambda x: ppermute(x, _axis(), [(0, 1)]),
+    "broadcast to I": lambda x: broadcast(x, _axis(), 1, dst=I),
+    "broadcast to R": lambda x: broadcast(x, _axis(), 1, dst=R),
+    "I to R": lambda x: convert(x, _axis(), src=I, dst=R),
+    "R to I": lambda x: convert(x, _axis(), src=R, dst=I),
+    "I to P": lambda x: convert(x, _axis(), src=I, dst=Partial),
+    "R to P": lambda x: convert(x, _axis(), src=R, dst=Partial),
+    "R as V": lambda x: reinterpret(x, _axis(), src=R, dst=V),
+    "V as P": lambda x: reinterpret(x, _axis(), src=V, dst=Partial),
+    "R as P": lambda x: reinterpret(x, _axis(), src=R, dst=Partial),
 }
 
 BINARY: Final[dict[str, Value]] = {
@@ -118,7 +127,7 @@ BINARY: Final[dict[str, Value]] = {
     "write": _written,
     "inner product": lambda x, y: torch.func.grad(lambda w: (w * w * y).sum())(x),
     "inner product, reduced": lambda x, y: torch.func.grad(
-        lambda w: all_reduce(w * w * y, AXIS, dst=I).sum()
+        lambda w: all_reduce(w * w * y, _axis(), dst=I).sum()
     )(x),
 }
 
@@ -129,12 +138,18 @@ class Step:
 
     name: str
     operands: tuple[int, ...]
+    axis: str
 
     def __call__(self, values: Sequence[Tensor], functional: bool) -> Tensor:
-        if self.name == "write" and functional:
-            return _written_functionally(*[values[i] for i in self.operands])
         table = UNARY if len(self.operands) == 1 else BINARY
-        return table[self.name](*[values[i] for i in self.operands])
+        operation = table[self.name]
+        if operation is _written and functional:
+            operation = _written_functionally
+        _AXIS.append(self.axis)
+        try:
+            return operation(*[values[i] for i in self.operands])
+        finally:
+            _AXIS.pop()
 
 
 @dataclass
@@ -157,33 +172,44 @@ class Program:
         )
 
 
-def inputs(num_ranks: int, seed: int) -> tuple[Tensor, ...]:
+def inputs(sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = [num_ranks * LENGTH, num_ranks * LENGTH, LENGTH, LENGTH]
+    i, j = sizes
     return tuple(
-        torch.randn(n, dtype=torch.float64, generator=generator).requires_grad_() for n in shapes
+        torch.randn(n * LENGTH, dtype=torch.float64, generator=generator).requires_grad_()
+        for n in (i, j, i * j, 1, 1)
     )
 
 
-OUT_SPECS: Final = (P(), P(AXIS), P(partial={AXIS}))
+def _out_specs() -> list[P]:
+    """Every way in which a value may leave: whole, cut or partial over each axis."""
+    ways = product(("whole", "cut", "partial"), repeat=len(AXES))
+    specs = []
+    for way in ways:
+        cut = tuple(axis for axis, how in zip(AXES, way, strict=True) if how == "cut")
+        partial = {axis for axis, how in zip(AXES, way, strict=True) if how == "partial"}
+        specs.append(P(cut or None, partial=partial))
+    return specs
 
 
-def generate(seed: int, num_steps: int, num_ranks: int) -> tuple[Program, int]:
+def generate(seed: int, num_steps: int, sizes: Sequence[int]) -> tuple[Program, int]:
     """A program that the checker accepts, and how many steps it refused."""
     rng = random.Random(seed)
-    mesh = make_mesh((num_ranks,), (AXIS,), kind="abstract")
+    mesh = make_mesh(sizes, AXES, kind="abstract")
     program, refused = Program(), 0
     for _ in range(num_steps):
         step = _draw(rng, len(IN_SPECS) + len(program.steps))
-        for spec in rng.sample(OUT_SPECS, len(OUT_SPECS)):
+        specs = _out_specs()
+        for spec in rng.sample(specs, len(specs)):
             longer = Program([*program.steps, step], [*program.specs, spec])
             try:
-                check_program(longer.mapped(mesh), *inputs(num_ranks, seed))
+                check_program(longer.mapped(mesh), *inputs(sizes, seed))
             except ShardTypeError:
-                refused += 1
                 continue
             program = longer
             break
+        else:
+            refused += 1
     return program, refused
 
 
@@ -191,5 +217,5 @@ def _draw(rng: random.Random, num_values: int) -> Step:
     # Latest values first, so that programs grow deep.
     recent = [max(0, num_values - 1 - int(rng.expovariate(0.35))) for _ in range(2)]
     if rng.random() < 0.6:
-        return Step(rng.choice(sorted(UNARY)), (recent[0],))
-    return Step(rng.choice(sorted(BINARY)), tuple(recent))
+        return Step(rng.choice(sorted(UNARY)), (recent[0],), rng.choice(AXES))
+    return Step(rng.choice(sorted(BINARY)), tuple(recent), rng.choice(AXES))

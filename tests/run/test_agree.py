@@ -1,6 +1,6 @@
 """Processes that would run different programs are stopped before they wait for one another."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from shardmap_torch import CollectiveMismatchError, I, Mesh, P, all_reduce, make
 from tests.pool import Gloo
 
 
-def call(mesh: Mesh, body: Any) -> str:
+def call(mesh: Mesh, body: Callable[[Tensor], Tensor]) -> str:
     try:
         shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P())(torch.ones(2))
     except CollectiveMismatchError as error:
