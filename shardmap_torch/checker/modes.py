@@ -6,6 +6,7 @@ level of torch functions sees those: where a differentiation starts, and which r
 can flow through.
 """
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,10 +49,23 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         stack.enter_context(interpreter.fake)
         stack.enter_context(_Operations(interpreter))
         stack.enter_context(_Functions(interpreter))
+        stack.enter_context(_quiet())
         interpreter.begin()
         _CURRENT.stack.append(interpreter)
         stack.callback(_CURRENT.stack.pop)
         yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch from logging a user's own error, such as shapes that do not fit, beside it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _differentiable_somewhere(tensor: Tensor) -> bool:

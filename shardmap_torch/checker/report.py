@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch._ops import OpOverload
 
@@ -28,16 +28,23 @@ MEANING = {
 }
 
 
+_FRIENDLY: Final = {"_local_scalar_dense": "taking a Python value", "_to_copy": "a cast"}
+"""ATen's names that nobody writes."""
+
+
 def error(
-    interpreter: "Interpreter", head: str, lines: Sequence[str], fix: str, site: Site | None = None
+    interpreter: "Interpreter", head: str, lines: Sequence[str], fix: str, placed: bool = True
 ) -> ShardTypeError:
     """Puts a message together: headline, line, details, advice."""
-    at, backward = interpreter.site() if site is None else (site, False)
-    place = f"  at {at}" if at is not None else "  in the body"
-    if backward:
-        place = f"  in the backward of {at}" if at is not None else "  in the backward"
+    place = [f"  {_place(*interpreter.site())}"] if placed else []
     advice = [f"Fix: {fix}"] if fix else []
-    return ShardTypeError("\n".join([f"{interpreter.name}: {head}", place, *lines, *advice]))
+    return ShardTypeError("\n".join([f"{interpreter.name}: {head}", *place, *lines, *advice]))
+
+
+def _place(at: Site | None, backward: bool) -> str:
+    if backward:
+        return "in the backward" if at is None else f"in the backward of {at}"
+    return "in the body" if at is None else f"at {at}"
 
 
 def refused(
@@ -45,6 +52,7 @@ def refused(
 ) -> ShardTypeError:
     """An operation whose operands do not go together."""
     name = op._schema.name.split("::")[1]
+    name = _FRIENDLY.get(name, name)
     if refusal.axis is None or refusal.clash is None:
         return error(interpreter, f"{op} is refused: {refusal.reason}.", [], "")
     axis = interpreter.axes[refusal.axis]
@@ -58,9 +66,28 @@ def refused(
     lines = [_describe(use, refusal.axis) for use in uses]
     lines += _chains(uses, refusal.axis)
     head = f"{name} over axis {axis!r} of {' and '.join(kinds)}: {refusal.reason}."
+    if clash.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
+        return _both_ways(interpreter, axis, uses, refusal.axis)
     found = error(interpreter, head, lines, _advice(refusal, axis))
     mixed = [use.cell for use in uses if use.kinds[refusal.axis] == I] * (clash.reason == MIXED)
     return propose(found, [r for cell in mixed for r in _make(interpreter, cell, refusal.axis, R)])
+
+
+def _both_ways(
+    interpreter: "Interpreter", axis: str, uses: Sequence[Use], at: int
+) -> ShardTypeError:
+    """Autograd adds the gradients of two uses of one value, and they do not go together."""
+    lines = [
+        f"  one use gives a gradient that is {use.kinds[at]}, from {use.cell.origin()}"
+        for use in uses
+    ]
+    return error(
+        interpreter,
+        f"a value is needed both ways over {axis!r}: one computation that all ranks repeat, and "
+        "something else on each.",
+        lines,
+        f"where each rank uses it in its own way, use convert(x, {axis!r}, src=I, dst=R).",
+    )
 
 
 def culprit(cell: Cell, axis: int, name: str) -> Cell:
@@ -220,6 +247,7 @@ def cotangent(
         f"{wrong(kind, have)}.",
         [f"  the gradient is from {cell.origin()}"],
         gradient_advice(kind, name),
+        placed=value is None,
     )
     return propose(found, [] if value is None else list(_make(interpreter, value, axis, R)))
 

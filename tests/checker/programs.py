@@ -46,6 +46,10 @@ def _axis() -> str:
 Value = Callable[..., Tensor]
 
 
+def _last() -> int:
+    return axis_size(_axis()) - 1
+
+
 def _ranks() -> Tensor:
     return axis_index(_axis()) + 1.0
 
@@ -102,9 +106,9 @@ UNARY: Final[dict[str, Value]] = {
     "gather to I": lambda x: all_gather(x, _axis(), dst=I)[:LENGTH],
     "gather to R": lambda x: all_gather(x, _axis(), dst=R)[-LENGTH:],
     "scatter": _scattered,
-    "permute": lambda x: ppermute(x, _axis(), [(0, 1)]),
-    "broadcast to I": lambda x: broadcast(x, _axis(), 1, dst=I),
-    "broadcast to R": lambda x: broadcast(x, _axis(), 1, dst=R),
+    "permute": lambda x: ppermute(x, _axis(), [(0, _last())]),
+    "broadcast to I": lambda x: broadcast(x, _axis(), _last(), dst=I),
+    "broadcast to R": lambda x: broadcast(x, _axis(), _last(), dst=R),
     "I to R": lambda x: convert(x, _axis(), src=I, dst=R),
     "R to I": lambda x: convert(x, _axis(), src=R, dst=I),
     "I to P": lambda x: convert(x, _axis(), src=I, dst=Partial),

@@ -265,7 +265,7 @@ def test_a_rank_dependent_branch_is_rejected() -> None:
 
     text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
     assert text.splitlines()[0] == (
-        "body: _local_scalar_dense over axis 'tp' of V: the ranks would get different Python "
+        "body: taking a Python value over axis 'tp' of V: the ranks would get different Python "
         "values or shapes, and part ways."
     )
 
