@@ -37,9 +37,6 @@ from shardmap_torch.kernels.transport_virtual import VirtualNetwork
 REPO = Path(__file__).parent.parent
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
 CONNECT_TIMEOUT = 60.0
-# What an idle link lets through at once: small beside a chunk, or pauses between chunks would
-# shorten their transfers and look like overlap.
-BURST = "64kb"
 
 
 class CannotRunError(Exception):
@@ -53,8 +50,8 @@ def sh(*command: str) -> None:
 
 
 @contextmanager
-def two_namespaces(rate: str) -> Iterator[tuple[str, str]]:
-    """Two network namespaces joined by a veth pair limited to `rate`; removed at the end."""
+def two_namespaces(rate: str, burst: str) -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by a veth pair limited by tbf; removed at the end."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise CannotRunError(f"`{tool}` is not installed (apt-get install iproute2)")
@@ -73,7 +70,7 @@ def two_namespaces(rate: str) -> Iterator[tuple[str, str]]:
             sh("ip", "-n", name, "addr", "add", f"{address}/30", "dev", "veth")
             for link in ("lo", "veth"):
                 sh("ip", "-n", name, "link", "set", link, "up")
-            limit = ("rate", rate, "burst", BURST, "latency", "100ms")
+            limit = ("rate", rate, "burst", burst, "latency", "100ms")
             sh("tc", "-n", name, "qdisc", "add", "dev", "veth", "root", "tbf", *limit)
         yield names
 
@@ -208,6 +205,7 @@ def main() -> None:
         help="the same for the backward, which computes twice as long and so needs fewer",
     )
     parser.add_argument("--rate", default="500mbit", help="tbf rate of the link")
+    parser.add_argument("--burst", default="256kb", help="bucket of tbf; see docs/overlap.md")
     parser.add_argument("--rounds", type=int, default=15, help="undisturbed rounds wanted")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the rounds")
     parser.add_argument("--max-load", type=float, default=0.2, help="cores others may use")
@@ -218,7 +216,7 @@ def main() -> None:
     setting = Setting(rows, inner, columns, args.parts, args.backward_parts)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Clean up when killed, too.
     try:
-        with two_namespaces(args.rate) as names:
+        with two_namespaces(args.rate, args.burst) as names:
             result = run_ranks(names, setting, args)
     except CannotRunError as error:
         raise SystemExit(f"benchmarks/overlap.py cannot run here: {error}") from error
