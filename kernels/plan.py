@@ -181,7 +181,9 @@ def last_plan() -> Plan | None:
     """What the last kernel call on this thread did and why; None before the first.
 
     Example:
-        >>> last_plan() is None
-        True
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> with ThreadPoolExecutor() as another_thread:
+        ...     print(another_thread.submit(last_plan).result())
+        None
     """
     return _RECORD.last

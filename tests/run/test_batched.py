@@ -22,7 +22,8 @@ def test_a_backward_that_the_body_let_out_is_refused() -> None:
     def body(x: Tensor) -> Tensor:
         y, pull_back, *_ = torch.func.vjp(lambda x: all_reduce(x, "tp", dst=R), x)
         kept.append(pull_back)
-        return y
+        value: Tensor = y
+        return value
 
     shard_map(body, mesh=MESH, in_specs=P("tp"), out_specs=P(replicate="tp"))(random((4,), 0))
     with pytest.raises(TransformError) as caught:
