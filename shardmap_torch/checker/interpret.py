@@ -33,7 +33,7 @@ from shardmap_torch.checker.calls import (
     tensors_of,
     type_call,
 )
-from shardmap_torch.checker.lattice import Clash, accepts, add, join
+from shardmap_torch.checker.lattice import Clash, accepts, add, join, plain
 from shardmap_torch.checker.program import Cell, Equation, Use, use_of
 from shardmap_torch.checker.table import row_of
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -486,11 +486,16 @@ class Interpreter:
             # What a rank does not share with the others is seeded as its own.
             dual = {I: I, V: V, Partial: R}
             self.cell(given).kinds = tuple(dual.get(kind, K) for kind in have)
-        for axis, (kind, cotangent) in enumerate(zip(have, self.cell(given).kinds, strict=True)):
+        cotangents = self.cell(given).kinds
+        for axis, (kind, cotangent) in enumerate(zip(have, cotangents, strict=True)):
             if not accepts(kind, cotangent):
-                raise report.cotangent(
-                    self, axis, kind, self.cell(given), "the differentiated value"
-                )
+                what = "the differentiated value"
+                raise report.cotangent(self, axis, kind, self.cell(given), what)
+        # The cotangents of what ranks do not share are their own, even where they are equal.
+        own = tuple(V if plain(k) == V else c for k, c in zip(have, cotangents, strict=True))
+        if own != cotangents:
+            given = given.clone()
+            self.cell(given).kinds = own
         self.cell(given).task = SEED
         return given
 
