@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 
 from shardmap_torch.checker.lattice import Clash, Outcome, combine, join
 from shardmap_torch.checker.row import Row
+from shardmap_torch.checker.rows_nn import HIDDEN_WRITES
 from shardmap_torch.checker.table import row_of
 from shardmap_torch.types import AxisType, K, Partial, V, Z
 
@@ -79,6 +80,12 @@ def signature_of(op: OpOverload) -> Signature:
         torch.Tag.nondeterministic_seeded in op.tags,
         torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags,
     )
+
+
+def writes_of(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the arguments that a call writes, with those that its schema keeps quiet about."""
+    hidden = HIDDEN_WRITES.get(op, ()) if arguments.get("training") else ()
+    return signature_of(op).writes + hidden
 
 
 def name_arguments(

@@ -32,6 +32,7 @@ from shardmap_torch.checker.calls import (
     signature_of,
     tensors_of,
     type_call,
+    writes_of,
 )
 from shardmap_torch.checker.lattice import Clash, accepts, add, join, plain
 from shardmap_torch.checker.program import Cell, Equation, Use, use_of
@@ -199,15 +200,15 @@ class Interpreter:
         args = [self._adopt(value) for value in args]
         kwargs = {name: self._adopt(value) for name, value in kwargs.items()}
         arguments = name_arguments(op, args, kwargs)
-        signature = signature_of(op)
-        if branches(signature, arguments):
+        if branches(signature_of(op), arguments):
             self._type(op, arguments, None)
             self._reject_number(op, arguments)
-        for name in signature.writes:
+        writes = writes_of(op, arguments)
+        for name in writes:
             self._reject_sealed(op, arguments[name])
         out = self._run(op, args, kwargs)
         # A view has the type of its storage, and needs no rule; of a sum's bits nothing is known.
-        view = not signature.writes and self._is_known(out) and op is not _BITS
+        view = not writes and self._is_known(out) and op is not _BITS
         kinds = [] if view else self._type(op, arguments, out)
         self._store(op, arguments, out, kinds)
         return out
@@ -516,7 +517,7 @@ class Interpreter:
 
 
 def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
-    for name in signature_of(op).writes:
+    for name in writes_of(op, arguments):
         yield from tensors_of(arguments[name])
 
 

@@ -462,3 +462,33 @@ def test_a_maximum_shares_its_gradient() -> None:
         return (x - top).exp() * w
 
     assert_right(body, one, X, U, in_specs=(P("tp"), P("tp")), out_specs=P("tp"))
+
+
+def test_statistics_that_batch_norm_writes_vary_though_its_schema_is_silent() -> None:
+    def body(x: Tensor) -> Tensor:
+        mean, var = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+        torch.nn.functional.batch_norm(x, mean, var, training=True)
+        return mean
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P())
+    assert "the result varies over it" in text and "it comes from native_batch_norm" in text
+
+
+def test_closed_over_statistics_cannot_be_written_by_batch_norm() -> None:
+    mean, var = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+
+    def body(x: Tensor) -> Tensor:
+        return torch.nn.functional.batch_norm(x, mean, var, training=True)
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
+    assert "native_batch_norm writes into a tensor that is a closed-over Tensor" in text
+
+
+def test_batch_norm_that_writes_nothing_is_accepted() -> None:
+    def body(x: Tensor) -> Tensor:
+        return torch.nn.functional.batch_norm(x, None, None, training=True)
+
+    def one(x: Tensor) -> Tensor:
+        return torch.cat([body(part) for part in x.chunk(4)])
+
+    assert_right(body, one, X, in_specs=P("tp"), out_specs=P("tp"))
