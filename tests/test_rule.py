@@ -31,6 +31,8 @@ MESHES = [
     ((2, 3), ("a", "b"), ("b",)),
     ((2, 3), ("a", "b"), ("b", "a")),  # not the order of the mesh
     ((2, 1, 2), ("a", "b", "c"), ("c", "a")),
+    ((2, 1, 2), ("a", "b", "c"), ("b", "c", "a")),  # a cycle, which is not its own inverse
+    ((2, 1, 2), ("a", "b", "c"), ("c", "a", "b")),
 ]
 
 

@@ -227,6 +227,14 @@ def test_an_error_in_the_body_keeps_its_type_and_names_its_rank() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
 
 
+def test_ranks_share_no_memory() -> None:
+    def write(x: Tensor) -> Tensor:
+        return all_reduce(x, "tp", dst=R).add_(axis_index("tp"))
+
+    y = shard_map(write, mesh=MESH, in_specs=P("tp"), out_specs=P("tp"))(torch.ones(3))
+    assert y.tolist() == [3.0, 4.0, 5.0]
+
+
 def test_ranks_draw_differently_and_the_same_in_each_run() -> None:
     draw = shard_map(torch.rand_like, mesh=MESH, in_specs=P("tp"), out_specs=P("tp"))
     torch.manual_seed(1)
