@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardmap_torch.backends.local import LOCAL
 from shardmap_torch.backends.spmd import RankBackend
-from shardmap_torch.backends.stacked import fill, gather, scatter
+from shardmap_torch.backends.stacked import gather, scatter
 from shardmap_torch.backends.wire import TracedWire, Wire
 from shardmap_torch.errors import CommunicationError
 from shardmap_torch.memo import constant
@@ -136,10 +136,6 @@ def _sum_scatter(line: Line, c: Collective, x: Tensor) -> Tensor:
 
 
 def _exchange(line: Line, c: Collective, x: Tensor) -> Tensor:
-    if c.tiled and c.concat_sizes is not None:
-        # Only the true rows travel on; the receiver knows every rank's true length.
-        true = x.narrow(c.concat_dim, 0, c.concat_sizes[line.own])
-        x = fill(true, c.concat_dim, max(c.concat_sizes))
     parts = scatter(x, c.dim, c.tiled, c.sizes, len(line.order))
     out = line.from_group(line.wire.exchange(line.to_group(parts)))
     return gather(out, c.concat_dim, c.tiled, c.concat_sizes)
