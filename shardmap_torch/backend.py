@@ -37,6 +37,10 @@ class Backend(Protocol):
         """Values that vary over exactly one of `axes` each, where a batched body needs them."""
         ...
 
+    def needs_ranks(self) -> None:
+        """Hears that the body does what is only right where each rank runs by itself."""
+        ...
+
 
 @dataclass(frozen=True)
 class Scope:

@@ -6,16 +6,18 @@ body the axes are vmap levels, gone by then: there the markers of the axes trave
 torch's generated vmap rule opens levels for them anew.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import CtxWithSavedTensors
 
 from shardmap_torch.backend import Scope, current_scope, enter_scope
-from shardmap_torch.backends.batched import markers_of, rebound
+from shardmap_torch.backends.batched import BatchedBackend, markers_of, rebound
 from shardmap_torch.errors import TransformError
+from shardmap_torch.mesh import Mesh
 
 _BACKWARD: Final = ("backward", "vjp", "jvp")
 
@@ -29,14 +31,18 @@ class Function(torch.autograd.Function):
     thread. In a batched body (strategy "vmap") its vmap rule is generated, an own `vmap` is not
     used. Outside of any body it is a plain Function.
 
+    On a simulated mesh of strategy "auto" a body that calls it runs as ranks. A batched one cannot
+    always differentiate it from outside: there autograd adds the cotangents of an equal value by
+    itself, and a collective in backward that would add them again is an error.
+
     What backward returns must have the type that fits the input's: for an invariant input an
-    invariant cotangent, for a replicate one a partial. On a simulated mesh strategy "ranks" shows
-    where that is wrong; "vmap" adds the ranks' cotangents of an equal input by itself.
+    invariant cotangent, for a replicate one a partial. Strategy "ranks" shows where that is wrong.
 
     Shape, types, bytes: what it is written to do.
 
     Raises:
-        TransformError: it has no `setup_context` and is called in a batched body.
+        TransformError: in a batched body, if it has no `setup_context`; in backward after that
+            body, if a collective meets a cotangent that is equal on all ranks.
 
     Source: `torch.autograd.Function`; `jax.custom_vjp`.
 
@@ -56,7 +62,7 @@ class Function(torch.autograd.Function):
         ...         return all_reduce(grad, "tp", dst=I)
         >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
         >>> specs = (P(invariant="tp"), P("tp"))
-        >>> @shard_map(mesh=mesh, in_specs=specs, out_specs=P(), check=False)
+        >>> @shard_map(mesh=mesh, in_specs=specs, out_specs=P())
         ... def loss(w, x):
         ...     return all_reduce((Copy.apply(w) * x).sum(), "tp", dst=I)
         >>> torch.func.grad(loss)(torch.tensor(1.0), torch.arange(4.0))
@@ -84,6 +90,8 @@ class Function(torch.autograd.Function):
         """
         scope = current_scope()
         markers = markers_of(scope)
+        if scope is not None:
+            scope.backend.needs_ranks()
         if not markers:
             return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not _has_setup(cls):
@@ -156,7 +164,8 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        own = _reopened(ctx)
+        scope = ctx.shardmap_first
+        own = _Context(ctx, scope, ctx.saved_tensors[: len(markers_of(scope))])
         return ctx.shardmap_function.jvp(own, *tangents[own.num_before :])
 
 
@@ -165,7 +174,44 @@ _apply: Callable[..., Any] = _Batched.apply
 
 def _reopened(ctx: Any) -> "_Context":
     scope = ctx.shardmap_first
-    return _Context(ctx, scope, ctx.saved_tensors[: len(markers_of(scope))])
+    markers = ctx.saved_tensors[: len(markers_of(scope))]
+    own = _Context(ctx, scope, markers)
+    # The context that torch's generated rule makes for levels which it has opened anew.
+    if isinstance(ctx, CtxWithSavedTensors):
+        backend = _Late(scope.backend.mesh, scope.backend.axis_markers, markers)
+        backend.function = ctx.shardmap_function.__name__
+        object.__setattr__(own, "shardmap_scope", Scope(backend, scope.axes))
+    return own
+
+
+class _Late(BatchedBackend):
+    """Runs the collectives of a backward from outside of the body.
+
+    A cotangent that is equal on all ranks may be one that each has, or the sum of theirs: autograd
+    adds those of a value that was not batched. What depends on which it is, is refused.
+    """
+
+    def __init__(self, mesh: Mesh, names: Iterable[str], markers: Sequence[Tensor]) -> None:
+        super().__init__(mesh, dict(zip(names, markers, strict=True)))
+        self.function = ""
+
+    def resolve(
+        self, operation: Any, x: Tensor, x_dim: int | None, markers: Sequence[Tensor], level: int
+    ) -> tuple[Tensor, int | None]:
+        collective = getattr(operation, "operation", operation)
+        if x_dim is None and collective.move not in _KNOWN:
+            axis = operation.axes[level]
+            raise TransformError(
+                f"{collective} in the backward of {self.function} meets a value that is equal on "
+                f"all ranks of {axis!r}. After a batched body it cannot be told whether that is "
+                "the cotangent of each rank or already their sum. Use make_mesh(..., "
+                'simulate="ranks"), which "auto" chooses here.'
+            )
+        return super().resolve(operation, x, x_dim, markers, level)
+
+
+_KNOWN: Final = frozenset({"same", "slice", "mask", "max", "min"})
+"""Moves that mean the same of a value that is equal on all ranks, whatever it is."""
 
 
 class _Context:

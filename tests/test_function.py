@@ -268,6 +268,76 @@ def test_a_wrong_cotangent_is_what_real_ranks_would_compute_and_vmap_repairs_it(
     assert gradient("ranks") == 1.0
 
 
+class Copy(Function):
+    """Invariant to replicate: the cotangents of all ranks add up."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return all_reduce(grads[0], "tp", dst=I)
+
+
+def copied(strategy: Literal["vmap", "ranks", "auto"], check: bool) -> Callable[..., Tensor]:
+    @shard_map(
+        mesh=make_mesh((2,), ("tp",), kind="simulated", simulate=strategy),
+        in_specs=(P(invariant="tp"), P("tp")),
+        out_specs=P(),
+        check=check,
+    )
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        total: Tensor = all_reduce((Copy.apply(w) * x).sum(), "tp", dst=I)
+        return total
+
+    return loss
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("strategy", ["ranks", "auto"])
+def test_cotangents_of_an_equal_value_are_added_once(
+    strategy: Literal["ranks", "auto"], check: bool
+) -> None:
+    grad = torch.func.grad(copied(strategy, check))(torch.tensor(1.0), torch.arange(4.0))
+    assert grad.item() == 6.0
+
+
+def test_after_a_batched_body_adding_what_may_be_added_already_is_refused() -> None:
+    with pytest.raises(TransformError) as error:
+        torch.func.grad(copied("vmap", False))(torch.tensor(1.0), torch.arange(4.0))
+    assert str(error.value) == (
+        "all_reduce('tp', P -> I) in the backward of Copy meets a value that is equal on all ranks "
+        "of 'tp'. After a batched body it cannot be told whether that is the cotangent of each "
+        'rank or already their sum. Use make_mesh(..., simulate="ranks"), which "auto" chooses '
+        "here."
+    )
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_in_the_body_cotangents_of_an_equal_value_are_each_ranks_own(strategy: Strategy) -> None:
+    @shard_map(
+        mesh=make_mesh((2,), ("tp",), kind="simulated", simulate=strategy),
+        in_specs=(P(), P("tp")),
+        out_specs=P(),
+        check=False,
+    )
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            total: Tensor = (Copy.apply(w) * x).sum() + Copy.apply(w)
+            return total
+
+        grad: Tensor = torch.func.grad(loss)(w)
+        return grad
+
+    # 6 from the shards of x, and 1 from each rank.
+    assert step(torch.tensor(1.0), torch.arange(4.0)).item() == 8.0
+
+
 def test_a_subclass_may_call_the_backward_of_its_parent() -> None:
     class Doubled(GatherMatmul):
         @staticmethod

@@ -57,6 +57,9 @@ class BatchedBackend:
         """The markers of these axes."""
         return tuple(self.axis_markers[axis] for axis in axes)
 
+    def needs_ranks(self) -> None:
+        """Nothing to do about it: the strategy was asked for."""
+
     def index(self, axes: Sequence[str]) -> Tensor:
         """Varies over each of `axes`, as a rank's index does."""
         index = torch.zeros((), dtype=torch.int64)

@@ -23,6 +23,9 @@ class RankBackend:
         """None: each rank runs the body by itself."""
         return ()
 
+    def needs_ranks(self) -> None:
+        """It is what they have."""
+
     def index(self, axes: Sequence[str]) -> Tensor:
         """This rank's position along `axes`."""
         index = self.mesh.index(axes, self.place)

@@ -44,6 +44,10 @@ class AbstractBackend:
         """None: a body is interpreted as one rank."""
         return ()
 
+    def needs_ranks(self) -> None:
+        """Notes it, so that the mesh does not choose to batch the body."""
+        self._interpreter.batches = False
+
     def index(self, axes: Sequence[str]) -> Tensor:
         """Varies over `axes`, and is equal on the ranks of all others."""
         interpreter = self._interpreter
