@@ -1,7 +1,6 @@
 """Changing the type of a value along an axis, with or without moving data."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import torch
@@ -200,14 +199,12 @@ _COLLECTIVES: Final[
         tuple[str, str],
         tuple[Callable[..., Any], Callable[[AxisType, AxisType], dict[str, Any]]],
     ]
-] = MappingProxyType(
-    {
-        ("S", "S"): (_move_shards, _exchange),
-        ("S", "R"): (all_gather, _gather),
-        ("S", "I"): (all_gather, _gather),
-        ("P", "R"): (all_reduce, _sum),
-        ("P", "I"): (all_reduce, _sum),
-        ("P", "S"): (reduce_scatter, _scatter),
-    }
-)
+] = {
+    ("S", "S"): (_move_shards, _exchange),
+    ("S", "R"): (all_gather, _gather),
+    ("S", "I"): (all_gather, _gather),
+    ("P", "R"): (all_reduce, _sum),
+    ("P", "I"): (all_reduce, _sum),
+    ("P", "S"): (reduce_scatter, _scatter),
+}
 """What moves data between these kinds, with its arguments; between others there is `convert`."""

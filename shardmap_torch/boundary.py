@@ -301,7 +301,8 @@ def can_receive_gradient(value: Any) -> bool:
     while True:
         if value.requires_grad:
             return True
-        if not functorch.is_functorch_wrapped_tensor(value):
+        # Dynamo traces plain tensors only, and not this question.
+        if torch.compiler.is_compiling() or not functorch.is_functorch_wrapped_tensor(value):
             return False
         value = functorch.get_unwrapped(value)
 

@@ -201,3 +201,42 @@ class Leave:
     def push_forward(self, backend: Backend, tangent: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """A tangent leaves like its value."""
         return bind(backend, Leave(self._mesh, self._spec, self._beside), tangent)
+
+
+def enter(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
+    """Brings a value into a body, differentiably; see `Enter`."""
+    if torch.compiler.is_compiling() and isinstance(x, DTensor):
+        return _enter_traced(mesh, spec, x)
+    return bind(backend, Enter(mesh, spec), x)
+
+
+def leave(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
+    """Brings a value out of a body, differentiably; see `Leave`."""
+    if torch.compiler.is_compiling() and (spec.cuts or spec.partial):
+        return _leave_traced(mesh, spec, x)
+    return bind(backend, Leave(mesh, spec), x)
+
+
+# Dynamo cannot make a DTensor from a spec, but knows torch's own ways in and out, with backward.
+
+
+def _enter_traced(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
+    placements = _placements_in_order(mesh, spec)
+    if tuple(x.placements) != placements:
+        x = x.redistribute(placements=placements)
+    grads = [Replicate() if placement.is_partial() else placement for placement in placements]
+    return x.to_local(grad_placements=grads)
+
+
+def _leave_traced(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
+    placements = _placements_in_order(mesh, spec)
+    return DTensor.from_local(x, mesh.device_mesh, placements, run_check=False)
+
+
+def _placements_in_order(mesh: Mesh, spec: P) -> Placements:
+    if shard_order_of(mesh, spec) is not None:
+        raise SpecError(
+            f"Under torch.compile {spec!r} cannot cut a dim over axes in another order than the "
+            f"mesh's {mesh.axis_names}; write them in mesh order."
+        )
+    return placements_of(mesh, spec)

@@ -24,7 +24,7 @@ from shardmap_torch.checker.signature import Surroundings
 from shardmap_torch.checker.signature import signature as signature_of
 from shardmap_torch.checker.verify import Verdict, verify
 from shardmap_torch.errors import MeshError, ShardMapError, SpecError
-from shardmap_torch.memo import Memo
+from shardmap_torch.memo import Memo, constant
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import batched, process, ranks
 from shardmap_torch.run.agree import agree
@@ -276,7 +276,13 @@ _BACKENDS: dict[int, ProcessGroupBackend] = {}
 
 
 def _process_backend(mesh: Mesh) -> ProcessGroupBackend:
-    backend = _BACKENDS.get(id(mesh))
-    if backend is None or backend.mesh is not mesh:
-        backend = _BACKENDS[id(mesh)] = ProcessGroupBackend(mesh)
-    return backend
+    _make_backend(mesh)
+    return _BACKENDS[id(mesh)]
+
+
+# A constant, so that Dynamo, which cannot keep what is made while it traces, calls it.
+@constant
+def _make_backend(mesh: Mesh) -> None:
+    known = _BACKENDS.get(id(mesh))
+    if known is None or known.mesh is not mesh:
+        _BACKENDS[id(mesh)] = ProcessGroupBackend(mesh)

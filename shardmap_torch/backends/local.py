@@ -1,7 +1,6 @@
 """The moves that need no communication, for one rank that knows its index."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -33,6 +32,10 @@ def _same(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
     return x
 
 
-LOCAL: Final[Mapping[str, Callable[[Collective, Tensor, int, int], Tensor]]] = MappingProxyType(
-    {"slice": _slice, "pad": _pad, "mask": _mask, "same": _same}
-)
+# A plain dict, as are the tables of processes: Dynamo gives up on a proxy when any dict changes.
+LOCAL: Final[Mapping[str, Callable[[Collective, Tensor, int, int], Tensor]]] = {
+    "slice": _slice,
+    "pad": _pad,
+    "mask": _mask,
+    "same": _same,
+}

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -155,16 +154,14 @@ def _sum_mask(line: Line, c: Collective, x: Tensor) -> Tensor:
     return LOCAL["mask"](c, line.wire.reduce(x, "sum"), line.own, len(line.order))
 
 
-MOVES: Final[Mapping[str, Callable[[Line, Collective, Tensor], Tensor]]] = MappingProxyType(
-    {
-        "sum": _sum,
-        "max": _max,
-        "min": _min,
-        "gather": _gather,
-        "sum_scatter": _sum_scatter,
-        "exchange": _exchange,
-        "permute": _permute,
-        "broadcast": _broadcast,
-        "sum_mask": _sum_mask,
-    }
-)
+MOVES: Final[Mapping[str, Callable[[Line, Collective, Tensor], Tensor]]] = {
+    "sum": _sum,
+    "max": _max,
+    "min": _min,
+    "gather": _gather,
+    "sum_scatter": _sum_scatter,
+    "exchange": _exchange,
+    "permute": _permute,
+    "broadcast": _broadcast,
+    "sum_mask": _sum_mask,
+}

@@ -7,7 +7,6 @@ which its passes recognise and overlap with computation.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -20,9 +19,7 @@ _reduce_scatter_single: Final = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-_OPS: Final = MappingProxyType(
-    {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-)
+_OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,19 @@
 
 from shardmap_torch.backend import Backend
 from shardmap_torch.boundary import Call, Untouched, apply, entry_cuts, exit_joins, run_body
-from shardmap_torch.dtensor import Enter, Leave
-from shardmap_torch.rule import bind
+from shardmap_torch.dtensor import enter, leave
 from shardmap_torch.tree import Tree
 
 
 def run(call: Call, backend: Backend) -> Tree:
     """Takes global values or DTensors, gives DTensors; plain ones where whole on every rank."""
-    local = [
-        bind(backend, Enter(call.mesh, call.fit.spec(i)), call.leaves[i]) for i in call.crossing
-    ]
+    local = [enter(backend, call.mesh, call.fit.spec(i), call.leaves[i]) for i in call.crossing]
     watch = Untouched(call, local)
     result = run_body(call, backend, local)
     watch.check()
     leaves = list(result.leaves)
     for i in result.fit.crossing:
-        leaves[i] = bind(backend, Leave(call.mesh, result.fit.spec(i)), leaves[i])
+        leaves[i] = leave(backend, call.mesh, result.fit.spec(i), leaves[i])
     return result.rebuild(leaves)
 
 

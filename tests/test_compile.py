@@ -1,0 +1,200 @@
+"""shard_mapped functions under torch.compile(fullgraph=True) on process groups."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.distributed.tensor import DTensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    SpecError,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    convert,
+    full,
+    make_mesh,
+    ppermute,
+    reduce_scatter,
+    shard_map,
+)
+from tests.pool import Gloo
+
+# Dynamo itself instantiates the class, and torch warns of that.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning"
+)
+
+Body = Callable[..., Tensor]
+
+X = P("tp")
+WEIGHTS = P(None, "tp"), P("tp")
+
+
+def mlp(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    h = torch.relu(convert(x, "tp", src=I, dst=R) @ w1)
+    return all_reduce(h @ w2, "tp", dst=I)
+
+
+def sequence_parallel_mlp(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    h = torch.relu(all_gather(x, "tp", dim=0, dst=R) @ w1)
+    return reduce_scatter(h @ w2, "tp", dim=0)
+
+
+def summed(x: Tensor) -> Tensor:
+    return all_reduce(x.sin(), "tp", dst=R) * x
+
+
+def averaged(x: Tensor) -> Tensor:
+    return all_reduce(x.sin(), "tp", dst=R, op="mean") * x
+
+
+def highest(x: Tensor) -> Tensor:
+    return all_reduce(x.sin(), "tp", dst=R, op="max") * x
+
+
+def gathered(x: Tensor) -> Tensor:
+    return all_gather(x.sin(), "tp", dim=1, dst=R).sum(1, keepdim=True) * x
+
+
+def exchanged(x: Tensor) -> Tensor:
+    return all_to_all(x.sin(), "tp", split_dim=1, concat_dim=0).reshape(x.shape) * x
+
+
+def passed_on(x: Tensor) -> Tensor:
+    return ppermute(x.sin(), "tp", [(0, 1)]) * x
+
+
+def told(x: Tensor) -> Tensor:
+    return broadcast(x.sin(), "tp", 1, dst=R) * x
+
+
+# What each body sends, as the functional collective that its graph must hold.
+ONE_OPERAND: dict[Body, str] = {
+    summed: "all_reduce",
+    averaged: "all_reduce",
+    highest: "all_reduce",
+    gathered: "all_gather_into_tensor",
+    exchanged: "all_to_all_single",
+    passed_on: "all_to_all_single",
+    told: "broadcast",
+}
+
+
+def mapped(body: Body) -> Callable[..., Tensor]:
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+    if body is mlp:
+        specs: Any = (P(invariant="tp"), *WEIGHTS)
+        return shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
+    if body is sequence_parallel_mlp:
+        return shard_map(body, mesh=mesh, in_specs=(X, *WEIGHTS), out_specs=X)
+    return shard_map(body, mesh=mesh, in_specs=X, out_specs=X)
+
+
+def operands(body: Body) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 6)] if body in ONE_OPERAND else [(4, 6), (6, 8), (8, 6)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def value_and_gradients(f: Callable[..., Tensor], xs: list[Tensor]) -> list[Tensor]:
+    xs = [x.clone().requires_grad_() for x in xs]
+    y = f(*xs)
+    y.cos().sum().backward()
+    return [y.detach(), *(x.grad for x in xs if x.grad is not None)]
+
+
+def compare(body: Body, backend: str) -> int:
+    """Holds the compiled function against the eager one; returns how many tensors agreed."""
+    torch._dynamo.reset()
+    f = mapped(body)
+
+    def local(*xs: Tensor) -> Tensor:
+        # The result as this rank has it: a plain loss of a DTensor is DTensor's own affair.
+        y = f(*xs)
+        return y.to_local() if isinstance(y, DTensor) else y
+
+    eager = value_and_gradients(local, operands(body))
+    compiled = value_and_gradients(
+        torch.compile(local, backend=backend, fullgraph=True), operands(body)
+    )
+    torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-10)
+    return len(compiled)
+
+
+@pytest.mark.parametrize("body", [mlp, sequence_parallel_mlp, *ONE_OPERAND])
+def test_a_compiled_function_has_the_values_and_gradients_of_the_eager_one(
+    gloo: Gloo, body: Body
+) -> None:
+    expected = 1 + len(operands(body))
+    assert gloo(2).run(compare, body, "aot_eager", timeout=120) == [expected] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("body", [mlp, sequence_parallel_mlp])
+def test_inductor_has_the_values_and_gradients_of_the_eager_function(
+    gloo: Gloo, body: Body
+) -> None:
+    assert gloo(2).run(compare, body, "inductor", timeout=240) == [4, 4]
+
+
+def graphs(body: Body) -> list[str]:
+    """The forward and the backward graph that a compiler is given."""
+    torch._dynamo.reset()
+    f, found = mapped(body), []
+
+    def record(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(graph.code)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    value_and_gradients(torch.compile(f, backend=backend, fullgraph=True), operands(body))
+    return found
+
+
+def test_the_graphs_of_a_row_parallel_layer_hold_functional_collectives(gloo: Gloo) -> None:
+    for forward, backward in gloo(2).run(graphs, mlp, timeout=120):
+        for code in (forward, backward):
+            assert code.count("_c10d_functional.all_reduce") == 1
+            assert "_c10d_functional.wait_tensor" in code
+
+
+def check_is_needed(backend: str) -> str:
+    torch._dynamo.reset()
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+    f = shard_map(mlp, mesh=mesh, in_specs=(P(), *WEIGHTS), out_specs=P())
+    xs = [x.requires_grad_() for x in operands(mlp)]
+    try:
+        torch.compile(f, backend=backend, fullgraph=True)(*xs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_a_compiled_call_names_the_axes_that_only_the_checker_could_type(gloo: Gloo) -> None:
+    """Compiled calls are not checked, so nothing is inferred."""
+    for text in gloo(2).run(check_is_needed, "aot_eager", timeout=120):
+        assert SpecError.__name__ in text
+        assert "x: P() needs replicate={'tp'} or invariant={'tp'}" in text
+
+
+def dtensors(body: Body) -> int:
+    torch._dynamo.reset()
+    f, xs = mapped(body), operands(body)
+    eager = full(f(*xs))
+    compiled = full(torch.compile(f, backend="aot_eager", fullgraph=True)(*xs))
+    torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-10)
+    return int(isinstance(torch.compile(f, backend="aot_eager", fullgraph=True)(*xs), DTensor))
+
+
+def test_a_compiled_function_returns_dtensors(gloo: Gloo) -> None:
+    assert gloo(2).run(dtensors, sequence_parallel_mlp, timeout=120) == [1, 1]
