@@ -35,10 +35,6 @@ class CommunicationError(ShardMapError):
     """A collective failed while it ran, as when a peer process is gone."""
 
 
-class RankError(ShardMapError):
-    """The function raised on one rank of a simulated mesh; the cause is chained."""
-
-
 class TransformError(ShardMapError):
     """A function transform was asked of something that cannot provide it."""
 
