@@ -1,0 +1,94 @@
+"""What a call of a shard_mapped function costs, beside torch's `local_map`.
+
+    .venv/bin/python benchmarks/call_overhead.py
+
+The identity of two DTensors of 8 numbers, on a process-group mesh of one gloo rank: no data moves,
+so what is left is the way in and out. The target is to be faster than `local_map` of the same
+identity, checked (the default; the checker has seen the signature before) and with check=False.
+For information also a collective, timed inside a body, beside the in-place one of
+`torch.distributed`. Medians of interleaved rounds.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import local_map
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
+
+from benchmarks.timing import compare, show, verdict
+from shardmap_torch import I, Mesh, P, R, all_reduce, device_put, make_mesh, shard_map
+
+ROUNDS, CALLS = 200, 50
+
+
+def identity(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x, y
+
+
+def identities(mesh: Mesh, x: DTensor) -> dict[str, Callable[..., object]]:
+    cut = [Shard(0)]
+    sharded = partial(shard_map, identity, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    return {
+        "local_map": local_map(identity, (cut, cut), (cut, cut), device_mesh=x.device_mesh),
+        "shard_map, checked": sharded(),
+        "shard_map, unchecked": sharded(check=False),
+    }
+
+
+def call_rows(mesh: Mesh, requires_grad: bool) -> list[tuple[str, ...]]:
+    """The three identities, of inputs that need no gradient or that do."""
+    x = device_put(torch.ones(8), mesh, P("tp")).requires_grad_(requires_grad)
+    y = device_put(torch.ones(8), mesh, P("tp")).requires_grad_(requires_grad)
+    assert isinstance(x, DTensor)
+    calls = {name: partial(each, x, y) for name, each in identities(mesh, x).items()}
+    taken = compare(calls, ROUNDS, CALLS)
+    kind = "with gradients" if requires_grad else "identity"
+    rows: list[tuple[str, ...]] = []
+    for name, each in taken.items():
+        ratio = each / taken["local_map"]
+        target = "" if name == "local_map" else verdict(ratio, 1.0)
+        rows.append((kind, name, f"{each * 1e6:.1f} us", f"{ratio:.2f}x", target))
+    return rows
+
+
+def collective_rows(mesh: Mesh) -> list[tuple[str, ...]]:
+    taken: dict[str, float] = {}
+
+    def body(x: Tensor) -> Tensor:
+        calls = {
+            "dist.all_reduce": lambda: dist.all_reduce(x.clone()),
+            "all_reduce, dst=R": lambda: all_reduce(x, "tp", dst=R),
+            "all_reduce, dst=I": lambda: all_reduce(x, "tp", dst=I),
+        }
+        taken.update(compare(calls, ROUNDS, CALLS))
+        return x
+
+    x = device_put(torch.ones(8), mesh, P("tp"))
+    shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check=False)(x)
+    base = taken["dist.all_reduce"]
+    return [
+        ("in a body", name, f"{each * 1e6:.1f} us", f"{each / base:.2f}x", "")
+        for name, each in taken.items()
+    ]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
+        mesh = make_mesh((1,), ("tp",), kind="process_group")
+        rows = call_rows(mesh, False) + call_rows(mesh, True) + collective_rows(mesh)
+        dist.destroy_process_group()
+    show("A call on one gloo rank", ("", "", "median", "of the first", "target"), rows)
+
+
+if __name__ == "__main__":
+    main()
