@@ -6,6 +6,8 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 # The first one that the pinned wheels exist for and that can make a virtual environment.
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 
+BENCHMARKS := call_overhead simulated_mlp checker overlap_model overlap
+
 .PHONY: demo test fast fuzz lint bench clean
 
 demo: $(READY)  ## train the example GPT on a simulated mesh
@@ -29,7 +31,7 @@ lint: $(READY)
 	$(BIN)/lint-imports --no-logo
 
 bench: $(READY)  ## every benchmark, one after the other
-	set -e; for file in benchmarks/*.py; do $(BIN)/python $$file; done
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
 
 clean:  ## remove all that the other targets made, .venv included
 	rm -rf .venv build dist out *.egg-info .*_cache .hypothesis

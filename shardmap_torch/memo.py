@@ -54,9 +54,12 @@ class Memo(Generic[T]):
 
     def get(self, key: Any, make: Callable[[], T]) -> T:
         """The result of this key, made if it is not known; what `make` raises is not kept."""
-        if torch.compiler.is_compiling() or not _is_hashable(key):
+        if torch.compiler.is_compiling():
             return make()
-        known: T | _Unknown = self._known.get(key, _UNKNOWN)
+        try:
+            known: T | _Unknown = self._known.get(key, _UNKNOWN)
+        except TypeError:  # no hash: such as the metadata of a user's own kind of pytree node
+            return make()
         if not isinstance(known, _Unknown):
             return known
         made = make()
@@ -94,11 +97,3 @@ def constant(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def _is_hashable(key: Any) -> bool:
-    try:
-        hash(key)
-    except TypeError:  # such as the metadata of a user's own kind of pytree node
-        return False
-    return True

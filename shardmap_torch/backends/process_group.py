@@ -80,7 +80,7 @@ class ProcessGroupBackend(RankBackend):
         """The ranks along `axes`, for eager or for compiled code."""
         if torch.compiler.is_compiling():
             name, order, own = _constants(self, axes)
-            return Line(TracedWire(name, len(order)), order, own)
+            return Line(TracedWire(name, len(order), order[own]), order, own)
         known = self._lines.get(axes)
         if known is None:
             known = self._lines[axes] = self._make_line(axes)
@@ -141,9 +141,8 @@ def _exchange(line: Line, c: Collective, x: Tensor) -> Tensor:
 
 
 def _permute(line: Line, c: Collective, x: Tensor) -> Tensor:
-    sends = [line.order[target] for source, target in c.perm if source == line.own]
-    receives = [line.order[source] for source, target in c.perm if target == line.own]
-    return line.wire.permute(x, sends, receives)
+    pairs = [(line.order[source], line.order[target]) for source, target in c.perm]
+    return line.wire.permute(x, pairs)
 
 
 def _broadcast(line: Line, c: Collective, x: Tensor) -> Tensor:

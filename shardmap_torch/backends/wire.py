@@ -62,8 +62,10 @@ class Wire:
         dist.all_to_all_single(out, parts, group=self.group)
         return out
 
-    def permute(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Sends `x` to at most one rank and receives from at most one; zeros where from none."""
+    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+        """Sends each pair's first rank's value to its second; zeros where none arrives."""
+        sends = [target for source, target in pairs if source == self.rank]
+        receives = [source for source, target in pairs if target == self.rank]
         if sends == receives == [self.rank]:
             return x.clone()
         x = x.contiguous()
@@ -88,6 +90,7 @@ class TracedWire:
 
     group: str
     size: int
+    rank: int
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """As in `Wire`."""
@@ -110,19 +113,31 @@ class TracedWire:
         parts = parts.contiguous()
         return _wait(_functional().all_to_all_single(parts, ones, ones, self.group))
 
-    def permute(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
         """As in `Wire`."""
-        # As torch.distributed._functional_collectives.permute_tensor does it.
-        to = [int(rank in sends) for rank in range(self.size)]
-        of = [int(rank in receives) for rank in range(self.size)]
+        target_of = _completed(pairs, self.size)
+        to = [int(target_of[self.rank] == rank) for rank in range(self.size)]
+        of = [int(target_of[rank] == self.rank) for rank in range(self.size)]
         row = x.contiguous().unsqueeze(0)
-        # Rows that are sent, one or none; every rank takes part in the exchange.
-        out = _wait(_functional().all_to_all_single(row[: len(sends)], of, to, self.group))
-        return out[0] if receives else torch.zeros_like(x)
+        out = _wait(_functional().all_to_all_single(row, of, to, self.group))[0]
+        if any(target == self.rank for _, target in pairs):
+            return out
+        # Zeros that still depend on the exchange: a partitioner may drop what nothing needs, on
+        # this rank only, and the others would wait for it.
+        return out.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """As in `Wire`."""
         return _wait(_functional().broadcast(x.contiguous(), source, self.group))
+
+
+def _completed(pairs: Sequence[tuple[int, int]], size: int) -> dict[int, int]:
+    """Gives ranks that send nothing a target that nothing reaches: some backends refuse empties."""
+    target_of = dict(pairs)
+    reached = list(target_of.values())
+    idle = [rank for rank in range(size) if rank not in target_of]
+    free = [rank for rank in range(size) if rank not in reached]
+    return target_of | dict(zip(idle, free, strict=True))
 
 
 def _functional() -> Any:
