@@ -98,7 +98,8 @@ def _cut_by(mesh: Mesh, spec: P, dim: int) -> int:
 def wrap(mesh: Mesh, spec: P, local: Tensor) -> DTensor:
     """A DTensor of this rank's value."""
     local = local.detach()
-    return DTensor(local, _dtensor_spec(mesh, spec, local), requires_grad=False)
+    # `__init__` does nothing but step out of Dynamo, which costs as much as all the rest.
+    return DTensor.__new__(DTensor, local, _dtensor_spec(mesh, spec, local), requires_grad=False)
 
 
 def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:

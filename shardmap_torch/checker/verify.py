@@ -57,7 +57,21 @@ class Verdict:
 
     def apply(self, call: Call) -> Call:
         """The same call with every axis typed, and with results converted as promised."""
-        return replace(call, fit=self.fit, exits=self.exits, checked=True)
+        # Not dataclasses.replace, which looks every field up, in each call.
+        return Call(
+            call.function,
+            call.name,
+            call.mesh,
+            call.bound,
+            call.mapped,
+            call.leaves,
+            self.fit,
+            call.structure,
+            call.out_specs,
+            call.out_fits,
+            self.exits,
+            checked=True,
+        )
 
     @lazy
     def fit(self) -> Fit:
