@@ -246,7 +246,9 @@ def check_inputs(
                 problems.append(f"{leaf.path}: is a DTensor; a simulated mesh takes plain tensors")
     if problems:
         raise SpecError(
-            listing(f"{name}: the arguments do not fit in_specs on the {mesh}:", problems)
+            listing(
+                f"{name}: the arguments do not fit in_specs on the " + str(mesh) + ":", problems
+            )
         )
     if not infers:
         _require_named(name, mapped, placed)
@@ -391,7 +393,10 @@ def place_outputs(call: Call, out: Tree) -> Fit:
         problems += [f"{leaf.path}: {p}" for p in _output_problems(leaf, call.mapped)]
     if problems:
         raise SpecError(
-            listing(f"{call.name}: the result does not fit out_specs on the {call.mesh}:", problems)
+            listing(
+                f"{call.name}: the result does not fit out_specs on the " + str(call.mesh) + ":",
+                problems,
+            )
         )
     return Fit.of(placed)
 

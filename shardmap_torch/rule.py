@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from shardmap_torch.backend import Backend
-from shardmap_torch.errors import CollectiveError
-from shardmap_torch.memo import lazy
+from shardmap_torch.errors import CollectiveError, TransformError
+from shardmap_torch.memo import constant, lazy
 from shardmap_torch.types import AxisType, I, Partial, R, V
 
 Key = tuple[str, AxisType, AxisType]
@@ -276,9 +276,25 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
 
 def _transformed() -> bool:
     if torch.compiler.is_compiling():
+        _reject_transforms()
         return False
     functorch = torch._C._functorch.peek_interpreter_stack() is not None
     return functorch or forward_ad._current_level >= 0
+
+
+@constant
+def _reject_transforms() -> None:
+    """Dynamo calls it while it traces, since it would trace the forward of a Function only.
+
+    Raises:
+        TransformError: a torch.func transform is active.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise TransformError(
+            "A collective, or the boundary of a shard_mapped function, cannot be compiled under a "
+            "torch.func transform: torch.compile does not differentiate or batch autograd "
+            "Functions there. Compile with .backward() outside, or do not compile."
+        )
 
 
 def _saved_of(operation: Operation, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

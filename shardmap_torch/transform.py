@@ -23,7 +23,7 @@ from shardmap_torch.checker.api import program_of, shapes_of, stand_ins
 from shardmap_torch.checker.signature import Surroundings
 from shardmap_torch.checker.signature import signature as signature_of
 from shardmap_torch.checker.verify import Verdict, verify
-from shardmap_torch.errors import MeshError, ShardMapError, SpecError
+from shardmap_torch.errors import MeshError, ShardMapError, SpecError, TransformError
 from shardmap_torch.memo import Memo, constant
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import batched, process, ranks
@@ -155,9 +155,11 @@ class _Body:
         self._name = getattr(function, "__name__", type(function).__name__)
         self._in_specs, self._out_specs = in_specs, out_specs
         self._mesh, self._axis_names, self._check = mesh, axis_names, check
-        self._in_fits, self._out_fits = Memo[Fit](), Memo[Fit]()
+        # Annotated, since Dynamo cannot call the generic alias Memo[Fit].
+        self._in_fits: Memo[Fit] = Memo()
+        self._out_fits: Memo[Fit] = Memo()
         self._surroundings = Surroundings(function)
-        self._verdicts = Memo[Verdict]()
+        self._verdicts: Memo[Verdict] = Memo()
         self._agreed_on: dict[int, Verdict] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
@@ -268,8 +270,19 @@ def _run(call: Call, scope: Scope | None, batches: bool) -> Tree:
         return process.run(call, _process_backend(call.mesh))
     if call.mesh.kind == "abstract":
         raise MeshError(f"{call.name}: an abstract mesh has no data to run on; use check=True.")
+    if torch.compiler.is_compiling():
+        _reject_compiled(call.name)
     batches = call.mesh.simulate == "vmap" or (call.mesh.simulate == "auto" and batches)
     return batched.run(call) if batches else ranks.run(call)
+
+
+# A constant, so that Dynamo raises the error itself; one that it traces loses its text.
+@constant
+def _reject_compiled(name: str) -> None:
+    raise TransformError(
+        f"{name}: torch.compile cannot compile a body on a simulated mesh. Compile on a "
+        "process-group mesh, or call it uncompiled."
+    )
 
 
 _BACKENDS: dict[int, ProcessGroupBackend] = {}

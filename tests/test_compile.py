@@ -1,7 +1,7 @@
 """shard_mapped functions under torch.compile(fullgraph=True) on process groups."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -206,3 +206,91 @@ def dtensors(body: Body) -> int:
 
 def test_a_compiled_function_returns_dtensors(gloo: Gloo) -> None:
     assert gloo(2).run(dtensors, sequence_parallel_mlp, timeout=120) == [1, 1]
+
+
+def refusal(f: Callable[..., Any], *xs: Tensor) -> str:
+    """What compiling `f` says, which must leave no transform active."""
+    torch._dynamo.reset()
+    expected = full(f(*xs))
+    try:
+        torch.compile(f, backend="eager", fullgraph=True)(*xs)
+    except Exception as error:
+        torch.testing.assert_close(full(f(*xs)), expected)
+        return str(error)
+    return "accepted"
+
+
+def transformed_outside() -> str:
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+    f = shard_map(total, mesh=mesh, in_specs=X, out_specs=P())
+    return refusal(torch.func.grad(f), *operands(summed))
+
+
+def transformed_inside() -> str:
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+    return refusal(
+        shard_map(torch.func.vmap(summed), mesh=mesh, in_specs=X, out_specs=X), *operands(summed)
+    )
+
+
+def total(x: Tensor) -> Tensor:
+    return all_reduce((x**2).sum(), "tp", dst=I)
+
+
+@pytest.mark.parametrize("run", [transformed_outside, transformed_inside])
+def test_compiling_under_a_functorch_transform_is_refused(
+    gloo: Gloo, run: Callable[[], str]
+) -> None:
+    """Dynamo would give wrong gradients: it leaves the backward of Functions out."""
+    for text in gloo(2).run(run, timeout=120):
+        assert (
+            "TransformError: A collective, or the boundary of a shard_mapped function, cannot be "
+            "compiled under a torch.func transform: torch.compile does not differentiate or batch "
+            "autograd Functions there. Compile with .backward() outside, or do not compile." in text
+        )
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+def test_compiling_on_a_simulated_mesh_is_refused(simulate: Literal["vmap", "ranks"]) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate=simulate)
+    text = refusal(shard_map(summed, mesh=mesh, in_specs=X, out_specs=X), *operands(summed))
+    assert (
+        "TransformError: summed: torch.compile cannot compile a body on a simulated mesh. Compile "
+        "on a process-group mesh, or call it uncompiled." in text
+    )
+
+
+def misfit() -> str:
+    f = mapped(summed)
+    torch._dynamo.reset()
+    try:
+        torch.compile(f, backend="eager", fullgraph=True)(torch.ones(3))
+    except Exception as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_compiled_call_names_the_arguments_that_do_not_fit(gloo: Gloo) -> None:
+    for text in gloo(2).run(misfit, timeout=120):
+        assert "summed: the arguments do not fit in_specs on the process_group mesh (tp=2)" in text
+        assert "x: dim 0 has size 3, which does not divide over 'tp' = 2 ranks" in text
+
+
+def nested() -> bool:
+    torch._dynamo.reset()
+    mesh = make_mesh((1, 2), ("dp", "tp"), kind="process_group")
+
+    def outer(x: Tensor) -> Tensor:
+        return shard_map(summed, in_specs=X, out_specs=X)(x)
+
+    f = shard_map(
+        outer, mesh=mesh, axis_names={"dp"}, in_specs=P("dp"), out_specs=P("dp"), check=False
+    )
+    (x,) = operands(summed)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(full(compiled), full(f(x)), rtol=1e-10, atol=1e-10)
+    return True
+
+
+def test_a_shard_map_made_in_a_compiled_body_compiles(gloo: Gloo) -> None:
+    assert gloo(2).run(nested, timeout=120) == [True, True]
