@@ -5,8 +5,7 @@ The scope is the one piece of ambient state inside a body. It is a stack in a `t
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -63,13 +62,19 @@ def current_scope() -> Scope | None:
     return _SCOPES.stack[-1] if _SCOPES.stack else None
 
 
-@contextmanager
-def enter_scope(scope: Scope | None) -> Iterator[None]:
+class enter_scope:  # noqa: N801 - used as a function; a generator would cost each call 1 us
     """Makes `scope` the current one on this thread; None is the scope outside of any body."""
-    _SCOPES.stack.append(scope)
-    try:
-        yield
-    finally:
+
+    def __init__(self, scope: Scope | None) -> None:
+        """Nothing changes before the block is entered."""
+        self._scope = scope
+
+    def __enter__(self) -> None:
+        """Enters it."""
+        _SCOPES.stack.append(self._scope)
+
+    def __exit__(self, *error: object) -> None:
+        """Leaves it, whatever happened."""
         _SCOPES.stack.pop()
 
 

@@ -26,9 +26,9 @@ Spec = P | None
 """How one leaf crosses; None passes any Python value as it is."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fit:
-    """The leaves of a tree held against their specs; equal for all calls of one signature.
+    """The leaves of a tree held against their specs; one object for all calls of one signature.
 
     Attributes:
         paths: where each leaf stands, by the caller's names.
@@ -54,6 +54,16 @@ class Fit:
         spec = self.specs[position]
         assert spec is not None
         return spec
+
+    @lazy
+    def entries(self) -> "tuple[tuple[Collective, ...], ...]":
+        """The conversions of each leaf that crosses, where these are arguments."""
+        return tuple(entry_casts(self.spec(position)) for position in self.crossing)
+
+    @lazy
+    def exits(self) -> "tuple[tuple[Collective, ...], ...]":
+        """The same where these are results."""
+        return tuple(exit_casts(self.spec(position)) for position in self.crossing)
 
     def place(self, leaves: Sequence[Any]) -> tuple[Placed[Spec], ...]:
         """Gives other leaves of the same signature their paths and specs."""
@@ -304,7 +314,7 @@ def can_receive_gradient(value: Any) -> bool:
         if value.requires_grad:
             return True
         # Dynamo traces plain tensors only, and not this question.
-        if torch.compiler.is_compiling() or not functorch.is_functorch_wrapped_tensor(value):
+        if torch.compiler.is_dynamo_compiling() or not functorch.is_functorch_wrapped_tensor(value):
             return False
         value = functorch.get_unwrapped(value)
 
@@ -322,16 +332,18 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
     """
     with enter_scope(Scope(backend, call.bound)):
         values = list(call.leaves)
-        for position, local in zip(call.fit.crossing, tensors, strict=True):
-            values[position] = apply(backend, entry_casts(call.fit.spec(position)), local)
+        for position, casts, local in zip(
+            call.fit.crossing, call.fit.entries, tensors, strict=True
+        ):
+            values[position] = apply(backend, casts, local)
         args, kwargs = unflatten(call.structure, values)
         out = call.function(*args, **kwargs)
         leaves, structure = flatten(out)
         key = (structure, call.mapped, *map(_output_signature, leaves))
         fit = call.out_fits.get(key, lambda: place_outputs(call, out))
-        for position in fit.crossing:
-            casts = (*exit_casts(fit.spec(position)), *call.exits.get(position, ()))
-            leaves[position] = apply(backend, casts, leaves[position])
+        for position, casts in zip(fit.crossing, fit.exits, strict=True):
+            promised = call.exits.get(position, ())
+            leaves[position] = apply(backend, (*casts, *promised), leaves[position])
     return Result(leaves, fit, structure)
 
 
@@ -356,14 +368,12 @@ def entry_cuts(spec: P) -> tuple[Collective, ...]:
     return tuple(cuts)
 
 
-@memo
 def entry_casts(spec: P) -> tuple[Collective, ...]:
     """The conversion that makes an invariant value replicate."""
     axes = tuple(sorted(spec.replicate))
     return (Collective("convert", I, R, axes),) if axes else ()
 
 
-@memo
 def exit_casts(spec: P) -> tuple[Collective, ...]:
     """The conversion that makes a replicate result invariant."""
     axes = tuple(sorted(spec.replicate))
@@ -442,4 +452,4 @@ class Untouched:
 
 def _version(value: Tensor) -> int:
     # Under torch.compile versions are not known yet; there the writes are not seen.
-    return 0 if torch.compiler.is_compiling() or value.is_inference() else value._version
+    return 0 if torch.compiler.is_dynamo_compiling() or value.is_inference() else value._version

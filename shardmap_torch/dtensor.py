@@ -102,6 +102,11 @@ def wrap(mesh: Mesh, spec: P, local: Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, _dtensor_spec(mesh, spec, local), requires_grad=False)
 
 
+@memo
+def _way_of(mesh: Mesh, spec: P) -> tuple[Placements, Any]:
+    return placements_of(mesh, spec), shard_order_of(mesh, spec)
+
+
 def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
     """This rank's value of a DTensor, redistributed to `spec` first if it lies otherwise.
 
@@ -111,10 +116,9 @@ def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
     """
     if x.device_mesh != mesh.device_mesh:
         raise MeshError(f"A DTensor on {x.device_mesh} cannot enter a function on the {mesh}.")
-    placements = placements_of(mesh, spec)
+    placements, wanted = _way_of(mesh, spec)
     if x._spec.placements != placements:
         x = x.redistribute(placements=placements)
-    wanted = shard_order_of(mesh, spec)
     have = getattr(x._spec, "shard_order", None)
     if (wanted is not None and have != wanted) or (wanted is None and _reordered(have)):
         raise SpecError(
@@ -206,14 +210,14 @@ class Leave:
 
 def enter(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
     """Brings a value into a body, differentiably; see `Enter`."""
-    if torch.compiler.is_compiling() and isinstance(x, DTensor):
+    if torch.compiler.is_dynamo_compiling() and isinstance(x, DTensor):
         return _enter_traced(mesh, spec, x)
     return bind(backend, Enter(mesh, spec), x)
 
 
 def leave(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
     """Brings a value out of a body, differentiably; see `Leave`."""
-    if torch.compiler.is_compiling() and (spec.cuts or spec.partial):
+    if torch.compiler.is_dynamo_compiling() and (spec.cuts or spec.partial):
         return _leave_traced(mesh, spec, x)
     return bind(backend, Leave(mesh, spec), x)
 

@@ -26,7 +26,7 @@ class lazy(Generic[O_, T]):  # noqa: N801 - a decorator, like property
     def __get__(self, instance: O_, owner: type[O_]) -> T:
         """Reached only while the instance has no attribute of that name."""
         value = self._compute(instance)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             instance.__dict__[self._compute.__name__] = value
         return value
 
@@ -54,7 +54,7 @@ class Memo(Generic[T]):
 
     def get(self, key: Any, make: Callable[[], T]) -> T:
         """The result of this key, made if it is not known; what `make` raises is not kept."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return make()
         try:
             known: T | _Unknown = self._known.get(key, _UNKNOWN)

@@ -68,7 +68,7 @@ class P:
         """Equal when entries and keywords are."""
         if not isinstance(other, P):
             return NotImplemented
-        return self._key() == other._key()
+        return self is other or (self._hash == other._hash and self._key() == other._key())
 
     def __hash__(self) -> int:
         """Agrees with equality."""

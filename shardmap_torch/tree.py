@@ -42,7 +42,7 @@ Structure: TypeAlias = optree.PyTreeSpec | Traced
 
 def flatten(tree: Tree) -> tuple[list[Any], Structure]:
     """The leaves of `tree` and its structure; None is an empty node."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         found: list[Any] = []
         return found, _trace(tree, found)
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
@@ -141,7 +141,7 @@ class _Level:
 
 
 def _open(tree: Tree) -> _Level:
-    if type(tree) is dict and torch.compiler.is_compiling():
+    if type(tree) is dict and torch.compiler.is_dynamo_compiling():
         return _open_dict(tree)
     level = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
     children, metadata, entries, unflatten_level = level
