@@ -5,9 +5,9 @@ that name their endpoint by a string. They run the same kernels as eager code. A
 of them is an error; compile the composition (`overlap="auto"`) for that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,12 +20,17 @@ from shardmap_torch.kernels.matmul import (
     Cut,
     gather_backward,
     gather_forward,
+    reduce_backward,
+    reduce_forward,
     scatter_backward,
     scatter_forward,
     with_dim,
 )
+from shardmap_torch.kernels.plan import Family, Options, Problem, backward_schedules, candidates
 from shardmap_torch.kernels.transport import run
 from shardmap_torch.memo import constant
+from shardmap_torch.rule import Collective
+from shardmap_torch.types import I
 
 _BY_NAME: dict[str, Endpoint] = {}
 
@@ -49,14 +54,14 @@ def gather_op(
     dim: int,
     num_ranks: int,
     name: str,
-    parts: int,
+    forward: str,
+    backward: str,
 ) -> list[Tensor]:
     """The products, then the gathered cut matrix; `biased` are the weights that have a bias."""
     addends: list[Tensor | None] = [None] * len(ws)
     for index, bias in zip(biased, biases, strict=True):
         addends[index] = bias
-    choice = Choice("gather/ring", parts)
-    steps = gather_forward(_BY_NAME[name].transport, x, ws, addends, dim, choice)
+    steps = gather_forward(_BY_NAME[name].transport, x, ws, addends, dim, Choice.read(forward))
     outs, gathered = run(steps)
     return [*outs, gathered]
 
@@ -70,7 +75,8 @@ def _gather_shapes(
     dim: int,
     num_ranks: int,
     name: str,
-    parts: int,
+    forward: str,
+    backward: str,
 ) -> list[Tensor]:
     full = with_dim(x.shape, dim, x.shape[dim] * num_ranks)
     matrix = Cut.of(dim, x.ndim).matrix(x)
@@ -86,12 +92,11 @@ def gather_backward_op(
     dim: int,
     num_ranks: int,
     name: str,
-    parts: int,
+    backward: str,
 ) -> list[Tensor]:
     """The input gradient, then the weight gradients."""
-    choice = Choice("scatter/direct", parts)
     wanted = [True] * len(ws)
-    transport = _BY_NAME[name].transport
+    transport, choice = _BY_NAME[name].transport, Choice.read(backward)
     dx, dws = run(gather_backward(transport, gathered, ws, dys, wanted, dim, choice))
     return [dx, *(dw for dw in dws if dw is not None)]
 
@@ -104,82 +109,136 @@ def _gather_backward_shapes(
     dim: int,
     num_ranks: int,
     name: str,
-    parts: int,
+    backward: str,
 ) -> list[Tensor]:
     whole = [*dys[0].shape[:-1], ws[0].shape[0]]
     dx = dys[0].new_empty(with_dim(whole, dim, whole[dim] // num_ranks))
-    return [dx, *(torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws)]
+    return [dx, *_contiguous_like(*ws)]
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, ws, _, ctx.biased, ctx.dim, ctx.num_ranks, ctx.name, ctx.parts = inputs
+    _, ws, _, ctx.biased, ctx.dim, ctx.num_ranks, ctx.name, _, ctx.choice = inputs
     ctx.save_for_backward(output[-1], *ws)
 
 
 def _gather_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     gathered, *ws = ctx.saved_tensors
     dys = [dy.contiguous() for dy in grads[: len(ws)]]
-    options = (ctx.dim, ctx.num_ranks, ctx.name, ctx.parts)
+    options = (ctx.dim, ctx.num_ranks, ctx.name, ctx.choice)
     dx, *dws = gather_backward_op(gathered, ws, dys, *options)
     dbiases = [dys[index].reshape(-1, dys[index].shape[-1]).sum(0) for index in ctx.biased]
-    return dx, dws, dbiases, None, None, None, None, None
+    return dx, dws, dbiases, None, None, None, None, None, None
 
 
 gather_op.register_autograd(_gather_backward, setup_context=_gather_setup)
 
 
 @torch.library.custom_op("shardmap_torch::matmul_reduce_scatter", mutates_args=())
-def scatter_op(x: Tensor, w: Tensor, dim: int, num_ranks: int, name: str, parts: int) -> Tensor:
+def scatter_op(
+    x: Tensor, w: Tensor, dim: int, num_ranks: int, name: str, forward: str, backward: str
+) -> Tensor:
     """The block of the sum."""
-    choice = Choice("scatter/direct", parts)
-    return run(scatter_forward(_BY_NAME[name].transport, x, w, dim, choice))
+    return run(scatter_forward(_BY_NAME[name].transport, x, w, dim, Choice.read(forward)))
 
 
 @scatter_op.register_fake
-def _scatter_shape(x: Tensor, w: Tensor, dim: int, num_ranks: int, name: str, parts: int) -> Tensor:
+def _scatter_shape(
+    x: Tensor, w: Tensor, dim: int, num_ranks: int, name: str, forward: str, backward: str
+) -> Tensor:
     whole = [*x.shape[:-1], w.shape[1]]
     return x.new_empty(with_dim(whole, dim, whole[dim] // num_ranks))
 
 
 @torch.library.custom_op("shardmap_torch::matmul_reduce_scatter_backward", mutates_args=())
 def scatter_backward_op(
-    x: Tensor, w: Tensor, dy: Tensor, dim: int, name: str, parts: int
+    x: Tensor, w: Tensor, dy: Tensor, dim: int, name: str, backward: str
 ) -> list[Tensor]:
     """Both gradients."""
-    choice, transport = Choice("gather/ring", parts), _BY_NAME[name].transport
+    choice, transport = Choice.read(backward), _BY_NAME[name].transport
     grads = run(scatter_backward(transport, x, w, dy, (True, True), dim, choice))
     return [grad for grad in grads if grad is not None]
 
 
 @scatter_backward_op.register_fake
 def _scatter_backward_shapes(
-    x: Tensor, w: Tensor, dy: Tensor, dim: int, name: str, parts: int
+    x: Tensor, w: Tensor, dy: Tensor, dim: int, name: str, backward: str
 ) -> list[Tensor]:
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, w)]
+    return _contiguous_like(x, w)
+
+
+def _contiguous_like(*tensors: Tensor) -> list[Tensor]:
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, ctx.dim, _, ctx.name, ctx.parts = inputs
+    x, w, ctx.dim, _, ctx.name, _, ctx.choice = inputs
     ctx.save_for_backward(x, w)
 
 
 def _scatter_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, w = ctx.saved_tensors
-    dx, dw = scatter_backward_op(x, w, dy.contiguous(), ctx.dim, ctx.name, ctx.parts)
-    return dx, dw, None, None, None, None
+    dx, dw = scatter_backward_op(x, w, dy.contiguous(), ctx.dim, ctx.name, ctx.choice)
+    return dx, dw, None, None, None, None, None
 
 
 scatter_op.register_autograd(_scatter_backward, setup_context=_scatter_setup)
 
 
+@torch.library.custom_op("shardmap_torch::matmul_all_reduce", mutates_args=())
+def reduce_op(x: Tensor, w: Tensor, name: str, forward: str, backward: str) -> Tensor:
+    """The sum; `backward` is empty where its cotangent is equal on all ranks."""
+    return run(reduce_forward(_BY_NAME[name].transport, x, w, Choice.read(forward)))
+
+
+@reduce_op.register_fake
+def _reduce_shape(x: Tensor, w: Tensor, name: str, forward: str, backward: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[1])
+
+
+@torch.library.custom_op("shardmap_torch::matmul_all_reduce_backward", mutates_args=())
+def reduce_backward_op(x: Tensor, w: Tensor, dy: Tensor, name: str, backward: str) -> list[Tensor]:
+    """Both gradients."""
+    choice, transport = Choice.read(backward), _BY_NAME[name].transport
+    grads = run(reduce_backward(transport, x, w, dy, (True, True), choice))
+    return [grad for grad in grads if grad is not None]
+
+
+@reduce_backward_op.register_fake
+def _reduce_backward_shapes(
+    x: Tensor, w: Tensor, dy: Tensor, name: str, backward: str
+) -> list[Tensor]:
+    return _contiguous_like(x, w)
+
+
+def _reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, ctx.name, _, ctx.choice = inputs
+    ctx.save_for_backward(x, w)
+
+
+def _reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, w = ctx.saved_tensors
+    if ctx.choice:
+        dx, dw = reduce_backward_op(x, w, dy.contiguous(), ctx.name, ctx.choice)
+    else:
+        dx, dw = dy @ w.t(), x.reshape(-1, x.shape[-1]).t() @ dy.reshape(-1, dy.shape[-1])
+    return dx, dw, None, None, None
+
+
+reduce_op.register_autograd(_reduce_backward, setup_context=_reduce_setup)
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledCall:
-    """A call in a body that is being compiled; as `functions.Call` otherwise."""
+    """A call in a body that is being compiled; as `functions.Call` otherwise.
+
+    Choices are in words, as operators take them; `backward` is empty where nothing is sent.
+    """
 
     dim: int
     num_ranks: int
     name: str
-    parts: int
+    forward: str
+    backward: str
 
     def gather(
         self, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -187,10 +246,36 @@ class CompiledCall:
         """`all_gather(x) @ w + bias` for each w."""
         biased = [index for index, bias in enumerate(biases) if bias is not None]
         present = [bias for bias in biases if bias is not None]
-        options = (self.dim, self.num_ranks, self.name, self.parts)
+        options = (self.dim, self.num_ranks, self.name, self.forward, self.backward)
         return tuple(gather_op(x, ws, present, biased, *options)[:-1])
 
     def scatter(self, x: Tensor, w: Tensor) -> Tensor:
         """`reduce_scatter(x @ w)`."""
-        out: Tensor = scatter_op(x, w, self.dim, self.num_ranks, self.name, self.parts)
+        options = (self.dim, self.num_ranks, self.name, self.forward, self.backward)
+        out: Tensor = scatter_op(x, w, *options)
         return out
+
+    def reduce(self, x: Tensor, w: Tensor) -> Tensor:
+        """`all_reduce(x @ w)`."""
+        out: Tensor = reduce_op(x, w, self.name, self.forward, self.backward)
+        return out
+
+
+_TURNED: Final[Mapping[str, Family]] = {"gather": "scatter", "scatter": "gather", "reduce": "sum"}
+
+
+def compiled_call(
+    backend: Backend, collective: Collective, problem: Problem, options: Options
+) -> CompiledCall:
+    """The call, in as many parts as the rows allow: nothing is measured while tracing."""
+    parts = options.chunks or max(candidates(problem, None), default=1)
+    forward = problem.schedules[0]
+    family = _TURNED[forward.split("/")[0]]
+    backward = backward_schedules(family, options.schedule)[0]
+    return CompiledCall(
+        collective.dim,
+        problem.num_ranks,
+        endpoint_name(backend, collective.axes),
+        str(Choice(forward, parts)),
+        "" if collective.dst is I else str(Choice(backward, parts)),
+    )

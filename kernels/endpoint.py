@@ -7,6 +7,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from shardmap_torch.backend import Backend
@@ -31,7 +33,9 @@ class Endpoint:
     def fabric(self, dtype: torch.dtype) -> Fabric:
         """Measured at the first call for a dtype, which every rank of the axes makes together."""
         if dtype not in self._fabrics:
-            self._fabrics[dtype] = calibrate.measure(self.transport, dtype)
+            # torch.func.grad may be active; what is measured is none of its business.
+            with temporarily_clear_interpreter_stack():
+                self._fabrics[dtype] = calibrate.measure(self.transport, dtype)
         return self._fabrics[dtype]
 
     def assume(self, dtype: torch.dtype, fabric: Fabric) -> None:
@@ -66,19 +70,16 @@ class Situation:
 
 
 def _is_transformed(s: Situation) -> bool:
+    """Under anything but torch.func.grad and vjp, which the kernels' Function knows."""
     if torch.compiler.is_compiling():  # Dynamo cannot read either, and is told below.
         return False
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    )
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    others = any(level.key() != TransformType.Grad for level in levels)
+    return others or forward_ad._current_level >= 0
 
 
 def _is_left_to_inductor(s: Situation) -> bool:
     return torch.compiler.is_compiling() and s.overlap != "require"
-
-
-def _has_no_operator(s: Situation) -> bool:
-    return torch.compiler.is_compiling() and s.op == "matmul_all_reduce"
 
 
 def _has_no_processes(s: Situation) -> bool:
@@ -112,9 +113,8 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
     ("the mesh has no process groups here", _has_no_processes),
     ("the axes have one rank", lambda s: s.backend.mesh.num_ranks(s.axes) == 1),
     ("the axes are not in mesh order", _is_out_of_order),
-    ("a function transform or forward mode is active", _is_transformed),
+    ("a transform other than torch.func.grad and vjp is active", _is_transformed),
     ("torch.compile is active, whose own fusions need the composition", _is_left_to_inductor),
-    ("torch.compile is active, and matmul_all_reduce has no operator for it", _has_no_operator),
     ("autocast is active", lambda s: torch.is_autocast_enabled("cpu")),
     ("the operands are not on the CPU, the one device the kernels were run on", _is_off_cpu),
     ("the operands are not of one floating dtype", _mixes_dtypes),

@@ -41,6 +41,16 @@ class Choice:
     schedule: str
     num_parts: int
 
+    def __str__(self) -> str:
+        """As in `gather/ring/4`."""
+        return f"{self.schedule}/{self.num_parts}"
+
+    @classmethod
+    def read(cls, text: str) -> "Choice":
+        """The inverse of `str`."""
+        schedule, num_parts = text.rsplit("/", 1)
+        return cls(schedule, int(num_parts))
+
 
 class Tiles(Protocol):
     """Where an operation keeps its chunks."""
@@ -232,6 +242,41 @@ class Scatter:
     def _destination(self, chunk: Chunk) -> Tensor:
         rows = self._rows[chunk]
         return self._out[rows.start - self._first_row : rows.stop - self._first_row]
+
+
+class Sum(Scatter):
+    """Sums a matrix of which every rank has an addend, and feeds each finished chunk to `consume`.
+
+    Args:
+        transport: This rank's end of the network.
+        op: Name for error messages.
+        addend: This rank's addend, contiguous.
+        consume: Called once for each chunk of the sum.
+        choice: A `sum/` schedule.
+    """
+
+    def __init__(
+        self, transport: Transport, op: str, addend: Tensor, consume: Consume, choice: Choice
+    ) -> None:
+        """Allocates the sum; no communication."""
+        out = torch.empty_like(addend)
+        super().__init__(transport, op, lambda rows: addend[rows], out, addend.shape[0], choice)
+        self._consume = consume
+
+    def outgoing(self, message: Message) -> Tensor:
+        """A finished chunk, or rows of the addend."""
+        if message.chunk.owner == message.source:
+            return self._destination(message.chunk)
+        return self._produce(self._rows[message.chunk])
+
+    def multiply(self, chunk: Chunk) -> None:
+        """Feeds the consumer."""
+        self._consume(self._rows[chunk], self._destination(chunk))
+
+    def combine(self, chunk: Chunk) -> None:
+        """Adds in rank order."""
+        self._tiles[chunk] = self._produce(self._rows[chunk])
+        super().combine(chunk)
 
 
 def _sum_into(destination: Tensor, addends: list[Tensor]) -> None:

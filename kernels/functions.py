@@ -1,14 +1,14 @@
-"""The kernels under autograd: backward passes that overlap, and their unfused compositions.
+"""The kernels under autograd: one Function, and an operation for each kernel, forward or backward.
 
-Each Function has one call description, `Call`, and reads no ambient state: backward may run after
-the body has ended. A backward that is itself differentiated runs the unfused composition, whose
-derivatives of every order are those of the collectives.
+The backward of an operation is an operation again, overlapped like the first; a backward of a
+backward differentiates the unfused composition, whose derivatives of every order are those of the
+collectives. Nothing here reads ambient state: backward may run after the body has ended.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,67 +21,111 @@ from shardmap_torch.kernels.matmul import (
     gather_backward,
     gather_backward_again,
     gather_forward,
+    reduce_backward,
     reduce_forward,
     scatter_backward,
     scatter_forward,
 )
-from shardmap_torch.kernels.plan import Problem, decide, record
+from shardmap_torch.kernels.plan import (
+    Family,
+    Options,
+    Problem,
+    backward_schedules,
+    decide,
+    record,
+)
 from shardmap_torch.kernels.transport import run
 from shardmap_torch.ops.arguments import shown
-from shardmap_torch.rule import Collective, bind
+from shardmap_torch.rule import Collective, TypedFunction, bind
+from shardmap_torch.types import R
+
+Operands: TypeAlias = Sequence[Tensor | None]
+
+
+class Operation(Protocol):
+    """A kernel, or its backward, without its tensors."""
+
+    @property
+    def num_kept(self) -> int:
+        """Trailing results of `run` that only its backward reads."""
+
+    def run(self, *operands: Any) -> tuple[Tensor, ...]:
+        """The overlapped kernel, on plain tensors."""
+
+    def pull_back(self, operands: Operands, needed: Sequence[bool], grads: Operands) -> Operands:
+        """The gradients that are needed, one for each operand; `operands` end in what was kept."""
+
+
+class Overlapped(TypedFunction):
+    """Any operation under reverse-mode autograd and torch.func.grad."""
+
+    @staticmethod
+    def forward(operation: Operation, *operands: Tensor | None) -> tuple[Tensor, ...]:
+        """Runs the kernel."""
+        return operation.run(*operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keeps the operands and what the kernel keeps for its backward."""
+        operation, *operands = inputs
+        ctx.set_materialize_grads(False)
+        kept = output[len(output) - operation.num_kept :]
+        ctx.mark_non_differentiable(*kept)
+        ctx.operation = operation
+        ctx.save_for_backward(*operands, *kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Pulls cotangents back; without any, there is no communication."""
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        operation: Operation = ctx.operation
+        return (None, *operation.pull_back(ctx.saved_tensors, ctx.needs_input_grad[1:], grads))
+
+
+def overlapped(operation: Operation, *operands: Tensor | None) -> tuple[Tensor, ...]:
+    """The results of an operation, without what it keeps for its backward."""
+    results: tuple[Tensor, ...] = Overlapped.apply(operation, *operands)
+    return results[: len(results) - operation.num_kept]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of one operation, without its tensors."""
+    """One call of one public operation, without its tensors."""
 
     backend: Backend
     endpoint: Endpoint
     collective: Collective
     choice: Choice
-    chunks: int | None = None
-    save_gathered: bool = True
+    options: Options
 
-    def gather(
-        self, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]
-    ) -> tuple[Tensor, ...]:
+    def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
         """`all_gather(x) @ w + bias` for each w."""
-        outs: tuple[Tensor, ...] = GatherMatmul.apply(self, len(ws), x, *ws, *biases)  # type: ignore[no-untyped-call]
-        return outs
+        return overlapped(GatherMatmul(self, len(ws)), x, *ws, *biases)
 
     def scatter(self, x: Tensor, w: Tensor) -> Tensor:
         """`reduce_scatter(x @ w)`."""
-        out: Tensor = MatmulScatter.apply(self, x, w)  # type: ignore[no-untyped-call]
-        return out
+        return overlapped(MatmulScatter(self), x, w)[0]
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
         """`all_reduce(x @ w)`."""
-        out: Tensor = MatmulReduce.apply(self, x, w)  # type: ignore[no-untyped-call]
-        return out
+        return overlapped(MatmulReduce(self), x, w)[0]
 
-    def backward_choice(
-        self,
-        op: str,
-        schedule: str,
-        block: Tensor,
-        flops: float,
-        tail_flops: float = 0.0,
-    ) -> Choice:
-        """How the backward runs: always the kernel, in as many parts as the model finds best."""
-        transport = self.endpoint.transport
-        rows = block_rows(block, self.collective.dim)
+    def backward_choice(self, op: str, family: Family, dtype: torch.dtype, **size: Any) -> Choice:
+        """How the backward runs: always the kernel, in as many parts as the model finds best.
+
+        `size` is what a `Problem` says of rows, bytes, flops and passes.
+        """
         problem = Problem(
             op=op,
             axis=shown(self.collective.axes),
-            num_ranks=transport.num_ranks,
-            schedule=schedule,
-            block_rows=rows,
-            block_bytes=block.nbytes,
-            flops=flops,
-            tail_flops=tail_flops,
+            num_ranks=self.endpoint.transport.num_ranks,
+            schedules=backward_schedules(family, self.options.schedule),
+            **size,
         )
-        chunks = None if self.chunks is None else min(self.chunks, rows)
-        plan = decide(problem, partial(self.endpoint.fabric, block.dtype), chunks, forced=True)
+        asked = self.options.chunks
+        chunks = None if asked is None else min(asked, problem.block_rows)
+        plan = decide(problem, partial(self.endpoint.fabric, dtype), chunks, forced=True)
         choice = record(plan).choice
         assert choice is not None
         return choice
@@ -94,11 +138,7 @@ def block_rows(block: Tensor, dim: int) -> int:
 
 
 def gather_unfused(
-    backend: Backend,
-    collective: Collective,
-    x: Tensor,
-    ws: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    backend: Backend, collective: Collective, x: Tensor, ws: Sequence[Tensor], biases: Operands
 ) -> tuple[Tensor, ...]:
     """One all-gather, then the matmuls."""
     full = bind(backend, collective, x)
@@ -112,179 +152,226 @@ def reduce_unfused(backend: Backend, collective: Collective, x: Tensor, w: Tenso
     return bind(backend, collective, x @ w)
 
 
-def _differentiable(
-    composition: Callable[..., tuple[Tensor, ...]],
-    inputs: Sequence[Tensor | None],
-    needed: Sequence[bool],
-    grads: Sequence[Tensor | None],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of the unfused composition, with a graph of their own."""
-    outs = composition(*inputs)
-    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None]
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need and x is not None]
-    found = iter(
-        torch.autograd.grad(
-            [out for out, _ in pairs],
-            wanted,
-            [grad for _, grad in pairs],
-            create_graph=True,
-            allow_unused=True,
-        )
+def _differentiate(
+    composition: Callable[..., tuple[Tensor, ...]], primals: Sequence[Tensor], grads: Operands
+) -> tuple[Tensor, ...]:
+    """Gradients of a composition, themselves differentiable to any order."""
+    outs, pull_back, *_ = torch.func.vjp(composition, *primals)
+    cotangents = tuple(
+        torch.zeros_like(out) if grad is None else grad
+        for out, grad in zip(outs, grads, strict=True)
     )
-    return tuple(next(found) if need else None for need in needed)
+    pulled: tuple[Tensor, ...] = pull_back(cotangents)
+    return pulled
 
 
-class GatherMatmul(torch.autograd.Function):
-    """`all_gather(x) @ w + bias` for each of several w."""
+@dataclass(frozen=True, slots=True)
+class GatherMatmul:
+    """`all_gather(x) @ w + bias`: operands x, the weights, their biases or None."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, call: Call, num_weights: int, x: Tensor, *operands: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Operands are the weights, then their biases or None."""
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.num_weights = call, num_weights
-        ws, biases = operands[:num_weights], operands[num_weights:]
-        steps = gather_forward(
-            call.endpoint.transport,
-            x,
-            ws,  # type: ignore[arg-type]  # only biases may be None
-            biases,
-            call.collective.dim,
-            call.choice,
-        )
-        outs, gathered = run(steps)
-        kept = gathered if call.save_gathered else None
-        ctx.save_for_backward(x, kept, *operands)
-        return tuple(outs)
+    call: Call
+    num_weights: int
 
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Reduce-scatters dx under the weight gradients."""
-        x, gathered, *operands = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        if all(dy is None for dy in dys):
-            return (None,) * (2 + len(needed))
-        if torch.is_grad_enabled():
-            grads = _differentiable(_gather_composition(ctx), (x, *operands), needed, dys)
-            return (None, None, *grads)
-        return (None, None, *_gather_gradients(ctx, x, gathered, operands, needed, dys))
+    @property
+    def num_kept(self) -> int:
+        """The gathered x, unless it is to be gathered again."""
+        return int(self.call.options.save_gathered)
 
-
-def _gather_composition(ctx: Any) -> Callable[..., tuple[Tensor, ...]]:
-    call: Call = ctx.call
-    count: int = ctx.num_weights
-
-    def composition(x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-        ws, biases = operands[:count], operands[count:]
-        return gather_unfused(call.backend, call.collective, x, ws, biases)
-
-    return composition
-
-
-def _gather_gradients(
-    ctx: Any,
-    x: Tensor,
-    gathered: Tensor | None,
-    operands: Sequence[Tensor],
-    needed: Sequence[bool],
-    dys: Sequence[Tensor | None],
-) -> tuple[Tensor | None, ...]:
-    """(dx, *dws, *dbiases); an output without a cotangent takes no part."""
-    count = ctx.num_weights
-    active = [i for i, dy in enumerate(dys) if dy is not None]
-    grads = [dy for dy in dys if dy is not None]
-    ws, wanted = [operands[i] for i in active], [needed[1 + i] for i in active]
-    dx, dws = _column_backward(ctx.call, x, gathered, ws, grads, needed[0], wanted)
-    result: list[Tensor | None] = [None] * (1 + 2 * count)
-    result[0] = dx
-    for i, dw, dy in zip(active, dws, grads, strict=True):
-        result[1 + i] = dw
-        if needed[1 + count + i]:
-            result[1 + count + i] = dy.reshape(-1, dy.shape[-1]).sum(0)
-    return tuple(result)
-
-
-def _column_backward(
-    call: Call,
-    x: Tensor,
-    gathered: Tensor | None,
-    ws: Sequence[Tensor],
-    dys: Sequence[Tensor],
-    needs_dx: bool,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    dim, transport = call.collective.dim, call.endpoint.transport
-    cut = Cut.of(dim, x.ndim)
-    if not needs_dx:
-        if gathered is None:
-            gathered = cut.matrix(bind(call.backend, call.collective, x))
-        left = cut.flip(gathered).t()
-        pairs = zip(dys, wanted, strict=True)
-        return None, [left @ cut.tokens(dy) if want else None for dy, want in pairs]
-    flops = sum(2.0 * dy.numel() * w.shape[0] for dy, w in zip(dys, ws, strict=True))
-    op = "all_gather_matmul backward"
-    scatter = call.backward_choice(op, "scatter/direct", x, flops, flops * any(wanted))
-    if gathered is not None or not any(wanted):
-        return run(gather_backward(transport, gathered, ws, dys, wanted, dim, scatter))
-    gather = Choice("gather/ring", scatter.num_parts)
-    return run(gather_backward_again(transport, x, ws, dys, wanted, dim, scatter, gather))
-
-
-class MatmulScatter(torch.autograd.Function):
-    """`reduce_scatter(x @ w)`."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, w: Tensor) -> Tensor:
-        """Saves both operands."""
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.save_for_backward(x, w)
+    def run(self, x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+        """The products, and what is kept."""
+        call, ws, biases = self.call, operands[: self.num_weights], operands[self.num_weights :]
         transport, dim = call.endpoint.transport, call.collective.dim
-        return run(scatter_forward(transport, x, w, dim, call.choice))
+        outs, gathered = run(gather_forward(transport, x, ws, biases, dim, call.choice))
+        return (*outs, gathered) if self.num_kept else tuple(outs)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[None, Tensor | None, Tensor | None]:
+    def pull_back(self, operands: Operands, needed: Sequence[bool], grads: Operands) -> Operands:
+        """(dx, *dws, *dbiases); an output without a cotangent takes no part."""
+        count = self.num_weights
+        x, gathered = operands[0], operands[-1] if self.num_kept else None
+        dys = {i: dy for i, dy in enumerate(grads[:count]) if dy is not None}
+        wanted = (needed[0], *(needed[1 + i] for i in dys))
+        ws = [operands[1 + i] for i in dys]
+        found = _wanted(
+            GatherMatmulBackward(self.call, wanted), wanted, x, gathered, *ws, *dys.values()
+        )
+        result: list[Tensor | None] = [None] * (1 + 2 * count)
+        result[0] = found[0]
+        for (i, dy), dw in zip(dys.items(), found[1:], strict=True):
+            result[1 + i] = dw
+            if needed[1 + count + i]:
+                result[1 + count + i] = dy.reshape(-1, dy.shape[-1]).sum(0)
+        return result
+
+
+def _wanted(
+    operation: Operation, wanted: Sequence[bool], *operands: Tensor | None
+) -> list[Tensor | None]:
+    """The gradients that an operation computes, None in place of those that it does not."""
+    found = iter(overlapped(operation, *operands) if any(wanted) else ())
+    return [next(found) if want else None for want in wanted]
+
+
+def _selected(gradients: Operands, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    pairs = zip(gradients, wanted, strict=True)
+    return tuple(grad for grad, want in pairs if want and grad is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherMatmulBackward:
+    """The wanted of (dx, *dws): operands x, its gathered cut matrix or None, the ws, the dys."""
+
+    call: Call
+    wanted: tuple[bool, ...]
+    num_kept: ClassVar[int] = 0
+
+    def run(self, x: Tensor, gathered: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+        """Reduce-scatters dx under the weight gradients."""
+        call = self.call
+        needs_dx, *wanted = self.wanted
+        ws, dys = rest[: len(wanted)], rest[len(wanted) :]
+        dim, transport = call.collective.dim, call.endpoint.transport
+        if not needs_dx:
+            return self._weights_only(x, gathered, dys, wanted)
+        flops = sum(2.0 * dy.numel() * w.shape[0] for dy, w in zip(dys, ws, strict=True))
+        scatter = call.backward_choice(
+            "all_gather_matmul backward",
+            "scatter",
+            x.dtype,
+            block_rows=block_rows(x, dim),
+            block_bytes=x.nbytes,
+            flops=flops,
+            tail_flops=flops * any(wanted),
+        )
+        if gathered is not None or not any(wanted):
+            steps = gather_backward(transport, gathered, ws, dys, wanted, dim, scatter)
+        else:
+            gather = Choice(call.choice.schedule, scatter.num_parts)
+            steps = gather_backward_again(transport, x, ws, dys, wanted, dim, scatter, gather)
+        dx, dws = run(steps)
+        return _selected((dx, *dws), self.wanted)
+
+    def _weights_only(
+        self, x: Tensor, gathered: Tensor | None, dys: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> tuple[Tensor, ...]:
+        cut = Cut.of(self.call.collective.dim, x.ndim)
+        if gathered is None:
+            gathered = cut.matrix(self.call.collective.run(self.call.backend, x))
+        left = cut.flip(gathered).t()
+        return tuple(left @ cut.tokens(dy) for dy, want in zip(dys, wanted, strict=True) if want)
+
+    def _composition(self, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        count = len(self.wanted) - 1
+        ws, dys = rest[:count], rest[count:]
+
+        def products(x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
+            return gather_unfused(self.call.backend, self.call.collective, x, ws, [None] * count)
+
+        return _selected(_differentiate(products, (x, *ws), dys), self.wanted)
+
+    def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
+        """By the composition; the gathered x is no variable of its own."""
+        x, _, *rest = operands
+        dx, *others = _differentiate(self._composition, (x, *rest), grads)
+        return dx, None, *others
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulScatter:
+    """`reduce_scatter(x @ w)`: operands x and w."""
+
+    call: Call
+    num_kept: ClassVar[int] = 0
+
+    def run(self, x: Tensor, w: Tensor) -> tuple[Tensor]:
+        """This rank's block of the sum."""
+        call = self.call
+        transport, dim = call.endpoint.transport, call.collective.dim
+        return (run(scatter_forward(transport, x, w, dim, call.choice)),)
+
+    def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
         """One gather of dy feeds both gradients."""
-        call: Call = ctx.call
-        x, w = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
-        if dy is None:
-            return None, None, None
-        if torch.is_grad_enabled():
-
-            def composition(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-                return (reduce_unfused(call.backend, call.collective, x, w),)
-
-            dx, dw = _differentiable(composition, (x, w), wanted, (dy,))
-            return None, dx, dw
-        dim = call.collective.dim
-        flops = 2.0 * x.numel() * w.shape[1] * sum(wanted)
-        op = "matmul_reduce_scatter backward"
-        choice = call.backward_choice(op, "gather/ring", dy, flops)
-        steps = scatter_backward(call.endpoint.transport, x, w, dy, wanted, dim, choice)
-        return None, *run(steps)
+        wanted = (needed[0], needed[1])
+        return _wanted(MatmulScatterBackward(self.call, wanted), wanted, *operands, *grads)
 
 
-class MatmulReduce(torch.autograd.Function):
-    """`all_reduce(x @ w)`; its backward is the transposed collective and two plain matmuls."""
+@dataclass(frozen=True, slots=True)
+class MatmulReduce:
+    """`all_reduce(x @ w)`: operands x and w."""
 
-    @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, w: Tensor) -> Tensor:
-        """Saves both operands."""
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.save_for_backward(x, w)
-        return run(reduce_forward(call.endpoint.transport, x, w, call.choice))
+    call: Call
+    num_kept: ClassVar[int] = 0
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[None, Tensor | None, Tensor | None]:
-        """Differentiable itself: collectives and matmuls that autograd knows."""
-        if dy is None:
-            return None, None, None
-        x, w = ctx.saved_tensors
-        _, needs_dx, needs_dw = ctx.needs_input_grad
-        dz = bind(ctx.call.backend, ctx.call.collective.transpose, dy)
-        dx = dz @ w.t() if needs_dx else None
-        dw = x.reshape(-1, x.shape[-1]).t() @ dz.reshape(-1, dz.shape[-1]) if needs_dw else None
-        return None, dx, dw
+    def run(self, x: Tensor, w: Tensor) -> tuple[Tensor]:
+        """The sum."""
+        return (run(reduce_forward(self.call.endpoint.transport, x, w, self.call.choice)),)
+
+    def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
+        """For R the cotangents are summed, and each chunk of the sum feeds both; for I none is."""
+        wanted = (needed[0], needed[1])
+        if self.call.collective.dst is R:
+            return _wanted(MatmulReduceBackward(self.call, wanted), wanted, *operands, *grads)
+        x, w = operands
+        dz = bind(self.call.backend, self.call.collective.transpose, grads[0])  # type: ignore[arg-type]
+        dx = dz @ w.t() if wanted[0] else None
+        dw = x.reshape(-1, x.shape[-1]).t() @ dz.reshape(-1, dz.shape[-1]) if wanted[1] else None
+        return dx, dw
+
+
+@dataclass(frozen=True, slots=True)
+class _ProductBackward:
+    """The wanted of (dx, dw) of a collective of x @ w: operands x, w and the cotangent."""
+
+    call: Call
+    wanted: tuple[bool, bool]
+    num_kept: ClassVar[int] = 0
+
+    def _composition(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        def product(x: Tensor, w: Tensor) -> tuple[Tensor]:
+            return (reduce_unfused(self.call.backend, self.call.collective, x, w),)
+
+        return _selected(_differentiate(product, (x, w), (dy,)), self.wanted)
+
+    def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
+        """By the composition."""
+        return _differentiate(self._composition, operands, grads)
+
+    def _flops(self, x: Tensor, w: Tensor) -> float:
+        return 2.0 * x.numel() * w.shape[1] * sum(self.wanted)
+
+
+class MatmulScatterBackward(_ProductBackward):
+    """Of `reduce_scatter(x @ w)`."""
+
+    def run(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        """One gather of dy feeds both gradients."""
+        call, dim = self.call, self.call.collective.dim
+        choice = call.backward_choice(
+            "matmul_reduce_scatter backward",
+            "gather",
+            x.dtype,
+            block_rows=block_rows(dy, dim),
+            block_bytes=dy.nbytes,
+            flops=self._flops(x, w),
+        )
+        steps = scatter_backward(call.endpoint.transport, x, w, dy, self.wanted, dim, choice)
+        return _selected(run(steps), self.wanted)
+
+
+class MatmulReduceBackward(_ProductBackward):
+    """Of `all_reduce(x @ w)` where the ranks use the result in different ways."""
+
+    def run(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        """One all-reduce of dy feeds both gradients."""
+        call = self.call
+        num_ranks = call.endpoint.transport.num_ranks
+        choice = call.backward_choice(
+            "matmul_all_reduce backward",
+            "sum",
+            x.dtype,
+            block_rows=max(1, dy.shape[:-1].numel() // num_ranks),
+            block_bytes=dy.nbytes / num_ranks,
+            flops=self._flops(x, w),
+            passes=2,
+        )
+        steps = reduce_backward(call.endpoint.transport, x, w, dy, self.wanted, choice)
+        return _selected(run(steps), self.wanted)

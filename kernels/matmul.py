@@ -18,6 +18,7 @@ from shardmap_torch.kernels.exchange import (
     Gather,
     Produce,
     Scatter,
+    Sum,
 )
 from shardmap_torch.kernels.transport import Steps, Transport
 
@@ -336,19 +337,55 @@ def scatter_backward(
     One gather of dy feeds both, chunk by chunk.
     """
     cut = Cut.of(dim, x.ndim)
-    tokens = cut.tokens(x)
-    dx = _tokens_out(cut, x, tokens.shape[0], x.shape[-1])
-    dw = zeros_for_sum(w, *w.shape)
-    consumers = (
-        cut.times(transport, w.t(), None, dx),
-        cut.right_gradient(transport, tokens, dw),
-    )
-    consume = _both([each for each, want in zip(consumers, wanted, strict=True) if want])
+    gradients = _Gradients(transport, cut, x, w, wanted)
     op = "matmul_reduce_scatter backward"
-    gather = Gather(transport, op, cut.matrix(dy), consume, choice)
+    gather = Gather(transport, op, cut.matrix(dy), gradients.consume, choice)
     yield from gather.start()
     yield from gather.finish()
-    return (
-        cut.restore(dx.to(x.dtype), x.shape) if wanted[0] else None,
-        dw.to(w.dtype) if wanted[1] else None,
-    )
+    return gradients.results()
+
+
+def reduce_backward(
+    transport: Transport,
+    x: Tensor,
+    w: Tensor,
+    dy: Tensor,
+    wanted: tuple[bool, bool],
+    choice: Choice,
+) -> Steps[tuple[Tensor | None, Tensor | None]]:
+    """The wanted gradients of `reduce_forward` where the ranks' cotangents add up: (dx, dw).
+
+    Each chunk of the sum of dy feeds both as soon as it is finished.
+    """
+    cut = Cut(0, by_features=False)
+    gradients = _Gradients(transport, cut, x, w, wanted)
+    op = "matmul_all_reduce backward"
+    total = Sum(transport, op, cut.matrix(dy), gradients.consume, choice)
+    yield from total.start()
+    yield from total.finish()
+    return gradients.results()
+
+
+class _Gradients:
+    """The wanted gradients of x @ w, from chunks of the cut matrix of its cotangent."""
+
+    def __init__(
+        self, transport: Transport, cut: Cut, x: Tensor, w: Tensor, wanted: tuple[bool, bool]
+    ) -> None:
+        self._cut, self._shape, self._wanted = cut, x.shape, wanted
+        tokens = cut.tokens(x)
+        self._dx = _tokens_out(cut, x, tokens.shape[0], x.shape[-1])
+        self._dw = zeros_for_sum(w, *w.shape)
+        self._dtype = x.dtype
+        consumers = (
+            cut.times(transport, w.t(), None, self._dx),
+            cut.right_gradient(transport, tokens, self._dw),
+        )
+        self.consume = _both([each for each, want in zip(consumers, wanted, strict=True) if want])
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        """(dx, dw), once every chunk has been consumed."""
+        return (
+            self._cut.restore(self._dx.to(self._dtype), self._shape) if self._wanted[0] else None,
+            self._dw.to(self._dtype) if self._wanted[1] else None,
+        )

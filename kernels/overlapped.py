@@ -10,7 +10,7 @@ from torch import Tensor
 from shardmap_torch.backend import Scope
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.compiled import CompiledCall, endpoint_name
+from shardmap_torch.kernels.compiled import CompiledCall, compiled_call
 from shardmap_torch.kernels.endpoint import Situation, endpoint_of, is_checked, obstacle
 from shardmap_torch.kernels.functions import (
     Call,
@@ -19,14 +19,17 @@ from shardmap_torch.kernels.functions import (
     reduce_unfused,
 )
 from shardmap_torch.kernels.plan import (
+    Options,
     Overlap,
     Plan,
     Problem,
+    Schedule,
     candidates,
     check_overlap,
     decide,
     obstructed,
     record,
+    schedules,
 )
 from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_dim, read_type, shown
 from shardmap_torch.rule import Collective
@@ -42,6 +45,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     bias: Tensor | None = None,
     chunks: int | None = None,
+    schedule: Schedule | None = None,
     save_gathered: bool = True,
     overlap: Overlap = "auto",
 ) -> Tensor: ...
@@ -56,6 +60,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     bias: Sequence[Tensor | None] | None = None,
     chunks: int | None = None,
+    schedule: Schedule | None = None,
     save_gathered: bool = True,
     overlap: Overlap = "auto",
 ) -> tuple[Tensor, ...]: ...
@@ -69,6 +74,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     chunks: int | None = None,
+    schedule: Schedule | None = None,
     save_gathered: bool = True,
     overlap: Overlap = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
@@ -88,6 +94,8 @@ def all_gather_matmul(
         bias: added to each row of the product; one per weight where there are several.
         chunks: chunks into which each rank's shard is cut; by default as the cost model says, of
             at least 128 rows and at most 8.
+        schedule: "ring" sends blocks to the next rank only, "two-way" half of the way to either
+            side; by default as the cost model says. The backward of a ring is a ring.
         save_gathered: keep the gathered x for the backward (n * x.nbytes), or gather it again
             under the input gradient (keeps x alone; n * x.nbytes for the time of the backward).
         overlap: "auto" overlaps where the cost model predicts a gain of at least 3 %, "require"
@@ -127,13 +135,14 @@ def all_gather_matmul(
         op=op,
         axis=shown(axes),
         num_ranks=num_ranks,
-        schedule="gather/ring",
+        schedules=schedules(op, "gather", schedule),
         block_rows=block_rows(x, dim),
         block_bytes=x.nbytes,
         flops=sum(2.0 * x.numel() * num_ranks * each.shape[1] for each in ws),
     )
     present = [addend for addend in biases if addend is not None]
-    call = _prepare(scope, collective, problem, (x, *ws, *present), overlap, chunks, save_gathered)
+    options = Options(overlap, schedule, chunks, save_gathered)
+    call = _prepare(scope, collective, problem, (x, *ws, *present), options)
     if call is None:
         outs = gather_unfused(scope.backend, collective, x, ws, biases)
     else:
@@ -149,6 +158,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     bias: Tensor | None = None,
     chunks: int | None = None,
+    schedule: Schedule | None = None,
     overlap: Overlap = "auto",
 ) -> Tensor:
     """`reduce_scatter(x @ w, axis, dim=scatter_dim) + bias`, sending chunks as they are made.
@@ -168,6 +178,9 @@ def matmul_reduce_scatter(
         scatter_dim: the dim of the product that is cut.
         bias: added once, after the reduction.
         chunks: as in `all_gather_matmul`, of each rank's block of the result.
+        schedule: "direct", the default, or "ring" where only neighbours have a link: sums travel to
+            the next rank, in the order of travel and rounded at each hop. The backward of a ring is
+            a ring.
         overlap: as in `all_gather_matmul`.
 
     Raises:
@@ -199,12 +212,12 @@ def matmul_reduce_scatter(
         op=op,
         axis=shown(axes),
         num_ranks=num_ranks,
-        schedule="scatter/direct",
+        schedules=schedules(op, "scatter", schedule),
         block_rows=rows // num_ranks,
         block_bytes=shape.numel() * x.element_size() / num_ranks,
         flops=2.0 * x.numel() * w.shape[1],
     )
-    call = _prepare(scope, collective, problem, (x, w), overlap, chunks)
+    call = _prepare(scope, collective, problem, (x, w), Options(overlap, schedule, chunks))
     if call is None:
         y = reduce_unfused(scope.backend, collective, x, w)
     else:
@@ -229,8 +242,9 @@ def matmul_all_reduce(
     and float16 in float32) and sent to everyone. Equal on all ranks, bit for bit.
 
     Shape: x [..., k], w [k, m] gives [..., m]. Types: as its unfused composition: the product is P
-    (or V), the result `dst`, R or I. Backward: for R an all-reduce of the cotangent, for I none;
-    not overlapped. Sends 2(n-1)/n * y.nbytes per rank.
+    (or V), the result `dst`, R or I. Backward: for R an all-reduce of the cotangent, each finished
+    chunk of which feeds dx and dw at once; for I there is nothing to send. Sends
+    2(n-1)/n * y.nbytes per rank, for R as much backward.
 
     Args:
         x: this rank's features.
@@ -269,17 +283,16 @@ def matmul_all_reduce(
         op=op,
         axis=shown(axes),
         num_ranks=num_ranks,
-        schedule="reduce/direct",
+        schedules=schedules(op, "reduce", None),
         block_rows=num_tokens // num_ranks,
         block_bytes=num_tokens * w.shape[1] * x.element_size() / num_ranks,
         flops=2.0 * x.numel() * w.shape[1],
         passes=2,
     )
-    call = _prepare(scope, collective, problem, (x, w), overlap, chunks)
+    call = _prepare(scope, collective, problem, (x, w), Options(overlap, chunks=chunks))
     if call is None:
         y = reduce_unfused(scope.backend, collective, x, w)
     else:
-        assert isinstance(call, Call)  # no operator for compiled bodies: an obstacle
         y = call.reduce(x, w)
     return y if bias is None else y + bias
 
@@ -289,33 +302,29 @@ def _prepare(
     collective: Collective,
     problem: Problem,
     operands: Sequence[Tensor],
-    overlap: Overlap,
-    chunks: int | None,
-    save_gathered: bool = True,
+    options: Options,
 ) -> Call | CompiledCall | None:
     """The call of the kernel, or None where the unfused composition runs; records why."""
-    check_overlap(problem.op, overlap)
-    if chunks is not None:
-        candidates(problem, chunks)  # Wrong on every mesh, or on none.
+    check_overlap(problem.op, options.overlap)
+    if options.chunks is not None:
+        candidates(problem, options.chunks)  # Wrong on every mesh, or on none.
     backend = scope.backend
     if is_checked(backend):
         record(Plan(problem.op, problem.axis, None, "the body is being checked, not run"))
         return None
-    why = obstacle(Situation(problem.op, backend, collective.axes, overlap, operands))
+    why = obstacle(Situation(problem.op, backend, collective.axes, options.overlap, operands))
     if why is not None:
-        record(obstructed(problem.op, problem.axis, overlap, why))
+        record(obstructed(problem.op, problem.axis, options.overlap, why))
         return None
     if torch.compiler.is_compiling():
-        parts = chunks or max(candidates(problem, None), default=1)
-        name = endpoint_name(backend, collective.axes)
-        return CompiledCall(collective.dim, problem.num_ranks, name, parts)
+        return compiled_call(backend, collective, problem, options)
     assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
     endpoint = endpoint_of(backend, collective.axes)
     fabric = partial(endpoint.fabric, operands[0].dtype)
-    plan = record(decide(problem, fabric, chunks, forced=overlap == "require"))
+    plan = record(decide(problem, fabric, options.chunks, forced=options.overlap == "require"))
     if plan.choice is None:
         return None
-    return Call(backend, endpoint, collective, plan.choice, chunks, save_gathered)
+    return Call(backend, endpoint, collective, plan.choice, options)
 
 
 def _pairs(

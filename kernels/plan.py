@@ -1,15 +1,32 @@
 """Decides whether a call overlaps, and how: a cost model, and a record of the last decision."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.cost import Fabric
 from shardmap_torch.kernels.exchange import Choice
 
 Overlap: TypeAlias = Literal["auto", "require", "off"]
+Schedule: TypeAlias = Literal["ring", "two-way", "direct"]
+Family: TypeAlias = Literal["gather", "scatter", "reduce", "sum"]
+
+FAMILIES: Final[Mapping[Family, tuple[Schedule, ...]]] = {
+    "gather": ("ring", "two-way"),
+    "scatter": ("direct", "ring"),
+    "reduce": ("direct",),
+    "sum": ("direct",),
+}
+"""The schedules of each kind of exchange; the first is the one that needs a reason not to run."""
+
+PICKED: Final[Mapping[Family, tuple[Schedule, ...]]] = {**FAMILIES, "scatter": ("direct",)}
+"""Those that the model chooses from by itself.
+
+scatter/ring rounds at every hop and adds in travelling order, and the direct exchange is never
+slower where any two ranks have a link; it is for machines on which only neighbours have one.
+"""
 
 MAX_PARTS = 8
 MIN_ROWS = 128
@@ -20,6 +37,16 @@ MIN_GAIN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked of a call; None leaves a choice to the cost model."""
+
+    overlap: Overlap = "auto"
+    schedule: Schedule | None = None
+    chunks: int | None = None
+    save_gathered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """What a kernel has to do, as far as its time depends on it.
 
@@ -27,7 +54,7 @@ class Problem:
         op: Name of the operation.
         axis: Mesh axis, as the user wrote it.
         num_ranks: Ranks on the axis.
-        schedule: The schedule that would run.
+        schedules: The schedules that may run.
         block_rows: Rows of a rank's block of the gathered or summed matrix.
         block_bytes: Bytes of that block; each rank sends it to or through every other.
         flops: Work that is pipelined with the communication.
@@ -38,7 +65,7 @@ class Problem:
     op: str
     axis: str
     num_ranks: int
-    schedule: str
+    schedules: tuple[str, ...]
     block_rows: int
     block_bytes: float
     flops: float
@@ -68,10 +95,7 @@ class Plan:
 
     def __str__(self) -> str:
         """One line for logs."""
-        how = (
-            "unfused" if self.choice is None else f"{self.choice.schedule}/{self.choice.num_parts}"
-        )
-        return f"{self.op} over {self.axis}: {how} ({self.reason})"
+        return f"{self.op} over {self.axis}: {self.choice or 'unfused'} ({self.reason})"
 
 
 def unfused_seconds(problem: Problem, fabric: Fabric) -> float:
@@ -82,18 +106,46 @@ def unfused_seconds(problem: Problem, fabric: Fabric) -> float:
     return compute + problem.passes * (problem.num_ranks - 1) * fabric.transfer(problem.block_bytes)
 
 
-def overlapped_seconds(problem: Problem, fabric: Fabric, num_parts: int) -> float:
+def schedules(op: str, family: Family, schedule: Schedule | None) -> tuple[str, ...]:
+    """The schedules that a call may run: the one that is named, or those to pick from.
+
+    Raises:
+        KernelError: If the family has no schedule of that name.
+    """
+    if schedule is None:
+        return tuple(f"{family}/{name}" for name in PICKED[family])
+    if schedule not in FAMILIES[family]:
+        raise KernelError(
+            f"{op}: schedule={schedule!r} is none of {', '.join(FAMILIES[family])}, nor None, "
+            "which leaves the choice to the cost model."
+        )
+    return (f"{family}/{schedule}",)
+
+
+def backward_schedules(family: Family, forward: Schedule | None) -> tuple[str, ...]:
+    """The schedules of a backward pass: a ring stays one, any other name is the forward's own."""
+    return schedules("backward", family, forward if forward == "ring" else None)
+
+
+def overlapped_seconds(problem: Problem, fabric: Fabric, choice: Choice) -> float:
     """The longer of all the work, and all the messages beside the one chunk they cannot hide.
 
-    Where blocks go round twice, the finished chunks of the last two parts follow the work. Of what
-    all that hides, a fabric whose transfers need this rank's own cores keeps its share.
+    Where blocks go round twice, two parts cannot be hidden behind the work: the last finished
+    chunks, or the first addends. Of what all that hides, a fabric whose transfers need this rank's
+    own cores keeps its share.
     """
+    num_parts = choice.num_parts
     num_chunks = problem.num_ranks * num_parts
     chunk = fabric.compute(problem.flops / num_chunks)
     work = num_chunks * chunk
     if problem.tail_flops:
         work += fabric.compute(problem.tail_flops)
-    part_travel = (problem.num_ranks - 1) * fabric.transfer(problem.block_bytes / num_parts)
+    num_blocks = problem.num_ranks - 1
+    # Both directions at once: as many bytes over a rank's link, half of the waits for a message.
+    waits = problem.num_ranks // 2 if choice.schedule.endswith("/two-way") else num_blocks
+    part_travel = waits * fabric.transfer(0) + num_blocks * (
+        fabric.transfer(problem.block_bytes / num_parts) - fabric.transfer(0)
+    )
     travel = problem.passes * num_parts * part_travel
     trailing = (problem.passes - 1) * min(2, num_parts) * part_travel
     ideal = max(work + trailing, travel + chunk)
@@ -117,11 +169,25 @@ def candidates(problem: Problem, chunks: int | None) -> tuple[int, ...]:
     return tuple(parts for parts in powers if parts * MIN_ROWS <= problem.block_rows)
 
 
-def best_parts(problem: Problem, fabric: Fabric, options: Sequence[int]) -> tuple[int, float]:
-    """The number of parts with the shortest predicted time, and that time; fewer parts on a tie."""
-    seconds = {parts: overlapped_seconds(problem, fabric, parts) for parts in options}
-    parts = min(options, key=lambda option: (seconds[option], option))
-    return parts, seconds[parts]
+def best(problem: Problem, fabric: Fabric, parts: Sequence[int]) -> tuple[Choice, float]:
+    """The choice with the shortest predicted time, and that time.
+
+    Fewer parts on a tie; another schedule than the first only for a gain that the model can tell.
+    """
+    seconds = {
+        Choice(schedule, num_parts): overlapped_seconds(
+            problem, fabric, Choice(schedule, num_parts)
+        )
+        for schedule in problem.schedules
+        for num_parts in parts
+    }
+
+    def rank(choice: Choice) -> tuple[float, int]:
+        is_first = choice.schedule == problem.schedules[0]
+        return seconds[choice] * (1 if is_first else 1 + MIN_GAIN), choice.num_parts
+
+    choice = min(seconds, key=rank)
+    return choice, seconds[choice]
 
 
 def decide(
@@ -137,11 +203,11 @@ def decide(
         return Plan(problem.op, problem.axis, None, reason)
     speed = fabric()
     before = unfused_seconds(problem, speed)
-    parts, after = best_parts(problem, speed, options)
+    choice, after = best(problem, speed, options)
     gain = before / after - 1
-    choice = Choice(problem.schedule, parts) if forced or gain >= MIN_GAIN else None
     reason = f"the model predicts {gain:+.0%} from overlap" + (", required" if forced else "")
-    return Plan(problem.op, problem.axis, choice, reason, before, after)
+    chosen = choice if forced or gain >= MIN_GAIN else None
+    return Plan(problem.op, problem.axis, chosen, reason, before, after)
 
 
 def obstructed(op: str, axis: str, overlap: Overlap, obstacle: str) -> Plan:

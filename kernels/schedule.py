@@ -11,6 +11,7 @@ block is cut again into `num_parts` *chunks*, the unit that is sent and multipli
     scatter/direct   a partial sum goes straight to its owner, which adds all of them in rank order
     scatter/ring     a partial sum travels and collects one addend a step
     reduce/direct    scatter/direct, and each finished chunk is sent to everyone at once
+    sum/direct       an all-reduce of addends that exist already; finished chunks are multiplied
 
 Source: ring all-gather and reduce-scatter from Patarasuk and Yuan 2009; overlapping them with the
 matmul from Wang et al. 2023 ("Overlap communication with dependent computation"), section 3.
@@ -221,6 +222,25 @@ def scatter_ring(rank: int, num_ranks: int, num_parts: int) -> Program:
     return Program(_posts((*travelling, *finish)) + tuple(travelling) + own, finish)
 
 
+def _finished(source: int, target: int, num_ranks: int, part: int) -> Message:
+    """A finished chunk from its owner, at steps after the addends': tags stay unique for a pair."""
+    step = num_ranks + (target - source) % num_ranks
+    return Message(source, target, Chunk(source, part), step)
+
+
+def _finished_arrivals(rank: int, num_ranks: int, part: int) -> Iterator[Message]:
+    """One part of all the other blocks, nearest first as they were sent."""
+    for distance in range(1, num_ranks):
+        yield _finished((rank - distance) % num_ranks, rank, num_ranks, part)
+
+
+def _publish(rank: int, num_ranks: int, part: int) -> Iterator[Instruction]:
+    """Adds one own chunk and sends it to everyone."""
+    yield from _collect(rank, num_ranks, part)
+    for target in _others(rank, num_ranks):
+        yield Send(_finished(rank, target, num_ranks, part))
+
+
 def reduce_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
     """Direct all-reduce, one part of all blocks at a time.
 
@@ -228,34 +248,53 @@ def reduce_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
     all-reduce hide behind the products, which block by block only the first half would.
     """
 
-    def finished(source: int, target: int, part: int) -> Message:
-        # Steps after those of the addends, so that tags stay unique for a pair of ranks.
-        step = num_ranks + (target - source) % num_ranks
-        return Message(source, target, Chunk(source, part), step)
-
     def products(part: int) -> Iterator[Instruction]:
         for target in _others(rank, num_ranks):
             yield Multiply(Chunk(target, part))
             yield Send(_addend(rank, target, num_ranks, part))
         yield Multiply(Chunk(rank, part))
 
-    def publish(part: int) -> Iterator[Instruction]:
-        yield from _collect(rank, num_ranks, part)
-        for target in _others(rank, num_ranks):
-            yield Send(finished(rank, target, part))
-
     start: list[Instruction] = []
     for part in range(num_parts):
         start += products(part)
         if part:
-            start += publish(part - 1)
-    arrivals = tuple(
-        Await(finished((rank - distance) % num_ranks, rank, part))
+            start += _publish(rank, num_ranks, part - 1)
+    arrivals = (
+        Await(message)
         for part in range(num_parts)
-        for distance in range(1, num_ranks)
+        for message in _finished_arrivals(rank, num_ranks, part)
     )
-    finish = (*publish(num_parts - 1), *arrivals)
+    finish = (*_publish(rank, num_ranks, num_parts - 1), *arrivals)
     return Program(_posts((*start, *finish)) + tuple(start), finish)
+
+
+def sum_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
+    """Direct all-reduce of addends that exist already, one part of all blocks at a time.
+
+    While the finished chunks of part p are multiplied, those of part p + 1 are added and sent. Two
+    parts of addends travel at a time, so that finished chunks do not queue behind all of them.
+    """
+
+    def addends(part: int) -> Iterator[Instruction]:
+        if part < num_parts:
+            for target in _others(rank, num_ranks):
+                yield Send(_addend(rank, target, num_ranks, part))
+
+    def consume(part: int) -> Iterator[Instruction]:
+        for message in _finished_arrivals(rank, num_ranks, part):
+            yield Await(message)
+            yield Multiply(message.chunk)
+
+    start = (*addends(0), *addends(1))
+    finish: list[Instruction] = []
+    for part in range(num_parts):
+        finish += _publish(rank, num_ranks, part)
+        finish += addends(part + 2)
+        finish.append(Multiply(Chunk(rank, part)))
+        if part:
+            finish += consume(part - 1)
+    finish += consume(num_parts - 1)
+    return Program(_posts(tuple(finish)) + start, tuple(finish))
 
 
 SCHEDULES: Mapping[str, Builder] = {
@@ -264,6 +303,7 @@ SCHEDULES: Mapping[str, Builder] = {
     "scatter/direct": scatter_direct,
     "scatter/ring": scatter_ring,
     "reduce/direct": reduce_direct,
+    "sum/direct": sum_direct,
 }
 
 

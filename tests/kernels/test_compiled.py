@@ -1,19 +1,21 @@
 """The kernels under torch.compile: operators where required, the composition by default."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
-from shardmap_torch import R
 from shardmap_torch.kernels import (
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from shardmap_torch.kernels.compiled import endpoint_name, gather_op, scatter_op
+from shardmap_torch.kernels.compiled import endpoint_name, gather_op, reduce_op, scatter_op
 from tests.kernels.test_overlapped import body, normal
 from tests.pool import Pool
 
@@ -76,6 +78,8 @@ def test_auto_leaves_the_composition_to_inductor_and_require_puts_operators(gloo
 
 def failed_checks() -> list[str]:
     """torch's own checks of schema, shapes, autograd registration and tracing."""
+    check = partial(torch.library.opcheck, rtol=1e-10, atol=1e-10)
+    gather, scatter = "gather/ring/2", "scatter/direct/2"
     with body() as backend:
         name = endpoint_name(backend, ("tp",))
         for dim in (0, 1, 2):
@@ -83,11 +87,12 @@ def failed_checks() -> list[str]:
             w = normal(2, 12 if dim == 2 else 6, 5).requires_grad_()
             v = normal(3, 12 if dim == 2 else 6, 2).requires_grad_()
             bias = normal(4, 5).requires_grad_()
-            torch.library.opcheck(
-                gather_op, (x, [w, v], [bias], [0], dim, 2, name, 2), rtol=1e-10, atol=1e-10
-            )
+            check(gather_op, (x, [w, v], [bias], [0], dim, 2, name, gather, scatter))
             y, u = normal(5, 4, 2, 6).requires_grad_(), normal(6, 6, 8).requires_grad_()
-            torch.library.opcheck(scatter_op, (y, u, dim, 2, name, 1), rtol=1e-10, atol=1e-10)
+            check(scatter_op, (y, u, dim, 2, name, scatter, gather))
+        for backward in ("sum/direct/2", ""):
+            y, u = normal(5, 4, 2, 6).requires_grad_(), normal(6, 6, 8).requires_grad_()
+            check(reduce_op, (y, u, name, "reduce/direct/2", backward))
     return []
 
 
@@ -95,14 +100,67 @@ def test_torch_finds_no_fault_with_the_operators(gloo: Gloo) -> None:
     assert gloo(2).run(failed_checks, timeout=60.0) == [[], []]
 
 
-def refusal() -> str:
-    def reduce(x: Tensor, w: Tensor) -> Tensor:
-        return matmul_all_reduce(x, w, "tp", dst=R, overlap="require")
+def reduced(dst: Any, overlap: Any) -> Callable[..., Tensor]:
+    def run(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return matmul_all_reduce(x, w, "tp", dst=dst, bias=bias, chunks=2, overlap=overlap)
 
-    with body(), pytest.raises(Exception, match="has no operator for it") as caught:
-        torch.compile(reduce, backend="eager", fullgraph=True)(normal(1, 4, 3), normal(2, 3, 2))
-    return type(caught.value).__name__
+    return run
 
 
-def test_an_all_reduce_that_must_overlap_is_refused(gloo: Gloo) -> None:
-    assert len(set(gloo(2).run(refusal))) == 1
+def compiled_reduction(dst: Any) -> tuple[float, list[str]]:
+    """The largest difference from the composition in values and gradients, and the operators."""
+    names: list[str] = []
+
+    def collect(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names.extend(str(n.target) for n in graph.graph.nodes if "all_reduce" in str(n.target))
+        return make_boxed_func(graph.forward)
+
+    shapes = ((3, 5, 4), (4, 6), (6,))
+    results = []
+    with body():
+        compiled = torch.compile(
+            reduced(dst, "require"), backend=aot_autograd(fw_compiler=collect), fullgraph=True
+        )
+        for function in (compiled, reduced(dst, "off")):
+            leaves = [normal(i, *shape).requires_grad_() for i, shape in enumerate(shapes)]
+            y = function(*leaves)
+            results.append([y.detach(), *torch.autograd.grad(y.pow(3).sum(), leaves)])
+    difference = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+    return difference, [name for name in names if "matmul" in name]
+
+
+@pytest.mark.parametrize(("dst", "num_operators"), [("R", 2), ("I", 1)])
+def test_a_compiled_all_reduce_has_an_operator_and_one_backward_where_it_sends(
+    gloo: Gloo, dst: str, num_operators: int
+) -> None:
+    for difference, names in gloo(3).run(compiled_reduction, dst, timeout=60.0):
+        assert difference < 1e-10
+        assert len(names) == num_operators
+
+
+def schedules_in_the_graph() -> list[Any]:
+    found: list[Any] = []
+
+    def collect(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nodes = [n for n in graph.graph.nodes if "matmul" in str(n.target)]
+        found.extend(each for n in nodes for each in n.args if isinstance(each, str))
+        return graph.forward
+
+    def ring(x: Tensor, w: Tensor) -> Tensor:
+        options: Any = {"overlap": "require", "schedule": "ring", "chunks": 3}
+        y = all_gather_matmul(x, w, "tp", **options)
+        return matmul_reduce_scatter(y, w.t(), "tp", **options)
+
+    with body():
+        x, w = normal(1, 6, 4), normal(2, 4, 4)
+        torch.compile(ring, backend=collect, fullgraph=True)(x, w)
+    return [text for text in found if "/" in text]
+
+
+def test_a_compiled_ring_is_a_ring_in_its_backward_too(gloo: Gloo) -> None:
+    assert gloo(2).run(schedules_in_the_graph)[0] == [
+        "gather/ring/3",
+        "scatter/ring/3",
+        "scatter/ring/3",
+        "gather/ring/3",
+    ]

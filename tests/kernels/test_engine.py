@@ -14,6 +14,7 @@ from shardmap_torch.kernels.matmul import (
     gather_backward,
     gather_backward_again,
     gather_forward,
+    reduce_backward,
     reduce_forward,
     scatter_backward,
     scatter_forward,
@@ -220,6 +221,31 @@ def test_scatter_backward_equals_autograd_of_the_whole(
             assert torch.equal(ours, truth)
 
 
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_reduce_backward_equals_autograd_of_the_sum_of_cotangents(
+    num_ranks: int, num_parts: int
+) -> None:
+    xs = [integers(5, 11, 3, seed=rank).requires_grad_() for rank in range(num_ranks)]
+    ws = [integers(3, 2, seed=99 + rank).requires_grad_() for rank in range(num_ranks)]
+    dys = [integers(5, 11, 2, seed=7 + rank) for rank in range(num_ranks)]  # 55 uneven rows.
+
+    def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor | None, Tensor | None]]:
+        rank = transport.rank
+        x, w = xs[rank].detach(), ws[rank].detach()
+        choice = Choice("sum/direct", num_parts)
+        return reduce_backward(transport, x, w, dys[rank], (True, True), choice)
+
+    total = sum(dys, torch.zeros(()))
+    for x, w in zip(xs, ws, strict=True):
+        torch.autograd.backward(((x @ w) * total).sum())
+    for rank, (dx, dw) in enumerate(VirtualNetwork(num_ranks, INSTANT).run(kernel)):
+        for ours, truth in ((dx, xs[rank].grad), (dw, ws[rank].grad)):
+            assert ours is not None
+            assert truth is not None
+            assert torch.equal(ours, truth)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_sums_are_rounded_once(dtype: torch.dtype) -> None:
     """256 and fifteen ones: each one alone is lost in bfloat16, together they are not."""
@@ -266,6 +292,17 @@ KERNELS: dict[str, tuple[Callable[..., Steps[object]], int]] = {
     ),
     "reduce/direct": (
         lambda t, c: reduce_forward(t, integers(8 * t.num_ranks, 5), integers(5, 6), c),
+        2,
+    ),
+    "sum/direct": (
+        lambda t, c: reduce_backward(
+            t,
+            integers(8 * t.num_ranks, 5),
+            integers(5, 6),
+            integers(8 * t.num_ranks, 6),
+            (True,) * 2,
+            c,
+        ),
         2,
     ),
 }

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-# Leading dims, features, gathered or scattered dim of a rank's block.
+# Leading dims, features, gathered or scattered dim of a rank's block; three chunks are uneven.
 SHAPES = [
     ((6,), 4, 0),
     ((5, 2), 3, 0),
@@ -81,7 +82,9 @@ SHAPES = [
 Run = Callable[..., tuple[Tensor, ...]]
 
 
-def gather_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run, list[Tensor]]:
+def gather_call(
+    shape: Any, overlap: Any, chunks: int, save: bool, schedule: Any = None
+) -> tuple[Run, list[Tensor]]:
     leading, features, dim = shape
     size = dist.get_world_size()
     inner = features * size if dim in (-1, len(leading)) else features
@@ -96,6 +99,7 @@ def gather_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run,
             bias=(b1, b2),
             gather_dim=dim,
             chunks=chunks,
+            schedule=schedule,
             save_gathered=save,
             overlap=overlap,
         )
@@ -103,7 +107,9 @@ def gather_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run,
     return call, operands
 
 
-def scatter_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run, list[Tensor]]:
+def scatter_call(
+    shape: Any, overlap: Any, chunks: int, save: bool, schedule: Any = None
+) -> tuple[Run, list[Tensor]]:
     leading, features, dim = shape
     whole = [*leading, features]
     whole[dim] *= dist.get_world_size()
@@ -113,7 +119,7 @@ def scatter_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run
 
     def call(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         options = {"scatter_dim": dim, "bias": b, "chunks": chunks, "overlap": overlap}
-        return (matmul_reduce_scatter(x, w, "tp", **options),)
+        return (matmul_reduce_scatter(x, w, "tp", schedule=schedule, **options),)
 
     return call, operands
 
@@ -130,9 +136,12 @@ def reduce_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run,
     return call, operands
 
 
-CALLS = {
+CALLS: dict[str, Callable[..., tuple[Run, list[Tensor]]]] = {
     "all_gather_matmul": gather_call,
+    "all_gather_matmul, ring": partial(gather_call, schedule="ring"),
+    "all_gather_matmul, two-way": partial(gather_call, schedule="two-way"),
     "matmul_reduce_scatter": scatter_call,
+    "matmul_reduce_scatter, ring": partial(scatter_call, schedule="ring"),
     "matmul_all_reduce": reduce_call,
 }
 
@@ -154,7 +163,7 @@ def compare_with_unfused(name: str, twice: bool) -> list[tuple[str, float]]:
     """The largest difference from the unfused composition, case by case."""
     worst = []
     with body():
-        for shape, chunks, save in itertools.product(SHAPES, (1, 2), (False, True)):
+        for shape, chunks, save in itertools.product(SHAPES, (1, 3), (False, True)):
             results = []
             for overlap in ("require", "off"):
                 call, operands = CALLS[name](shape, overlap, chunks, save)
@@ -184,6 +193,48 @@ def test_values_and_all_gradients_equal_the_unfused_composition(
 @pytest.mark.parametrize("name", CALLS)
 def test_second_derivatives_equal_the_unfused_composition(gloo: Gloo, name: str, size: int) -> None:
     for rank in gloo(size).run(compare_with_unfused, name, True):
+        assert max(rank, key=lambda case: case[1])[1] < 1e-10
+
+
+def compare_under_func_grad(name: str) -> list[tuple[str, float]]:
+    """As `compare_with_unfused`, by torch.func.grad, and by one torch.func.grad of another."""
+    worst = []
+    with body():
+        for shape, save in itertools.product(SHAPES, (False, True)):
+            results = []
+            for overlap in ("require", "off"):
+                call, operands = CALLS[name](shape, overlap, 2, save)
+
+                def loss(*leaves: Tensor, call: Run = call) -> Tensor:
+                    return sum((out.pow(2).sum() for out in call(*leaves)), torch.zeros(()))
+
+                def slope(*leaves: Tensor, loss: Callable[..., Tensor] = loss) -> Tensor:
+                    grads = torch.func.grad(loss, tuple(range(len(leaves))))(*leaves)
+                    return sum((grad.pow(2).sum() for grad in grads), torch.zeros(()))
+
+                every = tuple(range(len(operands)))
+                grads = list(torch.func.grad(loss, every)(*operands))
+                plan = last_plan()
+                assert plan is not None
+                is_overlapped = plan.choice is not None
+                communicates = save or name != "matmul_all_reduce"  # For dst=I nothing is sent.
+                assert plan.op.endswith("backward") == (overlap == "require" and communicates)
+                assert is_overlapped == (overlap == "require")
+                results.append([*grads, *torch.func.grad(slope, every)(*operands)])
+            difference = max(
+                float((ours - truth).abs().max() / (1 + truth.abs().max()))
+                for ours, truth in zip(*results, strict=True)
+            )
+            worst.append((f"{shape} save={save}", difference))
+    return worst
+
+
+@every_size
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_func_grad_overlaps_and_equals_the_unfused_composition(
+    gloo: Gloo, name: str, size: int
+) -> None:
+    for rank in gloo(size).run(compare_under_func_grad, name):
         assert max(rank, key=lambda case: case[1])[1] < 1e-10
 
 
@@ -278,6 +329,15 @@ def plans() -> dict[str, str]:
         found["backward"] = str(last_plan())
         matmul_all_reduce(torch.ones(512 * size, 8), torch.ones(8, 64), "tp", dst=I)
         found["reduce"] = str(last_plan())
+        x, w = torch.ones(512 * size, 8, requires_grad=True), torch.ones(8, 64)
+        matmul_all_reduce(x, w, "tp", dst=R).sum().backward()
+        found["backward of reduce"] = str(last_plan())
+        all_gather_matmul(torch.ones(512, 8), w, "tp", schedule="two-way")
+        found["two-way"] = str(last_plan())
+        matmul_reduce_scatter(x, w, "tp", schedule="ring", chunks=2)
+        found["ring"] = str(last_plan())
+        matmul_reduce_scatter(x, w, "tp", schedule="ring", chunks=2).sum().backward()
+        found["backward of ring"] = str(last_plan())
     with body(FAST_LINK):
         explain("nothing to hide", 512)
     with body(LOOPBACK):
@@ -294,11 +354,18 @@ def test_the_plan_tells_what_ran_and_why(gloo: Gloo) -> None:
         "small but required": gather
         + "gather/ring/1 (the model predicts +17% from overlap, required)",
         "autocast": gather + "unfused (autocast is active)",
-        "vmap": gather + "unfused (a function transform or forward mode is active)",
+        "vmap": gather + "unfused (a transform other than torch.func.grad and vjp is active)",
         "backward": "all_gather_matmul backward over 'tp': "
         "scatter/direct/4 (the model predicts +79% from overlap, required)",
         "reduce": "matmul_all_reduce over 'tp': "
         "reduce/direct/4 (the model predicts +6% from overlap)",
+        "backward of reduce": "matmul_all_reduce backward over 'tp': "
+        "sum/direct/4 (the model predicts +6% from overlap, required)",
+        "two-way": gather + "gather/two-way/4 (the model predicts +79% from overlap)",
+        "ring": "matmul_reduce_scatter over 'tp': "
+        "scatter/ring/2 (the model predicts +10% from overlap)",
+        "backward of ring": "matmul_reduce_scatter backward over 'tp': "
+        "gather/ring/2 (the model predicts +10% from overlap, required)",
         "nothing to hide": gather + "unfused (the model predicts +1% from overlap)",
         "cannot be hidden": gather + "unfused (the model predicts +0% from overlap)",
     }
@@ -312,6 +379,8 @@ def mistakes() -> list[str]:
         lambda: all_gather_matmul(x, w, "tp", bias=torch.ones(3)),
         lambda: all_gather_matmul(x, w, "tp", chunks=5),
         lambda: all_gather_matmul(x, w, "tp", overlap="always"),  # type: ignore[call-overload]
+        lambda: all_gather_matmul(x, w, "tp", schedule="direct"),
+        lambda: matmul_reduce_scatter(x, w, "tp", schedule="two-way"),
         lambda: all_gather_matmul(x.to(torch.int32), w, "tp", overlap="require"),
     ]
     texts = []
@@ -332,6 +401,10 @@ def test_mistakes_are_told_with_their_numbers(gloo: Gloo) -> None:
         "all_gather_matmul over axis 'tp': chunks=5 cuts a rank's block of 4 rows; it must be from "
         "1 to 4.",
         "all_gather_matmul: overlap='always' is none of auto, require, off.",
+        "all_gather_matmul: schedule='direct' is none of ring, two-way, nor None, which leaves the "
+        "choice to the cost model.",
+        "matmul_reduce_scatter: schedule='two-way' is none of direct, ring, nor None, which leaves "
+        "the choice to the cost model.",
         "all_gather_matmul over axis 'tp' cannot overlap: the operands are not of one floating "
         'dtype.\nFix: pass overlap="auto" to run the unfused composition where overlap is not '
         "possible.",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shardmap_torch.kernels.exchange import Choice
 from shardmap_torch.kernels.matmul import (
     gather_backward,
     gather_forward,
+    reduce_backward,
     reduce_forward,
     scatter_backward,
     scatter_forward,
@@ -24,7 +26,7 @@ from shardmap_torch.kernels.plan import (
     MIN_GAIN,
     MIN_ROWS,
     Problem,
-    best_parts,
+    best,
     candidates,
     check_overlap,
     decide,
@@ -68,6 +70,15 @@ def row(t: Transport, c: Choice) -> Steps[object]:
     return scatter_backward(t, x, w, meta(ROWS, INNER), (True, True), 0, c)
 
 
+def reduced(t: Transport, c: Choice) -> Steps[object]:
+    x, w, dy = (
+        meta(ROWS * t.num_ranks, COLUMNS),
+        meta(COLUMNS, INNER),
+        meta(ROWS * t.num_ranks, INNER),
+    )
+    return reduce_backward(t, x, w, dy, (True, True), c)
+
+
 # Kernel, schedule, matmuls in the pipeline, matmuls after it, passes.
 KERNELS: dict[str, tuple[Callable[[Transport, Choice], Steps[object]], str, int, int, int]] = {
     "gather": (gather, "gather/ring", 1, 0, 1),
@@ -75,6 +86,7 @@ KERNELS: dict[str, tuple[Callable[[Transport, Choice], Steps[object]], str, int,
     "reduce": (reduce, "reduce/direct", 1, 0, 2),
     "column backward": (column, "scatter/direct", 1, 1, 1),
     "row backward": (row, "gather/ring", 2, 0, 1),
+    "reduce backward": (reduced, "sum/direct", 2, 0, 2),
 }
 
 
@@ -85,7 +97,7 @@ def problem(name: str, num_ranks: int) -> Problem:
         op=name,
         axis="'tp'",
         num_ranks=num_ranks,
-        schedule=schedule,
+        schedules=(schedule,),
         block_rows=ROWS,
         block_bytes=4.0 * ROWS * INNER,
         flops=piped * flops,
@@ -106,7 +118,7 @@ def test_the_formula_predicts_what_the_virtual_clock_shows(
     kernel, schedule, *_ = KERNELS[name]
     network = VirtualNetwork(num_ranks, fabric)
     network.run(lambda transport: kernel(transport, Choice(schedule, num_parts)))
-    predicted = overlapped_seconds(problem(name, num_ranks), fabric, num_parts)
+    predicted = overlapped_seconds(problem(name, num_ranks), fabric, Choice(schedule, num_parts))
     assert network.seconds == pytest.approx(predicted, rel=0.1)
 
 
@@ -115,7 +127,7 @@ def test_without_overlap_the_formula_is_the_unfused_one_and_more_launches() -> N
     for name in KERNELS:
         case = problem(name, 4)
         for parts in (1, 8):
-            slow = overlapped_seconds(case, alone, parts)
+            slow = overlapped_seconds(case, alone, Choice(case.schedules[0], parts))
             assert slow == pytest.approx(unfused_seconds(case, alone))
 
 
@@ -131,9 +143,35 @@ def test_parts_are_powers_of_two_of_at_least_128_rows(rows: int, options: tuple[
 def test_more_parts_are_chosen_only_while_they_shorten_the_prediction() -> None:
     case = problem("gather", 4)
     slow_launch, fast_launch = replace(FABRIC, launch=1e-3), replace(FABRIC, launch=0.0)
-    assert best_parts(case, slow_launch, (1, 2, 4, 8))[0] == 1
+    assert best(case, slow_launch, (1, 2, 4, 8))[0].num_parts == 1
     comm_bound = replace(fast_launch, flops=1e13, latency=0.0)
-    assert best_parts(case, comm_bound, (1, 2, 4, 8))[0] == 8
+    assert best(case, comm_bound, (1, 2, 4, 8))[0].num_parts == 8
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "latency", "schedule"),
+    [
+        (8, 1e-4, "gather/two-way"),
+        (3, 1e-4, "gather/two-way"),
+        (2, 1e-4, "gather/ring"),
+        (8, 1e-7, "gather/ring"),
+    ],
+)
+def test_both_directions_are_used_where_the_waits_for_messages_are_long(
+    num_ranks: int, latency: float, schedule: str
+) -> None:
+    """With two ranks there is one direction, and with short waits nothing to gain."""
+    fabric = replace(FABRIC, latency=latency, flops=1e14)
+    case = replace(problem("gather", num_ranks), schedules=("gather/ring", "gather/two-way"))
+    choice, predicted = best(case, fabric, (1,))
+    assert choice == Choice(schedule, 1)
+    seconds = {}
+    for each in case.schedules:
+        network = VirtualNetwork(num_ranks, fabric)
+        network.run(partial(gather, c=Choice(each, 1)))
+        seconds[each] = network.seconds
+    assert seconds[schedule] <= min(seconds.values()) * (1 + MIN_GAIN)
+    assert seconds[schedule] == pytest.approx(predicted, rel=0.1)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.02, 0.05, 0.5, 1.0])

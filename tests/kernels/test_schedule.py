@@ -181,12 +181,13 @@ def test_every_sum_holds_the_addend_of_every_rank_exactly_once(
         assert all(own[chunk] == everyone for chunk in own if chunk.owner == rank)
 
 
+@pytest.mark.parametrize("name", ["reduce/direct", "sum/direct"])
 @pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize("num_ranks", range(1, 17))
 def test_an_all_reduce_delivers_every_finished_chunk_to_every_rank(
-    num_ranks: int, num_parts: int
+    name: str, num_ranks: int, num_parts: int
 ) -> None:
-    for rank, program in enumerate(programs("reduce/direct", num_ranks, num_parts)):
+    for rank, program in enumerate(programs(name, num_ranks, num_parts)):
         finished = {m.chunk for m in messages(program, Await) if m.chunk.owner != rank}
         assert len(finished) == (num_ranks - 1) * num_parts
         combined: set[Chunk] = set()
@@ -195,6 +196,39 @@ def test_an_all_reduce_delivers_every_finished_chunk_to_every_rank(
                 combined.add(instruction.chunk)
             if isinstance(instruction, Send) and instruction.message.chunk.owner == rank:
                 assert instruction.message.chunk in combined
+
+
+@every_size
+def test_a_sum_is_multiplied_only_when_it_holds_every_addend(
+    num_ranks: int, num_parts: int
+) -> None:
+    per_rank = programs("sum/direct", num_ranks, num_parts)
+    heard: dict[Chunk, set[int]] = {}
+    for rank, instruction in blocking_order(per_rank):
+        match instruction:
+            case Send(Message(source, _, chunk)) if chunk.owner == source:
+                assert heard[chunk] == set(range(num_ranks))  # A sum is sent once it is whole.
+            case Await(Message(source, _, chunk)) if chunk.owner == rank:
+                heard.setdefault(chunk, {rank}).add(source)
+            case Combine(chunk):
+                assert chunk.owner == rank
+                assert heard.setdefault(chunk, {rank}) == set(range(num_ranks))
+            case Multiply(chunk):
+                assert heard[chunk] == set(range(num_ranks))
+
+
+@every_size
+def test_a_sum_is_multiplied_only_where_it_has_arrived(num_ranks: int, num_parts: int) -> None:
+    for program in programs("sum/direct", num_ranks, num_parts):
+        here: set[Chunk] = set()
+        for instruction in program.instructions:
+            match instruction:
+                case Combine(chunk):
+                    here.add(chunk)
+                case Await(Message(source, _, chunk)) if chunk.owner == source:
+                    here.add(chunk)
+                case Multiply(chunk):
+                    assert chunk in here
 
 
 Formula = Callable[[int], int]
@@ -206,6 +240,7 @@ FORMULAS: dict[str, tuple[Formula, Formula]] = {
     "scatter/direct": (lambda n: n - 1, lambda n: n - 1),
     "scatter/ring": (lambda n: n - 1, lambda n: n - 1),
     "reduce/direct": (lambda n: 2 * (n - 1), lambda n: 2 * n - 1 if n > 1 else 0),
+    "sum/direct": (lambda n: 2 * (n - 1), lambda n: 2 * n - 1 if n > 1 else 0),
 }
 
 
@@ -232,7 +267,7 @@ def test_the_two_way_ring_loads_both_neighbours_within_one_block(
             assert right - left <= num_parts
 
 
-@pytest.mark.parametrize("name", ["scatter/direct", "reduce/direct"])
+@pytest.mark.parametrize("name", ["scatter/direct", "reduce/direct", "sum/direct"])
 @every_size
 def test_a_rank_hears_from_one_other_at_each_step(
     name: str, num_ranks: int, num_parts: int
