@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                        # 2x4 simulated ranks in this process
     torchrun --nproc-per-node 2 examples/train_gpt.py --mesh 1x2     # the same on two processes
+    torchrun ... --overlap                              # with overlapped matmuls where they pay
 
 The model is `examples/gpt/model.py`, its parallel layers `layers.py`, the train step `step.py`.
 """
@@ -68,6 +69,11 @@ def mesh_sizes(text: str) -> tuple[int, int]:
     return dp, tp
 
 
+def sizes() -> dict[str, int]:
+    """The model's sizes, and their defaults."""
+    return {each.name: getattr(Config(), each.name) for each in fields(Config) if each.type is int}
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Reads the flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -75,14 +81,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--strategy", default="vmap", choices=["auto", "vmap", "ranks"])
     parser.add_argument("--device", help="cpu or cuda; by default where the mesh's kind runs")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
+    parser.add_argument(
+        "--overlap",
+        nargs="?",
+        const="auto",
+        default="off",
+        choices=["auto", "require", "off"],
+        help="hide the layers' communication behind their matmuls: where it pays, or everywhere",
+    )
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
     parser.add_argument("--check", type=int, default=3, help="steps held against one device")
     parser.add_argument("--sample", type=int, default=240, help="bytes written at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for results")
-    for size in fields(Config):
-        parser.add_argument(f"--{size.name}", type=int, default=size.default)
+    for name, default in sizes().items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1")
@@ -91,7 +105,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def start(options: argparse.Namespace) -> Run:
     """Makes the mesh and loads the text."""
-    config = Config(**{size.name: getattr(options, size.name) for size in fields(Config)})
+    config = Config(**{name: getattr(options, name) for name in sizes()}, overlap=options.overlap)
     mesh = make_mesh(options.mesh, ("dp", "tp"), simulate=options.strategy, device=options.device)
     text = torch.tensor(list(data.load_text()))
     split = len(text) * 19 // 20

@@ -5,9 +5,10 @@ from shardmap_torch.kernels.overlapped import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from shardmap_torch.kernels.plan import Plan, last_plan
+from shardmap_torch.kernels.plan import Overlap, Plan, last_plan
 
 __all__ = [
+    "Overlap",
     "Plan",
     "all_gather_matmul",
     "last_plan",

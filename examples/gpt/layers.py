@@ -5,7 +5,9 @@ the feed-forward width or the vocabulary (tensor parallelism). Shapes are named:
 
     b sequences   t positions   d model width   h heads   k head width   v vocabulary   n any width
 
-and `t/tp` is this rank's part of t. Every matmul that communicates goes through `column` or `row`.
+and `t/tp` is this rank's part of t. Every matmul that communicates goes through `column` or `row`,
+whose `overlap` says whether its communication hides behind it: "off" is `all_gather`, then the
+matmul; the matmul, then `reduce_scatter`.
 """
 
 import math
@@ -14,19 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import I, R, all_gather, all_reduce, axis_index, convert, reduce_scatter
+from shardmap_torch import I, R, all_reduce, axis_index, convert, reduce_scatter
+from shardmap_torch.kernels import Overlap, all_gather_matmul, matmul_reduce_scatter
 
 
-def column(x: Tensor, weight: Tensor) -> Tensor:
+def column(x: Tensor, weight: Tensor, overlap: Overlap) -> Tensor:
     """x [b, t/tp, d], weight [d, n/tp, ...] -> [b, t, n/tp, ...]."""
-    y: Tensor = torch.tensordot(all_gather(x, "tp", dim=1, dst=R), weight, dims=1)
+    flat = all_gather_matmul(x, weight.flatten(1), "tp", gather_dim=1, overlap=overlap)
+    y: Tensor = flat.unflatten(-1, weight.shape[1:])
     return y
 
 
-def row(x: Tensor, weight: Tensor) -> Tensor:
+def row(x: Tensor, weight: Tensor, overlap: Overlap) -> Tensor:
     """x [b, t, n/tp, ...], weight [n/tp, ..., d] -> [b, t/tp, d]."""
-    y: Tensor = torch.tensordot(x, weight, dims=weight.ndim - 1)  # a part of the sum over n
-    return reduce_scatter(y, "tp", dim=1)
+    x, weight = x.flatten(2), weight.flatten(0, -2)
+    return matmul_reduce_scatter(x, weight, "tp", scatter_dim=1, overlap=overlap)
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:

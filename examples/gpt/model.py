@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from examples.gpt.layers import causal_attention, column, cross_entropy, embed, rms_norm, row
 from shardmap_torch import I, P, R, all_reduce, convert
+from shardmap_torch.kernels import Overlap
 
 Params: TypeAlias = Any
 """A pytree of tensors, or of what belongs to each: gradients, specs."""
@@ -17,7 +18,10 @@ Params: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes; over n ranks of "tp", n divides length, heads, hidden and vocabulary."""
+    """Sizes; over n ranks of "tp", n divides length, heads, hidden and vocabulary.
+
+    `overlap` says whether the layers' communication hides behind their matmuls.
+    """
 
     vocabulary: int = 256  # one token a byte
     length: int = 64
@@ -25,6 +29,7 @@ class Config:
     heads: int = 8
     hidden: int = 384
     layers: int = 3
+    overlap: Overlap = "off"
 
 
 def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> Params:
@@ -74,22 +79,22 @@ def specs(config: Config) -> Params:
     }
 
 
-def apply(params: Params, tokens: Tensor) -> Tensor:
+def apply(params: Params, tokens: Tensor, overlap: Overlap = "off") -> Tensor:
     """Tokens [b, t] -> logits [b, t, v/tp], on one rank."""
     x = embed(tokens, params["embedding"])  # [b, t/tp, d]
     for layer in params["layers"]:
-        q, k, v = column(rms_norm(x, layer["attention_norm"]), layer["qkv"]).unbind(-2)
-        x = x + row(causal_attention(q, k, v), layer["attention_out"])
-        gate, up = column(rms_norm(x, layer["mlp_norm"]), layer["gate_up"]).unbind(-2)
-        x = x + row(functional.silu(gate) * up, layer["down"])
-    return column(rms_norm(x, params["final_norm"]), params["unembedding"])
+        q, k, v = column(rms_norm(x, layer["attention_norm"]), layer["qkv"], overlap).unbind(-2)
+        x = x + row(causal_attention(q, k, v), layer["attention_out"], overlap)
+        gate, up = column(rms_norm(x, layer["mlp_norm"]), layer["gate_up"], overlap).unbind(-2)
+        x = x + row(functional.silu(gate) * up, layer["down"], overlap)
+    return column(rms_norm(x, params["final_norm"]), params["unembedding"], overlap)
 
 
-def loss(params: Params, batch: Tensor) -> Tensor:
+def loss(params: Params, batch: Tensor, overlap: Overlap = "off") -> Tensor:
     """Batch [b/dp, t+1] -> mean nats a token over the whole batch, equal on all ranks.
 
     Each rank of "dp" uses the parameters on other sequences: R, so gradients are summed over "dp".
     """
     params = convert(params, "dp", src=I, dst=R)
-    nats = cross_entropy(apply(params, batch[:, :-1]), batch[:, 1:])
+    nats = cross_entropy(apply(params, batch[:, :-1], overlap), batch[:, 1:])
     return all_reduce(nats.mean(), "dp", op="mean", dst=I)

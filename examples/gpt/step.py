@@ -1,6 +1,7 @@
 """The train step: one pure function on one rank, and shard_map makes it a global one."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,21 +10,25 @@ from examples.gpt import model
 from examples.gpt.model import Config, Params
 from examples.gpt.optim import AdamW, State, clip
 from shardmap_torch import I, Mesh, P, all_gather, shard_map
+from shardmap_torch.kernels import Overlap
 
 LossAndGrads = Callable[[Params, Tensor], tuple[Tensor, Params]]
 Step = Callable[[Params, State, Tensor], tuple[Params, State, Tensor]]
 
 
-def loss_and_grads(params: Params, batch: Tensor) -> tuple[Tensor, Params]:
+def loss_and_grads(
+    params: Params, batch: Tensor, overlap: Overlap = "off"
+) -> tuple[Tensor, Params]:
     """The loss, and the whole gradient of this rank's piece of every parameter."""
-    grads, value = torch.func.grad_and_value(model.loss)(params, batch)
+    grads, value = torch.func.grad_and_value(model.loss)(params, batch, overlap)
     return value, grads
 
 
 def sharded_loss_and_grads(mesh: Mesh, config: Config) -> LossAndGrads:
     """`loss_and_grads` of global values."""
     cuts = model.specs(config)
-    return shard_map(loss_and_grads, mesh=mesh, in_specs=(cuts, P("dp")), out_specs=(P(), cuts))
+    body = partial(loss_and_grads, overlap=config.overlap)
+    return shard_map(body, mesh=mesh, in_specs=(cuts, P("dp")), out_specs=(P(), cuts))
 
 
 def sharded_step(mesh: Mesh, config: Config, optimizer: AdamW) -> Step:
@@ -33,7 +38,7 @@ def sharded_step(mesh: Mesh, config: Config, optimizer: AdamW) -> Step:
 
     @shard_map(mesh=mesh, in_specs=(cuts, state_cuts, P("dp")), out_specs=(cuts, state_cuts, P()))
     def step(params: Params, state: State, batch: Tensor) -> tuple[Params, State, Tensor]:
-        loss, grads = loss_and_grads(params, batch)
+        loss, grads = loss_and_grads(params, batch, config.overlap)
         grads, _ = clip(grads, cuts, optimizer.max_norm)
         params, state = optimizer.update(params, grads, state)
         return params, state, loss
@@ -43,13 +48,14 @@ def sharded_step(mesh: Mesh, config: Config, optimizer: AdamW) -> Step:
 
 def sharded_loss(mesh: Mesh, config: Config) -> Callable[[Params, Tensor], Tensor]:
     """Mean nats a token of a batch."""
-    return shard_map(model.loss, mesh=mesh, in_specs=(model.specs(config), P("dp")), out_specs=P())
+    body = partial(model.loss, overlap=config.overlap)
+    return shard_map(body, mesh=mesh, in_specs=(model.specs(config), P("dp")), out_specs=P())
 
 
 def sharded_logits(mesh: Mesh, config: Config) -> Callable[[Params, Tensor], Tensor]:
     """Logits [b, t, v] that stay cut, the batch over "dp" and the vocabulary over "tp"."""
     return shard_map(
-        model.apply,
+        partial(model.apply, overlap=config.overlap),
         mesh=mesh,
         in_specs=(model.specs(config), P("dp")),
         out_specs=P("dp", None, "tp"),
@@ -61,7 +67,7 @@ def sharded_next_logits(mesh: Mesh, config: Config) -> Callable[[Params, Tensor]
 
     @shard_map(mesh=mesh, in_specs=(model.specs(config), P("dp")), out_specs=P())
     def next_logits(params: Params, tokens: Tensor) -> Tensor:
-        logits = model.apply(params, tokens)[:, -1]  # [b/dp, v/tp]
+        logits = model.apply(params, tokens, config.overlap)[:, -1]  # [b/dp, v/tp]
         return all_gather(all_gather(logits, "tp", dim=1, dst=I), "dp", dst=I)
 
     return next_logits

@@ -1,5 +1,7 @@
 """The example GPT equals the same model on one device, gradient by gradient, on every mesh."""
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,8 @@ from examples.gpt import data, layers, model, optim, plain, step
 from examples.gpt.check import compare, tolerance
 from examples.gpt.model import Config, Params
 from shardmap_torch import Mesh, P, R, ShardTypeError, full, make_mesh, shard_map
+from shardmap_torch.kernels import Overlap, Plan, functions, last_plan, overlapped
+from shardmap_torch.kernels.plan import record
 from tests.pool import Gloo
 
 CONFIG = Config(vocabulary=32, length=8, width=16, heads=4, hidden=24, layers=2)
@@ -147,13 +151,14 @@ def test_the_checker_rejects_a_missing_conversion_and_names_the_gradient() -> No
         on_mesh((2, 4))
 
 
-def train(mesh: Mesh | None, steps: int = 4) -> list[float]:
+def train(mesh: Mesh | None, steps: int = 4, overlap: Overlap = "off") -> list[float]:
     """Losses of a few steps that clip, warm up and decay; without a mesh on one device."""
     optimizer = optim.AdamW(steps=steps, warmup=2, max_norm=0.1)
     weights = params()
     state = optimizer.init(weights)
     losses = []
-    sharded = step.sharded_step(mesh, CONFIG, optimizer) if mesh is not None else None
+    config = replace(CONFIG, overlap=overlap)
+    sharded = step.sharded_step(mesh, config, optimizer) if mesh is not None else None
     for _ in range(steps):
         if sharded is not None:
             weights, state, loss = sharded(weights, state, batch())
@@ -183,6 +188,48 @@ def test_training_on_processes_has_the_losses_of_one_device(
 ) -> None:
     for losses in gloo(sizes[0] * sizes[1]).run(train_on, sizes):
         assert losses == pytest.approx(train(None), rel=EXACT)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_overlap_on_a_simulated_mesh_leaves_the_losses_as_they_are(strategy: Any) -> None:
+    mesh = make_mesh((2, 4), AXES, simulate=strategy)
+    assert train(mesh, overlap="auto") == train(mesh)
+
+
+def train_overlapped(sizes: tuple[int, int]) -> tuple[list[float], list[float], list[str]]:
+    """Losses with and without overlap, and what the kernels' plans of a few steps were."""
+    mesh = make_mesh(sizes, AXES)
+    plans: list[Plan] = []
+
+    def recorded(plan: Plan) -> Plan:
+        plans.append(plan)
+        return record(plan)
+
+    with (
+        mock.patch.object(functions, "record", recorded),
+        mock.patch.object(overlapped, "record", recorded),
+    ):
+        losses = train(mesh, overlap="require")
+    assert (last := last_plan()) is not None
+    assert last.choice is not None
+    ran = [plan for plan in plans if plan.reason != "the body is being checked, not run"]
+    return losses, train(mesh), [f"{plan.op}: {bool(plan.choice)}" for plan in ran]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 4), (2, 2)])
+def test_layers_that_overlap_have_the_losses_of_layers_that_do_not(
+    gloo: Gloo, sizes: tuple[int, int]
+) -> None:
+    num_columns, num_rows = 2 * CONFIG.layers + 1, 2 * CONFIG.layers
+    for losses, plain_losses, plans in gloo(sizes[0] * sizes[1]).run(train_overlapped, sizes):
+        assert losses == pytest.approx(plain_losses, rel=EXACT)
+        assert losses == pytest.approx(train(None), rel=EXACT)
+        assert Counter(plans) == {
+            "all_gather_matmul: True": 4 * num_columns,
+            "all_gather_matmul backward: True": 4 * num_columns,
+            "matmul_reduce_scatter: True": 4 * num_rows,
+            "matmul_reduce_scatter backward: True": 4 * num_rows,
+        }
 
 
 def test_the_global_norm_counts_every_element_once() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples import train_gpt
+from shardmap_torch.kernels import last_plan
 from tests.pool import Gloo
 
 REPO = Path(__file__).parent.parent.parent
@@ -52,6 +53,26 @@ def test_processes_have_the_losses_of_a_simulated_mesh(gloo: Gloo, tmp_path: Pat
     simulated = run_main(without_check("2x4"), tmp_path)
     for losses in gloo(4).run(run_main, without_check("2x2"), tmp_path):
         assert losses == pytest.approx(simulated, rel=EXACT)
+
+
+def run_and_tell(arguments: list[str], folder: Path) -> tuple[list[float], str]:
+    losses = run_main(arguments, folder)
+    return losses, str(last_plan())
+
+
+def test_overlapped_layers_have_the_losses_of_a_simulated_mesh(gloo: Gloo, tmp_path: Path) -> None:
+    simulated = run_main(without_check("2x4"), tmp_path)
+    flags = [*without_check("1x2"), "--overlap", "require"]
+    for losses, plan in gloo(2).run(run_and_tell, flags, tmp_path):
+        assert losses == pytest.approx(simulated, rel=EXACT)
+        assert "over 'tp': gather/ring/1 " in plan
+
+
+@pytest.mark.parametrize(
+    ("flags", "overlap"), [([], "off"), (["--overlap"], "auto"), (["--overlap", "off"], "off")]
+)
+def test_the_flag_alone_overlaps_where_it_pays(flags: list[str], overlap: str) -> None:
+    assert train_gpt.parse(flags).overlap == overlap
 
 
 @pytest.mark.parametrize(
