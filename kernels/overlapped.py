@@ -306,6 +306,7 @@ def _prepare(
 ) -> Call | CompiledCall | None:
     """The call of the kernel, or None where the unfused composition runs; records why."""
     check_overlap(problem.op, options.overlap)
+    scope.meet(collective, operands[0])
     if options.chunks is not None:
         candidates(problem, options.chunks)  # Wrong on every mesh, or on none.
     backend = scope.backend

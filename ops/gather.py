@@ -19,7 +19,7 @@ from shardmap_torch.ops.arguments import (
     shown,
 )
 from shardmap_torch.ops.reduce import check_split
-from shardmap_torch.rule import Collective, bind
+from shardmap_torch.rule import Collective, issue
 from shardmap_torch.types import I, R, TypeLike, V
 
 X = TypeVar("X")
@@ -85,7 +85,7 @@ def all_gather(
             comm_dtype=comm_dtype,
             grad_comm_dtype=grad_comm_dtype,
         )
-        return bind(scope.backend, check_comm_dtype(collective), leaf)
+        return issue(scope, check_comm_dtype(collective), leaf)
 
     return each_leaf("all_gather", x, one)
 
@@ -169,7 +169,7 @@ def all_to_all(
             comm_dtype=comm_dtype,
             grad_comm_dtype=grad_comm_dtype,
         )
-        return bind(scope.backend, check_comm_dtype(collective), leaf)
+        return issue(scope, check_comm_dtype(collective), leaf)
 
     return each_leaf("all_to_all", x, one)
 
@@ -227,7 +227,7 @@ def broadcast(
             grad_comm_dtype=grad_comm_dtype,
         )
     )
-    return each_leaf("broadcast", x, lambda leaf: bind(scope.backend, collective, leaf))
+    return each_leaf("broadcast", x, lambda leaf: issue(scope, collective, leaf))
 
 
 def _check_padded(

@@ -7,7 +7,7 @@ import torch
 
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import Axis, check_comm_dtype, each_leaf, read_axes, shown
-from shardmap_torch.rule import Collective, bind
+from shardmap_torch.rule import Collective, issue
 from shardmap_torch.types import V
 
 X = TypeVar("X")
@@ -60,7 +60,7 @@ def ppermute(
             grad_comm_dtype=grad_comm_dtype,
         )
     )
-    return each_leaf("ppermute", x, lambda leaf: bind(scope.backend, collective, leaf))
+    return each_leaf("ppermute", x, lambda leaf: issue(scope, collective, leaf))
 
 
 def shift(

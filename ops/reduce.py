@@ -20,7 +20,7 @@ from shardmap_torch.ops.arguments import (
     read_type,
     shown,
 )
-from shardmap_torch.rule import Collective, Extremum, bind
+from shardmap_torch.rule import Collective, Extremum, issue
 from shardmap_torch.types import AxisType, I, Partial, R, TypeLike, V
 
 X = TypeVar("X")
@@ -74,14 +74,10 @@ def all_reduce(
     if op in ("max", "min"):
         _reject_comm_dtype(op, comm_dtype, grad_comm_dtype)
         extremum = Extremum(op, _total(axes, to, None, None))
-        return each_leaf(
-            "all_reduce", x, lambda leaf: bind(scope.backend, extremum, _ordered(op, leaf))
-        )
+        return each_leaf("all_reduce", x, lambda leaf: issue(scope, extremum, _ordered(op, leaf)))
     total = _total(axes, to, comm_dtype, grad_comm_dtype)
     finish = _mean_over("all_reduce", op, scope.backend.mesh.num_ranks(axes))
-    return each_leaf(
-        "all_reduce", x, lambda leaf: finish(bind(scope.backend, total, _summable(leaf)))
-    )
+    return each_leaf("all_reduce", x, lambda leaf: finish(issue(scope, total, _summable(leaf))))
 
 
 def reduce_scatter(
@@ -147,7 +143,7 @@ def reduce_scatter(
                 grad_comm_dtype=grad_comm_dtype,
             )
         )
-        return finish(bind(scope.backend, collective, _summable(leaf)))
+        return finish(issue(scope, collective, _summable(leaf)))
 
     return each_leaf("reduce_scatter", x, one)
 

@@ -22,7 +22,7 @@ from shardmap_torch.backend import scope_of
 from shardmap_torch.errors import CollectiveError, SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.arguments import check_comm_dtype, each_leaf
-from shardmap_torch.rule import TABLE, Collective, Row, bind
+from shardmap_torch.rule import TABLE, Collective, Row, issue
 from shardmap_torch.spec import P, misfits
 from shardmap_torch.types import AxisType, I, Partial, R, V
 
@@ -101,7 +101,7 @@ def reshard(
     def one(leaf: Tensor) -> Tensor:
         for step in plan(src, dst, mesh, _global_shape(leaf, src, mesh)):
             collective = _in_dtypes(step.collective, comm_dtype, grad_comm_dtype)
-            leaf = bind(scope.backend, collective, leaf)
+            leaf = issue(scope, collective, leaf)
         return leaf
 
     return each_leaf("reshard", x, one)

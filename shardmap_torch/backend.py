@@ -5,7 +5,7 @@ The scope is the one piece of ambient state inside a body. It is a stack in a `t
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.types import AxisType
 
 if TYPE_CHECKING:  # for annotations only; at run time backends never know rules
     from shardmap_torch.rule import Collective
@@ -41,12 +42,74 @@ class Backend(Protocol):
         ...
 
 
+class Follower(Protocol):
+    """Sees what the code of a body asks of its mesh, in the order in which it does.
+
+    While a body is checked it takes notes; at run time it compares with them. What autograd derives
+    does not come here: it follows from what does.
+    """
+
+    @property
+    def depth(self) -> float:
+        """How much it has seen; infinite once the body has ended."""
+        ...
+
+    def meet(self, what: object, x: Tensor | None) -> None:
+        """Sees an operation before it runs: the operation itself, or a tuple that tells it."""
+        ...
+
+    def kinds(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
+        """Sees that the type of `x` along `axes` is asked for, and tells it."""
+        ...
+
+    def fork(self, what: object) -> "Follower":
+        """Sees the start of what will call the user's code again, in a backward.
+
+        The fork sees what comes before that, just as this one does.
+        """
+        ...
+
+    def again(self, kind: Hashable) -> "Follower | None":
+        """On a fork, what sees the user's code run again; None for what the checker has not seen.
+
+        `kind` tells apart what may differ from one backward to the next.
+        """
+        ...
+
+    def end(self) -> None:
+        """Hears that the code has ended."""
+        ...
+
+
 @dataclass(frozen=True)
 class Scope:
-    """What a body runs under: its backend, and the mesh axes bound in it."""
+    """What a body runs under: its backend, the mesh axes bound in it, and who follows it."""
 
     backend: Backend
     axes: frozenset[str]
+    follower: Follower | None = None
+
+    def meet(self, what: object, x: Tensor | None = None) -> None:
+        """Shows an operation to the follower, if there is one."""
+        if self.follower is not None:
+            self.follower.meet(what, x)
+
+    def fork(self, what: object) -> "Scope":
+        """For what will call the user's code again, in a backward; see `Follower.fork`."""
+        if self.follower is None:
+            return self
+        return Scope(self.backend, self.axes, self.follower.fork(what))
+
+    def again(self, kind: Hashable) -> "Scope":
+        """The scope of that code, from the one that `fork` gave."""
+        if self.follower is None:
+            return self
+        return Scope(self.backend, self.axes, self.follower.again(kind))
+
+    def end(self) -> None:
+        """Ends what `again` began."""
+        if self.follower is not None:
+            self.follower.end()
 
 
 class _Scopes(threading.local):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmap_torch.backend import Backend, Scope, enter_scope
+from shardmap_torch.backend import Backend, Follower, Scope, current_scope, enter_scope
 from shardmap_torch.errors import ShardTypeError, SpecError, listing
 from shardmap_torch.memo import Memo, lazy, memo
 from shardmap_torch.mesh import Mesh
@@ -87,7 +87,8 @@ class Call:
         out_fits: remembers how results fitted.
         exits: for results by position, conversions to the type that the spec promises, which the
             checker found necessary.
-        checked: whether the checker has verified that the results fit their specs.
+        follow: makes what compares one run of the body with the checked program; None where the
+            checker has not seen the call, or not by itself.
     """
 
     function: Callable[..., Tree]
@@ -101,7 +102,7 @@ class Call:
     out_specs: Tree
     out_fits: Memo[Fit]
     exits: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
-    checked: bool = False
+    follow: Callable[[], Follower] | None = None
 
     @lazy
     def inputs(self) -> tuple[Placed[Spec], ...]:
@@ -330,7 +331,8 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
         backend: runs the collectives in it.
         tensors: the local values of the leaves that cross, in order.
     """
-    with enter_scope(Scope(backend, call.bound)):
+    follower = _follower(call)
+    with enter_scope(Scope(backend, call.bound, follower)):
         values = list(call.leaves)
         for position, casts, local in zip(
             call.fit.crossing, call.fit.entries, tensors, strict=True
@@ -341,10 +343,29 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
         leaves, structure = flatten(out)
         key = (structure, call.mapped, *map(_output_signature, leaves))
         fit = call.out_fits.get(key, lambda: place_outputs(call, out))
+        if follower is not None:
+            _end(call, follower, fit)
         for position, casts in zip(fit.crossing, fit.exits, strict=True):
             promised = call.exits.get(position, ())
             leaves[position] = apply(backend, (*casts, *promised), leaves[position])
     return Result(leaves, fit, structure)
+
+
+def _follower(call: Call) -> Follower | None:
+    """What follows the body: an inner one is part of the program around it."""
+    if call.follow is not None:
+        return call.follow()
+    scope = current_scope()
+    if scope is not None:
+        scope.meet(("shard_map", call.mapped, call.fit.specs))
+    return None if scope is None else scope.follower
+
+
+def _end(call: Call, follower: Follower, fit: Fit) -> None:
+    if call.follow is not None:
+        follower.end()
+    else:
+        follower.meet(("return", fit.specs), None)
 
 
 def _output_signature(leaf: Any) -> Any:

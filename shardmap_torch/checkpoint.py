@@ -77,6 +77,8 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
     if not any(can_receive_gradient(x) for x in tensors):
         return function(*args, **kwargs)
     scope = current_scope()
+    if scope is not None:
+        scope = scope.fork(("checkpoint", getattr(function, "__name__", type(function).__name__)))
     region = _Region(closures, leaves, structure, scope)
     outputs: tuple[Tensor, ...] = _apply(region, region.run, *markers_of(scope), *tensors)
     result: Y = region.rebuild(outputs)
@@ -137,7 +139,21 @@ class _Region:
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             stack.enter_context(self.draws.replayed())
+            stack.enter_context(self._following())
             return run(*operands)
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """What runs in here is compared with what the checker has seen run again."""
+        if self.scope is None:
+            yield
+            return
+        first, self.scope = self.scope, self.scope.again("again")
+        try:
+            yield
+            self.scope.end()
+        finally:
+            self.scope = first
 
     def pull_back(
         self,

@@ -89,11 +89,14 @@ class Function(torch.autograd.Function):
             TransformError: without `setup_context`, in a batched body.
         """
         scope = current_scope()
-        markers = markers_of(scope)
-        if scope is not None:
-            scope.backend.needs_ranks()
-        if not markers:
+        if scope is None:
             return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        scope.backend.needs_ranks()
+        scope = scope.fork(("Function", cls.__name__))
+        markers = markers_of(scope)
+        if not markers:
+            with enter_scope(scope):
+                return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not _has_setup(cls):
             raise TransformError(
                 f"{cls.__name__} needs setup_context to run in a batched body: write "
@@ -125,8 +128,15 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
 def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def entering(ctx: Any, *args: Any) -> Any:
-        with enter_scope(ctx.shardmap_scope):
+        scope = ctx.shardmap_scope
+        if scope is None:
             return method(ctx, *args)
+        # What is asked for may differ from one backward to the next, and with it what it does.
+        again = scope.again((method.__name__, ctx.needs_input_grad, *[g is None for g in args]))
+        with enter_scope(again):
+            found = method(ctx, *args)
+        again.end()
+        return found
 
     return entering
 
@@ -180,7 +190,7 @@ def _reopened(ctx: Any) -> "_Context":
     if isinstance(ctx, CtxWithSavedTensors):
         backend = _Late(scope.backend.mesh, scope.backend.axis_markers, markers)
         backend.function = ctx.shardmap_function.__name__
-        object.__setattr__(own, "shardmap_scope", Scope(backend, scope.axes))
+        object.__setattr__(own, "shardmap_scope", Scope(backend, scope.axes, scope.follower))
     return own
 
 

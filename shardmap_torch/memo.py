@@ -68,6 +68,10 @@ class Memo(Generic[T]):
         self._known[key] = made
         return made
 
+    def forget(self, key: Any) -> None:
+        """The result of this key is made anew when it is asked for next."""
+        self._known.pop(key, None)
+
 
 def memo(function: F) -> F:
     """Makes a function of hashable positional arguments remember its results.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shardmap_torch.backend import Backend
+from shardmap_torch.backend import Backend, Scope
 from shardmap_torch.errors import CollectiveError, TransformError
 from shardmap_torch.memo import constant, lazy
 from shardmap_torch.types import AxisType, I, Partial, R, V
@@ -273,6 +273,12 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
         out = apply(x, operation, backend)
         return out
     return operation.run(backend, x)
+
+
+def issue(scope: Scope, operation: Operation, x: Tensor) -> Tensor:
+    """Runs an operation that the code of a body asks for; `bind` runs those that follow from it."""
+    scope.meet(operation, x)
+    return bind(scope.backend, operation, x)
 
 
 def _transformed() -> bool:

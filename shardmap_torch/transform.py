@@ -19,15 +19,13 @@ from shardmap_torch.boundary import (
     is_spec,
     place_arguments,
 )
-from shardmap_torch.checker.api import program_of, shapes_of, stand_ins
-from shardmap_torch.checker.signature import Surroundings
-from shardmap_torch.checker.signature import signature as signature_of
-from shardmap_torch.checker.verify import Verdict, verify
-from shardmap_torch.errors import MeshError, ShardMapError, SpecError, TransformError
+from shardmap_torch.checker.api import shapes_of, stand_ins
+from shardmap_torch.checker.verify import Verdict
+from shardmap_torch.errors import MeshError, SpecError, TransformError
 from shardmap_torch.memo import Memo, constant
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import batched, process, ranks
-from shardmap_torch.run.agree import agree
+from shardmap_torch.run.checked import Checked
 from shardmap_torch.tree import Tree, flatten
 
 A = ParamSpec("A")
@@ -158,9 +156,7 @@ class _Body:
         # Annotated, since Dynamo cannot call the generic alias Memo[Fit].
         self._in_fits: Memo[Fit] = Memo()
         self._out_fits: Memo[Fit] = Memo()
-        self._surroundings = Surroundings(function)
-        self._verdicts: Memo[Verdict] = Memo()
-        self._agreed_on: dict[int, Verdict] = {}
+        self._checked = Checked(self._name, function)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         scope = current_scope()
@@ -169,30 +165,14 @@ class _Body:
         if scope is not None or not self._check or torch.compiler.is_compiling():
             return _run(self._call(scope, args, kwargs, infers=False), scope, batches=False)
         call = self._call(None, args, kwargs, infers=True)
-        verdict = self._agreed(call) if call.mesh.kind == "process_group" else self._verdict(call)
         if call.mesh.kind == "abstract":
-            return shapes_of(verdict)
-        return _run(verdict.apply(call), None, verdict.batches)
+            return shapes_of(self._checked.verdict(call))
+        return self._checked.run(call, _run_alone)
 
     def verdict_on(self, *args: Any, **kwargs: Any) -> Verdict:
         """Checks without running."""
         args, kwargs = stand_ins((args, kwargs))
-        return self._verdict(self._call(None, args, kwargs, infers=True))
-
-    def _agreed(self, call: Call) -> Verdict:
-        """The verdict, after all processes have found the same program."""
-        try:
-            verdict = self._verdict(call)
-        except ShardMapError as error:
-            agree(self._name, error)
-            raise
-        if id(verdict) not in self._agreed_on:
-            agree(self._name, program_of(verdict))
-            self._agreed_on[id(verdict)] = verdict
-        return verdict
-
-    def _verdict(self, call: Call) -> Verdict:
-        return self._verdicts.get(signature_of(call, self._surroundings), lambda: verify(call))
+        return self._checked.verdict(self._call(None, args, kwargs, infers=True))
 
     def _call(
         self, scope: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any], infers: bool
@@ -258,6 +238,10 @@ def _resolve_axes(
         what = f"axis_names has {again}" if again else "no axis is left"
         raise SpecError(f"{name}: {what}; the enclosing body has bound {sorted(bound)}.")
     return tuple(axis for axis in mesh.axis_names if axis in axes)
+
+
+def _run_alone(call: Call, batches: bool) -> Tree:
+    return _run(call, None, batches)
 
 
 def _run(call: Call, scope: Scope | None, batches: bool) -> Tree:

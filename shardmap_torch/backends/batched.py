@@ -151,7 +151,7 @@ def rebound(scope: Scope | None, markers: Sequence[Tensor]) -> Scope | None:
     if scope is None or not isinstance(scope.backend, BatchedBackend):
         return scope
     named = dict(zip(scope.backend.axis_markers, markers, strict=True))
-    return Scope(BatchedBackend(scope.backend.mesh, named), scope.axes)
+    return Scope(BatchedBackend(scope.backend.mesh, named), scope.axes, scope.follower)
 
 
 class _StackRunner:

@@ -11,7 +11,8 @@ from torch import Tensor
 from shardmap_torch.backends.local import LOCAL
 from shardmap_torch.backends.spmd import RankBackend
 from shardmap_torch.backends.stacked import gather, scatter
-from shardmap_torch.backends.wire import TracedWire, Wire
+from shardmap_torch.backends.vote import vote_against
+from shardmap_torch.backends.wire import OvertakenError, TracedWire, Wire
 from shardmap_torch.errors import CommunicationError
 from shardmap_torch.memo import constant
 from shardmap_torch.mesh import Mesh
@@ -68,6 +69,7 @@ class ProcessGroupBackend(RankBackend):
 
         Raises:
             CommunicationError: torch.distributed failed, as when a peer is gone.
+            CollectiveMismatchError: a peer has left the program, and says so in a vote.
         """
         try:
             return _on_wire(self.line(collective.axes), move, collective, x)
@@ -75,6 +77,8 @@ class ProcessGroupBackend(RankBackend):
             raise CommunicationError(
                 f"{collective} failed on rank {self.rank} of the {self.mesh}: {error}"
             ) from error
+        except OvertakenError:
+            vote_against(str(collective))
 
     def line(self, axes: tuple[str, ...]) -> Line:
         """The ranks along `axes`, for eager or for compiled code."""
@@ -91,7 +95,9 @@ class ProcessGroupBackend(RankBackend):
         in_group = sorted(ranks)
         order = tuple(in_group.index(rank) for rank in ranks)
         own = self.mesh.index(axes, self.place)
-        return Line(Wire(self.mesh.group(axes), len(order), order[own]), order, own)
+        group = self.mesh.group(axes)
+        wire = Wire(group, len(order), order[own], patient=dist.get_backend(group) == "gloo")
+        return Line(wire, order, own)
 
 
 @constant

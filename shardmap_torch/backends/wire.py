@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmap_torch.backends.vote import PATIENCE, is_overtaken
+
 # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
 _all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Final = (
@@ -22,44 +24,55 @@ _reduce_scatter_single: Final = (
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+class OvertakenError(Exception):
+    """The ranks that a collective waits for have left the program that it is part of."""
+
+
 @dataclass(frozen=True)
 class Wire:
     """A group of ranks as one of them sees it; stacks are in the order of group ranks.
+
+    On gloo a collective that waits long looks for a vote; see `vote`. A wait for NCCL does not stop
+    the process, which goes on to the next thing that needs the result.
 
     Attributes:
         group: the process group.
         size: how many ranks it has.
         rank: which of them this one is.
+        patient: whether waiting stops the process.
     """
 
     group: dist.ProcessGroup
     size: int
     rank: int
+    patient: bool = False
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """Combines all ranks' values."""
         # all_reduce works in place, and a body's value is not ours to change.
         y = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(y, _OPS[op], group=self.group)
+        self._wait(dist.all_reduce(y, _OPS[op], group=self.group, async_op=True))
         return y
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' values along a new leading dim."""
         out = x.new_empty((self.size, *x.shape))
-        _all_gather_single(out, x.contiguous().unsqueeze(0), group=self.group)
+        row = x.contiguous().unsqueeze(0)
+        self._wait(_all_gather_single(out, row, group=self.group, async_op=True))
         return out
 
     def sum_scatter(self, parts: Tensor) -> Tensor:
         """Sums all ranks' stacks; each rank keeps its row."""
         out = parts.new_empty((1, *parts.shape[1:]))
-        _reduce_scatter_single(out, parts.contiguous(), group=self.group)
+        whole = parts.contiguous()
+        self._wait(_reduce_scatter_single(out, whole, group=self.group, async_op=True))
         return out[0]
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result comes from rank r."""
         parts = parts.contiguous()
         out = torch.empty_like(parts)
-        dist.all_to_all_single(out, parts, group=self.group)
+        self._wait(dist.all_to_all_single(out, parts, group=self.group, async_op=True))
         return out
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
@@ -80,8 +93,22 @@ class Wire:
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """The value of rank `source`."""
         y = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(y, group=self.group, group_src=source)
+        self._wait(dist.broadcast(y, group=self.group, group_src=source, async_op=True))
         return y
+
+    def _wait(self, work: dist.Work) -> None:
+        if not self.patient:
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(PATIENCE)
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed; what has not may be waited for again
+                    raise
+            if is_overtaken():
+                raise OvertakenError
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -11,6 +12,7 @@ from shardmap_torch.boundary import Call, Fit, Result, apply, can_receive_gradie
 from shardmap_torch.checker import report
 from shardmap_torch.checker.abstract import AbstractBackend
 from shardmap_torch.checker.calls import Types
+from shardmap_torch.checker.follow import End, Following, Recording, Step
 from shardmap_torch.checker.interpret import SEED, Interpreter, base_of, is_real
 from shardmap_torch.checker.lattice import accepts, plain
 from shardmap_torch.checker.modes import interpreting
@@ -42,6 +44,7 @@ class Verdict:
         equations: the typed program, forward and backward.
         result: what the body returned, its tensors without data.
         batches: whether a batched body can do it: nothing that `torch.func.vmap` lacks was met.
+        start: the notes of what the body asks of its mesh, with which each run is compared.
     """
 
     name: str
@@ -54,9 +57,13 @@ class Verdict:
     equations: tuple[Equation, ...]
     result: Result
     batches: bool
+    start: Step
 
-    def apply(self, call: Call) -> Call:
-        """The same call with every axis typed, and with results converted as promised."""
+    def apply(self, call: Call, late: End) -> Call:
+        """The same call with every axis typed, and with results converted as promised.
+
+        Its runs follow the checked program; `late` is called where a backward leaves it.
+        """
         # Not dataclasses.replace, which looks every field up, in each call.
         return Call(
             call.function,
@@ -70,7 +77,7 @@ class Verdict:
             call.out_specs,
             call.out_fits,
             self.exits,
-            checked=True,
+            partial(Following, self.start, late),
         )
 
     @lazy
@@ -176,6 +183,7 @@ class _Verification:
         self._has_uncommitted = False
         self._specs: list[P | None] = list(call.fit.specs)
         self._locals: dict[int, Tensor] = {}
+        self._start = Step()
 
     def run(self) -> Verdict:
         call, interpreter = self._call, self._interpreter
@@ -188,7 +196,8 @@ class _Verification:
                 for position, like in zip(call.crossing, fakes, strict=True)
             ]
             self._locals = dict(zip(call.crossing, locals_, strict=True))
-            result = run_body(call, self._backend, locals_)
+            recording = Recording(interpreter, self._start)
+            result = run_body(replace(call, follow=lambda: recording), self._backend, locals_)
             self._leave(result)
             try:
                 self._pull_back(result, locals_)
@@ -390,6 +399,7 @@ class _Verification:
             tuple(interpreter.equations),
             replace(result, leaves=leaves),
             interpreter.batches,
+            self._start,
         )
 
 

@@ -47,7 +47,7 @@ def run(call: Call) -> Tree:
     watch.check()
     result = results[0]
     leaves = list(result.leaves)
-    if not call.checked:  # zeros_like of a varying value is batched too; types tell more
+    if call.follow is None:  # zeros_like of a varying value is batched too; types tell more
         _reject_varying(call, [result.outputs[i] for i in result.fit.crossing], stacked, axes)
     for position, value in zip(result.fit.crossing, stacked, strict=True):
         leaves[position] = join(value, result.fit.spec(position), call.mesh, axes)

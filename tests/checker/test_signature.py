@@ -18,9 +18,9 @@ REDUCE = True
 def count_checks(body: Any, **options: Any) -> tuple[Any, list[int]]:
     """The mapped function, and a list that grows with each interpretation."""
     mapped = shard_map(body, mesh=MESH, in_specs=P("i"), out_specs=P(), **options)
-    verdict = vars(mapped)["_shardmap_verdict"].__self__
+    verdicts = vars(mapped)["_shardmap_verdict"].__self__._checked._verdicts
     checks: list[int] = []
-    before = verdict._verdicts.get
+    before = verdicts.get
 
     def get(key: Any, make: Any) -> Any:
         def counted() -> Any:
@@ -29,7 +29,7 @@ def count_checks(body: Any, **options: Any) -> tuple[Any, list[int]]:
 
         return before(key, counted)
 
-    verdict._verdicts.get = get
+    verdicts.get = get
     return mapped, checks
 
 

@@ -1,0 +1,102 @@
+"""Checked calls: a verdict for each signature, and runs that follow the program it is about.
+
+A run that leaves its program, before anything of the difference is sent, is unwound, checked anew
+and started again: bodies are pure, and on processes all ranks vote that each of them stands at the
+same step, so that what they have sent matches. Once is enough where something has changed since the
+check; what changes from run to run is an error.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, Final, NoReturn
+
+from shardmap_torch.backends.vote import begin_call
+from shardmap_torch.boundary import Call
+from shardmap_torch.checker.api import program_of
+from shardmap_torch.checker.follow import Departure, Difference
+from shardmap_torch.checker.signature import Surroundings, signature
+from shardmap_torch.checker.verify import Verdict, verify
+from shardmap_torch.errors import ShardMapError, ShardTypeError
+from shardmap_torch.memo import Memo
+from shardmap_torch.run.agree import agree
+from shardmap_torch.tree import Tree
+
+Run = Callable[[Call, bool], Tree]
+"""Runs a call; the flag says whether a batched body can do it."""
+
+_RUNS: Final = 2
+
+_CHANGING: Final = (
+    "the body does not do what it did when it was checked just before:",
+    "It must do the same whenever it is called with the same arguments. Pass what it depends on as "
+    "an argument.",
+)
+_LATE: Final = (
+    "a backward does not do what it did when it was checked:",
+    "What it depends on has changed since the forward. Pass it as an argument, or do not change it "
+    "in between.",
+)
+
+
+class Checked:
+    """What the checker has found out about one function."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        """Nothing is looked at before the first call."""
+        self._name = name
+        self._surroundings = Surroundings(function)
+        self._verdicts: Memo[Verdict] = Memo()
+        self._agreed_on: dict[int, Verdict] = {}
+        self._late = {on: partial(self._stop, on, _LATE) for on in (False, True)}
+
+    def verdict(self, call: Call) -> Verdict:
+        """Checks a call, or remembers that it has been checked.
+
+        Raises:
+            ShardTypeError: the program is not well-typed, or would compute wrong gradients.
+        """
+        return self._find(signature(call, self._surroundings), call)
+
+    def run(self, call: Call, run: Run) -> Tree:
+        """Runs a call as it was checked.
+
+        Raises:
+            ShardTypeError: as `verdict`; or the body changes what it does from run to run.
+            CollectiveMismatchError: the processes do not run the same program.
+        """
+        key = signature(call, self._surroundings)
+        processes = call.mesh.kind == "process_group"
+        if processes:
+            begin_call()
+        depth = 0.0
+        for _ in range(_RUNS):
+            verdict = self._agreed(key, call, depth) if processes else self._find(key, call)
+            try:
+                return run(verdict.apply(call, self._late[processes]), verdict.batches)
+            except Departure as departure:
+                difference = departure.difference
+            self._verdicts.forget(key)
+            self._agreed_on.pop(id(verdict), None)
+            depth = difference.depth + 1
+        self._stop(processes, _CHANGING, difference)
+
+    def _find(self, key: Hashable, call: Call) -> Verdict:
+        return self._verdicts.get(key, lambda: verify(call))
+
+    def _agreed(self, key: Hashable, call: Call, depth: float) -> Verdict:
+        """The verdict, after all processes have found the same program at the same step."""
+        try:
+            verdict = self._find(key, call)
+        except ShardMapError as error:
+            agree(self._name, depth, error)
+            raise
+        if id(verdict) not in self._agreed_on:
+            agree(self._name, depth, program_of(verdict))
+            self._agreed_on[id(verdict)] = verdict
+        return verdict
+
+    def _stop(self, processes: bool, why: tuple[str, str], difference: Difference) -> NoReturn:
+        error = ShardTypeError(f"{self._name}: {why[0]}\n{difference}\n{why[1]}")
+        if processes:
+            agree(self._name, difference.depth + 1, error)
+        raise error
