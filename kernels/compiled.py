@@ -26,7 +26,14 @@ from shardmap_torch.kernels.matmul import (
     scatter_forward,
     with_dim,
 )
-from shardmap_torch.kernels.plan import Family, Options, Problem, backward_schedules, candidates
+from shardmap_torch.kernels.plan import (
+    Family,
+    Options,
+    Plan,
+    Problem,
+    backward_schedules,
+    candidates,
+)
 from shardmap_torch.kernels.transport import run
 from shardmap_torch.memo import constant
 from shardmap_torch.rule import Collective
@@ -266,16 +273,18 @@ _TURNED: Final[Mapping[str, Family]] = {"gather": "scatter", "scatter": "gather"
 
 def compiled_call(
     backend: Backend, collective: Collective, problem: Problem, options: Options
-) -> CompiledCall:
+) -> tuple[CompiledCall, Plan]:
     """The call, in as many parts as the rows allow: nothing is measured while tracing."""
     parts = options.chunks or max(candidates(problem, None), default=1)
     forward = problem.schedules[0]
     family = _TURNED[forward.split("/")[0]]
     backward = backward_schedules(family, options.schedule)[0]
-    return CompiledCall(
+    call = CompiledCall(
         collective.dim,
         problem.num_ranks,
         endpoint_name(backend, collective.axes),
-        str(Choice(forward, parts)),
-        "" if collective.dst is I else str(Choice(backward, parts)),
+        f"{forward}/{parts}",
+        "" if collective.dst is I else f"{backward}/{parts}",
     )
+    plan = Plan(problem.op, problem.axis, Choice(forward, parts), "compiled, required")
+    return call, plan

@@ -39,7 +39,7 @@ class Endpoint:
         return self._fabrics[dtype]
 
     def assume(self, dtype: torch.dtype, fabric: Fabric) -> None:
-        """Takes `fabric` as measured; every rank must assume the same."""
+        """Takes `fabric` as measured, before the first call; every rank must assume the same."""
         self._fabrics[dtype] = fabric
 
 
@@ -129,6 +129,17 @@ def is_checked(backend: Backend) -> bool:
     A simulated mesh is not meant: there a required overlap is refused while checking already.
     """
     return backend.mesh.kind != "simulated" and not isinstance(backend, ProcessGroupBackend)
+
+
+def is_ordinary(backend: Backend) -> bool:
+    """Whether a call is decided by its arguments alone: eager, on processes, no mode active."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(backend) is ProcessGroupBackend
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def obstacle(situation: Situation) -> str | None:

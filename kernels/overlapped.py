@@ -1,39 +1,21 @@
 """The public operations: typed, differentiable, and unfused wherever overlap cannot pay."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import overload
 
-import torch
 from torch import Tensor
 
-from shardmap_torch.backend import Scope
-from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.compiled import CompiledCall, compiled_call
-from shardmap_torch.kernels.endpoint import Situation, endpoint_of, is_checked, obstacle
-from shardmap_torch.kernels.functions import (
-    Call,
-    block_rows,
-    gather_unfused,
-    reduce_unfused,
+from shardmap_torch.kernels.functions import gather_unfused, reduce_unfused
+from shardmap_torch.kernels.plan import Overlap, Schedule
+from shardmap_torch.kernels.prepare import (
+    pairs,
+    prepare_gather,
+    prepare_reduce,
+    prepare_scatter,
+    prepared,
 )
-from shardmap_torch.kernels.plan import (
-    Options,
-    Overlap,
-    Plan,
-    Problem,
-    Schedule,
-    candidates,
-    check_overlap,
-    decide,
-    obstructed,
-    record,
-    schedules,
-)
-from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_dim, read_type, shown
-from shardmap_torch.rule import Collective
-from shardmap_torch.types import I, Partial, R, TypeLike, V
+from shardmap_torch.ops.arguments import Axis
+from shardmap_torch.types import TypeLike
 
 
 @overload
@@ -121,32 +103,13 @@ def all_gather_matmul(
         >>> g(torch.arange(4.0).reshape(4, 1), torch.tensor([[1.0, 10.0]])).tolist()
         [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]
     """
-    op = "all_gather_matmul"
-    ws, biases = _pairs(op, w, bias)
-    axes, scope = read_axes(op, axis)
-    dim = read_dim(op, "gather_dim", gather_dim, x.ndim)
-    num_ranks = scope.backend.mesh.num_ranks(axes)
-    for each, addend in zip(ws, biases, strict=True):
-        inner = x.shape[-1] * (num_ranks if dim == x.ndim - 1 else 1)
-        _check_weight(op, each, inner)
-        _check_bias(op, addend, each.shape[1])
-    collective = Collective("all_gather", V, R, axes, dim=dim)
-    problem = Problem(
-        op=op,
-        axis=shown(axes),
-        num_ranks=num_ranks,
-        schedules=schedules(op, "gather", schedule),
-        block_rows=block_rows(x, dim),
-        block_bytes=x.nbytes,
-        flops=sum(2.0 * x.numel() * num_ranks * each.shape[1] for each in ws),
-    )
-    present = [addend for addend in biases if addend is not None]
-    options = Options(overlap, schedule, chunks, save_gathered)
-    call = _prepare(scope, collective, problem, (x, *ws, *present), options)
-    if call is None:
-        outs = gather_unfused(scope.backend, collective, x, ws, biases)
+    ws, biases = pairs("all_gather_matmul", w, bias)
+    asked = gather_dim, overlap, schedule, chunks, save_gathered
+    ready = prepared(prepare_gather, axis, asked, (x, ws, biases))
+    if ready.call is None:
+        outs = gather_unfused(ready.backend, ready.collective, x, ws, biases)
     else:
-        outs = call.gather(x, ws, biases)
+        outs = ready.call.gather(x, ws, biases)
     return outs[0] if isinstance(w, Tensor) else outs
 
 
@@ -199,30 +162,12 @@ def matmul_reduce_scatter(
         >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
         [[1.0], [5.0]]
     """
-    op = "matmul_reduce_scatter"
-    axes, scope = read_axes(op, axis)
-    dim = read_dim(op, "scatter_dim", scatter_dim, x.ndim)
-    _check_weight(op, w, x.shape[-1])
-    shape = torch.Size((*x.shape[:-1], w.shape[1]))
-    num_ranks = scope.backend.mesh.num_ranks(axes)
-    check_divides(op, "scatter_dim", shape[dim], axes, num_ranks)
-    collective = Collective("reduce_scatter", Partial, V, axes, dim=dim)
-    rows = shape[-1] if dim == len(shape) - 1 else shape[:-1].numel()
-    problem = Problem(
-        op=op,
-        axis=shown(axes),
-        num_ranks=num_ranks,
-        schedules=schedules(op, "scatter", schedule),
-        block_rows=rows // num_ranks,
-        block_bytes=shape.numel() * x.element_size() / num_ranks,
-        flops=2.0 * x.numel() * w.shape[1],
-    )
-    call = _prepare(scope, collective, problem, (x, w), Options(overlap, schedule, chunks))
-    if call is None:
-        y = reduce_unfused(scope.backend, collective, x, w)
+    asked = scatter_dim, overlap, schedule, chunks
+    ready = prepared(prepare_scatter, axis, asked, (x, w, bias))
+    if ready.call is None:
+        y = reduce_unfused(ready.backend, ready.collective, x, w)
     else:
-        y = call.scatter(x, w)
-    _check_bias(op, bias, y.shape[-1])
+        y = ready.call.scatter(x, w)
     return y if bias is None else y + bias
 
 
@@ -271,87 +216,9 @@ def matmul_all_reduce(
         >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
         [[1.0], [5.0]]
     """
-    op = "matmul_all_reduce"
-    axes, scope = read_axes(op, axis)
-    to = read_type(op, dst, "dst", (R, I))
-    _check_weight(op, w, x.shape[-1])
-    _check_bias(op, bias, w.shape[1])
-    num_ranks = scope.backend.mesh.num_ranks(axes)
-    collective = Collective("all_reduce", Partial, to, axes)
-    num_tokens = x.shape[:-1].numel()
-    problem = Problem(
-        op=op,
-        axis=shown(axes),
-        num_ranks=num_ranks,
-        schedules=schedules(op, "reduce", None),
-        block_rows=num_tokens // num_ranks,
-        block_bytes=num_tokens * w.shape[1] * x.element_size() / num_ranks,
-        flops=2.0 * x.numel() * w.shape[1],
-        passes=2,
-    )
-    call = _prepare(scope, collective, problem, (x, w), Options(overlap, chunks=chunks))
-    if call is None:
-        y = reduce_unfused(scope.backend, collective, x, w)
+    ready = prepared(prepare_reduce, axis, (dst, overlap, chunks), (x, w, bias))
+    if ready.call is None:
+        y = reduce_unfused(ready.backend, ready.collective, x, w)
     else:
-        y = call.reduce(x, w)
+        y = ready.call.reduce(x, w)
     return y if bias is None else y + bias
-
-
-def _prepare(
-    scope: Scope,
-    collective: Collective,
-    problem: Problem,
-    operands: Sequence[Tensor],
-    options: Options,
-) -> Call | CompiledCall | None:
-    """The call of the kernel, or None where the unfused composition runs; records why."""
-    check_overlap(problem.op, options.overlap)
-    scope.meet(collective, operands[0])
-    if options.chunks is not None:
-        candidates(problem, options.chunks)  # Wrong on every mesh, or on none.
-    backend = scope.backend
-    if is_checked(backend):
-        record(Plan(problem.op, problem.axis, None, "the body is being checked, not run"))
-        return None
-    why = obstacle(Situation(problem.op, backend, collective.axes, options.overlap, operands))
-    if why is not None:
-        record(obstructed(problem.op, problem.axis, options.overlap, why))
-        return None
-    if torch.compiler.is_compiling():
-        return compiled_call(backend, collective, problem, options)
-    assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
-    endpoint = endpoint_of(backend, collective.axes)
-    fabric = partial(endpoint.fabric, operands[0].dtype)
-    plan = record(decide(problem, fabric, options.chunks, forced=options.overlap == "require"))
-    if plan.choice is None:
-        return None
-    return Call(backend, endpoint, collective, plan.choice, options)
-
-
-def _pairs(
-    op: str, w: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor | None] | None
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The weights and the bias of each."""
-    ws = [w] if isinstance(w, Tensor) else list(w)
-    if bias is None:
-        return ws, [None] * len(ws)
-    biases: list[Tensor | None] = [bias] if isinstance(bias, Tensor) else list(bias)
-    if len(biases) != len(ws) or not ws:
-        raise KernelError(f"{op}: {len(ws)} weights and {len(biases)} biases; pass one for each.")
-    return ws, biases
-
-
-def _check_weight(op: str, w: Tensor, inner: int) -> None:
-    if w.ndim != 2 or w.shape[0] != inner:
-        raise KernelError(
-            f"{op}: w has shape {list(w.shape)}, but the rows it multiplies have {inner} features; "
-            f"pass [{inner}, m] (a torch.nn.Linear keeps [m, {inner}]: pass weight.t())."
-        )
-
-
-def _check_bias(op: str, bias: Tensor | None, columns: int) -> None:
-    if bias is not None and bias.shape != (columns,):
-        raise KernelError(
-            f"{op}: bias has shape {list(bias.shape)}, but the result has {columns} columns here; "
-            f"pass [{columns}]."
-        )

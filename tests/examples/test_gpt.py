@@ -15,7 +15,7 @@ from examples.gpt import data, layers, model, optim, plain, step
 from examples.gpt.check import compare, tolerance
 from examples.gpt.model import Config, Params
 from shardmap_torch import Mesh, P, R, ShardTypeError, full, make_mesh, shard_map
-from shardmap_torch.kernels import Overlap, Plan, functions, last_plan, overlapped
+from shardmap_torch.kernels import Overlap, Plan, functions, last_plan, prepare
 from shardmap_torch.kernels.plan import record
 from tests.pool import Gloo
 
@@ -207,7 +207,7 @@ def train_overlapped(sizes: tuple[int, int]) -> tuple[list[float], list[float], 
 
     with (
         mock.patch.object(functions, "record", recorded),
-        mock.patch.object(overlapped, "record", recorded),
+        mock.patch.object(prepare, "record", recorded),
     ):
         losses = train(mesh, overlap="require")
     assert (last := last_plan()) is not None

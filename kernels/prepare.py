@@ -1,0 +1,268 @@
+"""From the arguments of a call to what runs it: checked, sized, decided, and remembered.
+
+Reading the arguments and asking the model takes 20 us, a third of the smallest exchange on gloo, so
+what was decided is kept for calls that are alike in all that decides it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backend import Backend, Scope, current_scope
+from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.errors import KernelError
+from shardmap_torch.kernels.compiled import CompiledCall, compiled_call
+from shardmap_torch.kernels.endpoint import (
+    Situation,
+    endpoint_of,
+    is_checked,
+    is_ordinary,
+    obstacle,
+)
+from shardmap_torch.kernels.functions import Call, block_rows
+from shardmap_torch.kernels.plan import (
+    Options,
+    Overlap,
+    Plan,
+    Problem,
+    Schedule,
+    candidates,
+    check_overlap,
+    decide,
+    obstructed,
+    record,
+    schedules,
+)
+from shardmap_torch.memo import Memo
+from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_dim, read_type, shown
+from shardmap_torch.rule import Collective
+from shardmap_torch.types import I, Partial, R, TypeLike, V
+
+Biases: TypeAlias = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What runs a call: its kernel, or where `call` is None the composition on `collective`."""
+
+    backend: Backend
+    collective: Collective
+    plan: Plan
+    call: Call | CompiledCall | None
+
+
+_READY: Final = Memo[Prepared]()
+
+
+def prepared(
+    prepare: Callable[..., Prepared], axis: Axis, asked: tuple[Any, ...], operands: tuple[Any, ...]
+) -> Prepared:
+    """`prepare(axis, *operands, *asked)`, or its result of an earlier call that was alike.
+
+    `operands` are tensors, sequences of them, or None. Records the plan.
+    """
+    scope = current_scope()
+    if scope is None or not is_ordinary(scope.backend):
+        ready = prepare(axis, *operands, *asked)
+    else:
+        key = (prepare, scope.backend, scope.axes, axis, asked, *map(_look, operands))
+        known = True
+
+        def make() -> Prepared:
+            nonlocal known
+            known = False
+            return prepare(axis, *operands, *asked)
+
+        ready = _READY.get(key, make)
+        if known:  # Whoever prepares meets the scope, before the fabric is measured.
+            scope.meet(ready.collective, operands[0])
+    record(ready.plan)
+    return ready
+
+
+def _look(operand: Any) -> Any:
+    """All of an operand that decides anything."""
+    if isinstance(operand, Tensor):
+        return operand.shape, operand.dtype, operand.device
+    return None if operand is None else tuple(map(_look, operand))
+
+
+def prepare_gather(
+    axis: Axis,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Biases,
+    gather_dim: int,
+    overlap: Overlap,
+    schedule: Schedule | None,
+    chunks: int | None,
+    save_gathered: bool,
+) -> Prepared:
+    """Of `all_gather_matmul`."""
+    op = "all_gather_matmul"
+    axes, scope = read_axes(op, axis)
+    dim = read_dim(op, "gather_dim", gather_dim, x.ndim)
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    for each, addend in zip(ws, biases, strict=True):
+        inner = x.shape[-1] * (num_ranks if dim == x.ndim - 1 else 1)
+        _check_weight(op, each, inner)
+        _check_bias(op, addend, each.shape[1])
+    problem = Problem(
+        op=op,
+        axis=shown(axes),
+        num_ranks=num_ranks,
+        schedules=schedules(op, "gather", schedule),
+        block_rows=block_rows(x, dim),
+        block_bytes=x.nbytes,
+        flops=sum(2.0 * x.numel() * num_ranks * each.shape[1] for each in ws),
+    )
+    present = [addend for addend in biases if addend is not None]
+    collective = Collective("all_gather", V, R, axes, dim=dim)
+    options = Options(overlap, schedule, chunks, save_gathered)
+    return _prepare(scope, collective, problem, (x, *ws, *present), options)
+
+
+def prepare_scatter(
+    axis: Axis,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scatter_dim: int,
+    overlap: Overlap,
+    schedule: Schedule | None,
+    chunks: int | None,
+) -> Prepared:
+    """Of `matmul_reduce_scatter`."""
+    op = "matmul_reduce_scatter"
+    axes, scope = read_axes(op, axis)
+    dim = read_dim(op, "scatter_dim", scatter_dim, x.ndim)
+    _check_weight(op, w, x.shape[-1])
+    shape = torch.Size((*x.shape[:-1], w.shape[1]))
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    check_divides(op, "scatter_dim", shape[dim], axes, num_ranks)
+    by_features = dim == len(shape) - 1
+    _check_bias(op, bias, shape[-1] // (num_ranks if by_features else 1))
+    rows = shape[-1] if by_features else shape[:-1].numel()
+    problem = Problem(
+        op=op,
+        axis=shown(axes),
+        num_ranks=num_ranks,
+        schedules=schedules(op, "scatter", schedule),
+        block_rows=rows // num_ranks,
+        block_bytes=shape.numel() * x.element_size() / num_ranks,
+        flops=2.0 * x.numel() * w.shape[1],
+    )
+    collective = Collective("reduce_scatter", Partial, V, axes, dim=dim)
+    return _prepare(scope, collective, problem, (x, w), Options(overlap, schedule, chunks))
+
+
+def prepare_reduce(
+    axis: Axis,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    dst: TypeLike,
+    overlap: Overlap,
+    chunks: int | None,
+) -> Prepared:
+    """Of `matmul_all_reduce`."""
+    op = "matmul_all_reduce"
+    axes, scope = read_axes(op, axis)
+    to = read_type(op, dst, "dst", (R, I))
+    _check_weight(op, w, x.shape[-1])
+    _check_bias(op, bias, w.shape[1])
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    num_tokens = x.shape[:-1].numel()
+    problem = Problem(
+        op=op,
+        axis=shown(axes),
+        num_ranks=num_ranks,
+        schedules=schedules(op, "reduce", None),
+        block_rows=num_tokens // num_ranks,
+        block_bytes=num_tokens * w.shape[1] * x.element_size() / num_ranks,
+        flops=2.0 * x.numel() * w.shape[1],
+        passes=2,
+    )
+    collective = Collective("all_reduce", Partial, to, axes)
+    return _prepare(scope, collective, problem, (x, w), Options(overlap, chunks=chunks))
+
+
+def _prepare(
+    scope: Scope,
+    collective: Collective,
+    problem: Problem,
+    operands: Sequence[Tensor],
+    options: Options,
+) -> Prepared:
+    """The call of the kernel, or none where the unfused composition runs, and why."""
+    check_overlap(problem.op, options.overlap)
+    scope.meet(collective, operands[0])
+    backend = scope.backend
+    if options.chunks is not None:
+        candidates(problem, options.chunks)  # Wrong on every mesh, or on none.
+    plan = _prevented(backend, collective, problem, operands, options)
+    if plan is not None:
+        return Prepared(backend, collective, plan, None)
+    if torch.compiler.is_compiling():
+        compiled, plan = compiled_call(backend, collective, problem, options)
+        return Prepared(backend, collective, plan, compiled)
+    assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
+    endpoint = endpoint_of(backend, collective.axes)
+    fabric = partial(endpoint.fabric, operands[0].dtype)
+    plan = decide(problem, fabric, options.chunks, forced=options.overlap == "require")
+    if plan.choice is None:
+        return Prepared(backend, collective, plan, None)
+    call = Call(backend, endpoint, collective, plan.choice, options)
+    return Prepared(backend, collective, plan, call)
+
+
+def _prevented(
+    backend: Backend,
+    collective: Collective,
+    problem: Problem,
+    operands: Sequence[Tensor],
+    options: Options,
+) -> Plan | None:
+    """The plan where the composition runs whatever the sizes are.
+
+    Raises:
+        KernelError: If overlap is required.
+    """
+    op, axis, overlap = problem.op, problem.axis, options.overlap
+    if is_checked(backend):
+        return Plan(op, axis, None, "the body is being checked, not run")
+    why = obstacle(Situation(op, backend, collective.axes, overlap, operands))
+    return None if why is None else obstructed(op, axis, overlap, why)
+
+
+def pairs(
+    op: str, w: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor | None] | None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The weights and the bias of each."""
+    ws = [w] if isinstance(w, Tensor) else list(w)
+    if bias is None:
+        return ws, [None] * len(ws)
+    biases: list[Tensor | None] = [bias] if isinstance(bias, Tensor) else list(bias)
+    if len(biases) != len(ws) or not ws:
+        raise KernelError(f"{op}: {len(ws)} weights and {len(biases)} biases; pass one for each.")
+    return ws, biases
+
+
+def _check_weight(op: str, w: Tensor, inner: int) -> None:
+    if w.ndim != 2 or w.shape[0] != inner:
+        raise KernelError(
+            f"{op}: w has shape {list(w.shape)}, but the rows it multiplies have {inner} features; "
+            f"pass [{inner}, m] (a torch.nn.Linear keeps [m, {inner}]: pass weight.t())."
+        )
+
+
+def _check_bias(op: str, bias: Tensor | None, columns: int) -> None:
+    if bias is not None and bias.shape != (columns,):
+        raise KernelError(
+            f"{op}: bias has shape {list(bias.shape)}, but the result has {columns} columns here; "
+            f"pass [{columns}]."
+        )
