@@ -3,6 +3,7 @@
 from shardmap_torch import lax
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
+from shardmap_torch.checker.region import local_region
 from shardmap_torch.checker.row import Row
 from shardmap_torch.checker.table import register_rule
 from shardmap_torch.checkpoint import checkpoint
@@ -78,6 +79,7 @@ __all__ = [
     "from_local",
     "full",
     "lax",
+    "local_region",
     "make_mesh",
     "ppermute",
     "redistribute",

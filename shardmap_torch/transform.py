@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,13 +20,16 @@ from shardmap_torch.boundary import (
     place_arguments,
 )
 from shardmap_torch.checker.api import shapes_of, stand_ins
-from shardmap_torch.checker.verify import Verdict
+from shardmap_torch.checker.verify import Strictness, Verdict
 from shardmap_torch.errors import MeshError, SpecError, TransformError
 from shardmap_torch.memo import Memo, constant
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import batched, process, ranks
 from shardmap_torch.run.checked import Checked
 from shardmap_torch.tree import Tree, flatten
+
+Check: TypeAlias = bool | Strictness
+"""How strict `shard_map` is; True is "local"."""
 
 A = ParamSpec("A")
 Y = TypeVar("Y")
@@ -41,7 +44,7 @@ def shard_map(
     out_specs: Tree,
     mesh: Mesh | DeviceMesh | None = None,
     axis_names: Collection[str] | None = None,
-    check: bool = True,
+    check: Check = True,
 ) -> Callable[A, Y]: ...
 
 
@@ -54,7 +57,7 @@ def shard_map(
     out_specs: Tree,
     mesh: Mesh | DeviceMesh | None = None,
     axis_names: Collection[str] | None = None,
-    check: bool = True,
+    check: Check = True,
 ) -> Callable[[Callable[A, Y]], Callable[A, Y]]: ...
 
 
@@ -66,7 +69,7 @@ def shard_map(
     out_specs: Tree,
     mesh: Mesh | DeviceMesh | None = None,
     axis_names: Collection[str] | None = None,
-    check: bool = True,
+    check: Check = True,
 ) -> Callable[..., Any]:
     """Maps a function over the ranks of a mesh: it runs on local shards, collectives are explicit.
 
@@ -89,8 +92,10 @@ def shard_map(
         axis_names: the axes that this function is mapped over; by default all that the enclosing
             body has not bound. Over the others its values are whole.
         check: verify, before a signature runs for the first time, that the body is well-typed and
-            that the backward which autograd derives computes right gradients. Without it specs
-            must name every axis of inputs that can receive a gradient.
+            that the backward which autograd derives computes right gradients: "local", or True.
+            "global" requires in addition that the forward is that of the same program on one
+            device, its collectives left out; per-rank code goes into `local_region`. With False
+            specs must name every axis of inputs that can receive a gradient.
 
     Raises:
         SpecError: in a call, if arguments or results do not fit the specs; names all offenders.
@@ -126,6 +131,8 @@ def shard_map(
             f"in_specs takes one P for all arguments, a tuple with one spec per argument, or a "
             f"dict by parameter name, not {in_specs!r}."
         )
+    if check not in (True, False, "local", "global"):
+        raise SpecError(f"check is True, False, 'local' or 'global', not {check!r}.")
     body = _Body(f, in_specs, out_specs, mesh, axis_names, check)
 
     @wraps(f)
@@ -147,16 +154,17 @@ class _Body:
         out_specs: Tree,
         mesh: Mesh | DeviceMesh | None,
         axis_names: Collection[str] | None,
-        check: bool,
+        check: Check,
     ) -> None:
         self._function, self._signature = function, _signature(function)
         self._name = getattr(function, "__name__", type(function).__name__)
         self._in_specs, self._out_specs = in_specs, out_specs
-        self._mesh, self._axis_names, self._check = mesh, axis_names, check
+        self._mesh, self._axis_names, self._check = mesh, axis_names, bool(check)
         # Annotated, since Dynamo cannot call the generic alias Memo[Fit].
         self._in_fits: Memo[Fit] = Memo()
         self._out_fits: Memo[Fit] = Memo()
-        self._checked = Checked(self._name, function)
+        strictness: Strictness = "global" if check == "global" else "local"
+        self._checked = Checked(self._name, function, strictness)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         scope = current_scope()
@@ -169,10 +177,12 @@ class _Body:
             return shapes_of(self._checked.verdict(call))
         return self._checked.run(call, _run_alone)
 
-    def verdict_on(self, *args: Any, **kwargs: Any) -> Verdict:
+    def verdict_on(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], strictness: Strictness | None = None
+    ) -> Verdict:
         """Checks without running."""
         args, kwargs = stand_ins((args, kwargs))
-        return self._checked.verdict(self._call(None, args, kwargs, infers=True))
+        return self._checked.verdict(self._call(None, args, kwargs, infers=True), strictness)
 
     def _call(
         self, scope: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any], infers: bool

@@ -1,5 +1,6 @@
 """Where in the user's code something happens."""
 
+import contextlib
 import linecache
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ _HERE: Final = Path(__file__).resolve().parents[1]
 _OWN: Final = (
     *(str(_HERE / name) + "/" for name in ("shardmap_torch", "ops", "kernels")),
     *(str(Path(package.__file__ or "").parent) + "/" for package in (torch, optree)),
+    contextlib.__file__,
     "<",
 )
 

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import I, R, all_reduce, axis_index, convert, reduce_scatter
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    all_reduce,
+    axis_index,
+    convert,
+    local_region,
+    reduce_scatter,
+)
 from shardmap_torch.kernels import Overlap, all_gather_matmul, matmul_reduce_scatter
 
 
@@ -44,19 +53,35 @@ def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
 
 def embed(tokens: Tensor, table: Tensor) -> Tensor:
     """tokens [b, t], table [v/tp, d] -> [b, t/tp, d]."""
+    return reduce_scatter(_own_embeddings(tokens, table), "tp", dim=1)
+
+
+# What a rank does alone, so that check="global" may take the rest for a one-device program.
+@local_region(in_types=(P("dp"), P("tp")), out_types=P("dp", partial={"tp"}))
+def _own_embeddings(tokens: Tensor, table: Tensor) -> Tensor:
+    """tokens [b, t], table [v/tp, d] -> [b, t, d], zero where another rank has the row."""
     ids, owned = _own_rows(tokens, table.shape[0])
-    rows = functional.embedding(ids, table) * owned.unsqueeze(-1)  # [b, t, d]
-    return reduce_scatter(rows, "tp", dim=1)
+    return functional.embedding(ids, table) * owned.unsqueeze(-1)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [b, t, v/tp], targets [b, t] -> nats [b, t], never gathering the vocabulary."""
-    largest = all_reduce(logits.detach().amax(-1), "tp", op="max", dst=R)
-    logits = logits - largest.unsqueeze(-1)
+    logits = logits - _largest(logits.detach()).unsqueeze(-1)
     total = all_reduce(logits.exp().sum(-1), "tp", dst=I)
+    return total.log() - all_reduce(_own_logits(logits, targets), "tp", dst=I)
+
+
+@local_region(in_types=(P("dp", None, "tp"),), out_types=P("dp"))
+def _largest(logits: Tensor) -> Tensor:
+    """Logits [b, t, v/tp] -> [b, t]."""
+    return all_reduce(logits.amax(-1), "tp", op="max", dst=R)
+
+
+@local_region(in_types=(P("dp", None, "tp"), P("dp")), out_types=P("dp", partial={"tp"}))
+def _own_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [b, t, v/tp], targets [b, t] -> [b, t], zero where another rank has the target."""
     ids, owned = _own_rows(targets, logits.shape[-1])
-    picked = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) * owned
-    return total.log() - all_reduce(picked, "tp", dst=I)
+    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) * owned
 
 
 def _own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

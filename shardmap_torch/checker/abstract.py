@@ -61,6 +61,7 @@ class AbstractBackend:
             f"axis_index({names!r})", (), (use_of("", index, cell, kinds),), site, backward
         )
         interpreter.add(cell.made)
+        interpreter.observer.indexed(index, axes)
         return index
 
     def reduce_gradient(self, axes: Sequence[str], gradient: Tensor) -> None:
@@ -110,6 +111,7 @@ class AbstractBackend:
         if move == "same" and not backward:
             self._seal(cell, made, shown)
         interpreter.add(equation)
+        interpreter.observer.moved(move, wanted, x, y)
         return y
 
     def _repaired(

@@ -1,16 +1,17 @@
 """Asking the checker: `check_program`, `trace`, `explain`."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardmap_torch.checker.observe import REGION
 from shardmap_torch.checker.program import Equation, Use, show_kinds
 from shardmap_torch.checker.verify import Verdict
-from shardmap_torch.errors import TransformError
+from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 from shardmap_torch.tree import Tree, map_leaves
@@ -148,11 +149,14 @@ def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
         >>> check_program(loss, w, x).specs
         (P(replicate={'dp'}), P('dp'))
     """
-    ask = getattr(f, "_shardmap_verdict", None)
+    return _ask(f)(args, kwargs)
+
+
+def _ask(f: Callable[..., Any]) -> Callable[..., Verdict]:
+    ask: Callable[..., Verdict] | None = getattr(f, "_shardmap_verdict", None)
     if ask is None:
         raise TransformError(f"check_program takes a shard_mapped function, not {f!r}.")
-    verdict: Verdict = ask(*args, **kwargs)
-    return verdict
+    return ask
 
 
 def trace(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
@@ -179,6 +183,9 @@ def program_of(verdict: Verdict) -> Program:
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """A report of a program's communication: each collective, its line, its bytes, its backward.
 
+    It ends with what global strictness says: whether the forward is that of the same program on
+    one device, and on which `local_region` that rests.
+
     Raises:
         ShardTypeError: as `check_program`.
     """
@@ -198,7 +205,21 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     sent = program.bytes_sent()
     lines.append("bytes sent by each rank, forward and backward:")
     lines += [f"  {axis}: {count}" for axis, count in sorted(sent.items()) if count]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_globally(f, program, args, kwargs)])
+
+
+def _globally(
+    f: Callable[..., Any], program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[str]:
+    """What global strictness says."""
+    try:
+        _ask(f)(args, kwargs, "global")
+    except ShardTypeError as error:
+        return ["global: another program than on one device:", *f"{error}".splitlines()]
+    regions = [e for e in program.equations if e.name.startswith(REGION) and not e.backward]
+    lines = [f"  {region.name}  # {region.site}" for region in regions]
+    promised = ", if these keep what they promise:" if lines else ""
+    return [f"global: the same program on one device{promised}", *lines]
 
 
 def _told(equation: Equation) -> str:

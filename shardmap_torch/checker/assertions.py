@@ -6,6 +6,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from shardmap_torch.checker import report
+from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.lattice import plain
 from shardmap_torch.checker.modes import current_interpreter
 from shardmap_torch.errors import CollectiveError, ShardTypeError
@@ -38,7 +39,14 @@ def typeof(x: Tensor) -> Mapping[str, AxisType]:
         raise ShardTypeError(
             "typeof works while the checker interprets a body; at run time values have no types."
         )
-    return dict(zip(interpreter.axes, interpreter.kinds_of(x), strict=True))
+    return _types(interpreter, x)
+
+
+def _types(interpreter: Interpreter, x: Tensor) -> dict[str, AxisType]:
+    """Its type along each axis; under global strictness with the dims that are cut."""
+    found = dict(zip(interpreter.axes, interpreter.kinds_of(x), strict=True))
+    spec = interpreter.observer.spec_of(interpreter.adopt(x))
+    return found if spec is None else {**found, **spec.types}
 
 
 def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
@@ -59,18 +67,19 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
         tensor([2., 2.])
     """
     interpreter = current_interpreter()
-    if interpreter is None:
+    if interpreter is None or not interpreter.observer.judges:
         return x
     unknown = sorted(set(types) - set(interpreter.axes))
     if unknown:
         raise CollectiveError(f"assert_type: no axis {unknown[0]!r} in the {interpreter.mesh}.")
-    have = dict(zip(interpreter.axes, interpreter.kinds_of(x), strict=True))
+    have = _types(interpreter, x)
+    cuts = interpreter.observer.spec_of(interpreter.adopt(x)) is not None
     for axis, like in types.items():
         wanted = as_type(like)
-        if wanted.kind == "S":
+        if wanted.kind == "S" and not cuts:
             raise CollectiveError(
                 f"assert_type: {wanted} over {axis!r} cannot be told from V: shards are tracked "
-                "only under global strictness. Use V."
+                "only with check='global'. Use V."
             )
         if not _fits(have[axis], wanted):
             cell = interpreter.cell(interpreter.adopt(x))
@@ -84,6 +93,8 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
 
 
 def _fits(have: AxisType, wanted: AxisType) -> bool:
+    if wanted.kind == "S":
+        return have == wanted
     have = plain(have)
     if have == K:
         return wanted in (I, R)

@@ -35,6 +35,7 @@ from shardmap_torch.checker.calls import (
     writes_of,
 )
 from shardmap_torch.checker.lattice import Clash, accepts, add, join, plain
+from shardmap_torch.checker.observe import UNOBSERVED, Observer, base_of
 from shardmap_torch.checker.program import Cell, Equation, Use, use_of
 from shardmap_torch.checker.table import row_of
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -63,13 +64,6 @@ class Token:
         return bool(_functorch.maybe_get_level(self._witness) > 0)
 
 
-def base_of(tensor: Tensor) -> Tensor:
-    """The tensor under all transforms."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def is_real(dtype: torch.dtype) -> bool:
     """Whether gradients exist for a dtype."""
     return dtype.is_floating_point or dtype.is_complex
@@ -83,6 +77,7 @@ class Interpreter:
         self.name, self.mesh = name, mesh
         self.axes = mesh.axis_names
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.observer: Observer = UNOBSERVED
         self.equations: list[Equation] = []
         self.closures: dict[int, Tensor] = {}
         self.batches = True
@@ -211,6 +206,7 @@ class Interpreter:
         view = not writes and self._is_known(out) and op is not _BITS
         kinds = [] if view else self._type(op, arguments, out)
         self._store(op, arguments, out, kinds)
+        self.observer.called(op, arguments, out)
         return out
 
     def _run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -232,6 +228,7 @@ class Interpreter:
         """A tensor made of Python numbers in the body."""
         out = op(literal)
         self.bring(out, (K,) * len(self.axes), "a literal")
+        self.observer.literal(out, literal)
         return out
 
     def _is_known(self, out: Any) -> bool:
@@ -294,6 +291,7 @@ class Interpreter:
         if fake.untyped_storage()._cdata not in self._cells:
             label = f"a closed-over {type(real).__name__} of shape {list(real.shape)}"
             self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
+            self.observer.closed_over(fake, real)
         if real.requires_grad:
             self.closures[id(real)] = real
         return fake

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch.checker.calls import tensors_of
-from shardmap_torch.checker.interpret import Interpreter, base_of
+from shardmap_torch.checker.interpret import Interpreter
+from shardmap_torch.checker.observe import base_of
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.where import call_site
 
@@ -134,10 +135,10 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     rest = args[len(names) :]
     outputs = _as_tuple(given["outputs"])
-    seeds = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
-    if len(seeds) == 1:
-        seeds = seeds * len(outputs) if seeds[0] is None else seeds
-    seeds = tuple(map(interpreter.seed, outputs, seeds))
+    told = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
+    if len(told) == 1:
+        told = told * len(outputs) if told[0] is None else told
+    seeds = tuple(map(interpreter.seed, outputs, told))
     given["outputs"], given["grad_outputs"] = outputs, seeds
     interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
     with interpreter.differentiating():
@@ -148,6 +149,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
     for operand, gradient in zip(inputs, gradients, strict=True):
         interpreter.check_gradient(operand, gradient, "the value it is the gradient of")
+    interpreter.observer.differentiated(outputs, told, inputs, gradients)
     return gradients
 
 
@@ -160,13 +162,16 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
             f"{interpreter.name}: backward() at {call_site()} would write into the .grad of a "
             "closed-over tensor. Pass the tensor as an argument, and return its gradient."
         )
-    seed = interpreter.seed(output, given.pop("gradient", None))
+    told = given.pop("gradient", None)
+    seed = interpreter.seed(output, told)
     interpreter.batches = False
     with interpreter.differentiating():
         func(output, seed, *args[2:], **given)
     interpreter.unseed([seed])
     for leaf in leaves:
         interpreter.check_gradient(leaf, leaf.grad, "the value it is the gradient of")
+    gradients = [leaf.grad for leaf in leaves]
+    interpreter.observer.differentiated([output], [told], leaves, gradients)
 
 
 def _leaves(output: Tensor) -> Iterator[Tensor]:

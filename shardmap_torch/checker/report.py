@@ -28,8 +28,20 @@ MEANING = {
 }
 
 
-_FRIENDLY: Final = {"_local_scalar_dense": "taking a Python value", "_to_copy": "a cast"}
+_FRIENDLY: Final = {
+    "_local_scalar_dense": "taking a Python value",
+    "_to_copy": "a cast",
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "native_layer_norm": "layer_norm",
+}
 """ATen's names that nobody writes."""
+
+
+def friendly(op: OpOverload) -> str:
+    """What users call an operation."""
+    name = op._schema.name.split("::")[1]
+    return _FRIENDLY.get(name, name)
 
 
 def error(
@@ -51,8 +63,7 @@ def refused(
     interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any], refusal: Refusal
 ) -> ShardTypeError:
     """An operation whose operands do not go together."""
-    name = op._schema.name.split("::")[1]
-    name = _FRIENDLY.get(name, name)
+    name = friendly(op)
     if refusal.axis is None or refusal.clash is None:
         return error(interpreter, f"{op} is refused: {refusal.reason}.", [], "")
     axis = interpreter.axes[refusal.axis]

@@ -1,9 +1,10 @@
 """Holds a call's forward, and the backward derived from it, against its specs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +14,12 @@ from shardmap_torch.checker import report
 from shardmap_torch.checker.abstract import AbstractBackend
 from shardmap_torch.checker.calls import Types
 from shardmap_torch.checker.follow import End, Following, Recording, Step
-from shardmap_torch.checker.interpret import SEED, Interpreter, base_of, is_real
+from shardmap_torch.checker.interpret import SEED, Interpreter, is_real
 from shardmap_torch.checker.lattice import accepts, plain
 from shardmap_torch.checker.modes import interpreting
+from shardmap_torch.checker.observe import UNOBSERVED, Recorder, base_of
 from shardmap_torch.checker.program import Equation
+from shardmap_torch.checker.relate import Relation
 from shardmap_torch.checker.repair import NONE, Repair, both, propose, proposed, with_tried
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.memo import lazy
@@ -26,6 +29,8 @@ from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
 Casts = tuple[Collective, ...]
+
+Strictness = Literal["local", "global"]
 
 
 @dataclass(frozen=True)
@@ -86,23 +91,26 @@ class Verdict:
         return Fit(self.paths, self.specs, self.crossing)
 
 
-def verify(call: Call) -> Verdict:
+def verify(call: Call, strictness: Strictness) -> Verdict:
     """Interprets the body on fakes and its derived backward.
+
+    With strictness "global" the forward must also be that of the same program on one device.
 
     Raises:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.
     """
+    one = _OneDevice.of(call) if strictness == "global" else None
     try:
-        return _attempt(call, NONE)
+        return _attempt(call, NONE, one)
     except ShardTypeError as error:
-        raise with_tried(error, _search(call, error)) from None
+        raise with_tried(error, _search(call, error, one)) from None
 
 
 _TRIES: Final = 8
 """How many repairs are tried at most: each costs as much as the check itself."""
 
 
-def _search(call: Call, error: ShardTypeError) -> list[str]:
+def _search(call: Call, error: ShardTypeError, one: "_OneDevice | None") -> list[str]:
     """The repairs that help, or else the pairs of them that do."""
     right: list[str] = []
     pairs: list[Repair] = []
@@ -110,7 +118,7 @@ def _search(call: Call, error: ShardTypeError) -> list[str]:
     for count, repair in enumerate(tries):
         if count == _TRIES or (right and repair in pairs):
             break
-        left = _fails(call, repair)
+        left = _fails(call, repair, one)
         if left is None:
             right.append(repair.text)
         elif repair not in pairs:
@@ -120,18 +128,18 @@ def _search(call: Call, error: ShardTypeError) -> list[str]:
     return right
 
 
-def _attempt(call: Call, repair: Repair) -> Verdict:
+def _attempt(call: Call, repair: Repair, one: "_OneDevice | None") -> Verdict:
     try:
-        return _Verification(call, K, repair).run()
+        return _Verification(call, K, repair, one).run()
     except _RetryError as retry:
         try:
             # A result that is K is seeded as P where I does not type.
-            return _Verification(call, R, repair).run()
+            return _Verification(call, R, repair, one).run()
         except ShardTypeError:
             raise retry.error from None
 
 
-def _fails(call: Call, repair: Repair) -> ShardTypeError | None:
+def _fails(call: Call, repair: Repair, one: "_OneDevice | None") -> ShardTypeError | None:
     """What is still wrong with the repair; None where nothing is."""
     specs = list(call.fit.specs)
     for position, axis in repair.replicate.items():
@@ -144,10 +152,44 @@ def _fails(call: Call, repair: Repair) -> ShardTypeError | None:
         )
     fit = Fit(call.fit.paths, tuple(specs), call.fit.crossing)
     try:
-        _attempt(replace(call, fit=fit), repair)
+        _attempt(replace(call, fit=fit), repair, one)
     except ShardTypeError as error:
         return error
     return None
+
+
+@dataclass(frozen=True)
+class _OneDevice:
+    """The program on one device: every axis has one rank, and no collective does anything.
+
+    Attributes:
+        steps: what it does.
+        failure: what it raised, where it has not come to its end.
+    """
+
+    steps: Recorder
+    failure: Exception | None
+
+    @staticmethod
+    def of(call: Call) -> "_OneDevice":
+        mesh = Mesh(
+            call.mesh.axis_names, (1,) * len(call.mesh.axis_sizes), "abstract", call.mesh.device
+        )
+        steps = Recorder()
+        try:
+            _Verification(replace(call, mesh=mesh), K, NONE, None).record(steps)
+        except Exception as error:  # the user's code may raise anything
+            return _OneDevice(steps, error)
+        return _OneDevice(steps, None)
+
+    def require(self, name: str) -> None:
+        """Passes on what went wrong on one device only."""
+        if self.failure is not None:
+            raise ShardTypeError(
+                f"{name}: check='global': on one device the body fails: "
+                f"{type(self.failure).__name__}: {self.failure}\nFix: write sizes that are right "
+                "on one device too: -1, x.shape[...], or a size divided by axis_size(axis)."
+            ) from self.failure
 
 
 class _RetryError(Exception):
@@ -173,11 +215,20 @@ class _Like:
 
 
 class _Verification:
-    """One attempt; `uncommitted` is what a result that is K counts as, `repair` what is tried."""
+    """One attempt.
 
-    def __init__(self, call: Call, uncommitted: AxisType, repair: Repair) -> None:
+    `uncommitted` is what a result that is K counts as, `repair` what is tried, and `one` the
+    program on one device, if the forward is to be held against it.
+    """
+
+    def __init__(
+        self, call: Call, uncommitted: AxisType, repair: Repair, one: _OneDevice | None
+    ) -> None:
         self._call, self._uncommitted, self._repair = call, uncommitted, repair
         self._interpreter = Interpreter(call.name, call.mesh)
+        self._one = one
+        if one is not None and one.failure is None:
+            self._interpreter.observer = Relation(self._interpreter, one.steps)
         self._backend = AbstractBackend(self._interpreter, repair)
         self._exits: dict[int, Casts] = {}
         self._has_uncommitted = False
@@ -186,6 +237,35 @@ class _Verification:
         self._start = Step()
 
     def run(self) -> Verdict:
+        """Interprets forward and backward."""
+        with self._entered() as locals_:
+            result = self._run_body(locals_)
+            self._leave(result)
+            try:
+                self._pull_back(result, locals_)
+            except ShardTypeError as error:
+                if self._has_uncommitted and self._uncommitted == K:
+                    raise _RetryError(error) from None
+                raise
+        if self._one is not None:
+            self._one.require(self._call.name)
+        return self._verdict(result)
+
+    def record(self, steps: Recorder) -> None:
+        """Interprets the forward, and notes its steps."""
+        self._interpreter.observer = steps
+        with self._entered() as locals_:
+            result = self._run_body(locals_)
+            for position in result.fit.crossing:
+                value = self._interpreter.adopt(result.leaves[position])
+                steps.left(result.fit.paths[position], value, result.fit.spec(position))
+
+    def _run_body(self, locals_: Sequence[Tensor]) -> Result:
+        recording = Recording(self._interpreter, self._start)
+        return run_body(replace(self._call, follow=lambda: recording), self._backend, locals_)
+
+    @contextmanager
+    def _entered(self) -> Iterator[list[Tensor]]:
         call, interpreter = self._call, self._interpreter
         # Outside of the modes: arguments may be those of a transform.
         fakes = [_Like.of(call.leaves[position]) for position in call.crossing]
@@ -196,16 +276,7 @@ class _Verification:
                 for position, like in zip(call.crossing, fakes, strict=True)
             ]
             self._locals = dict(zip(call.crossing, locals_, strict=True))
-            recording = Recording(interpreter, self._start)
-            result = run_body(replace(call, follow=lambda: recording), self._backend, locals_)
-            self._leave(result)
-            try:
-                self._pull_back(result, locals_)
-            except ShardTypeError as error:
-                if self._has_uncommitted and self._uncommitted == K:
-                    raise _RetryError(error) from None
-                raise
-        return self._verdict(result)
+            yield locals_
 
     # ------------------------------------------------------------------------------- inputs
 
@@ -219,6 +290,7 @@ class _Verification:
         path = call.fit.paths[position]
         cell = interpreter.bring(fake, kinds, f"input {path} ({spec!r})", f"is the input {path}")
         cell.leaf = position
+        interpreter.observer.entered(fake, spec)
         return fake.requires_grad_(like.grad)
 
     # ------------------------------------------------------------------------------ outputs
@@ -247,6 +319,10 @@ class _Verification:
             head = f"{self._call.name}: the result does not fit out_specs:"
             error = ShardTypeError("\n".join([head, *problems]))
             raise propose(error, [self._summed(result, open_sums)])
+        for position in result.fit.crossing:
+            spec, path = result.fit.spec(position), result.fit.paths[position]
+            self._interpreter.observer.left(path, result.leaves[position], spec)
+        self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
         for position in result.fit.crossing:
             value = result.leaves[position]
             result.leaves[position] = apply(  # type: ignore[index]

@@ -15,7 +15,7 @@ from shardmap_torch.boundary import Call
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.follow import Departure, Difference
 from shardmap_torch.checker.signature import Surroundings, signature
-from shardmap_torch.checker.verify import Verdict, verify
+from shardmap_torch.checker.verify import Strictness, Verdict, verify
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.memo import Memo
 from shardmap_torch.run.agree import agree
@@ -41,20 +41,22 @@ _LATE: Final = (
 class Checked:
     """What the checker has found out about one function."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], strictness: Strictness) -> None:
         """Nothing is looked at before the first call."""
-        self._name = name
+        self._name, self._strictness = name, strictness
         self._surroundings = Surroundings(function)
         self._verdicts: Memo[Verdict] = Memo()
         self._agreed_on: dict[int, Verdict] = {}
         self._late = {on: partial(self._stop, on, _LATE) for on in (False, True)}
 
-    def verdict(self, call: Call) -> Verdict:
-        """Checks a call, or remembers that it has been checked.
+    def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
+        """Checks a call, or remembers that it has been checked; in another strictness for once.
 
         Raises:
             ShardTypeError: the program is not well-typed, or would compute wrong gradients.
         """
+        if strictness is not None and strictness != self._strictness:
+            return verify(call, strictness)
         return self._find(signature(call, self._surroundings), call)
 
     def run(self, call: Call, run: Run) -> Tree:
@@ -81,7 +83,7 @@ class Checked:
         self._stop(processes, _CHANGING, difference)
 
     def _find(self, key: Hashable, call: Call) -> Verdict:
-        return self._verdicts.get(key, lambda: verify(call))
+        return self._verdicts.get(key, lambda: verify(call, self._strictness))
 
     def _agreed(self, key: Hashable, call: Call, depth: float) -> Verdict:
         """The verdict, after all processes have found the same program at the same step."""

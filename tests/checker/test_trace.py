@@ -85,6 +85,7 @@ def test_explain_pairs_each_collective_with_the_one_that_autograd_derived() -> N
             "bytes sent by each rank, forward and backward:",
             "  dp: 128",
             "  dp,tp: 7",
+            "global: the same program on one device",
         ]
     )
 
@@ -180,8 +181,8 @@ def test_a_wrong_assertion_tells_both_types_and_where_the_value_is_from() -> Non
 def test_an_assertion_on_an_unknown_axis_or_on_a_shard_is_refused() -> None:
     assert asserting({"pp": I}) == "assert_type: no axis 'pp' in the abstract mesh (dp=2, tp=4)."
     assert asserting({"dp": S(0)}) == (
-        "assert_type: S(0) over 'dp' cannot be told from V: shards are tracked only under global "
-        "strictness. Use V."
+        "assert_type: S(0) over 'dp' cannot be told from V: shards are tracked only with "
+        "check='global'. Use V."
     )
 
 

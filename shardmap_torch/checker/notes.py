@@ -1,0 +1,187 @@
+"""What is known of the tensors of the ranks' program: how they make up those of one device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import Tensor
+
+from shardmap_torch.checker.align import Alignment
+from shardmap_torch.checker.interpret import Interpreter
+from shardmap_torch.checker.observe import Book, Ref
+from shardmap_torch.checker.sharding import (
+    ANY,
+    Dim,
+    Piece,
+    Shape,
+    UnrelatedError,
+    cut,
+    fitted,
+    in_words,
+)
+from shardmap_torch.spec import P
+
+Axes = frozenset[str]
+
+NO_AXES: Final[Axes] = frozenset()
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of the values in one storage, axes over which they are not finished.
+
+    Attributes:
+        partial: the value meant is the sum over the ranks.
+        loose: each rank has its own, which means nothing on one device.
+    """
+
+    partial: Axes = NO_AXES
+    loose: Axes = NO_AXES
+
+
+@dataclass
+class _Note:
+    """The tensors of one device that a tensor is a piece of, by number; they are all equal."""
+
+    pieces: dict[int, Piece] = field(default_factory=dict)
+
+
+class Notes:
+    """Cuts belong to tensors; sums, like all local types, to the storage that views share."""
+
+    def __init__(self, interpreter: Interpreter, alignment: Alignment) -> None:
+        """Nothing is known."""
+        self._interpreter, self._alignment = interpreter, alignment
+        self.sizes: Mapping[str, int] = {
+            axis: size for axis, size in interpreter.mesh.shape.items() if size > 1
+        }
+        self._on = frozenset(self.sizes)
+        self._book: Book[_Note] = Book()
+        self._sums: dict[int, Sums] = {}
+        self._where: dict[int, Tensor] = {}
+
+    def note(self, tensor: Tensor, number: int, piece: Piece) -> None:
+        """A tensor is that piece of that tensor."""
+        number = self._alignment.canonical(Ref(number))
+        known = self._book.get(tensor) or self._book.put(tensor, _Note())
+        known.pieces[number] = piece
+        self._where[number] = tensor
+
+    def place(self, tensor: Tensor, number: int, whole: Shape, spec: P) -> None:
+        """A tensor is cut by a spec."""
+        self.note(tensor, number, fitted(self._dims(spec, whole), tuple(tensor.shape), whole))
+        self.set_sums(tensor, spec.partial)
+
+    def find(self, tensor: Tensor, ref: Ref, what: str) -> Piece:
+        """The piece of that one-device tensor that this tensor is.
+
+        Raises:
+            UnrelatedError: it is none.
+        """
+        known = self._book.get(self._interpreter.adopt(tensor))
+        if known is None:
+            raise UnrelatedError(f"nothing is known about how {what} is cut")
+        piece = known.pieces.get(self._alignment.canonical(ref))
+        if piece is None:
+            raise UnrelatedError(f"{what} is another value than on one device")
+        return piece
+
+    def require(self, tensor: Tensor, ref: Ref, spec: P) -> None:
+        """Holds a tensor against a spec.
+
+        Raises:
+            UnrelatedError: it is cut in another way.
+        """
+        piece = self.find(tensor, ref, "it")
+        self.reject_loose(tensor)
+        self._require_sums(tensor, spec)
+        wanted = self._dims(spec, piece.whole)
+        for dim, (have, want) in enumerate(zip(piece.dims, wanted, strict=True)):
+            if have not in (want, ANY):
+                raise UnrelatedError(
+                    f"dim {dim} is {in_words(have)}, and {spec!r} promises {in_words(want)}"
+                )
+        fitted(wanted, piece.local, piece.whole)
+
+    def _require_sums(self, tensor: Tensor, spec: P) -> None:
+        have, want = self.sums(tensor).partial, spec.partial & self._on
+        if have - want:
+            axis = min(have - want)
+            raise UnrelatedError(
+                f"over {axis!r} it is a sum still to be taken, which {spec!r} does not say",
+                f"all_reduce or reduce_scatter it over {axis!r} first, or name {axis!r} in "
+                "partial=.",
+            )
+        if want - have:
+            raise UnrelatedError(f"over {min(want - have)!r} it is no sum, as {spec!r} promises")
+
+    def _dims(self, spec: P, whole: Shape) -> tuple[Dim, ...]:
+        """The cuts of a spec, without axes of one rank."""
+        cuts = dict(spec.cuts)
+        return tuple(
+            cut(size, [axis for axis in cuts.get(dim, ()) if axis in self.sizes], self.sizes)
+            for dim, size in enumerate(whole)
+        )
+
+    def spec_of(self, tensor: Tensor) -> P | None:
+        """How it is cut, or None where nothing is known."""
+        known = self._book.get(self._interpreter.adopt(tensor))
+        if known is None:
+            return None
+        return next(iter(known.pieces.values())).spec(self.sums(tensor).partial)
+
+    def is_cut(self, tensor: Tensor, axes: Axes) -> bool:
+        """Whether one of the axes cuts a dim of it."""
+        known = self._book.get(tensor)
+        return known is not None and any(not axes.isdisjoint(p.axes) for p in known.pieces.values())
+
+    def copy(self, source: Tensor, copy: Tensor) -> None:
+        """A copy that one device does without."""
+        known = self._book.get(source)
+        if known is None:
+            raise UnrelatedError("nothing is known about how its operand is cut")
+        self._book.put(copy, _Note(dict(known.pieces)))
+        self._sums[self._storage(copy)] = self.sums(source)
+        self._seal(source)
+        self._seal(copy)
+
+    def seal_copies(self) -> None:
+        """Writes to what only one of the programs has copied would part them."""
+        for number in self._alignment.newly_same():
+            if number in self._where:
+                self._seal(self._where[number])
+
+    def _seal(self, tensor: Tensor) -> None:
+        cell = self._interpreter.cell(tensor)
+        cell.sealed = cell.sealed or "is a copy in one of the ranks' and the one-device program"
+
+    # ------------------------------------------------------------------------------- sums
+
+    def sums(self, tensor: Tensor) -> Sums:
+        """Over which axes the values of its storage are not finished."""
+        return self._sums.get(self._storage(tensor), Sums())
+
+    def knows_sums(self, tensor: Tensor) -> bool:
+        """Whether its storage has been met before."""
+        return self._storage(tensor) in self._sums
+
+    def set_sums(self, tensor: Tensor, partial: Axes, loose: Axes = NO_AXES) -> None:
+        """Says so of a storage."""
+        self._sums[self._storage(tensor)] = Sums(partial & self._on, loose & self._on)
+
+    def reject_loose(self, tensor: Tensor) -> None:
+        """Requires that a value means something on one device.
+
+        Raises:
+            UnrelatedError: it does not.
+        """
+        loose = self.sums(tensor).loose
+        if loose:
+            raise UnrelatedError(
+                f"over {min(loose)!r} every rank has a value of its own, from "
+                f"{self._interpreter.cell(tensor).origin()}, which means nothing on one device",
+                "wrap code that is per-rank by nature in local_region(f, in_types, out_types).",
+            )
+
+    def _storage(self, tensor: Tensor) -> int:
+        return int(self._interpreter.cell(tensor).storage._cdata)

@@ -1,0 +1,168 @@
+"""`local_region`: per-rank code in a program that is otherwise held against one device."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
+
+from torch import Tensor
+
+from shardmap_torch.checker import report
+from shardmap_torch.checker.interpret import Interpreter
+from shardmap_torch.checker.lattice import plain
+from shardmap_torch.checker.modes import current_interpreter
+from shardmap_torch.checker.observe import UNOBSERVED
+from shardmap_torch.checker.program import Cell, Equation, use_of
+from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.spec import P
+from shardmap_torch.tree import Misfit, Placed, Tree, spread
+from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
+
+A = ParamSpec("A")
+Y = TypeVar("Y")
+
+Specs: TypeAlias = Sequence[P]
+
+
+@overload
+def local_region(f: Callable[A, Y], in_types: Tree, out_types: Tree) -> Callable[A, Y]: ...
+
+
+@overload
+def local_region(
+    f: None = None, *, in_types: Tree, out_types: Tree
+) -> Callable[[Callable[A, Y]], Callable[A, Y]]: ...
+
+
+def local_region(
+    f: Callable[..., Any] | None = None, in_types: Tree = None, out_types: Tree = None
+) -> Callable[..., Any]:
+    """Declares what a per-rank function means on one device, which the checker takes as promised.
+
+    With `check="global"` the forward has to be that of the same program on one device. Code that
+    asks for its rank, or does with a piece what it would not do with the whole, cannot be: lookups
+    in a table whose rows are cut, positions of a cut sequence, masks under context parallelism.
+    Wrapped in a region it is held to local strictness only, and its results are taken to be cut as
+    `out_types` says, of the value that the function computes where every axis has one rank. Reports
+    list every region, and `validate_region` tries the promise. At run time it does nothing.
+
+    Args:
+        f: takes and returns pytrees of tensors; what is no tensor passes as it is.
+        in_types: one `P` per positional argument, each a pytree prefix of it: how it must be cut
+            over all axes, `partial=` included; None for what is no tensor.
+        out_types: the same for the result.
+
+    Returns:
+        A function that does what `f` does.
+
+    Raises:
+        SpecError: in a checked call, types that do not fit the arguments or results.
+        ShardTypeError: in a checked call, an argument that is cut in another way, or a result
+            that is not equal on the ranks of an axis over which `out_types` neither cuts nor sums.
+
+    Source: the role of `spmd_types.local_map` in spmd_types.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, all_reduce, axis_index, make_mesh, shard_map
+        >>> @local_region(in_types=(P("tp"), P()), out_types=P(partial={"tp"}))
+        ... def rows(table, ids):  # table [v/tp, d], ids [n] -> [n, d], a part of the sum
+        ...     local = ids - axis_index("tp") * table.shape[0]
+        ...     owned = (local >= 0) & (local < table.shape[0])
+        ...     return table[local * owned] * owned.unsqueeze(1)
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> @shard_map(mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check="global")
+        ... def embed(table, ids):
+        ...     return all_reduce(rows(table, ids), "tp", dst=I)
+        >>> embed(torch.arange(8.0).reshape(4, 2), torch.tensor([3, 0]))
+        tensor([[6., 7.],
+                [0., 1.]])
+    """
+    if f is None:
+        return partial(local_region, in_types=in_types, out_types=out_types)
+    name = getattr(f, "__name__", type(f).__name__)
+
+    @wraps(f)
+    def region(*args: Any, **kwargs: Any) -> Any:
+        interpreter = current_interpreter()
+        if interpreter is None:
+            return f(*args, **kwargs)
+        inputs, in_specs = _placed(name, in_types, args, "argument")
+        observer = interpreter.observer
+        observer.region(name, inputs, in_specs)
+        interpreter.observer = UNOBSERVED
+        try:
+            out = f(*args, **kwargs)
+        finally:
+            interpreter.observer = observer
+        outputs, out_specs = _placed(name, out_types, out, "result")
+        for tensor, spec in zip(outputs, out_specs, strict=True):
+            _check_result(interpreter, name, tensor, spec)
+        observer.region_ended(name, outputs, out_specs)
+        _tell(interpreter, name, inputs, outputs)
+        return out
+
+    # What `validate_region` reads.
+    region._shardmap_region = (f, in_types, out_types)  # type: ignore[attr-defined]
+    return region
+
+
+def _placed(name: str, types: Tree, value: Any, what: str) -> tuple[list[Tensor], Specs]:
+    """The tensors of a tree, and the spec of each."""
+    found = list(spread(types, value, what, lambda leaf: leaf is None or isinstance(leaf, P)))
+    problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+    placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+    for leaf in placed:
+        if isinstance(leaf.value, Tensor) and not isinstance(leaf.spec, P):
+            problems.append(f"{leaf.path}: is a tensor, which needs a P")
+        elif isinstance(leaf.value, Tensor) and len(leaf.spec.entries) > leaf.value.ndim:
+            problems.append(f"{leaf.path}: {leaf.spec!r} is for more than {leaf.value.ndim} dims")
+    if problems:
+        raise SpecError(listing(f"local_region {name}: the types do not fit:", problems))
+    crossing = [leaf for leaf in placed if isinstance(leaf.value, Tensor)]
+    return [leaf.value for leaf in crossing], [leaf.spec for leaf in crossing]
+
+
+_ALLOWED: Mapping[str, frozenset[AxisType]] = {
+    "S": frozenset({V, K, Z}),
+    "P": frozenset({V, Partial, Z}),
+    "I": frozenset({I, R, K, Z}),
+}
+"""Local types of a result that is cut over an axis, a sum over it, or neither."""
+
+
+def _check_result(interpreter: Interpreter, name: str, tensor: Tensor, spec: P) -> None:
+    tensor = interpreter.adopt(tensor)
+    promised = spec.types
+    for axis, kind in zip(interpreter.axes, interpreter.cell(tensor).kinds, strict=True):
+        wanted = promised[axis].kind if axis in promised else "I"
+        if interpreter.mesh.shape[axis] > 1 and plain(kind) not in _ALLOWED.get(
+            wanted, _ALLOWED["I"]
+        ):
+            raise report.error(
+                interpreter,
+                f"local_region {name}: over {axis!r} a result is {kind}, and {spec!r} promises "
+                + _promise(wanted),
+                [f"  it is from {interpreter.cell(tensor).origin()}"],
+                f"cut it over {axis!r} in out_types, or name {axis!r} in its partial=.",
+            )
+
+
+def _promise(wanted: str) -> str:
+    return {"S": "pieces.", "P": "a sum still to be taken."}.get(wanted, "one value on all ranks.")
+
+
+def _tell(
+    interpreter: Interpreter, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> None:
+    """Notes the region in the typed program."""
+    site, backward = interpreter.site()
+    read, made = (
+        tuple(use_of("", x, cell, cell.kinds) for x, cell in _cells(interpreter, tensors))
+        for tensors in (inputs, outputs)
+    )
+    interpreter.add(Equation(f"local_region {name}", read, made, site, backward))
+
+
+def _cells(interpreter: Interpreter, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Cell]]:
+    adopted = [interpreter.adopt(tensor) for tensor in tensors]
+    return [(tensor, interpreter.cell(tensor)) for tensor in adopted]

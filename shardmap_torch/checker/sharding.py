@@ -1,0 +1,282 @@
+"""How the ranks' tensors make up the tensor of one device, and what shapes alone say about it.
+
+Global strictness holds a program against itself on one device. A tensor of the ranks' program is
+a piece of a tensor of the other. The position of an entry along a dim is a number in mixed radix;
+a rank has the entries for which some digits, one for each axis that cuts the dim, are its own
+index. `P("tp")` makes the first digit of dim 0 such a one; dims that are merged, as a matrix
+product of four dims merges batch and heads, have them further back.
+
+The rules here need only the shapes of both programs, so that a literal size may be any number in
+either. They raise `UnrelatedError` where the results would not be pieces of one another.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final, TypeAlias
+
+from shardmap_torch.spec import Entry, P
+
+Shape: TypeAlias = tuple[int, ...]
+Sizes: TypeAlias = Mapping[str, int]
+
+Digit: TypeAlias = tuple[str | None, int]
+"""A digit of a position: the axis whose index it is, or None where a rank has all; its base."""
+
+Dim: TypeAlias = tuple[Digit, ...]
+"""The digits of a dim, most significant first, none of base 1, no two uncut ones side by side."""
+
+ANY: Final[Dim] = (("...", 0),)
+"""Stands for a dim along which all entries are equal, so that any cut of this length will do."""
+
+
+class UnrelatedError(Exception):
+    """Why a result of the ranks' program is no piece of the result on one device."""
+
+    def __init__(self, reason: str, fix: str = "") -> None:
+        """`reason` completes a sentence about the operation; `fix` is what to write instead."""
+        super().__init__(reason)
+        self.reason, self.fix = reason, fix
+
+
+def uncut(size: int) -> Dim:
+    """A dim of which every rank has all."""
+    return () if size == 1 else ((None, size),)
+
+
+def cut(size: int, axes: Sequence[str], sizes: Sizes) -> Dim:
+    """A dim of that whole size, cut as `P` does, major first.
+
+    Example:
+        >>> cut(12, ("dp", "tp"), {"dp": 2, "tp": 2})
+        (('dp', 2), ('tp', 2), (None, 3))
+    """
+    rest = size // prod(sizes[axis] for axis in axes)
+    return (*((axis, sizes[axis]) for axis in axes), *uncut(rest))
+
+
+def axes_of(dim: Dim) -> tuple[str, ...]:
+    """The axes that cut a dim, most significant first."""
+    return () if dim == ANY else tuple(axis for axis, _ in dim if axis is not None)
+
+
+def in_words(dim: Dim) -> str:
+    """How a dim is cut.
+
+    Example:
+        >>> in_words((("dp", 2), (None, 4))), in_words(((None, 8),))
+        ("cut over 'dp'", 'whole')
+    """
+    axes = axes_of(dim)
+    return f"cut over {', '.join(map(repr, axes))}" if axes else "whole"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the ranks' program, held against its tensor on one device.
+
+    Attributes:
+        dims: how each dim is cut.
+        local: its shape on a rank.
+        whole: its shape on one device.
+    """
+
+    dims: tuple[Dim, ...]
+    local: Shape
+    whole: Shape
+
+    @staticmethod
+    def uncut(shape: Shape) -> "Piece":
+        """A tensor of which every rank has all."""
+        return Piece(tuple(map(uncut, shape)), shape, shape)
+
+    def cut_by(self, axis: str) -> int | None:
+        """The dim that an axis cuts, or None."""
+        return next((dim for dim, digits in enumerate(self.dims) if axis in axes_of(digits)), None)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that cut a dim."""
+        return tuple(axis for dim in self.dims for axis in axes_of(dim))
+
+    def spec(self, partial: frozenset[str] = frozenset()) -> P:
+        """The spec that cuts so, as in `P('dp', None)`."""
+        return P(*map(_entry, self.dims), partial=partial)
+
+    def part(self, dims: Sequence[int]) -> "Piece":
+        """These dims only, in this order."""
+        return Piece(
+            tuple(self.dims[dim] for dim in dims),
+            tuple(self.local[dim] for dim in dims),
+            tuple(self.whole[dim] for dim in dims),
+        )
+
+
+def _entry(dim: Dim) -> Entry:
+    axes = axes_of(dim)
+    return axes[0] if len(axes) == 1 else (axes or None)
+
+
+def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> Piece:
+    """The piece, if the shapes are those of such a cut.
+
+    Raises:
+        UnrelatedError: they are not.
+    """
+    for number, (dim, mine, all_) in enumerate(zip(dims, local, whole, strict=True)):
+        if dim == ANY:
+            continue
+        here = prod(base for axis, base in dim if axis is None)
+        if (here, prod(base for _, base in dim)) != (mine, all_):
+            raise UnrelatedError(
+                f"dim {number} of the result, {in_words(dim)}, has size {mine} on a rank and "
+                f"would have {all_} on one device",
+                "write sizes that are right on one device too: -1, x.shape[...], or a size "
+                "divided by axis_size(axis).",
+            )
+    return Piece(tuple(dims), local, whole)
+
+
+# ---------------------------------------------------------------------------------- results
+
+
+def broadcast(operands: Sequence[Piece], rank: int) -> tuple[Dim, ...]:
+    """How the result of a pointwise operation is cut: like each operand, where it is not spread.
+
+    Example:
+        >>> x = Piece((cut(8, ["dp"], {"dp": 2}), uncut(2)), (4, 2), (8, 2))
+        >>> broadcast([x, Piece.uncut((2,))], 2) == x.dims
+        True
+    """
+    return tuple(
+        agreed(
+            [x.dims[dim - rank] for x in operands if _at(x.whole, dim - rank) != 1], f"dim {dim}"
+        )
+        for dim in range(rank)
+    )
+
+
+def _at(shape: Shape, index: int) -> int:
+    return shape[index] if len(shape) >= -index else 1
+
+
+def agreed(dims: Sequence[Dim], what: str) -> Dim:
+    """The one cut that dims of several operands must have, since they go together."""
+    kinds = set(dims) - {ANY}
+    if len(kinds) > 1:
+        first, second = sorted(kinds, key=lambda dim: len(axes_of(dim)))[:2]
+        raise UnrelatedError(
+            f"{what} is {in_words(first)} in one operand and {in_words(second)} in another"
+            + ("" if axes_of(first) != axes_of(second) else ", in another way"),
+            "cut the operand that is whole, with convert(x, axis, src=R, dst=V, dim=...), or "
+            "gather the other.",
+        )
+    return kinds.pop() if kinds else (ANY if dims else ())
+
+
+def reshape(x: Piece, whole: Shape) -> tuple[Dim, ...]:
+    """How a tensor is cut after its entries have been read, in order, into another shape.
+
+    Example:
+        >>> x = Piece((uncut(5), cut(12, ["tp"], {"tp": 2})), (5, 6), (5, 12))
+        >>> reshape(x, (5, 4, 3))  # four heads of three, two on each rank
+        (((None, 5),), (('tp', 2), (None, 2)), ((None, 3),))
+    """
+    if ANY in x.dims or 0 in whole:
+        if x.whole == whole or (not x.axes and ANY not in x.dims):
+            return x.dims if x.whole == whole else tuple(map(uncut, whole))
+        raise UnrelatedError("its operand's size is that of a rank, and fits no cut yet")
+    digits = _merged(digit for dim in x.dims for digit in dim)
+    return tuple(_take(size, digits, x, whole) for size in whole)
+
+
+def _take(size: int, digits: list[Digit], x: Piece, whole: Shape) -> Dim:
+    """Removes the digits of one dim from the front of the list."""
+    taken: list[Digit] = []
+    while size > 1:
+        axis, base = digits.pop(0)
+        if size % base == 0:
+            taken.append((axis, base))
+            size //= base
+        elif axis is None and base % size == 0:
+            taken.append((None, size))
+            digits.insert(0, (None, base // size))
+            size = 1
+        else:
+            raise UnrelatedError(
+                f"what {_blocked(axis, digits)!r} cuts does not stay together when the "
+                f"{'x'.join(map(str, x.whole))} entries on one device are laid out as "
+                f"{'x'.join(map(str, whole))}",
+                "keep the cut dim, or make it the first of those that are split off it.",
+            )
+    return tuple(taken)
+
+
+def _blocked(axis: str | None, digits: Sequence[Digit]) -> str:
+    return axis or next((name for name, _ in digits if name is not None), "nothing")
+
+
+def _merged(digits: Iterator[Digit] | Sequence[Digit]) -> list[Digit]:
+    """Uncut digits side by side are one."""
+    found: list[Digit] = []
+    for axis, base in digits:
+        if axis is None and found and found[-1][0] is None:
+            found[-1] = (None, found[-1][1] * base)
+        elif base != 1:
+            found.append((axis, base))
+    return found
+
+
+def spread(x: Piece, local: Shape, whole: Shape) -> tuple[Dim, ...]:
+    """How a tensor is cut after dims of size 1 have been repeated, and dims put in front."""
+    offset = len(whole) - len(x.whole)
+    repeated = fill(local, whole)
+    return tuple(
+        repeated[dim]
+        if dim < offset or (x.whole[dim - offset] == 1 and size != 1)
+        else x.dims[dim - offset]
+        for dim, size in enumerate(whole)
+    )
+
+
+def fill(local: Shape, whole: Shape) -> tuple[Dim, ...]:
+    """How a tensor of equal entries is cut: any cut will do where the sizes differ."""
+    return tuple(
+        uncut(mine) if mine == all_ else ANY for mine, all_ in zip(local, whole, strict=True)
+    )
+
+
+# ------------------------------------------------------------------------------ collectives
+
+
+def gathered(dim: Dim, axes: Sequence[str]) -> Dim | None:
+    """A dim after the ranks' parts have been put one behind the other, or None.
+
+    Their index becomes the first digit of what a rank has, and must have been it.
+
+    Example:
+        >>> gathered(cut(12, ("dp", "tp"), {"dp": 2, "tp": 2}), ("tp",))
+        (('dp', 2), (None, 6))
+        >>> gathered(((None, 3), ("tp", 2), (None, 2)), ("tp",)) is None
+        True
+    """
+    inner = [axis for axis, _ in dim if axis is None or axis in axes]
+    if dim == ANY or inner[: len(axes)] != list(axes):
+        return None
+    return tuple(_merged([(None if axis in axes else axis, base) for axis, base in dim]))
+
+
+def sliced(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
+    """A dim after each rank has kept its part of what it had, or None.
+
+    Example:
+        >>> sliced((("dp", 2), (None, 6)), ("tp",), {"tp": 2})
+        (('dp', 2), ('tp', 2), (None, 3))
+    """
+    for axis in axes:
+        at = next((i for i, (name, _) in enumerate(dim) if name is None), None)
+        if dim == ANY or at is None or dim[at][1] % sizes[axis]:
+            return None
+        rest = dim[at][1] // sizes[axis]
+        dim = (*dim[:at], (axis, sizes[axis]), *uncut(rest), *dim[at + 1 :])
+    return dim

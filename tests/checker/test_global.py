@@ -1,0 +1,500 @@
+"""check="global": the forward must be that of the same program on one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from examples.gpt import model
+from examples.gpt.optim import AdamW, clip
+from examples.gpt.step import loss_and_grads
+from shardmap_torch import (
+    I,
+    P,
+    Partial,
+    R,
+    S,
+    ShardTypeError,
+    SpecError,
+    V,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    assert_type,
+    axis_index,
+    axis_size,
+    check_program,
+    convert,
+    explain,
+    local_region,
+    make_mesh,
+    ppermute,
+    reduce_scatter,
+    reinterpret,
+    shard_map,
+    typeof,
+)
+
+MESH = make_mesh((2, 4), ("dp", "tp"), kind="abstract")
+RANKS = make_mesh((2, 4), ("dp", "tp"), kind="simulated", simulate="ranks")
+ONE = make_mesh((1, 1), ("dp", "tp"), kind="simulated", simulate="ranks")
+
+X, W, B = torch.randn(8, 16), torch.randn(16, 32), torch.randn(32)
+W2, B2 = torch.randn(32, 16), torch.randn(16)
+ARGS = tuple(value.double().requires_grad_() for value in (X, W, B, W2, B2))
+SPECS = (P("dp"), P(None, "tp"), P("tp"), P("tp"), P())
+Body = Callable[..., Tensor]
+
+
+def mapped(body: Body, out: P, check: Any = "global", mesh: Any = MESH) -> Body:
+    return shard_map(body, mesh=mesh, in_specs=SPECS, out_specs=out, check=check)
+
+
+def accepted(body: Body, out: P) -> None:
+    """Accepts it, and it gives on ranks what it gives on one device, gradients included."""
+    found = [_with_gradients(mapped(body, out, mesh=mesh)) for mesh in (RANKS, ONE)]
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+def _with_gradients(f: Body) -> list[Tensor]:
+    y = f(*ARGS)
+    weights = torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape)
+    grads = torch.autograd.grad((y * weights).sum(), ARGS, allow_unused=True)
+    return [y.detach(), *(g if g is not None else torch.zeros(()) for g in grads)]
+
+
+def rejected(body: Body, out: P, text: str) -> None:
+    """Rejects it, where local strictness accepts it."""
+    check_program(mapped(body, out, check="local"), *ARGS)
+    with pytest.raises(ShardTypeError, match=text):
+        check_program(mapped(body, out), *ARGS)
+
+
+def mlp(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return all_reduce(torch.tanh(x @ w + b) @ w2, "tp", dst=I) + b2
+
+
+def sequence_parallel(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    x = convert(x, "tp", src=R, dst=V, dim=0)
+    y = torch.tanh(all_gather(x, "tp", dim=0, dst=R) @ w + b) @ w2
+    return reduce_scatter(y, "tp", dim=0) + b2
+
+
+def heads(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = (x @ w + b).unflatten(-1, (-1, 4))  # 8 heads, 2 on each rank
+    y: Tensor = all_reduce(h.softmax(-1).flatten(1) @ w2, "tp", dst=I) + b2
+    return y
+
+
+def heads_counted(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = (x @ w + b).view(x.shape[0], 8 // axis_size("tp"), 4)
+    return all_reduce(h.softmax(-1).flatten(1) @ w2, "tp", dst=I) + b2
+
+
+def batched_heads(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    # A product of four dims merges batch and heads, both of them cut.
+    h = (x @ w + b).unflatten(0, (-1, 2)).unflatten(-1, (-1, 4)).transpose(1, 2)
+    h = (h @ h.mT) @ h
+    y: Tensor = all_reduce(h.transpose(1, 2).flatten(2).flatten(0, 1) @ w2, "tp", dst=I) + b2
+    return y
+
+
+def mean_by_whole_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    mean = all_reduce(h.sum(-1, keepdim=True), "tp", dst=R) / (h.shape[-1] * axis_size("tp"))
+    return all_reduce((h - mean) @ w2, "tp", dst=I) + b2
+
+
+def to_heads_and_back(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    rows = all_to_all(h, "tp", split_dim=0, concat_dim=1).softmax(-1)
+    h = all_to_all(rows, "tp", split_dim=1, concat_dim=0)
+    return all_reduce(h @ w2, "tp", dst=I) + b2
+
+
+def sums_of_parts(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    y = (x @ w + b) @ w2
+    y = 2 * y + y.flip(1)
+    return all_reduce(y, "tp", dst=I) + b2
+
+
+def bias_in_one_part(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    part = convert(b2.expand(x.shape[0], -1), "tp", src=I, dst=Partial)
+    return all_reduce((x @ w + b) @ w2 + part, "tp", dst=I)
+
+
+def zeros_of_local_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    zeros = torch.zeros(x.shape[0], x.shape[1], dtype=x.dtype)
+    return mlp(torch.where(x > zeros, x, zeros), w, b, w2, b2)
+
+
+def loop(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x + mlp(convert(x, "tp", src=I, dst=R), w, b, w2, b2)
+    return x
+
+
+def in_place(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = torch.zeros_like(x) + x
+    h.mul_(2).add_(x)
+    h[:, 0] = 1.0
+    return mlp(h, w, b, w2, b2)
+
+
+def inner_gradient(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Tensor:
+        return all_reduce((x @ w + b).square().sum(), ("dp", "tp"), dst=I)
+
+    gradient = all_reduce(torch.func.grad(loss)(x), "tp", dst=R)  # parts of it before
+    return mlp(x - 0.1 * gradient, w, b, w2, b2)
+
+
+def part_of_features(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return mlp(torch.cat([x[:, 8:], x[:, :8]], 1), w, b, w2, b2)
+
+
+RIGHT = [
+    (mlp, P("dp")),
+    (sequence_parallel, P(("dp", "tp"))),
+    (heads, P("dp")),
+    (heads_counted, P("dp")),
+    (batched_heads, P("dp")),
+    (mean_by_whole_size, P("dp")),
+    (to_heads_and_back, P("dp")),
+    (sums_of_parts, P("dp")),
+    (bias_in_one_part, P("dp")),
+    (zeros_of_local_size, P("dp")),
+    (loop, P("dp")),
+    (in_place, P("dp")),
+    (inner_gradient, P("dp")),
+    (part_of_features, P("dp")),
+]
+
+
+@pytest.mark.parametrize(("body", "out"), RIGHT, ids=lambda v: getattr(v, "__name__", ""))
+def test_accepts_one_device_programs(body: Body, out: P) -> None:
+    accepted(body, out)
+
+
+# --------------------------------------------------------------- what local strictness accepts
+
+
+def bias_before_reduction(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return all_reduce((x @ w + b) @ w2 + b2, "tp", dst=I)
+
+
+def fused_bias_before_reduction(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return all_reduce(functional.linear(x @ w + b, w2.T, b2), "tp", dst=I)
+
+
+def residual_before_reduction(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return all_reduce((x @ w + b) @ w2 + x, "tp", dst=I)
+
+
+def softmax_over_cut(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return all_reduce((x @ w).softmax(-1) @ w2, "tp", dst=I)
+
+
+def mean_over_cut(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w
+    return all_reduce((h - h.mean(-1, keepdim=True)) @ w2, "tp", dst=I)
+
+
+def mean_by_local_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w
+    mean = all_reduce(h.sum(-1, keepdim=True), "tp", dst=R) / h.shape[-1]
+    return all_reduce((h - mean) @ w2, "tp", dst=I)
+
+
+def norm_over_cut(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return all_reduce(functional.layer_norm(x @ w, (8,)) @ w2, "tp", dst=I)
+
+
+def norm_of_own_width(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w
+    return all_reduce(functional.layer_norm(h, h.shape[-1:]) @ w2, "tp", dst=I)
+
+
+def heads_of_local_number(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = (x @ w).view(x.shape[0], 4, -1)  # 4 heads on each rank, and 4 on one device
+    return all_reduce(h.softmax(-1).flatten(1) @ w2, "tp", dst=I)
+
+
+def heads_of_local_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = (x @ w).view(4, 2, 4)  # fails on one device
+    return all_reduce(h.softmax(-1).flatten(1) @ w2, "tp", dst=I)
+
+
+def features_before_heads(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = (x @ w).unflatten(-1, (4, -1))  # another split: what is cut is not the leading part
+    y: Tensor = all_reduce(h.softmax(-1).flatten(1) @ w2, "tp", dst=I)
+    return y
+
+
+def positions_not_offset(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    positions = torch.arange(x.shape[0], dtype=x.dtype)
+    return all_reduce((x + positions[:, None]) @ w @ w2, "tp", dst=I)
+
+
+def sum_of_shards(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = all_reduce(x @ w, "tp", dst=R)  # adds up other features
+    return all_reduce(h @ w2, "tp", dst=I)
+
+
+def gathered_along_another_dim(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = all_gather(x @ w, "tp", dim=0, dst=R)
+    return all_reduce(h[: x.shape[0]] @ w2, "tp", dst=I)
+
+
+def wrong_features_paired(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    ring = [(rank, (rank + 1) % axis_size("tp")) for rank in range(axis_size("tp"))]
+    return all_reduce(ppermute(x @ w, "tp", ring) @ w2, "tp", dst=I)
+
+
+def rank_used(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return all_reduce((x @ w) * axis_index("tp") @ w2, "tp", dst=I)
+
+
+def maximum_over_cut(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w
+    return all_reduce((h - h.amax(-1, keepdim=True)) @ w2, "tp", dst=I)
+
+
+def dropout_of_whole(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    x = functional.dropout(convert(x, "tp", src=I, dst=R), 0.5)  # another mask on each rank
+    return all_reduce(x @ w @ w2, "tp", dst=I)
+
+
+def steps_of_ranks(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    for _ in range(axis_size("tp")):
+        w = w * 2
+    return all_reduce(x @ w @ w2, "tp", dst=I)
+
+
+def smoothing_over_vocabulary(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    logits = x @ w
+    nats = all_reduce(logits.exp().sum(-1), "tp", dst=I).log()
+    return nats - all_reduce(logits.mean(-1), "tp", op="mean", dst=I)
+
+
+def mean_all_reduce(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return all_reduce(x @ w @ w2, "tp", op="mean", dst=I)
+
+
+def write_of_another_cut(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w
+    buffer = torch.zeros(x.shape[0], h.shape[1], dtype=x.dtype)
+    buffer = buffer + 0 * h
+    buffer.copy_(all_gather(h, "tp", dim=1, dst=R)[:, : h.shape[1]])
+    return all_reduce(buffer @ w2, "tp", dst=I)
+
+
+WRONG = [
+    (bias_before_reduction, P("dp"), "add .* counted once per rank"),
+    (fused_bias_before_reduction, P("dp"), "counted once per rank"),
+    (residual_before_reduction, P("dp"), "counted once per rank"),
+    (softmax_over_cut, P("dp"), "softmax is not what it is on one device"),
+    (mean_over_cut, P("dp"), "averages over a cut dim"),
+    (mean_by_local_size, P("dp"), "is 8 on a rank and 32 on one device"),
+    (norm_over_cut, P("dp"), "on one device the body fails"),
+    (norm_of_own_width, P("dp"), r"normalized_shape is \[8\] on a rank and"),
+    (heads_of_local_number, P("dp"), "view is not what it is on one device"),
+    (heads_of_local_size, P("dp"), "on one device the body fails"),
+    (features_before_heads, P("dp"), "has size 4 on a rank and would have 4 on one device"),
+    (positions_not_offset, P("dp"), "end is 4 on a rank and 8 on one device"),
+    (sum_of_shards, P("dp"), "no sum still to be taken but cut along dim 1"),
+    (gathered_along_another_dim, P("dp"), "puts dim 0 together over 'tp'"),
+    (wrong_features_paired, P("dp"), "get the values of other ranks' pieces"),
+    (rank_used, P("dp"), "every rank has a value of its own"),
+    (maximum_over_cut, P("dp"), "maximum over a cut dim"),
+    (dropout_of_whole, P("dp"), "every rank has a value of its own"),
+    (steps_of_ranks, P("dp"), "the ranks come to mul"),
+    (smoothing_over_vocabulary, P("dp"), "averages over a cut dim"),
+    (mean_all_reduce, P("dp"), "is 4 on a rank and 1 on one device"),
+    (write_of_another_cut, P("dp"), "one device"),
+]
+
+
+@pytest.mark.parametrize(("body", "out", "text"), WRONG, ids=lambda v: getattr(v, "__name__", ""))
+def test_rejects_what_is_another_program_on_one_device(body: Body, out: P, text: str) -> None:
+    rejected(body, out, text)
+
+
+# ------------------------------------------------------------------------------- boundaries
+
+
+def test_result_cut_in_another_way() -> None:
+    f = shard_map(
+        lambda x: x * 2, mesh=MESH, in_specs=P("dp"), out_specs=P(None, "dp"), check="global"
+    )
+    with pytest.raises(ShardTypeError, match=r"dim 0 is cut over 'dp', and .* promises whole"):
+        f(X)
+
+
+def test_order_of_axes_in_one_dim() -> None:
+    def swapped(x: Tensor) -> Tensor:
+        return all_gather(all_gather(x, "dp", dim=0, dst=I), "tp", dim=0, dst=I)
+
+    specs: dict[str, Any] = {"mesh": MESH, "in_specs": P(("dp", "tp")), "out_specs": P()}
+    shard_map(swapped, **specs)(X)
+    with pytest.raises(ShardTypeError, match="puts dim 0 together over 'tp'"):
+        shard_map(swapped, check="global", **specs)(X)
+
+
+def test_tiled_result() -> None:
+    f = shard_map(lambda x: x * 2, mesh=MESH, in_specs=P(), out_specs=P("dp"), check="global")
+    with pytest.raises(ShardTypeError, match="promises cut over 'dp'"):
+        f(X)
+
+
+def test_unfinished_result() -> None:
+    f = shard_map(
+        lambda x, w: x @ w,
+        mesh=MESH,
+        in_specs=(P(None, "tp"), P("tp")),
+        out_specs=P("tp"),
+        check="global",
+    )
+    with pytest.raises(ShardTypeError, match="a sum still to be taken"):
+        f(X, W)
+
+
+def test_partial_result() -> None:
+    f = shard_map(
+        lambda x, w: reinterpret(x @ w, "tp", src=V, dst=Partial),
+        mesh=RANKS,
+        in_specs=(P(None, "tp"), P("tp")),
+        out_specs=P(partial={"tp"}),
+        check="global",
+    )
+    torch.testing.assert_close(f(X.double(), W.double()), X.double() @ W.double())
+
+
+def test_unknown_strictness() -> None:
+    with pytest.raises(SpecError, match="'global', not 'strict'"):
+        shard_map(lambda x: x, mesh=MESH, in_specs=P(), out_specs=P(), check="strict")  # type: ignore[call-overload]
+
+
+# ------------------------------------------------------------------------- types and regions
+
+
+def test_types_have_dims() -> None:
+    seen: list[Any] = []
+
+    def body(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        h = assert_type(x @ w, {"dp": S(0), "tp": S(1)})
+        seen.append(dict(typeof(h @ w2)))
+        return all_reduce(h @ w2, "tp", dst=I)
+
+    mapped(body, P("dp"))(*ARGS)
+    assert seen[-1] == {"dp": S(0), "tp": Partial}
+
+    def wrong(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return all_reduce(assert_type(x @ w, {"tp": S(0)}) @ w2, "tp", dst=I)
+
+    with pytest.raises(ShardTypeError, match=r"expects S\(0\) over 'tp', but the value is S\(1\)"):
+        mapped(wrong, P("dp"))(*ARGS)
+
+
+def own_rows(table: Tensor, ids: Tensor) -> Tensor:
+    local = ids - axis_index("tp") * table.shape[0]
+    owned = (local >= 0) & (local < table.shape[0])
+    return table[local * owned] * owned.unsqueeze(1)
+
+
+rows = local_region(own_rows, (P("tp"), P()), P(partial={"tp"}))
+
+
+def embed(table: Tensor, ids: Tensor) -> Tensor:
+    return all_reduce(rows(table, ids), "tp", dst=I)
+
+
+def test_region() -> None:
+    table, ids = torch.randn(8, 3), torch.tensor([7, 0, 3])
+    specs: dict[str, Any] = {"in_specs": (P("tp"), P()), "out_specs": P()}
+    f = shard_map(embed, mesh=RANKS, check="global", **specs)
+    torch.testing.assert_close(f(table, ids), table[ids])
+
+    def bare_embed(table: Tensor, ids: Tensor) -> Tensor:
+        return all_reduce(own_rows(table, ids), "tp", dst=I)
+
+    bare = shard_map(bare_embed, mesh=RANKS, check="global", **specs)
+    with pytest.raises(ShardTypeError, match="wrap code that is per-rank by nature"):
+        bare(table, ids)
+
+
+def test_region_with_wrong_arguments() -> None:
+    f = shard_map(
+        embed, mesh=MESH, in_specs=(P(None, "tp"), P()), out_specs=P(None, "tp"), check="global"
+    )
+    with pytest.raises(ShardTypeError, match=r"dim 0 is whole, and .* promises cut over 'tp'"):
+        f(torch.randn(8, 4), torch.tensor([0]))
+
+
+def test_region_with_wrong_promise() -> None:
+    promised = local_region(lambda x: x * axis_index("tp"), (P(),), P())
+    f = shard_map(promised, mesh=MESH, in_specs=P(), out_specs=P("tp"))
+    with pytest.raises(ShardTypeError, match=r"over 'tp' a result is V, and"):
+        f(X)
+
+
+def test_region_with_wrong_tree() -> None:
+    promised = local_region(lambda x: x, (P("tp", None, "dp"),), P())
+    f = shard_map(promised, mesh=MESH, in_specs=P(), out_specs=P())
+    with pytest.raises(SpecError, match="is for more than 2 dims"):
+        f(X)
+
+
+# --------------------------------------------------------------------------------- examples
+
+
+def test_training_example() -> None:
+    """The model, its gradients and the whole step, optimiser included."""
+    config, optimizer = model.Config(layers=1), AdamW(100)
+    cuts, tokens = model.specs(config), torch.zeros(8, 65, dtype=torch.int64)
+    params = optree.tree_map(lambda p: p.requires_grad_(), model.init(config))
+    for check in ("local", "global"):
+        loss = shard_map(
+            model.loss, mesh=MESH, in_specs=(cuts, P("dp")), out_specs=P(), check=check
+        )
+        check_program(loss, params, tokens)
+
+        @shard_map(
+            mesh=MESH,
+            in_specs=(cuts, optimizer.specs(cuts), P("dp")),
+            out_specs=(cuts, optimizer.specs(cuts), P()),
+            check=check,
+        )
+        def step(params: Any, state: Any, batch: Tensor) -> Any:
+            loss, grads = loss_and_grads(params, batch)
+            grads, _ = clip(grads, cuts, optimizer.max_norm)
+            return *optimizer.update(params, grads, state), loss
+
+        plain = optree.tree_map(lambda p: p.detach(), params)
+        check_program(step, plain, optimizer.init(plain), tokens)
+
+
+def test_torch_layers() -> None:
+    """A block of torch's own modules, cut by hand over the batch."""
+    block = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    names = dict(block.named_parameters())
+
+    def body(params: Any, x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(block, params, x)
+        return y
+
+    f = shard_map(body, mesh=MESH, in_specs=(P(), P("dp")), out_specs=P("dp"), check="global")
+    check_program(f, names, torch.randn(8, 4, 16))
+
+
+def test_explain_says_what_global_would_say() -> None:
+    right, wrong = (
+        explain(mapped(body, P("dp"), check="local"), *ARGS)
+        for body in (mlp, bias_before_reduction)
+    )
+    assert "global: the same program on one device" in right
+    assert "counted once per rank" in wrong
