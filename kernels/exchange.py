@@ -23,6 +23,7 @@ from shardmap_torch.kernels.schedule import (
     Send,
     chunk_rows,
 )
+from shardmap_torch.kernels.streams import Lane
 from shardmap_torch.kernels.transport import Channel, Handle, Steps, Transport
 
 Consume: TypeAlias = Callable[[slice, Tensor], None]
@@ -73,42 +74,71 @@ class Exchange:
     """One call of one operation on one rank, in two halves.
 
     Between `start` and `finish` the caller may compute anything: transfers go on meanwhile.
+
+    The tiles are handed over, not kept: they own the exchange, and in a circle all their memory
+    would stay until the garbage collector comes by.
+
+    Order between the lanes, where the transport has any: transfers begin after what was issued
+    before the call, a chunk that was computed here is sent after that, and whoever awaits a message
+    computes after it. Nothing else holds a lane back; a chunk is forwarded while others multiply.
     """
 
     channel: Channel
     program: Program
-    tiles: Tiles
     _receives: dict[Message, Handle] = field(default_factory=dict)
     _sends: list[Handle] = field(default_factory=list)
+    _computed: set[Chunk] = field(default_factory=set)
 
-    def start(self) -> Steps[None]:
+    def start(self, tiles: Tiles) -> Steps[None]:
         """Posts every receive and runs the first half."""
-        yield from self._run(self.program.start)
+        self._post(tiles)
+        yield from self._run(self.program.start, tiles)
 
-    def finish(self) -> Steps[None]:
+    def finish(self, tiles: Tiles) -> Steps[None]:
         """Runs the second half, then waits until every buffer sent from may be reused."""
-        yield from self._run(self.program.finish)
+        yield from self._run(self.program.finish, tiles)
         yield from self._sends
 
-    def _run(self, instructions: Iterable[Instruction]) -> Steps[None]:
+    def _post(self, tiles: Tiles) -> None:
+        """Posts every receive, whatever comes first in the program.
+
+        One mark orders all buffers, with what their memory held before they were allocated.
+        """
+        lanes = self.channel.transport.lanes
+        posts = [i.message for i in self.program.start if isinstance(i, Post)]
+        buffers = {message: tiles.incoming(message) for message in posts}
+        lanes.wait(Lane.TRANSFER, lanes.record(Lane.COMPUTE))
+        for message, buffer in buffers.items():
+            lanes.keep(Lane.TRANSFER, buffer)
+            self._receives[message] = self.channel.receive(buffer, message)
+
+    def _send(self, message: Message, tensor: Tensor) -> None:
+        lanes = self.channel.transport.lanes
+        if message.chunk in self._computed:
+            lanes.wait(Lane.TRANSFER, lanes.record(Lane.COMPUTE))
+        lanes.keep(Lane.TRANSFER, tensor)
+        self._sends.append(self.channel.send(tensor, message))
+
+    def _run(self, instructions: Iterable[Instruction], tiles: Tiles) -> Steps[None]:
         for instruction in instructions:
             match instruction:
-                case Post(message):
-                    buffer = self.tiles.incoming(message)
-                    self._receives[message] = self.channel.receive(buffer, message)
+                case Post():
+                    pass
                 case Send(message):
-                    self._sends.append(self.channel.send(self.tiles.outgoing(message), message))
+                    self._send(message, tiles.outgoing(message))
                 case Await(message):
                     yield self._receives.pop(message)
                 case Multiply(chunk):
-                    self.tiles.multiply(chunk)
+                    tiles.multiply(chunk)
+                    self._computed.add(chunk)
                 case Combine(chunk):
-                    self.tiles.combine(chunk)
+                    tiles.combine(chunk)
+                    self._computed.add(chunk)
 
 
-def _open(transport: Transport, op: str, choice: Choice, tiles: Tiles) -> Exchange:
+def _open(transport: Transport, op: str, choice: Choice) -> Exchange:
     program = SCHEDULES[choice.schedule](transport.rank, transport.num_ranks, choice.num_parts)
-    return Exchange(Channel.open(transport, op, choice.num_parts), program, tiles)
+    return Exchange(Channel.open(transport, op, choice.num_parts), program)
 
 
 class Gather:
@@ -135,15 +165,15 @@ class Gather:
         self.full[own].copy_(shard)
         self._rows = chunk_rows(num_rows, transport.num_ranks, choice.num_parts)
         self._consume = consume
-        self._exchange = _open(transport, op, choice, self)
+        self._exchange = _open(transport, op, choice)
 
     def start(self) -> Steps[None]:
         """Posts the receives and sends the own block; computes nothing."""
-        return self._exchange.start()
+        return self._exchange.start(self)
 
     def finish(self) -> Steps[Tensor]:
         """Forwards and consumes; returns the gathered matrix."""
-        yield from self._exchange.finish()
+        yield from self._exchange.finish(self)
         return self.full
 
     def outgoing(self, message: Message) -> Tensor:
@@ -198,15 +228,15 @@ class Scatter:
         self._first_row = 0 if whole else self._rows[Chunk(transport.rank, 0)].start
         self._tiles: dict[Chunk, Tensor] = {}
         self._addends: dict[Chunk, dict[int, Tensor]] = {}
-        self._exchange = _open(transport, op, choice, self)
+        self._exchange = _open(transport, op, choice)
 
     def start(self) -> Steps[None]:
         """Produces every chunk, sending each at once."""
-        return self._exchange.start()
+        return self._exchange.start(self)
 
     def finish(self) -> Steps[Tensor]:
         """Waits for what is still on its way, adds it and returns the sum."""
-        yield from self._exchange.finish()
+        yield from self._exchange.finish(self)
         return self._out
 
     def outgoing(self, message: Message) -> Tensor:

@@ -11,7 +11,9 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.schedule import Message, num_tags, tag
+from shardmap_torch.kernels.streams import Lanes
 
 T = TypeVar("T")
 
@@ -20,7 +22,7 @@ class Handle(Protocol):
     """A transfer under way."""
 
     def wait(self) -> None:
-        """Blocks until the buffer may be used again; KernelError if the transfer failed."""
+        """The compute lane may use the buffer from now on; KernelError if the transfer failed."""
 
 
 Steps: TypeAlias = Generator[Handle, None, T]
@@ -46,8 +48,20 @@ class Envelope:
         )
 
 
+def transfer_failure(envelope: Envelope, rank: int, axis: str, error: RuntimeError) -> KernelError:
+    """What a failed transfer raises."""
+    return KernelError(
+        f"{envelope.describe(rank, axis)}, and the transfer failed: {error}\n"
+        "Either that rank has died, or it does not run the same kernel; see its own error first."
+    )
+
+
 class Transport(Protocol):
-    """Point-to-point transfers between the ranks of one mesh axis."""
+    """Point-to-point transfers between the ranks of one mesh axis, on the transfer lane.
+
+    The caller orders the lanes: before a send the transfer lane has waited for what wrote the
+    tensor, before a receive for what used the buffer last.
+    """
 
     @property
     def rank(self) -> int:
@@ -56,6 +70,10 @@ class Transport(Protocol):
     @property
     def num_ranks(self) -> int:
         """Ranks on the axis."""
+
+    @property
+    def lanes(self) -> Lanes:
+        """This rank's streams."""
 
     def reserve_tags(self, count: int) -> int:
         """First of `count` tags that no call in flight uses; equal on all ranks."""

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.transport import Envelope, TagCounter
+from shardmap_torch.kernels.streams import HOST_LANES
+from shardmap_torch.kernels.transport import Envelope, TagCounter, transfer_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,7 @@ class GlooHandle:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise _failure(self.envelope, self.rank, self.axis, error) from error
-
-
-def _failure(envelope: Envelope, rank: int, axis: str, error: RuntimeError) -> KernelError:
-    return KernelError(
-        f"{envelope.describe(rank, axis)}, and the transfer failed: {error}\n"
-        "Either that rank has died, or it does not run the same kernel; see its own error first."
-    )
+            raise transfer_failure(self.envelope, self.rank, self.axis, error) from error
 
 
 class GlooTransport:
@@ -48,6 +42,8 @@ class GlooTransport:
     Raises:
         KernelError: If the group has no gloo backend for CPU tensors.
     """
+
+    lanes = HOST_LANES
 
     def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
         """Checks the backend; no communication."""
@@ -89,5 +85,5 @@ class GlooTransport:
         try:
             work = transfer([tensor], peer, envelope.tag)
         except RuntimeError as error:
-            raise _failure(envelope, self.rank, self.axis, error) from error
+            raise transfer_failure(envelope, self.rank, self.axis, error) from error
         return GlooHandle(work, envelope, self.rank, self.axis)

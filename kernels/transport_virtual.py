@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardmap_torch.errors import KernelError, listing
 from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.streams import HOST_LANES, Lanes
 from shardmap_torch.kernels.transport import Envelope, Handle, Steps, TagCounter
 
 T = TypeVar("T")
@@ -67,6 +68,11 @@ class VirtualTransport:
     def num_ranks(self) -> int:
         """Ranks on the network."""
         return self.network.num_ranks
+
+    @property
+    def lanes(self) -> Lanes:
+        """No streams: a rank's clock is one lane."""
+        return HOST_LANES
 
     def reserve_tags(self, count: int) -> int:
         """First of `count` tags not in use."""
