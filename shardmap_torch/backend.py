@@ -94,6 +94,10 @@ class Scope:
         if self.follower is not None:
             self.follower.meet(what, x)
 
+    def kinds(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...] | None:
+        """The types of `x` along `axes`, as the checker found them; None where it has not."""
+        return None if self.follower is None else self.follower.kinds(axes, x)
+
     def fork(self, what: object) -> "Scope":
         """For what will call the user's code again, in a backward; see `Follower.fork`."""
         if self.follower is None:

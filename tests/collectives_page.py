@@ -106,7 +106,7 @@ or a pytree. What sends takes `comm_dtype=` as well, what sends in backward `gra
 LAX_HEAD = """
 ## JAX's names
 
-In `shardmap_torch.lax`, with JAX's defaults; `src` is the type of the operand, which JAX infers.
+In `shardmap_torch.lax`, with JAX's defaults; `src`, the type of the operand, is for `check=False`.
 
 """
 

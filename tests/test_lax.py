@@ -26,10 +26,13 @@ def make(strategy: Strategy) -> Mesh:
     return make_mesh((NUM_RANKS,), ("i",), kind="simulated", simulate=strategy)
 
 
-def evaluate(expression: str, x: Tensor) -> Tensor:
-    code = expression.replace("{src}", ", src='invarying'").replace("{reduced}", ", src='reduced'")
+def evaluate(expression: str, x: Tensor, says_types: bool = False) -> Tensor:
+    """Evaluates it as JAX does, or with the types said that only a checker could find."""
+    said = {"{src}": ", src='invarying'", "{reduced}": ", src='reduced'"}
+    for word, text in said.items():
+        expression = expression.replace(word, text if says_types else "")
     names = {"x": x, "lax": lax, "vary": lambda y: lax.pcast(y, "i", to="varying")}
-    result: Tensor = eval(code, names)
+    result: Tensor = eval(expression, names)
     return result
 
 
@@ -39,13 +42,15 @@ def whole(x: Any) -> Tensor:
     return tensor
 
 
-def check_golden(mesh: Mesh, case: dict[str, Any]) -> None:
+def check_golden(mesh: Mesh, case: dict[str, Any], check: bool) -> None:
     x = torch.tensor(case["x"], dtype=torch.float64, requires_grad="grad" in case)
-    spec = P("i") if case["varies"] else P(invariant="i")
+    equal = P() if check else P(invariant="i")
 
-    @shard_map(mesh=mesh, in_specs=spec, out_specs=P("i"))
+    @shard_map(
+        mesh=mesh, in_specs=P("i") if case["varies"] else equal, out_specs=P("i"), check=check
+    )
     def f(x: Tensor) -> Tensor:
-        return evaluate(case["expression"], x[0] if case["varies"] else x)[None]
+        return evaluate(case["expression"], x[0] if case["varies"] else x, not check)[None]
 
     y = whole(f(x))
     note = case["expression"]
@@ -65,16 +70,20 @@ def check_golden(mesh: Mesh, case: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("strategy", ["vmap", "ranks"])
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["expression"])
-def test_value_and_gradient_are_those_of_jax(case: dict[str, Any], strategy: Strategy) -> None:
-    check_golden(make(strategy), case)
+def test_value_and_gradient_are_those_of_jax(
+    case: dict[str, Any], strategy: Strategy, check: bool
+) -> None:
+    check_golden(make(strategy), case, check)
 
 
 def golden_on_rank() -> None:
     mesh = make_mesh((NUM_RANKS,), ("i",))
     for case in GOLDEN:
-        check_golden(mesh, case)
+        for check in (True, False):
+            check_golden(mesh, case, check)
 
 
 def test_value_and_gradient_are_those_of_jax_on_processes(gloo: Gloo) -> None:
@@ -105,18 +114,25 @@ def test_psum_of_a_number_is_a_number_times_the_axis_size() -> None:
     assert isinstance(seen[-4]["a"], int)
 
 
+SPECS = {"invarying": P(invariant="i"), "reduced": P(replicate="i"), "either": P()}
+
+
 @pytest.mark.parametrize("strategy", ["vmap", "ranks"])
-@pytest.mark.parametrize("src", ["invarying", "reduced"])
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [(kind, check) for kind in SPECS for check in (True, False) if check or kind != "either"],
+)
 @pytest.mark.parametrize("name", ["pmax", "pmin", "psum", "pmean"])
 def test_reductions_of_equal_values_scale_their_gradient_as_the_value(
-    name: str, src: str, strategy: Strategy
+    name: str, kind: str, check: bool, strategy: Strategy
 ) -> None:
-    spec = P(invariant="i") if src == "invarying" else P(replicate="i")
+    said = {} if check else {"src": kind}
     f = shard_map(
-        lambda x: getattr(lax, name)(x, "i", src=src),
+        lambda x: getattr(lax, name)(x, "i", **said),
         mesh=make(strategy),
-        in_specs=spec,
+        in_specs=SPECS[kind],
         out_specs=P(),
+        check=check,
     )
     x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     factor = NUM_RANKS if name == "psum" else 1
@@ -127,9 +143,37 @@ def test_reductions_of_equal_values_scale_their_gradient_as_the_value(
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+@pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "all_gather", "ppermute"])
+def test_a_value_that_varies_over_one_of_two_axes_is_cast_over_the_other(
+    name: str, strategy: Strategy
+) -> None:
+    """The value and the gradient are those of an operand that has been cast by hand."""
+    mesh = make_mesh((2, 3), ("a", "b"), kind="simulated", simulate=strategy)
+    rest = [[(i, (i + 1) % 6) for i in range(6)]] if name == "ppermute" else []
+    weights = torch.linspace(1, 2, 24, dtype=torch.float64)
+
+    def both(cast: bool) -> tuple[Tensor, Tensor]:
+        def body(w: Tensor, x: Tensor) -> Any:
+            y = w * x
+            y = lax.pcast(y, "b", to="varying") if cast else y
+            y = getattr(lax, name)(y, ("a", "b"), *rest)
+            if name in ("psum", "pmean", "pmax"):
+                y = lax.pcast(y, ("a", "b"), to="varying")
+            return y.flatten()[:4]
+
+        x = torch.linspace(-1, 1, 8, dtype=torch.float64)
+        w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        y = shard_map(body, mesh=mesh, in_specs=(P(), P("a")), out_specs=P(("a", "b")))(w, x)
+        return y.detach(), torch.autograd.grad((y * weights).sum(), w)[0]
+
+    for found, wanted in zip(both(False), both(True), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
 def test_psum_of_unreduced_is_the_sum_of_the_addends(strategy: Strategy) -> None:
     f = shard_map(
-        lambda x: lax.psum(lax.pcast(x[0], "i", to="unreduced"), "i", src="unreduced"),
+        lambda x: lax.psum(lax.pcast(x[0], "i", to="unreduced"), "i"),
         mesh=make(strategy),
         in_specs=P("i"),
         out_specs=P(),

@@ -138,7 +138,7 @@ class Recording:
             ShardTypeError: on another way, which looks the same to a run, they are different.
         """
         interpreter = self._interpreter
-        known = dict(zip(interpreter.axes, interpreter.kinds_of(x), strict=True))
+        known = dict(zip(interpreter.axes, interpreter.cell(x).kinds, strict=True))
         found = tuple(known[axis] for axis in axes)
         self.meet((_TYPE, axes), x)
         if self._at.kinds not in ((), found):

@@ -6,9 +6,9 @@ JAX is no dependency; this was run once, with jax 0.10.2 on four CPU devices:
     /tmp/jax/bin/python tests/golden/jax_lax.py
 
 Each case is an expression, evaluated by JAX here and by shardmap_torch.lax in the test. `{src}` and
-`{reduced}` say the type of an operand that does not vary: nothing in JAX, which infers it. `vary`
-casts an invariant result to a varying one, so that every rank's copy is seen and weighs differently
-in the gradient.
+`{reduced}` say the type of an operand that does not vary: nothing where it is inferred, as JAX does
+and our checker. `vary` casts an invariant result to a varying one, so that every rank's copy is
+seen and weighs differently in the gradient.
 """
 
 import json

@@ -1,0 +1,164 @@
+"""What the functions of this package read: axes, groups, and the type of the operand."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from shardmap_torch import ops
+from shardmap_torch.backend import Scope
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.ops.arguments import Axis, each_leaf, read_axes, shown
+from shardmap_torch.tree import map_leaves
+from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V
+
+X = TypeVar("X")
+
+Groups: TypeAlias = Sequence[Sequence[int]]
+"""Positions along an axis, every one in exactly one group, all groups of one size."""
+
+WORDS: Final[Mapping[AxisType, str]] = MappingProxyType(
+    {I: "invarying", R: "reduced", V: "varying", Partial: "unreduced"}
+)
+"""What JAX calls the types."""
+
+ANY: Final = (I, R, V, Partial)
+EQUAL_OR_VARYING: Final = (I, R, V)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments that all functions share, read.
+
+    Attributes:
+        name: of the function.
+        axes: the axes as a tuple.
+        scope: in which they are bound.
+        groups: the groups as tuples; none at all where the axis is whole.
+        src: the type that is said of the operand; None where nothing is.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    scope: Scope
+    groups: tuple[tuple[int, ...], ...]
+    src: AxisType | None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the axes have."""
+        return self.num_along(self.axes)
+
+    @property
+    def num_members(self) -> int:
+        """How many ranks one result is made of."""
+        return len(self.groups[0]) if self.groups else self.num_ranks
+
+    def num_along(self, axes: tuple[str, ...]) -> int:
+        """How many ranks some of the axes have."""
+        return self.scope.backend.mesh.num_ranks(axes)
+
+    def source(self, x: Tensor) -> "Source":
+        """The type of an operand: as it is said, or else as the checker found it, or else V."""
+        if self.src is not None:
+            return Source(self.axes, (self.src,) * len(self.axes))
+        found = self.scope.kinds(self.axes, x)
+        return Source(self.axes, (V,) * len(self.axes) if found is None else found)
+
+    def varying(self, x: Tensor) -> Tensor:
+        """The operand, cast to a varying one along all axes."""
+        return vary(x, self.source(x))
+
+
+@dataclass(frozen=True)
+class Source:
+    """The type of an operand along each of some axes."""
+
+    axes: tuple[str, ...]
+    kinds: tuple[AxisType, ...]
+
+    def where(self, *kinds: AxisType) -> tuple[str, ...]:
+        """The axes along which it has one of these types."""
+        pairs = zip(self.axes, self.kinds, strict=True)
+        return tuple(axis for axis, kind in pairs if kind in kinds)
+
+    @property
+    def equal(self) -> tuple[str, ...]:
+        """The axes along which all ranks hold the same."""
+        return self.where(I, R, K)
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """The other axes; zeros count as varying, which costs no cast."""
+        return tuple(axis for axis in self.axes if axis not in self.equal)
+
+
+def vary(x: Tensor, source: Source) -> Tensor:
+    """Casts to V along the axes over which `x` is equal."""
+    invariant, equal = source.where(I), source.equal
+    if invariant:
+        x = ops.convert(x, invariant, src=I, dst=R)
+    return ops.reinterpret(x, equal, src=R, dst=V) if equal else x
+
+
+def agree(x: Tensor, source: Source) -> Tensor:
+    """Casts what was R, and still is, to I."""
+    replicate = source.where(R)
+    return ops.convert(x, replicate, src=R, dst=I) if replicate else x
+
+
+def read(
+    name: str,
+    axis_name: Axis,
+    src: TypeLike | None,
+    allowed: Sequence[AxisType],
+    groups: Groups | None = None,
+) -> Arguments:
+    """Reads and checks the arguments; `allowed` are the types that `src` may say."""
+    axes, scope = read_axes(name, axis_name)
+    kind = None if src is None else read_type(name, "src", src, allowed)
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    return Arguments(name, axes, scope, _read_groups(name, groups, axes, num_ranks), kind)
+
+
+def read_type(name: str, word: str, value: TypeLike, allowed: Sequence[AxisType]) -> AxisType:
+    """Reads a type by our name or by JAX's."""
+    for kind in allowed:
+        if value == kind or value in (kind.kind, WORDS[kind]):
+            return kind
+    known = ", ".join(WORDS[kind] for kind in allowed)
+    raise CollectiveError(f"{name}: {word}={value!r} is none of {known}.")
+
+
+def each_leaf_or_number(
+    name: str, x: X, on_tensor: Callable[[Tensor], Tensor], on_number: Callable[[Any], Any]
+) -> X:
+    """Applies one of the functions to every leaf."""
+
+    def one(leaf: Any) -> Any:
+        return on_number(leaf) if isinstance(leaf, Number) else each_leaf(name, leaf, on_tensor)
+
+    result: X = map_leaves(one, x)
+    return result
+
+
+def _read_groups(
+    name: str, groups: Groups | None, axes: tuple[str, ...], num_ranks: int
+) -> tuple[tuple[int, ...], ...]:
+    if groups is None:
+        return ()
+    members = tuple(tuple(group) for group in groups)
+    if sorted(rank for group in members for rank in group) != list(range(num_ranks)):
+        raise CollectiveError(
+            f"{name}: axis_index_groups={[list(group) for group in members]} must name each of the "
+            f"{num_ranks} ranks of {shown(axes)} exactly once."
+        )
+    if len({len(group) for group in members}) > 1:
+        raise CollectiveError(
+            f"{name}: axis_index_groups={[list(group) for group in members]} have different sizes. "
+            "All ranks run one program on values of one shape, so groups must be equally large."
+        )
+    return members

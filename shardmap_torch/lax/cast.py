@@ -1,0 +1,118 @@
+"""Changing the type of a value and not the value, by JAX's names."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, TypeVar
+
+from torch import Tensor
+
+from shardmap_torch import ops
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.lax.arguments import ANY, WORDS, Arguments, Source, read, read_type, vary
+from shardmap_torch.ops.arguments import Axis, each_leaf
+from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V, Z
+
+X = TypeVar("X")
+
+_CASTS: Final[Mapping[tuple[AxisType, AxisType], Callable[[Tensor, tuple[str, ...]], Tensor]]] = (
+    MappingProxyType(
+        {
+            (I, V): lambda x, axes: vary(x, Source(axes, (I,) * len(axes))),
+            (I, R): lambda x, axes: ops.convert(x, axes, src=I, dst=R),
+            (R, V): lambda x, axes: ops.reinterpret(x, axes, src=R, dst=V),
+            (V, Partial): lambda x, axes: ops.reinterpret(x, axes, src=V, dst=Partial),
+        }
+    )
+)
+"""What JAX's pcast can do. None of them changes the value that a rank holds."""
+
+
+def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: TypeLike | None = None) -> X:
+    """Changes the type of `x` along `axis_name`; the ranks' values stay as they are.
+
+    | src -> to | backward |
+    |---|---|
+    | invarying -> varying, invarying -> reduced | all_reduce |
+    | reduced -> varying | nothing |
+    | varying -> unreduced | nothing |
+
+    Shape: unchanged. Sends nothing; where the backward is an all-reduce that sends
+    2(n-1)/n * x.nbytes per rank.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis_name: an axis name, or several that act as one.
+        to: "varying", "reduced" or "unreduced".
+        src: the type of x along the axis; the checker knows it. Without one "varying" is taken for
+            "unreduced", else "invarying".
+
+    Raises:
+        CollectiveError: outside a body, unknown axis, or no such cast.
+
+    Source: `jax.lax.pcast`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, lax, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda w, x: lax.psum((lax.pcast(w, "tp", to="varying") * x).sum(), "tp")
+        >>> g = shard_map(f, mesh=mesh, in_specs=(P(invariant="tp"), P("tp")), out_specs=P())
+        >>> torch.func.grad(g)(torch.tensor(1.0), torch.arange(4.0))
+        tensor(6.)
+    """
+    target = read_type("pcast", "to", to, (V, R, Partial))
+    given = read("pcast", axis_name, src, ANY)
+
+    def one(leaf: Tensor) -> Tensor:
+        source = _source_of_cast(given, target, leaf)
+        for kind in dict.fromkeys(source.kinds):
+            leaf = _cast(leaf, source.where(kind), kind, target)
+        return leaf
+
+    return each_leaf("pcast", x, one)
+
+
+def _source_of_cast(given: Arguments, target: AxisType, x: Tensor) -> Source:
+    """What is equal on all ranks and neither I nor R yet, becomes the one that commits less."""
+    found = None if given.src is not None else given.scope.kinds(given.axes, x)
+    if found is None:
+        kind = given.src or (V if target == Partial else I)
+        return Source(given.axes, (kind,) * len(given.axes))
+    uncommitted = R if target == V else I
+    kinds = (uncommitted if kind in (K, Z) else kind for kind in found)
+    return Source(given.axes, tuple(V if kind.dim is not None else kind for kind in kinds))
+
+
+def _cast(x: Tensor, axes: tuple[str, ...], src: AxisType, dst: AxisType) -> Tensor:
+    cast = _CASTS.get((src, dst))
+    if cast is None:
+        known = ", ".join(f"{WORDS[a]} -> {WORDS[b]}" for a, b in _CASTS)
+        raise CollectiveError(
+            f"pcast does not go from {WORDS[src]} to {WORDS[dst]}; it goes {known}."
+        )
+    return cast(x, axes)
+
+
+def pvary(x: X, axis_name: Axis) -> X:
+    """Makes an invariant `x` a varying one: `pcast(x, axis_name, to="varying")`.
+
+    Shape: unchanged. Types: I becomes V. Backward: all_reduce. Sends nothing forward.
+
+    Args:
+        x: a tensor or a pytree of tensors.
+        axis_name: an axis name, or several that act as one.
+
+    Raises:
+        CollectiveError: outside a body, or unknown axis.
+
+    Source: `jax.lax.pvary`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, lax, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = shard_map(lambda x: lax.pvary(x, "tp"), mesh=mesh, in_specs=P(), out_specs=P("tp"))
+        >>> f(torch.ones(1))
+        tensor([1., 1.])
+    """
+    return pcast(x, axis_name, to=V)
