@@ -20,7 +20,8 @@ from shardmap_torch.boundary import (
     place_arguments,
 )
 from shardmap_torch.checker.api import shapes_of, stand_ins
-from shardmap_torch.checker.verify import Strictness, Verdict
+from shardmap_torch.checker.attempt import Strictness
+from shardmap_torch.checker.verify import Verdict
 from shardmap_torch.errors import MeshError, SpecError, TransformError
 from shardmap_torch.memo import Memo, constant
 from shardmap_torch.mesh import Mesh, as_mesh

@@ -10,7 +10,7 @@ from shardmap_torch.checker import report
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.lattice import plain
 from shardmap_torch.checker.program import Cell, Equation, bytes_sent, use_of
-from shardmap_torch.checker.repair import NONE, Repair
+from shardmap_torch.checker.repair import NONE, Place, Places, Repair
 from shardmap_torch.checker.shapes import SHAPES
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective
@@ -38,7 +38,7 @@ class AbstractBackend:
         """One for each interpretation; `repair` is what it tries."""
         self.mesh: Mesh = interpreter.mesh
         self._interpreter, self._repair = interpreter, repair
-        self._number = 0
+        self._places = Places()
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
         """None: a body is interpreted as one rank."""
@@ -87,7 +87,8 @@ class AbstractBackend:
         interpreter = self._interpreter
         site, backward = interpreter.site()
         forward = interpreter.forward_of_current_node() if backward else None
-        wanted = self._repaired(collective, forward, backward)
+        place = None if backward else self._places.next(site)
+        wanted = self._repaired(collective, forward, place)
         if wanted is not None and move not in _EXTREMA:
             move = wanted.move
         x = interpreter.adopt(x)
@@ -97,10 +98,11 @@ class AbstractBackend:
         equation = Equation(shown, (operand,), (), site, backward, wanted, forward=forward)
         kinds, shape = cell.kinds, tuple(x.shape)
         if not backward:
-            equation.number, equation.written = self._number, collective
-            self._number += 1
+            equation.place, equation.written = place, collective
         if wanted is not None:
-            self._check_source(move, wanted, equation)
+            with torch.enable_grad():  # off in the forward of a Function, whatever flows through it
+                read = interpreter.kinds(x)
+            self._check_source(move, wanted, equation, read)
             kinds = self._result_kinds(wanted, forward, cell.kinds)
             num_ranks = self.mesh.num_ranks(wanted.axes)
             shape = SHAPES[move](wanted, shape, num_ranks)
@@ -115,23 +117,28 @@ class AbstractBackend:
         return y
 
     def _repaired(
-        self, collective: Collective, forward: Equation | None, backward: bool
+        self, collective: Collective, forward: Equation | None, place: Place | None
     ) -> Collective | None:
         """The collective here under the repair that is tried; None where it is left out."""
-        if not backward:
-            return self._repair.collectives.get(self._number, collective)
+        if place is not None:
+            return self._repair.collectives.get(place, collective)
         if forward is None or forward.written is None or forward.written == forward.collective:
             return collective
         if collective != forward.written.transpose:
             return collective
         return None if forward.collective is None else forward.collective.transpose
 
-    def _check_source(self, move: str, collective: Collective, equation: Equation) -> None:
-        operand = equation.operands[0]
+    def _check_source(
+        self, move: str, collective: Collective, equation: Equation, read: tuple[AxisType, ...]
+    ) -> None:
+        """`read` are the types as an operation reads them: K where no gradient flows."""
         wanted = V if move in _EXTREMA else collective.src
         accepted = (BACKWARD if equation.backward else FORWARD)[plain(wanted)]
-        for axis, kind in zip(self._interpreter.axes, operand.kinds, strict=True):
-            if axis in collective.axes and plain(kind) not in accepted:
+        for axis, kind, as_read in zip(
+            self._interpreter.axes, equation.operands[0].kinds, read, strict=True
+        ):
+            fits = plain(kind) in accepted or as_read in accepted
+            if axis in collective.axes and not fits:
                 raise report.source(self._interpreter, equation, axis, wanted)
             if axis not in collective.axes and kind == Partial and move in _EXTREMA:
                 raise report.source(self._interpreter, equation, axis, V)

@@ -1,7 +1,7 @@
 """Asking the checker: `check_program`, `trace`, `explain`."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardmap_torch.checker.observe import REGION
-from shardmap_torch.checker.program import Equation, Use, show_kinds
+from shardmap_torch.checker.program import Equation, Use, Way, show_kinds
 from shardmap_torch.checker.verify import Verdict
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.mesh import Mesh
@@ -67,29 +67,35 @@ class Program:
         name: of the function.
         mesh: the mesh that it was checked for.
         in_specs: path and spec of every argument that crosses, with every axis typed.
-        equations: in the order of execution.
+        ways: what each way through the body does; several where it branches on numbers taken from
+            tensors.
     """
 
     name: str
     mesh: Mesh
     in_specs: tuple[tuple[str, P], ...]
-    equations: tuple[Equation, ...]
+    ways: tuple[Way, ...]
+
+    @property
+    def equations(self) -> tuple[Equation, ...]:
+        """Those of all ways, each in the order of execution."""
+        return tuple(equation for way in self.ways for equation in way.equations)
 
     @property
     def collectives(self) -> tuple[Equation, ...]:
         """The equations that connect ranks, or convert types."""
-        return tuple(e for e in self.equations if e.collective is not None)
+        return _collectives(self.equations)
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that each rank sends, by axis, forward and backward together.
 
-        A collective over several axes counts under their joined names.
+        A collective over several axes counts under their joined names. Of several ways through the
+        body, each axis has the one that sends most.
         """
         total: dict[str, int] = {}
-        for equation in self.collectives:
-            assert equation.collective is not None  # by the filter
-            axis = ",".join(equation.collective.axes)
-            total[axis] = total.get(axis, 0) + equation.sent
+        for way in self.ways:
+            for axis, sent in _sent(way).items():
+                total[axis] = max(sent, total.get(axis, 0))
         return total
 
     @property
@@ -99,10 +105,13 @@ class Program:
 
     def _lines(self, sites: bool) -> Sequence[str]:
         lines = [f"  {path}: {spec!r}" for path, spec in self.in_specs]
-        for backward in (False, True):
-            lines.append("backward:" if backward else "forward:")
-            part = [e for e in self.equations if e.backward is backward]
-            lines += [self._line(equation, sites) for equation in part]
+        for number, way in enumerate(self.ways, 1):
+            lines += _title(number, way, sites)
+            for backward in (False, True):
+                lines.append("backward:" if backward else "forward:")
+                part = [e for e in way.equations if e.backward is backward]
+                lines += [self._line(equation, sites) for equation in part]
+            lines += [f"  {way.end}"] * bool(way.end)
         return lines
 
     def _line(self, equation: Equation, sites: bool) -> str:
@@ -120,6 +129,29 @@ class Program:
     def __str__(self) -> str:
         """One equation a line, with the source line that made it."""
         return "\n".join([f"{self.name} on the {self.mesh}", *self._lines(sites=True)])
+
+
+def _title(number: int, way: Way, sites: bool) -> Sequence[str]:
+    """As in `way 1, where #1 > 1.0 is True`; nothing where there is one way."""
+    branches = [
+        f"{branch.condition} is {branch.holds}" + (f"  # {branch.site}" if sites else "")
+        for branch in way.branches
+    ]
+    words = [f"way {number}, where", *["  and"] * len(branches)]
+    return [f"{word} {branch}" for word, branch in zip(words, branches, strict=False)]
+
+
+def _collectives(equations: Sequence[Equation]) -> tuple[Equation, ...]:
+    return tuple(e for e in equations if e.collective is not None)
+
+
+def _sent(way: Way) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for equation in _collectives(way.equations):
+        assert equation.collective is not None  # by the filter
+        axis = ",".join(equation.collective.axes)
+        total[axis] = total.get(axis, 0) + equation.sent
+    return total
 
 
 def _operand(use: Use) -> str:
@@ -177,7 +209,7 @@ def program_of(verdict: Verdict) -> Program:
         for path, spec in zip(verdict.paths, verdict.specs, strict=True)
         if spec is not None
     )
-    return Program(verdict.name, verdict.mesh, specs, verdict.equations)
+    return Program(verdict.name, verdict.mesh, specs, verdict.ways)
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -192,16 +224,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     program = trace(f, *args, **kwargs)
     lines = [f"{program.name} on the {program.mesh}", "arguments:"]
     lines += [f"  {path}: {spec!r}" for path, spec in program.in_specs]
-    derived = [e for e in program.collectives if e.backward]
-    lines.append("collectives:")
-    for equation in program.collectives:
-        if not equation.backward:
-            lines.append(_told(equation))
-            back = [e for e in derived if e.forward is equation]
-            lines += [f"    backward: {_told(e).strip()}" for e in back]
-    boundary = [e for e in derived if e.forward is None or e.forward.collective is None]
-    lines += ["gradients of arguments:"] if boundary else []
-    lines += [_told(equation) for equation in boundary]
+    for number, way in enumerate(program.ways, 1):
+        lines += [*_title(number, way, sites=True), *_explained(way)]
     sent = program.bytes_sent()
     lines.append("bytes sent by each rank, forward and backward:")
     lines += [f"  {axis}: {count}" for axis, count in sorted(sent.items()) if count]
@@ -220,6 +244,22 @@ def _globally(
     lines = [f"  {region.name}  # {region.site}" for region in regions]
     promised = ", if these keep what they promise:" if lines else ""
     return [f"global: the same program on one device{promised}", *lines]
+
+
+def _explained(way: Way) -> Iterator[str]:
+    """The collectives of one way, each with its backward."""
+    collectives = _collectives(way.equations)
+    derived = [e for e in collectives if e.backward]
+    yield "collectives:"
+    for equation in collectives:
+        if not equation.backward:
+            yield _told(equation)
+            back = [e for e in derived if e.forward is equation]
+            yield from (f"    backward: {_told(e).strip()}" for e in back)
+    boundary = [e for e in derived if e.forward is None or e.forward.collective is None]
+    yield from ["gradients of arguments:"] if boundary else []
+    yield from map(_told, boundary)
+    yield from [f"  {way.end}"] if way.end else []
 
 
 def _told(equation: Equation) -> str:

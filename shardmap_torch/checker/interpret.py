@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from shardmap_torch.checker import report
+from shardmap_torch.checker import report, values
+from shardmap_torch.checker.branches import Branches
 from shardmap_torch.checker.calls import (
     BITS,
     INTEGER,
@@ -35,8 +36,10 @@ from shardmap_torch.checker.calls import (
     writes_of,
 )
 from shardmap_torch.checker.lattice import Clash, accepts, add, join, plain
+from shardmap_torch.checker.numbers import Numbers
 from shardmap_torch.checker.observe import UNOBSERVED, Observer, base_of
 from shardmap_torch.checker.program import Cell, Equation, Use, use_of
+from shardmap_torch.checker.repair import NONE, Places, Repair, propose
 from shardmap_torch.checker.table import row_of
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.mesh import Mesh
@@ -72,9 +75,12 @@ def is_real(dtype: torch.dtype) -> bool:
 class Interpreter:
     """One interpretation of one body."""
 
-    def __init__(self, name: str, mesh: Mesh) -> None:
-        """`name` is what errors call the body."""
-        self.name, self.mesh = name, mesh
+    def __init__(
+        self, name: str, mesh: Mesh, branches: Branches | None = None, repair: Repair = NONE
+    ) -> None:
+        """`name` is what errors call the body, `branches` which way it goes through it."""
+        self.name, self.mesh, self._repair = name, mesh, repair
+        self.numbers = Numbers(branches if branches is not None else Branches(name))
         self.axes = mesh.axis_names
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.observer: Observer = UNOBSERVED
@@ -87,6 +93,7 @@ class Interpreter:
         self._sequence = 0
         self._running = 0
         self._count = 0
+        self._places = Places()
         self._differentiated: set[int] = set()
 
     def begin(self) -> None:
@@ -196,8 +203,9 @@ class Interpreter:
         kwargs = {name: self._adopt(value) for name, value in kwargs.items()}
         arguments = name_arguments(op, args, kwargs)
         if branches(signature_of(op), arguments):
-            self._type(op, arguments, None)
-            self._reject_number(op, arguments)
+            value = values.take_for_torch(self, op, arguments)
+            if value is not None:
+                return value
         writes = writes_of(op, arguments)
         for name in writes:
             self._reject_sealed(op, arguments[name])
@@ -234,6 +242,10 @@ class Interpreter:
     def _is_known(self, out: Any) -> bool:
         made = [tensor for _, tensor in _results(out)]
         return bool(made) and all(t.untyped_storage()._cdata in self._cells for t in made)
+
+    def base(self, tensor: Tensor) -> Tensor:
+        """The fake under all transforms."""
+        return base_of(self.adopt(tensor))
 
     def adopt(self, tensor: Tensor) -> Tensor:
         """The fake of a tensor, which may be one that the body closes over."""
@@ -332,15 +344,15 @@ class Interpreter:
             refusal = Refusal(axis, Clash(Partial, None, reason), reason)
             raise report.refused(self, op, arguments, refusal)
 
-    def _reject_number(self, op: OpOverload, arguments: Mapping[str, Any]) -> None:
-        if op is torch.ops.aten._local_scalar_dense.default:
-            source = arguments["self"]
-            if getattr(source, "constant", None) is None:
-                raise ShardTypeError(
-                    f"{self.name}: a Python value is taken from a tensor at {call_site()}. "
-                    "The checker does not know its value; keep it a tensor (torch.where instead "
-                    "of a branch), or use check=False."
-                )
+    def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> None:
+        """Requires that a Python value, or a shape, that depends on data is equal on all ranks."""
+        place = self._places.next(self.site()[0])
+        if place in self._repair.values:
+            return
+        try:
+            self._type(op, arguments, None)
+        except ShardTypeError as error:
+            raise propose(error, list(values.proposals(self, place, arguments))) from None
 
     def _reject_sealed(self, op: OpOverload, value: Any) -> None:
         for tensor in tensors_of(value):
@@ -365,7 +377,7 @@ class Interpreter:
         descends = task != -1 and any(self._is_cotangent(use.cell) for use in operands)
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)
-        equation.literals = _literals(op, arguments)
+        equation.literals = self._literals(op, arguments)
         written = list(_written(op, arguments))
         kinds_written = self._kinds_written(op, arguments, written, kinds)
         for tensor, kind in zip(written, kinds_written, strict=True):
@@ -381,6 +393,17 @@ class Interpreter:
                 tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
         equation.results = tuple(self._result(tensor) for _, tensor in _results(out))
         self.add(equation)
+
+    def _literals(self, op: OpOverload, arguments: Mapping[str, Any]) -> str:
+        """Arguments that are no tensors and not the default."""
+        defaults = signature_of(op).defaults
+        plain = {
+            name: value
+            for name, value in arguments.items()
+            if not any(True for _ in tensors_of(value))
+            and not (name in defaults and _same(value, defaults[name]))
+        }
+        return ", ".join(f"{name}={self.numbers.shown(value)}" for name, value in plain.items())
 
     def _result(self, tensor: Tensor) -> Use:
         self._count += 1
@@ -532,15 +555,3 @@ def _name(op: OpOverload) -> str:
 
 def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
-
-
-def _literals(op: OpOverload, arguments: Mapping[str, Any]) -> str:
-    """Arguments that are no tensors and not the default."""
-    defaults = signature_of(op).defaults
-    plain = {
-        name: value
-        for name, value in arguments.items()
-        if not any(True for _ in tensors_of(value))
-        and not (name in defaults and _same(value, defaults[name]))
-    }
-    return ", ".join(f"{name}={value}" for name, value in plain.items())

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardmap_torch.checker import values
 from shardmap_torch.checker.calls import tensors_of
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.observe import base_of
@@ -102,9 +103,15 @@ class _Functions(TorchFunctionMode):
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
         self._interpreter.reject_outer(args)
+        numbers = self._interpreter.numbers
+        given = numbers.stand_ins(func, args, kwargs) if numbers.any else None
+        if given is not None:
+            args, kwargs = given
         out = func(*args, **kwargs)
         if isinstance(out, Tensor | tuple | list):
             self._note(args, out)
+        if given is not None:
+            _forget([*args, out])
         return out
 
     def _note(self, args: Sequence[Any], out: Any) -> None:
@@ -115,6 +122,15 @@ class _Functions(TorchFunctionMode):
                 base = base_of(tensor)
                 if id(base) not in given and isinstance(base, FakeTensor):
                     self._interpreter.mark_constant(tensor)
+
+
+def _forget(found: Sequence[Any]) -> None:
+    """What torch has computed from a literal and a stand-in is not known."""
+    for tensor in (t for value in found for t in tensors_of(value)):
+        base = base_of(tensor)
+        if isinstance(base, FakeTensor) and base.constant is not None:
+            converter = base.fake_mode.fake_tensor_converter
+            converter.invalidate_constant_aliases(base.constant)
 
 
 def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
@@ -192,4 +208,5 @@ _SPECIAL: Final[Mapping[Any, Any]] = {
     Tensor.requires_grad_: _requires_grad,
     torch.autograd.grad: _grad,
     Tensor.backward: _backward,
+    **values.FUNCTIONS,
 }

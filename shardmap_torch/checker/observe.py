@@ -145,6 +145,10 @@ class Observer:
         arguments = {"outputs": outputs, "seeds": seeds, "operands": operands}
         self.step(GRADIENT, arguments, [g for g in gradients if g is not None])
 
+    def taken(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """A Python value has been taken from tensors."""
+        self.step(f"{VALUE} {name}", {"tensors": tensors}, [])
+
     def region(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Per-rank code begins, which is not followed."""
         self.step(f"{REGION} {name}", {"inputs": inputs}, [])
@@ -167,6 +171,7 @@ COLLECTIVE: Final = "a collective"
 INDEX: Final = "axis_index"
 GRADIENT: Final = "a gradient"
 REGION: Final = "local_region"
+VALUE: Final = "a Python value by"
 RESULT: Final = "the result"
 """Names of the steps that are no ATen operations."""
 

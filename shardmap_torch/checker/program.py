@@ -7,7 +7,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardmap_torch.checker.branches import Branch
 from shardmap_torch.checker.calls import Types
+from shardmap_torch.checker.repair import Place
 from shardmap_torch.rule import Collective
 from shardmap_torch.where import Site
 
@@ -75,7 +77,7 @@ class Equation:
         collective: the row of the table that it is; None for local operations.
         sent: bytes that each rank sends.
         literals: other arguments, as text.
-        number: of a collective among those of the forward.
+        place: of a collective in the forward; None for all else.
         written: the collective that the body calls, where a repair that is tried has another.
         forward: in a backward, the equation whose derivative this is part of.
     """
@@ -89,8 +91,23 @@ class Equation:
     sent: int = 0
     literals: str = ""
     forward: "Equation | None" = None
-    number: int | None = None
+    place: Place | None = None
     written: Collective | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one way through a body does, forward and backward.
+
+    Attributes:
+        branches: on numbers taken from tensors, in the order in which the way takes them.
+        equations: in the order of execution.
+        end: how it ends where it does not return, in words: an exception that the body raises.
+    """
+
+    branches: tuple[Branch, ...]
+    equations: tuple[Equation, ...]
+    end: str = ""
 
 
 def use_of(name: str, tensor: Tensor, cell: Cell, kinds: Types) -> Use:

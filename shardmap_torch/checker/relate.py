@@ -28,6 +28,7 @@ from shardmap_torch.checker.observe import (
     LITERAL,
     REGION,
     RESULT,
+    VALUE,
     Event,
     Observer,
     Recorder,
@@ -106,6 +107,14 @@ class Relation(Observer):
                     piece = fitted(dims, tuple(y.shape), whole)
                 self._notes.note(y, number, piece)
                 self._notes.set_sums(y, partial)
+
+    def taken(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """A Python value must come from what every rank has as a whole."""
+        with self._judged(f"{VALUE} {name}", [("tensor", x) for x in tensors]) as live:
+            if live:
+                refs = self._take(f"{VALUE} {name}").arguments["tensors"]
+                for tensor, ref in zip(tensors, refs, strict=True):
+                    self._notes.require(tensor, ref, P())
 
     def region(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """The arguments of per-rank code must be cut as it declares."""

@@ -1,10 +1,28 @@
 """Repairs of a rejected program: proposed where it fails, and tried before they are printed."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.rule import Collective
+from shardmap_torch.where import Site
+
+Place = tuple[Site | None, int]
+"""A line of the user's, and how often it was passed before; the same on all ways through a body."""
+
+
+class Places:
+    """Counts how often each line is passed."""
+
+    def __init__(self) -> None:
+        """Nothing was passed yet."""
+        self._counts: Counter[Site | None] = Counter()
+
+    def next(self, site: Site | None) -> Place:
+        """The place of what happens on this line now."""
+        self._counts[site] += 1
+        return site, self._counts[site] - 1
 
 
 @dataclass(frozen=True)
@@ -13,16 +31,18 @@ class Repair:
 
     Attributes:
         text: what to write.
-        collectives: by the number of the collective in the forward, another one in its place, or
+        collectives: by the place of the collective in the forward, another one in its stead, or
             None to leave it out.
         replicate: by the position of an input, an axis to name in its `replicate=`.
         exits: by the position of a result, axes over which to sum it before it leaves.
+        values: places where to reduce a tensor before its Python value is taken.
     """
 
     text: str
-    collectives: Mapping[int, Collective | None] = field(default_factory=dict)
+    collectives: Mapping[Place, Collective | None] = field(default_factory=dict)
     replicate: Mapping[int, str] = field(default_factory=dict)
     exits: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    values: frozenset[Place] = frozenset()
 
 
 def both(first: Repair, second: Repair) -> Repair:
@@ -37,6 +57,7 @@ def both(first: Repair, second: Repair) -> Repair:
         {**first.collectives, **second.collectives},
         {**first.replicate, **second.replicate},
         {**first.exits, **second.exits},
+        first.values | second.values,
     )
 
 

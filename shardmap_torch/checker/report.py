@@ -131,12 +131,12 @@ def _at(equation: Equation) -> str:
 
 
 def _retype(equation: Equation, kind: AxisType) -> Iterator[Repair]:
-    collective, number = equation.collective, equation.number
-    if collective is None or number is None:
+    collective, place = equation.collective, equation.place
+    if collective is None or place is None:
         return
     if (collective.name, collective.src, kind) in TABLE:
         text = f"dst={kind} in {collective.name}{_at(equation)}"
-        yield Repair(text, collectives={number: replace(collective, dst=kind)})
+        yield Repair(text, collectives={place: replace(collective, dst=kind)})
 
 
 def _describe(use: Use, axis: int) -> str:
@@ -192,9 +192,9 @@ def source(
     repairs: list[Repair] = []
     if equation.forward is not None:
         repairs += _retype(equation.forward, I if plain(have) in (I, K) else R)
-    elif equation.number is not None and collective.move == "sum" and have in (I, R, K):
+    elif equation.place is not None and collective.move == "sum" and have in (I, R, K):
         text = f"leave out {collective.name}{_at(equation)}"
-        repairs.append(Repair(text, collectives={equation.number: None}))
+        repairs.append(Repair(text, collectives={equation.place: None}))
     return propose(found, repairs)
 
 

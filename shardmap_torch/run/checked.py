@@ -13,9 +13,10 @@ from typing import Any, Final, NoReturn
 from shardmap_torch.backends.vote import begin_call
 from shardmap_torch.boundary import Call
 from shardmap_torch.checker.api import program_of
+from shardmap_torch.checker.attempt import Strictness
 from shardmap_torch.checker.follow import Departure, Difference
 from shardmap_torch.checker.signature import Surroundings, signature
-from shardmap_torch.checker.verify import Strictness, Verdict, verify
+from shardmap_torch.checker.verify import Verdict, verify
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.memo import Memo
 from shardmap_torch.run.agree import agree

@@ -150,8 +150,27 @@ def branch_on_rank(x: Tensor, w: Tensor) -> Tensor:
     return x if axis_index("dp") == 0 else 2 * x
 
 
-def number_of_equal_value(x: Tensor, w: Tensor) -> Tensor:
-    return x * w.sum().item()
+def number_of_varying_value(x: Tensor, w: Tensor) -> Tensor:
+    return x * (x @ w).sum().item()
+
+
+def plain_number(x: Tensor, w: Tensor) -> Tensor:
+    return x * float(w.sum())
+
+
+def number_as_size(x: Tensor, w: Tensor) -> Tensor:
+    size: Any = w.long().sum().item()
+    return x + torch.zeros((size, 1, 1))
+
+
+def endless(x: Tensor, w: Tensor) -> Tensor:
+    while w.sum() > 1:
+        w = w / 2
+    return x @ w
+
+
+def different_ways(x: Tensor, w: Tensor) -> Tensor:
+    return x if w.sum() > 1 else x.sum(0)
 
 
 def unknown_shape(x: Tensor, w: Tensor) -> Tensor:
@@ -191,7 +210,11 @@ CASES: Final[tuple[tuple[Callable[..., Any], P, Any], ...]] = (
     (backward_into_closure, P(), P("dp")),
     (unseen_backward, P(), P("dp")),
     (branch_on_rank, P(), P("dp")),
-    (number_of_equal_value, P(), P("dp")),
+    (number_of_varying_value, P(), P("dp")),
+    (plain_number, P(), P("dp")),
+    (number_as_size, P(), P("dp")),
+    (endless, P(), P("dp")),
+    (different_ways, P(), P("dp")),
     (unknown_shape, P(), P("dp")),
     (written_input, P(), P("dp")),
     (written_closure, P(), P("dp")),

@@ -1,0 +1,163 @@
+"""Python values taken from tensors: `.item()`, `bool(x)`, `if x:`, `torch.equal`.
+
+They must be equal on all ranks. One that is becomes a number of which the type is known, K, or a
+branch that is taken both ways.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardmap_torch.checker import report
+from shardmap_torch.checker.calls import tensors_of
+from shardmap_torch.checker.lattice import plain
+from shardmap_torch.checker.numbers import SymbolicNumber
+from shardmap_torch.checker.program import Equation, use_of
+from shardmap_torch.checker.repair import Place, Repair
+from shardmap_torch.types import Partial, V
+
+if TYPE_CHECKING:  # for annotations; the interpreter calls this module
+    from shardmap_torch.checker.interpret import Interpreter
+
+ITEM: Final = torch.ops.aten._local_scalar_dense.default
+_TAKEN: Final = (ITEM, torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
+
+
+def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any]) -> Any:
+    """The value that one of `_TAKEN` gives: a number, or what torch knows of literals.
+
+    Raises:
+        ShardTypeError: the ranks would get different values.
+    """
+    interpreter.check_value(op, arguments)
+    tensors = [x for value in arguments.values() for x in tensors_of(value)]
+    if all(getattr(x, "constant", None) is not None for x in tensors):
+        with interpreter.paused():
+            return op(**arguments)
+    interpreter.batches = False
+    uses = [use_of("", x, interpreter.cell(x), interpreter.cell(x).kinds) for x in tensors]
+    source = (op, *(_identity(use.cell, x) for use, x in zip(uses, tensors, strict=True)))
+    number, is_new = interpreter.numbers.take(source, _kind(op, tensors))
+    if is_new:
+        name = "item" if op is ITEM else op._schema.name.split("::")[1]
+        site, backward = interpreter.site()
+        interpreter.add(Equation(f"{number.text} = {name}", tuple(uses), (), site, backward))
+        interpreter.observer.taken(name, tensors)
+    return number
+
+
+def _identity(cell: Any, tensor: Tensor) -> Any:
+    """Equal for tensors that hold the same numbers: `cell.made` changes with each write."""
+    place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return id(cell), id(cell.made), *place, tensor.is_neg(), tensor.is_conj()
+
+
+def _kind(op: OpOverload, tensors: Sequence[Tensor]) -> type:
+    if op is not ITEM or tensors[0].dtype == torch.bool:
+        return bool
+    return float if tensors[0].is_floating_point() else int
+
+
+def take_for_torch(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any]) -> Any:
+    """The value that torch's own code asks for: it takes a bool, which is a branch, and no number.
+
+    None where the operation gives a tensor.
+    """
+    if op not in _TAKEN:
+        interpreter.check_value(op, arguments)
+        return None
+    value = take(interpreter, op, arguments)
+    if type(value) is not SymbolicNumber:
+        return value
+    if value.kind is not bool:
+        escape(interpreter, "a torch function asks for")
+    return bool(value)
+
+
+def escape(interpreter: "Interpreter", what: str) -> Any:
+    """Refuses what needs the value as a plain Python number."""
+    interpreter.numbers.branches.refuse(
+        f"{what} a plain Python number from a tensor, whose value the checker does not know.",
+        "take it with .item(), whose value is followed through arithmetic, comparisons and "
+        "branches; sizes, positions and steps must not depend on the data.",
+    )
+
+
+def proposals(
+    interpreter: "Interpreter", place: Place, arguments: Mapping[str, Any]
+) -> Iterator[Repair]:
+    """Reduces the tensors before a value is taken from them."""
+    tensors = [x for value in arguments.values() for x in tensors_of(value)]
+    if len(tensors) != 1:
+        return
+    cell = interpreter.cell(tensors[0])
+    bad = [i for i, kind in enumerate(cell.kinds) if plain(kind) in (V, Partial)]
+    names = tuple(interpreter.axes[i] for i in bad)
+    sources = [report.culprit(cell, i, interpreter.axes[i]) for i in bad]
+    if any(source.made is not None and "axis_index" in source.made.name for source in sources):
+        return  # the branch is about the rank: no reduction keeps its sense
+    x, op = ("x.int()", ', op="max"') if tensors[0].dtype == torch.bool else ("x", "")
+    axes = repr(names[0] if len(names) == 1 else names)
+    site = interpreter.site()[0]
+    at = "" if site is None else f" at {site.place}"
+    text = f"all_reduce({x}, {axes}, dst=I{op}) before its value is taken{at}"
+    yield Repair(text, values=frozenset({place}))
+
+
+# ------------------------------------------------------------------- as torch functions see it
+
+
+def _batched(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def _item(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0] if args else kwargs["input"]
+    if tensor.numel() != 1 or _batched(tensor):
+        return func(*args, **kwargs)  # torch says what is wrong
+    if tensor.is_complex():
+        escape(interpreter, "complex() takes")
+    return take(interpreter, ITEM, {"self": interpreter.base(tensor)})
+
+
+def _bool(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    value = _item(interpreter, func, args, kwargs)
+    return bool(value)
+
+
+def _plain(what: str) -> Callable[..., Any]:
+    def take_plain(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+        value = _item(interpreter, Tensor.item, args, kwargs)
+        if type(value) is SymbolicNumber:
+            escape(interpreter, what)
+        return func(*args, **kwargs)
+
+    return take_plain
+
+
+def _format(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> str:
+    """Prints no number: there is none."""
+    tensor = args[0]
+    return f"<{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}>"
+
+
+FUNCTIONS: Final[Mapping[Any, Any]] = {
+    Tensor.item: _item,
+    Tensor.__bool__: _bool,
+    torch.is_nonzero: _bool,
+    Tensor.is_nonzero: _bool,
+    Tensor.__float__: _plain("float() or math takes"),
+    Tensor.__int__: _plain("int() takes"),
+    Tensor.__index__: _plain("a size, a position or a number of steps takes"),
+    Tensor.__complex__: _plain("complex() takes"),
+    Tensor.__format__: _format,
+}
+"""What the interpreter does where a function takes Python values from tensors."""
