@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary import Call, Result, apply, can_receive_gradient, run_body
-from shardmap_torch.checker import report
+from shardmap_torch.checker import raw, report
 from shardmap_torch.checker.abstract import AbstractBackend
 from shardmap_torch.checker.branches import Branch, Branches, told
 from shardmap_torch.checker.calls import Types
@@ -217,6 +217,9 @@ class _Verification:
     def _raised(self, error: Exception) -> Passage:
         """The end of a way that raises; what the body cannot help is an error of the check."""
         branches, name = self._branches, SymbolicNumber.__name__
+        called = raw.named_in(self._call.name, error)
+        if called is not None:
+            raise called from error
         if branches.refusal is not None:
             raise branches.refusal from None
         if not branches.taken or isinstance(error, ShardMapError):

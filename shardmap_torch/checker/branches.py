@@ -91,9 +91,13 @@ class Branches:
         self.refusal: ShardTypeError | None = None
 
     def refuse(self, what: str, advice: str) -> NoReturn:
-        """Notes the error before it raises it: code that asks for a number may swallow it."""
-        self.refusal = ShardTypeError(f"{self.name}: {what}\n  at {call_site()}\nFix: {advice}")
-        raise self.refusal
+        """Insists on an error at the user's line."""
+        self.insist(ShardTypeError(f"{self.name}: {what}\n  at {call_site()}\nFix: {advice}"))
+
+    def insist(self, error: ShardTypeError) -> NoReturn:
+        """Notes an error before it raises it: code that asks for a number may swallow it."""
+        self.refusal = error
+        raise error
 
     def again(self) -> "Branches":
         """Others for the same way."""

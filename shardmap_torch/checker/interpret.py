@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from shardmap_torch.checker import report, values
+from shardmap_torch.checker import raw, report, values
 from shardmap_torch.checker.branches import Branches
 from shardmap_torch.checker.calls import (
     BITS,
@@ -192,6 +192,8 @@ class Interpreter:
         """Types one ATen operation, and runs it on fake tensors."""
         if self._paused or op.namespace in _SILENT:
             return op(*args, **kwargs)
+        if op.namespace in raw.NAMESPACES:
+            self.numbers.branches.insist(raw.refused(self.name, op))
         if not self._running and torch._C._current_graph_task_id() != -1:
             raise ShardTypeError(
                 f"{self.name}: a backward was started that the checker did not see start. Use "
