@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch.checker import values
 from shardmap_torch.checker.calls import tensors_of
+from shardmap_torch.checker.indexing import is_by_number, with_select
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.observe import base_of
 from shardmap_torch.errors import ShardTypeError
@@ -103,6 +104,8 @@ class _Functions(TorchFunctionMode):
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
         self._interpreter.reject_outer(args)
+        if is_by_number(func, args):
+            func, args = with_select(self._interpreter, func, args)
         numbers = self._interpreter.numbers
         given = numbers.stand_ins(func, args, kwargs) if numbers.any else None
         if given is not None:
