@@ -22,6 +22,7 @@ fast: lint  ## every check and the tests that take seconds
 fuzz: $(READY)  ## every rule row, loosened too, and all of op_db; writes docs/coverage.md
 	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/checker/test_rows.py
 	$(BIN)/python -m tests.checker.fuzz_all
+	$(BIN)/python -m tests.checker.global_fuzz
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -258,7 +258,7 @@ def _overloads(names: str) -> list[OpOverload]:
     return found
 
 
-_RULES: Final[Mapping[OpOverload, Rule]] = {
+RULES: Final[Mapping[OpOverload, Rule]] = {
     op: rule
     for rule, names in (
         (_pointwise, "copy_ copy _to_copy clone detach alias lift_fresh masked_fill.Scalar"),
@@ -289,7 +289,7 @@ _SIZED: Final = frozenset({_reshaped, _expanded, _filled, _sliced})
 
 
 def _rule_of(op: OpOverload) -> Rule:
-    found = _RULES.get(op)
+    found = RULES.get(op)
     if found is not None:
         return found
     if torch.Tag.pointwise in op.tags:

@@ -305,6 +305,9 @@ class Relation(Observer):
         summed: frozenset[str],
     ) -> None:
         partial = summed | sharded.partial
+        if not partial.isdisjoint(piece.axes):
+            axis = min(partial & set(piece.axes))
+            raise UnrelatedError(f"its result is a sum over {axis!r} and cut over it as well")
         loose = frozenset(
             axis
             for axis, kind in self._kinds(result)

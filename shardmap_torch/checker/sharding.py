@@ -134,7 +134,15 @@ def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> Piece:
                 "write sizes that are right on one device too: -1, x.shape[...], or a size "
                 "divided by axis_size(axis).",
             )
-    return Piece(tuple(dims), local, whole)
+    piece = Piece(tuple(dims), local, whole)
+    twice = [axis for axis in piece.axes if piece.axes.count(axis) > 1]
+    if twice:
+        raise UnrelatedError(
+            f"{twice[0]!r} cuts two dims of the result, of which the ranks then have blocks on the "
+            "diagonal only",
+            f"gather one operand over {twice[0]!r} first.",
+        )
+    return piece
 
 
 # ---------------------------------------------------------------------------------- results
