@@ -1,6 +1,7 @@
 """What transfers and matmuls cost: an alpha-beta network beside a roofline."""
 
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,9 @@ class Fabric:
     def compute(self, flops: float, traffic: float = 0.0) -> float:
         """Seconds of one kernel: the slower of arithmetic and memory traffic (the roofline)."""
         return self.launch + max(flops / self.flops, traffic / self.memory)
+
+
+ASSUMED_GPU: Final = Fabric(
+    latency=5e-6, bandwidth=0.8 * 450e9, flops=0.7 * 989e12, memory=0.8 * 4.8e12, launch=2e-6
+)
+"""An H200 on NVLink in bfloat16, from data sheets and estimates (docs/overlap.md), not measured."""

@@ -13,10 +13,14 @@ from torch.autograd import forward_ad
 
 from shardmap_torch.backend import Backend
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.kernels import calibrate
-from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels import calibrate, symmetric
+from shardmap_torch.kernels.cost import ASSUMED_GPU, Fabric
 from shardmap_torch.kernels.plan import Overlap
+from shardmap_torch.kernels.streams import CudaLanes
+from shardmap_torch.kernels.transport import Transport, network_of
 from shardmap_torch.kernels.transport_gloo import GlooTransport
+from shardmap_torch.kernels.transport_nccl import NcclTransport
+from shardmap_torch.kernels.transport_staged import StagedTransport
 from shardmap_torch.memo import constant
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -24,14 +28,21 @@ FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class Endpoint:
-    """This rank's end of the network along some axes, and what is known of its speed."""
+    """One device of this rank as an end of the network along some axes, and what is known of it."""
 
-    transport: GlooTransport
+    transport: Transport
     group: dist.ProcessGroup
+    device: torch.device
     _fabrics: dict[torch.dtype, Fabric] = field(default_factory=dict)
+    _refusals: list[str | None] = field(default_factory=list)
 
     def fabric(self, dtype: torch.dtype) -> Fabric:
-        """Measured at the first call for a dtype, which every rank of the axes makes together."""
+        """Measured at the first call for a dtype, which every rank of the axes makes together.
+
+        Of a GPU nothing is measured; an H200's figures choose the number of parts.
+        """
+        if self.device.type != "cpu":
+            return self._fabrics.get(dtype, ASSUMED_GPU)
         if dtype not in self._fabrics:
             # torch.func.grad may be active; what is measured is none of its business.
             with temporarily_clear_interpreter_stack():
@@ -42,20 +53,45 @@ class Endpoint:
         """Takes `fabric` as measured, before the first call; every rank must assume the same."""
         self._fabrics[dtype] = fabric
 
+    def refusal(self) -> str | None:
+        """Why there is no symmetric memory, asked once; never while a graph is captured."""
+        if not self._refusals and is_captured():
+            return "a CUDA graph is captured, and it was not looked for before"
+        if not self._refusals:
+            self._refusals.append(symmetric.refusal(self.group, self.device))
+        return self._refusals[0]
 
-_ENDPOINTS: dict[tuple[int, tuple[str, ...]], Endpoint] = {}
+
+def is_captured() -> bool:
+    """Whether a CUDA graph records what this thread issues, and the host may wait for nothing."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def endpoint_of(backend: ProcessGroupBackend, axes: tuple[str, ...]) -> Endpoint:
+_ENDPOINTS: dict[tuple[int, tuple[str, ...], torch.device], Endpoint] = {}
+CPU: Final = torch.device("cpu")
+
+
+def endpoint_of(
+    backend: ProcessGroupBackend, axes: tuple[str, ...], device: torch.device = CPU
+) -> Endpoint:
     """The endpoint along `axes` of the backend's mesh, on a process group of the kernels' own."""
     mesh = backend.mesh
     group = mesh.group(axes, "kernels")
-    key = (id(mesh), axes)
+    key = (id(mesh), axes, device)
     endpoint = _ENDPOINTS.get(key)
     if endpoint is None or endpoint.group is not group:
         axis = axes[0] if len(axes) == 1 else str(axes)
-        endpoint = _ENDPOINTS[key] = Endpoint(GlooTransport(group, axis), group)
+        endpoint = _ENDPOINTS[key] = Endpoint(_transport(group, axis, device), group, device)
     return endpoint
+
+
+def _transport(group: dist.ProcessGroup, axis: str, device: torch.device) -> Transport:
+    if device.type == "cpu":
+        return GlooTransport(group, axis)
+    lanes = CudaLanes(device)
+    if network_of(group, device.type) == "nccl":
+        return NcclTransport.over(group, axis, lanes)
+    return StagedTransport(GlooTransport(group, axis), lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +103,11 @@ class Situation:
     axes: tuple[str, ...]
     overlap: Overlap
     operands: Sequence[Tensor]
+
+    @property
+    def device_type(self) -> str:
+        """Of the first operand."""
+        return self.operands[0].device.type
 
 
 def _is_transformed(s: Situation) -> bool:
@@ -90,17 +131,33 @@ def _is_out_of_order(s: Situation) -> bool:
     return s.axes != tuple(axis for axis in s.backend.mesh.axis_names if axis in s.axes)
 
 
-def _is_off_cpu(s: Situation) -> bool:
-    return any(operand.device.type != "cpu" for operand in s.operands)
+def _is_elsewhere(s: Situation) -> bool:
+    devices = {operand.device for operand in s.operands}
+    return len(devices) > 1 or s.device_type not in ("cpu", "cuda")
+
+
+def _is_untried(s: Situation) -> bool:
+    return s.device_type == "cuda" and s.overlap != "require"
+
+
+def _is_compiled_for_gpu(s: Situation) -> bool:
+    return s.device_type == "cuda" and torch.compiler.is_compiling()
 
 
 @constant
-def _group_backend(backend: Backend, axes: tuple[str, ...]) -> str:
-    return str(dist.get_backend(backend.mesh.group(axes)))
+def _network(backend: Backend, axes: tuple[str, ...], device_type: str) -> str:
+    return network_of(backend.mesh.group(axes), device_type)
 
 
-def _lacks_gloo(s: Situation) -> bool:
-    return _group_backend(s.backend, s.axes) != "gloo"
+def _lacks_network(s: Situation) -> bool:
+    networks = ("gloo",) if s.device_type == "cpu" else ("gloo", "nccl")
+    return _network(s.backend, s.axes, s.device_type) not in networks
+
+
+def _is_captured_over_gloo(s: Situation) -> bool:
+    return (
+        s.device_type == "cuda" and is_captured() and _network(s.backend, s.axes, "cuda") == "gloo"
+    )
 
 
 def _mixes_dtypes(s: Situation) -> bool:
@@ -115,10 +172,13 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
     ("the axes are not in mesh order", _is_out_of_order),
     ("a transform other than torch.func.grad and vjp is active", _is_transformed),
     ("torch.compile is active, whose own fusions need the composition", _is_left_to_inductor),
-    ("autocast is active", lambda s: torch.is_autocast_enabled("cpu")),
-    ("the operands are not on the CPU, the one device the kernels were run on", _is_off_cpu),
+    ("the operands are not all on the CPU, nor all on one GPU", _is_elsewhere),
+    ("autocast is active", lambda s: torch.is_autocast_enabled(s.device_type)),
+    ('on a GPU the kernels have never run, and only overlap="require" takes them', _is_untried),
+    ("torch.compile is active, and its operators are for the CPU", _is_compiled_for_gpu),
     ("the operands are not of one floating dtype", _mixes_dtypes),
-    ("the process group is not gloo's", _lacks_gloo),
+    ("the process group has neither gloo nor, for a GPU, NCCL", _lacks_network),
+    ("a CUDA graph is captured, and gloo would wait on the host", _is_captured_over_gloo),
 )
 """Why a call runs unfused, first reason first; a later one may rely on those before it."""
 
@@ -138,7 +198,8 @@ def is_ordinary(backend: Backend) -> bool:
         and type(backend) is ProcessGroupBackend
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled("cpu")
+        and not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+        and not is_captured()
     )
 
 

@@ -15,23 +15,18 @@ from torch import Tensor
 
 from shardmap_torch.backend import Backend
 from shardmap_torch.kernels.endpoint import Endpoint
+from shardmap_torch.kernels.engine import Engine
 from shardmap_torch.kernels.exchange import Choice
 from shardmap_torch.kernels.matmul import (
     Cut,
-    gather_backward,
-    gather_backward_again,
-    gather_forward,
     reduce_backward,
     reduce_forward,
-    scatter_backward,
-    scatter_forward,
 )
 from shardmap_torch.kernels.plan import (
     Family,
     Options,
     Problem,
     backward_schedules,
-    decide,
     record,
 )
 from shardmap_torch.kernels.transport import run
@@ -95,6 +90,7 @@ class Call:
 
     backend: Backend
     endpoint: Endpoint
+    engine: Engine
     collective: Collective
     choice: Choice
     options: Options
@@ -125,7 +121,8 @@ class Call:
         )
         asked = self.options.chunks
         chunks = None if asked is None else min(asked, problem.block_rows)
-        plan = decide(problem, partial(self.endpoint.fabric, dtype), chunks, forced=True)
+        fabric = partial(self.endpoint.fabric, dtype)
+        plan = self.engine.plan(problem, fabric, chunks, forced=True)
         choice = record(plan).choice
         assert choice is not None
         return choice
@@ -180,8 +177,7 @@ class GatherMatmul:
     def run(self, x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         """The products, and what is kept."""
         call, ws, biases = self.call, operands[: self.num_weights], operands[self.num_weights :]
-        transport, dim = call.endpoint.transport, call.collective.dim
-        outs, gathered = run(gather_forward(transport, x, ws, biases, dim, call.choice))
+        outs, gathered = call.engine.gather(x, ws, biases, call.collective.dim, call.choice)
         return (*outs, gathered) if self.num_kept else tuple(outs)
 
     def pull_back(self, operands: Operands, needed: Sequence[bool], grads: Operands) -> Operands:
@@ -229,7 +225,7 @@ class GatherMatmulBackward:
         call = self.call
         needs_dx, *wanted = self.wanted
         ws, dys = rest[: len(wanted)], rest[len(wanted) :]
-        dim, transport = call.collective.dim, call.endpoint.transport
+        dim = call.collective.dim
         if not needs_dx:
             return self._weights_only(x, gathered, dys, wanted)
         flops = sum(2.0 * dy.numel() * w.shape[0] for dy, w in zip(dys, ws, strict=True))
@@ -242,12 +238,8 @@ class GatherMatmulBackward:
             flops=flops,
             tail_flops=flops * any(wanted),
         )
-        if gathered is not None or not any(wanted):
-            steps = gather_backward(transport, gathered, ws, dys, wanted, dim, scatter)
-        else:
-            gather = Choice(call.choice.schedule, scatter.num_parts)
-            steps = gather_backward_again(transport, x, ws, dys, wanted, dim, scatter, gather)
-        dx, dws = run(steps)
+        again = Choice(call.choice.schedule, scatter.num_parts)
+        dx, dws = call.engine.gather_backward(x, gathered, ws, dys, wanted, dim, scatter, again)
         return _selected((dx, *dws), self.wanted)
 
     def _weights_only(
@@ -285,8 +277,7 @@ class MatmulScatter:
     def run(self, x: Tensor, w: Tensor) -> tuple[Tensor]:
         """This rank's block of the sum."""
         call = self.call
-        transport, dim = call.endpoint.transport, call.collective.dim
-        return (run(scatter_forward(transport, x, w, dim, call.choice)),)
+        return (call.engine.scatter(x, w, call.collective.dim, call.choice),)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
         """One gather of dy feeds both gradients."""
@@ -353,8 +344,8 @@ class MatmulScatterBackward(_ProductBackward):
             block_bytes=dy.nbytes,
             flops=self._flops(x, w),
         )
-        steps = scatter_backward(call.endpoint.transport, x, w, dy, self.wanted, dim, choice)
-        return _selected(run(steps), self.wanted)
+        gradients = call.engine.scatter_backward(x, w, dy, self.wanted, dim, choice)
+        return _selected(gradients, self.wanted)
 
 
 class MatmulReduceBackward(_ProductBackward):

@@ -17,13 +17,16 @@ from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.compiled import CompiledCall, compiled_call
 from shardmap_torch.kernels.endpoint import (
+    Endpoint,
     Situation,
     endpoint_of,
     is_checked,
     is_ordinary,
     obstacle,
 )
+from shardmap_torch.kernels.engine import Engine, Scheduled
 from shardmap_torch.kernels.functions import Call, block_rows
+from shardmap_torch.kernels.matmul import Cut
 from shardmap_torch.kernels.plan import (
     Options,
     Overlap,
@@ -32,11 +35,11 @@ from shardmap_torch.kernels.plan import (
     Schedule,
     candidates,
     check_overlap,
-    decide,
     obstructed,
     record,
     schedules,
 )
+from shardmap_torch.kernels.symmetric import Symmetric, unsuited
 from shardmap_torch.memo import Memo
 from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_dim, read_type, shown
 from shardmap_torch.rule import Collective
@@ -211,13 +214,25 @@ def _prepare(
         compiled, plan = compiled_call(backend, collective, problem, options)
         return Prepared(backend, collective, plan, compiled)
     assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
-    endpoint = endpoint_of(backend, collective.axes)
-    fabric = partial(endpoint.fabric, operands[0].dtype)
-    plan = decide(problem, fabric, options.chunks, forced=options.overlap == "require")
+    x = operands[0]
+    endpoint = endpoint_of(backend, collective.axes, x.device)
+    engine = _engine(endpoint, problem.op, Cut.of(collective.dim, x.ndim).by_features, options)
+    fabric = partial(endpoint.fabric, x.dtype)
+    plan = engine.plan(problem, fabric, options.chunks, forced=options.overlap == "require")
     if plan.choice is None:
         return Prepared(backend, collective, plan, None)
-    call = Call(backend, endpoint, collective, plan.choice, options)
+    call = Call(backend, endpoint, engine, collective, plan.choice, options)
     return Prepared(backend, collective, plan, call)
+
+
+def _engine(endpoint: Endpoint, op: str, by_features: bool, options: Options) -> Engine:
+    """Symmetric memory where a GPU's call suits it and the group offers it, else our schedules."""
+    if endpoint.device.type == "cpu":
+        return Scheduled(endpoint.transport)
+    why = unsuited(op, by_features, options) or endpoint.refusal()
+    if why is None:
+        return Symmetric(str(endpoint.group.group_name))
+    return Scheduled(endpoint.transport, f"not on symmetric memory: {why}")
 
 
 def _prevented(

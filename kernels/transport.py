@@ -9,6 +9,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.errors import KernelError
@@ -113,6 +115,14 @@ class Channel:
     def receive(self, tensor: Tensor, message: Message) -> Handle:
         """Posts the receive of `message`."""
         return self.transport.receive(tensor, self._envelope(message))
+
+
+def network_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend that carries a group's tensors of a device type; empty where none does."""
+    try:
+        return str(group._get_backend(torch.device(device_type)).name())
+    except RuntimeError:
+        return ""
 
 
 class TagCounter:

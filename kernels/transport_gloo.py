@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.streams import HOST_LANES
-from shardmap_torch.kernels.transport import Envelope, TagCounter, transfer_failure
+from shardmap_torch.kernels.transport import Envelope, TagCounter, network_of, transfer_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class GlooTransport:
 
     def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
         """Checks the backend; no communication."""
-        backend = dist.get_backend(group)
+        backend = network_of(group, "cpu")
         if backend != "gloo":
             raise KernelError(
                 f"the kernels' transport over axis {axis!r} needs a gloo group, got {backend!r}"

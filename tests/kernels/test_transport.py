@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.errors import KernelError
+from shardmap_torch.kernels import transport_gloo
 from shardmap_torch.kernels.cost import Fabric
 from shardmap_torch.kernels.exchange import Choice, Gather
 from shardmap_torch.kernels.schedule import Chunk, Message
@@ -35,7 +36,7 @@ class Broken:
 
 @pytest.fixture
 def gloo_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(transport_gloo, "network_of", lambda group, device_type: "gloo")
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
 
@@ -56,7 +57,7 @@ def test_a_failed_transfer_names_axis_step_chunk_and_peer(at_once: bool) -> None
 
 
 def test_a_group_that_is_not_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(transport_gloo, "network_of", lambda group, device_type: "nccl")
     group: Any = object()
     with pytest.raises(KernelError) as caught:
         GlooTransport(group, "tp")

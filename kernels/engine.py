@@ -1,0 +1,132 @@
+"""What multiplies and communicates: our schedules on a transport, or torch's fused operators."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.exchange import Choice
+from shardmap_torch.kernels.matmul import (
+    gather_backward,
+    gather_backward_again,
+    gather_forward,
+    scatter_backward,
+    scatter_forward,
+)
+from shardmap_torch.kernels.plan import Plan, Problem, decide
+from shardmap_torch.kernels.transport import Transport, run
+
+
+class Engine(Protocol):
+    """Runs the two operations that gather or scatter, and their backward passes.
+
+    `dim` is the dim that is cut; `choice` is one that `plan` made.
+    """
+
+    def plan(
+        self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
+    ) -> Plan:
+        """Whether it runs, how, and why."""
+
+    def gather(
+        self,
+        x: Tensor,
+        ws: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        dim: int,
+        choice: Choice,
+    ) -> tuple[list[Tensor], Tensor]:
+        """The products with the gathered x, and its cut matrix."""
+
+    def gather_backward(
+        self,
+        x: Tensor,
+        gathered: Tensor | None,
+        ws: Sequence[Tensor],
+        dys: Sequence[Tensor],
+        wanted: Sequence[bool],
+        dim: int,
+        choice: Choice,
+        again: Choice,
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """(dx, the wanted dws); `again` gathers x where it was not kept."""
+
+    def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
+        """This rank's block of the sum of x @ w."""
+
+    def scatter_backward(
+        self,
+        x: Tensor,
+        w: Tensor,
+        dy: Tensor,
+        wanted: tuple[bool, bool],
+        dim: int,
+        choice: Choice,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The wanted of (dx, dw)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """Our schedules.
+
+    Attributes:
+        transport: This rank's end of the network.
+        note: What every plan adds to its reason.
+    """
+
+    transport: Transport
+    note: str = ""
+
+    def plan(
+        self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
+    ) -> Plan:
+        """As the cost model says."""
+        plan = decide(problem, fabric, chunks, forced=forced)
+        return replace(plan, reason=f"{plan.reason}; {self.note}") if self.note else plan
+
+    def gather(
+        self,
+        x: Tensor,
+        ws: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        dim: int,
+        choice: Choice,
+    ) -> tuple[list[Tensor], Tensor]:
+        """Multiplies chunks as they arrive."""
+        return run(gather_forward(self.transport, x, ws, biases, dim, choice))
+
+    def gather_backward(
+        self,
+        x: Tensor,
+        gathered: Tensor | None,
+        ws: Sequence[Tensor],
+        dys: Sequence[Tensor],
+        wanted: Sequence[bool],
+        dim: int,
+        choice: Choice,
+        again: Choice,
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Reduce-scatters dx under the weight gradients."""
+        t = self.transport
+        if gathered is not None or not any(wanted):
+            return run(gather_backward(t, gathered, ws, dys, wanted, dim, choice))
+        return run(gather_backward_again(t, x, ws, dys, wanted, dim, choice, again))
+
+    def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
+        """Sends chunks as they are made."""
+        return run(scatter_forward(self.transport, x, w, dim, choice))
+
+    def scatter_backward(
+        self,
+        x: Tensor,
+        w: Tensor,
+        dy: Tensor,
+        wanted: tuple[bool, bool],
+        dim: int,
+        choice: Choice,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """One gather of dy feeds both."""
+        return run(scatter_backward(self.transport, x, w, dy, wanted, dim, choice))

@@ -1,0 +1,294 @@
+"""The adapter of torch's fused operators, with operators of our own registered for the CPU."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmap_torch import I
+from shardmap_torch.kernels import (
+    all_gather_matmul,
+    last_plan,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    symmetric,
+)
+from shardmap_torch.kernels.cost import ASSUMED_GPU
+from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
+from shardmap_torch.kernels.symmetric import SIGNATURES, Place, accepts
+from tests.kernels.test_overlapped import body, normal, values_and_gradients
+from tests.pool import Gloo
+
+GATHER, SCATTER = SIGNATURES
+
+
+def test_the_installed_torch_has_the_operators_for_cuda_with_our_arguments() -> None:
+    assert symmetric.lacking("cuda") is None
+    assert symmetric.lacking("cpu") == "symm_mem::fused_all_gather_matmul does not run on cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ("Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name", True),
+        ("Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, int k=1", True),
+        ("Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, int k", False),
+        ("Tensor A, Tensor B, str reduce_op, int dim, str group_name", False),
+        ("Tensor A, Tensor B, int scatter_dim, str reduce_op, str group_name", False),
+        ("Tensor A, Tensor[] B, str reduce_op, int scatter_dim, str group_name", False),
+        ("Tensor A, Tensor B, str reduce_op, int scatter_dim", False),
+    ],
+)
+def test_only_an_operator_that_takes_our_arguments_is_accepted(arguments: str, fits: bool) -> None:
+    schema = torch._C.parse_schema(f"symm_mem::{SCATTER}({arguments}) -> Tensor")
+    assert accepts(schema, SIGNATURES[SCATTER]) == fits
+
+
+def test_an_operator_with_another_signature_is_lacking() -> None:
+    changed = {GATHER: {"A": "Tensor", "dim": "int"}}
+    with mock.patch.object(symmetric, "SIGNATURES", changed):
+        assert symmetric.lacking("cuda") == (
+            "this torch has no operator symm_mem::fused_all_gather_matmul(A, dim)"
+        )
+    with mock.patch.object(symmetric, "SIGNATURES", {"fused_nothing": {"A": "Tensor"}}):
+        assert symmetric.lacking("cuda") == "this torch has no operator symm_mem::fused_nothing(A)"
+    with mock.patch("importlib.import_module", side_effect=ImportError):
+        assert symmetric.lacking("cuda") == "this torch has none"
+
+
+class Operators:
+    """Stand for torch's, on the CPU and one process group; they check what CUDA's check."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.calls: list[str] = []
+
+    def gather(
+        self, a: Tensor, bs: Sequence[Tensor], gather_dim: int, name: str, **options: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        self._check(a, gather_dim, name)
+        shards = [torch.empty_like(a).contiguous() for _ in range(self.group.size())]
+        dist.all_gather(shards, a.contiguous(), group=self.group)
+        full = torch.cat(shards, gather_dim).movedim(gather_dim, 0).contiguous()
+        assert options.get("return_A", True)  # torch leaves out what equals the default.
+        return full.movedim(0, gather_dim), [
+            (full @ b).movedim(0, gather_dim) for b in bs
+        ]  # Not contiguous, as torch's are not.
+
+    def scatter(self, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, name: str) -> Tensor:
+        assert reduce_op == "sum"
+        self._check(a, scatter_dim, name)
+        total = a @ b
+        dist.all_reduce(total, group=self.group)
+        blocks = total.movedim(scatter_dim, 0).chunk(self.group.size())
+        return blocks[dist.get_rank(self.group)].contiguous().movedim(0, scatter_dim)
+
+    def _check(self, a: Tensor, dim: int, name: str) -> None:
+        assert name == str(self.group.group_name)
+        assert 0 <= dim < a.dim() - 1
+        assert a.movedim(dim, 0).is_contiguous()
+        self.calls.append("")
+
+
+@contextmanager
+def fused_body() -> Iterator[tuple[Operators, Endpoint]]:
+    """A body whose axis 'tp' has a GPU's endpoint, and fused operators that run on the CPU."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    with body() as backend:
+        endpoint = endpoint_of(backend, ("tp",))
+        endpoint.device = torch.device("cuda", 0)
+        endpoint._refusals.append(None)
+        operators = Operators(endpoint.group)
+        library.impl(GATHER, operators.gather, "CPU")
+        library.impl(SCATTER, operators.scatter, "CPU")
+        try:
+            yield operators, endpoint
+        finally:
+            library._destroy()
+
+
+def gather_of(dim: int) -> tuple[Callable[..., Any], list[Tensor]]:
+    def call(x: Tensor, w: Tensor, v: Tensor, b: Tensor, overlap: Any) -> tuple[Tensor, ...]:
+        return all_gather_matmul(x, (w, v), "tp", gather_dim=dim, bias=(b, None), overlap=overlap)
+
+    return call, [normal(1, 4, 6, 3), normal(2, 3, 5), normal(3, 3, 2), normal(4, 5)]
+
+
+def scatter_of(dim: int) -> tuple[Callable[..., Any], list[Tensor]]:
+    def call(x: Tensor, w: Tensor, overlap: Any) -> tuple[Tensor, ...]:
+        return (matmul_reduce_scatter(x, w, "tp", scatter_dim=dim, overlap=overlap),)
+
+    return call, [normal(1, 12, 6, 3), normal(2, 3, 5)]
+
+
+def compare() -> list[float]:
+    """Values, first and second gradients beside the composition's, and strided operands."""
+    symmetric.lacking("cuda")
+    found = []
+    with fused_body() as (operators, _):
+        for make in (gather_of, scatter_of):
+            for dim, twice in ((0, False), (1, False), (-2, False), (0, True)):
+                call, operands = make(dim)
+                operands[1] = operands[1].t().contiguous().t()
+                results = []
+                for overlap in ("require", "off"):
+                    before = len(operators.calls)
+                    results.append(
+                        values_and_gradients(
+                            lambda *leaves, call=call, overlap=overlap: call(
+                                *leaves, overlap=overlap
+                            ),
+                            operands,
+                            twice=twice,
+                        )
+                    )
+                    ran = len(operators.calls) - before
+                    assert (ran > 0) == (overlap == "require")
+                for ours, truth in zip(*results, strict=True):
+                    assert ours.shape == truth.shape
+                    found.append(float((ours - truth).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_and_gradients_equal_the_composition(gloo: Gloo, size: int) -> None:
+    for found in gloo(size).run(compare):
+        assert len(found) > 30
+        assert max(found) < 1e-10
+
+
+def plans() -> dict[str, str]:
+    symmetric.lacking("cuda")
+    x, w = normal(1, 4, 3), normal(2, 3, 2)
+    told = {}
+
+    def tell(name: str, call: Callable[..., Any], *operands: Any, **options: Any) -> None:
+        call(*operands, "tp", overlap="require", **options)
+        told[name] = str(last_plan()).split(" over 'tp': ")[1]
+
+    with fused_body() as (_, endpoint):
+        tell("gather", all_gather_matmul, x, w)
+        tell("scatter", matmul_reduce_scatter, x, w)
+        leaf = x.clone().requires_grad_()
+        matmul_reduce_scatter(leaf, w, "tp", overlap="require").sum().backward()
+        told["backward"] = str(last_plan())
+        tell("reduce", matmul_all_reduce, x, w, dst=I)
+        tell("last dim", matmul_reduce_scatter, x, w, scatter_dim=1)
+        tell("again", all_gather_matmul, x, w, save_gathered=False)
+        tell("chunks", all_gather_matmul, x, w, chunks=2)
+        tell("ring", matmul_reduce_scatter, x, w, schedule="ring")
+        assert endpoint.fabric(x.dtype) is not ASSUMED_GPU  # `body` assumed another.
+        assert endpoint.fabric(torch.int8) is ASSUMED_GPU
+    with fused_body() as (_, endpoint):
+        endpoint._refusals[:] = ["ranks 0 and 1 are on different hosts"]
+        tell("refused", all_gather_matmul, x, w)
+    return told
+
+
+def test_what_the_operators_cannot_do_our_schedules_do_and_the_plan_tells_why(gloo: Gloo) -> None:
+    told = gloo(2).run(plans)[0]
+    fused = "symmetric memory/1 (required, and the GPUs share memory)"
+    assert {name: plan for name, plan in told.items() if fused in plan} == {
+        "gather": fused,
+        "scatter": fused,
+        "backward": "matmul_reduce_scatter backward over 'tp': " + fused,
+    }
+    others = {
+        name: (plan.split(" ")[0], plan.split("; ")[1])
+        for name, plan in told.items()
+        if fused not in plan
+    }
+    because = "not on symmetric memory: "
+    assert others == {
+        "reduce": ("reduce/direct/1", because + "it has no operator for matmul_all_reduce)"),
+        "last dim": ("scatter/direct/1", because + "the last dim is cut)"),
+        "again": ("gather/ring/1", because + "save_gathered=False gathers twice)"),
+        "chunks": ("gather/ring/2", because + "a schedule is asked for)"),
+        "ring": ("scatter/ring/1", because + "a schedule is asked for)"),
+        "refused": ("gather/ring/1", because + "ranks 0 and 1 are on different hosts)"),
+    }
+
+
+def answers() -> list[object]:
+    """One rank lacks something at one check; what all answer, and which checks were made."""
+    group = dist.group.WORLD
+    assert group is not None
+    found: list[object] = []
+    for bad in ("lacking", "unreachable", "failing", None):
+        asked: list[str] = []
+
+        def check(name: str, bad: str | None = bad, asked: list[str] = asked) -> Any:
+            def answer(*_: object) -> str | None:
+                asked.append(name)
+                return f"{name} on rank 1" if name == bad and dist.get_rank() == 1 else None
+
+            return answer
+
+        with (
+            mock.patch.object(symmetric, "lacking", check("lacking")),
+            mock.patch.object(symmetric, "unreachable", check("unreachable")),
+            mock.patch.object(symmetric, "failing", check("failing")),
+            mock.patch.object(Place, "of", return_value=Place("host", "gpu")),
+        ):
+            found += [symmetric.refusal(group, torch.device("cuda", 0)), tuple(asked)]
+    return found
+
+
+def test_all_ranks_give_the_answer_of_the_one_that_refuses_and_none_goes_on(gloo: Gloo) -> None:
+    checks = ("lacking", "unreachable", "failing")
+    expected: list[object] = []
+    for made in (1, 2, 3):
+        expected += [f"{checks[made - 1]} on rank 1", checks[:made]]
+    assert gloo(3).run(answers) == [[*expected, None, checks]] * 3
+
+
+HERE = Place("here", "a")
+
+
+@pytest.mark.parametrize(
+    ("peer", "allowed", "why"),
+    [
+        (Place("here", "b"), None, None),
+        (Place("there", "b"), None, "ranks 0 and 1 are on different hosts"),
+        (Place("here", "unseen"), None, "rank 0 does not see the GPU of rank 1"),
+        (Place("here", "c"), None, "the GPU of rank 0 cannot read that of rank 1"),
+        (
+            Place("here", "a"),
+            None,
+            "ranks 0 and 1 share a GPU, and TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is not 1",
+        ),
+        (Place("here", "a"), "1", None),
+    ],
+)
+def test_a_gpu_that_cannot_be_read_is_named(
+    monkeypatch: pytest.MonkeyPatch, peer: Place, allowed: str | None, why: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(symmetric, "_gpu", lambda index: "abc"[index])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
+    if allowed is None:
+        monkeypatch.delenv(symmetric.OVERLAPPING, raising=False)
+    else:
+        monkeypatch.setenv(symmetric.OVERLAPPING, allowed)
+    assert symmetric.unreachable(torch.device("cuda", 0), [HERE, peer], 0) == why
+
+
+def test_a_workspace_that_cannot_be_made_is_a_reason_not_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch.distributed._symmetric_memory as module
+
+    def fail(name: str, min_size: int) -> None:
+        raise RuntimeError("CUDA driver error: invalid device ordinal\nat somewhere")
+
+    monkeypatch.setattr(module, "get_symm_mem_workspace", fail)
+    assert symmetric.failing("0") == (
+        "its workspace cannot be made: CUDA driver error: invalid device ordinal"
+    )
+    monkeypatch.setattr(module, "get_symm_mem_workspace", lambda name, min_size: None)
+    assert symmetric.failing("0") is None
