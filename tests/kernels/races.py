@@ -419,13 +419,19 @@ def nccl_on(below: VirtualTransport, detector: RaceDetector) -> Transport:
     return NcclTransport(below.rank, below.num_ranks, "tp", detector, permute)
 
 
-def staged_on(below: VirtualTransport, detector: RaceDetector) -> Transport:
+def on_host(detector: RaceDetector) -> Callable[[Tensor], Tensor]:
+    """Stands for `transport_staged.pinned`."""
+
     def allocate(like: Tensor) -> Tensor:
         with detector.issuing_to(HOST):
             return torch.empty_like(like)
 
+    return allocate
+
+
+def staged_on(below: VirtualTransport, detector: RaceDetector) -> Transport:
     network: Any = VirtualGloo(below, detector)
-    return StagedTransport(network, detector, allocate)
+    return StagedTransport(network, detector, on_host(detector))
 
 
 TRANSPORTS = {"nccl": nccl_on, "staged": staged_on}

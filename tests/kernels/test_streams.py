@@ -5,15 +5,21 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import shardmap_torch.kernels
+from shardmap_torch import R
+from shardmap_torch.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from shardmap_torch.kernels.endpoint import endpoint_of
 from shardmap_torch.kernels.exchange import Choice
 from shardmap_torch.kernels.matmul import (
     gather_backward,
@@ -27,6 +33,8 @@ from shardmap_torch.kernels.matmul import (
 from shardmap_torch.kernels.schedule import SCHEDULES
 from shardmap_torch.kernels.streams import CudaLanes, Lane
 from shardmap_torch.kernels.transport import Steps, Transport
+from shardmap_torch.kernels.transport_nccl import NcclTransport, Permute, batched
+from shardmap_torch.kernels.transport_staged import StagedTransport
 from shardmap_torch.kernels.transport_virtual import VirtualNetwork
 from tests.kernels.races import (
     COMPUTE,
@@ -35,10 +43,16 @@ from tests.kernels.races import (
     TRANSPORTS,
     AbandonedError,
     Place,
+    RaceDetector,
     RaceError,
+    VirtualWork,
     Watched,
+    on_host,
+    on_network,
     watch,
 )
+from tests.kernels.test_overlapped import body, normal
+from tests.pool import Gloo
 
 Kernel: TypeAlias = Callable[[Transport, int], Steps[Any]]
 
@@ -243,6 +257,68 @@ def test_a_message_waits_for_its_own_product_and_a_product_for_none() -> None:
     assert {clock[NETWORK] for clock in products} == {0}
     sent = products[: (num_ranks - 1) * parts]  # The own block is multiplied last.
     assert [clock[COMPUTE] for clock in messages] == [clock[COMPUTE] for clock in sent]
+
+
+def watched_permute(group: dist.ProcessGroup, detector: RaceDetector) -> Permute:
+    """gloo's batches, which the detector sees on a stream of their own, as NCCL's are."""
+    carry = batched(group)
+
+    def permute(sent: Tensor, target: int, received: Tensor, source: int) -> list[Any]:
+        done, _, _ = on_network(detector, detector.current, sent, received)
+        with _disable_current_modes():
+            for work in carry(sent, target, received, source):
+                work.wait()
+        return [VirtualWork(detector, done, [], None, blocks_host=False)]
+
+    return permute
+
+
+def layers(x: Tensor, w: Tensor, v: Tensor, u: Tensor, overlap: Any, save: bool) -> list[Tensor]:
+    """Three layers on three kernels, forward and backward."""
+    leaves = [each.clone().requires_grad_() for each in (x, w, v, u)]
+    options: dict[str, Any] = {"overlap": overlap, "chunks": 2}
+    gate, up = all_gather_matmul(
+        leaves[0], (leaves[1], leaves[2]), "tp", save_gathered=save, bias=None, **options
+    )
+    down = matmul_reduce_scatter(gate * up, leaves[3], "tp", **options)
+    total = matmul_all_reduce(down, leaves[1], "tp", dst=R, **options)
+    return [total.detach(), *torch.autograd.grad((total * total).sum(), leaves)]
+
+
+def watched_layers() -> list[float]:
+    """Differences from the composition; the whole of it on the caller's lane and the kernels'."""
+    found = []
+    for kind, save in product(TRANSPORTS, (False, True)):
+        with body() as backend:
+            x, w, v, u = normal(1, 6, 4), normal(2, 4, 3), normal(3, 4, 3), normal(4, 3, 4)
+            truth = layers(x, w, v, u, "off", save)
+            endpoint = endpoint_of(backend, ("tp",))
+            detector = RaceDetector(dist.get_rank(), host_may_wait=kind == "staged")
+            if kind == "staged":
+                endpoint.transport = StagedTransport(
+                    endpoint.transport, detector, on_host(detector)
+                )
+            else:
+                endpoint.transport = NcclTransport(
+                    dist.get_rank(),
+                    dist.get_world_size(),
+                    "tp",
+                    detector,
+                    watched_permute(endpoint.group, detector),
+                )
+            with detector:
+                ours = layers(x, w, v, u, "require", save)
+            detector.finish()
+            assert len(detector.places) >= 7
+            found += [float((a - b).abs().max()) for a, b in zip(ours, truth, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_layers_under_autograd_do_not_race(gloo: Gloo, size: int) -> None:
+    for found in gloo(size).run(watched_layers):
+        assert len(found) == 20
+        assert max(found) < 1e-10
 
 
 class Stream:

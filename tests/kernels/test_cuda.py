@@ -1,0 +1,240 @@
+"""The kernels on GPUs; none of these tests has run yet.
+
+Several ranks share one GPU over gloo, staged through the host, and over symmetric memory where
+torch allows it. NCCL refuses to share: its tests need two GPUs. The composition on the CPU is the
+truth.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmap_torch import make_mesh
+from shardmap_torch.backend import Scope, enter_scope
+from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.kernels import last_plan, symmetric
+from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
+from shardmap_torch.kernels.exchange import Choice
+from shardmap_torch.kernels.matmul import gather_forward, reduce_forward, scatter_forward
+from shardmap_torch.kernels.streams import CudaLanes, Lane
+from shardmap_torch.kernels.transport import run
+from shardmap_torch.kernels.transport_nccl import NcclTransport
+from shardmap_torch.kernels.transport_staged import StagedTransport
+from tests.kernels.test_overlapped import CALLS, SHAPES, body, values_and_gradients
+from tests.kernels.test_symmetric import gather_of, scatter_of
+from tests.pool import Gloo, Pool
+
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank"
+)
+
+SLEEP = 50_000_000
+"""GPU cycles, about 30 ms: far longer than the host needs to issue all that follows."""
+
+
+@contextmanager
+def gpu_body(device: torch.device) -> Iterator[Endpoint]:
+    """A body over axis 'tp' of all processes on `device`."""
+    torch.cuda.set_device(device)
+    mesh = make_mesh((dist.get_world_size(),), ("tp",), device=device)
+    backend = ProcessGroupBackend(mesh)
+    with enter_scope(Scope(backend, frozenset(("tp",)))):
+        yield endpoint_of(backend, ("tp",), device)
+
+
+def on_cpu(make: Callable[[str], tuple[Callable[..., Any], list[Tensor]]]) -> list[Tensor]:
+    """Values and gradients of the composition."""
+    call, operands = make("off")
+    with body():
+        return values_and_gradients(call, operands, twice=False)
+
+
+def on_gpu(
+    make: Callable[[str], tuple[Callable[..., Any], list[Tensor]]], device: torch.device
+) -> list[Tensor]:
+    """Values and gradients of the kernel, its operands and cotangents written late."""
+    call, operands = make("require")
+
+    def late(*leaves: Tensor) -> Any:
+        torch.cuda._sleep(SLEEP)
+        return tuple(
+            out.cpu() for out in call(*(leaf.to(device, non_blocking=True) for leaf in leaves))
+        )
+
+    return values_and_gradients(late, operands, twice=False)
+
+
+def largest_difference(ours: list[Tensor], truth: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, truth, strict=True))
+
+
+def compare_staged(name: str) -> list[float]:
+    device = torch.device("cuda", 0)
+    found = []
+    for shape in SHAPES:
+        for chunks, save in ((1, True), (2, False)):
+
+            def make(
+                overlap: str, shape: Any = shape, chunks: int = chunks, save: bool = save
+            ) -> Any:
+                return CALLS[name](shape, overlap, chunks, save)
+
+            truth = on_cpu(make)
+            with gpu_body(device) as endpoint:
+                assert isinstance(endpoint.transport, StagedTransport)
+                found.append(largest_difference(on_gpu(make, device), truth))
+                plan = last_plan()
+                assert plan is not None
+                assert plan.choice is not None
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_that_share_a_gpu_over_gloo_get_the_composition_s_values_and_gradients(
+    gloo: Gloo, name: str, size: int
+) -> None:
+    for found in gloo(size).run(compare_staged, name, timeout=250):
+        assert max(found) < 1e-10
+
+
+def compare_symmetric() -> list[str] | list[float]:
+    """The reasons why not, or the differences."""
+    os.environ[symmetric.OVERLAPPING] = "1"
+    device = torch.device("cuda", 0)
+    found = []
+    for make_call in (gather_of, scatter_of):
+        for dim in (0, 1):
+
+            def make(overlap: str, make_call: Any = make_call, dim: int = dim) -> Any:
+                call, operands = make_call(dim)
+                return lambda *leaves: call(*leaves, overlap=overlap), operands
+
+            truth = on_cpu(make)
+            with gpu_body(device) as endpoint:
+                why = endpoint.refusal()
+                if why is not None:
+                    return [why]
+                found.append(largest_difference(on_gpu(make, device), truth))
+                plan = last_plan()
+                assert plan is not None
+                assert plan.choice == symmetric.CHOICE
+    return found
+
+
+def test_ranks_that_share_a_gpu_and_its_memory_get_the_composition_s_values_and_gradients(
+    gloo: Gloo,
+) -> None:
+    for found in gloo(2).run(compare_symmetric, timeout=250):
+        if isinstance(found[0], str):
+            pytest.skip(found[0])
+        assert max(found) < 1e-10
+
+
+def sanitized(name: str) -> None:
+    """torch's own sanitizer raises at the first access that no event orders."""
+    from torch.cuda import _sanitizer
+
+    _sanitizer.enable_cuda_sanitizer()
+    device = torch.device("cuda", 0)
+    with gpu_body(device):
+        on_gpu(lambda overlap: CALLS[name](SHAPES[1], overlap, 2, True), device)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_s_sanitizer_finds_no_unordered_access(name: str) -> None:
+    pool = Pool(2)  # Of its own: the sanitizer cannot be turned off.
+    try:
+        pool.run(sanitized, name, timeout=120)
+    finally:
+        pool.close()
+
+
+def kernels(t: NcclTransport, x: Tensor, long: Tensor, w: Tensor) -> list[Tensor]:
+    outs, _ = run(gather_forward(t, x, [w], [None], 0, Choice("gather/ring", 2)))
+    return [
+        *outs,
+        run(gather_forward(t, x, [w], [None], 0, Choice("gather/two-way", 1)))[0][0],
+        run(scatter_forward(t, long, w, 0, Choice("scatter/direct", 2))),
+        run(scatter_forward(t, long, w, 0, Choice("scatter/ring", 3))),
+        run(reduce_forward(t, long, w, Choice("reduce/direct", 2))),
+    ]
+
+
+def nccl_parts() -> tuple[NcclTransport, tuple[Tensor, ...], list[Tensor]]:
+    """A transport, integer operands, and the true results."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend="nccl")
+    assert isinstance(group, dist.ProcessGroup)
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-4, 5, (size, *shape), generator=generator).double()
+
+    xs, longs, ws = integers(64, 32), integers(64 * size, 32), integers(32, 16)
+    total = (longs @ ws).sum(0)
+    product = xs.flatten(0, 1) @ ws[rank]
+    block = total.chunk(size)[rank]
+    operands = tuple(each[rank].to(device) for each in (xs, longs, ws))
+    transport = NcclTransport.over(group, "tp", CudaLanes(device))
+    return transport, operands, [product, product, block, block, total]
+
+
+def exact_over_nccl() -> list[bool]:
+    """Late operands, then late transfers, with memory that is used again at once."""
+    transport, operands, truth = nccl_parts()
+    kernels(transport, *operands)  # Makes NCCL's communicator, which does wait.
+    torch.cuda.synchronize()
+    results: list[list[Tensor]] = []
+    unused: list[Tensor] = []
+    torch.cuda.set_sync_debug_mode("error")
+    for late in (Lane.COMPUTE, Lane.TRANSFER):
+        with transport.lanes.on(late):
+            torch.cuda._sleep(SLEEP)
+        fresh = [torch.empty_like(operand).copy_(operand) for operand in operands]
+        results.append(kernels(transport, *fresh))
+        del fresh  # What takes their memory now is written after the kernels, or the results tell.
+        unused += [torch.full_like(operand, float("nan")) for operand in operands]
+    torch.cuda.set_sync_debug_mode("default")
+    return [
+        torch.equal(out.cpu(), true)
+        for outs in results
+        for out, true in zip(outs, truth, strict=True)
+    ]
+
+
+@two_gpus
+def test_over_nccl_results_are_exact_and_the_host_waits_for_nothing(gloo: Gloo) -> None:
+    for found in gloo(2).run(exact_over_nccl, timeout=120):
+        assert found == [True] * 10
+
+
+def captured() -> list[bool]:
+    transport, operands, truth = nccl_parts()
+    kernels(transport, *operands)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = kernels(transport, *operands)
+    for operand in operands:
+        operand.mul_(2)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    # Both factors are twice as large as when the graph was captured.
+    return [torch.equal(out.cpu(), 4 * true) for out, true in zip(outs, truth, strict=True)]
+
+
+@two_gpus
+def test_a_captured_graph_computes_with_the_operands_of_its_replay(gloo: Gloo) -> None:
+    for found in gloo(2).run(captured, timeout=120):
+        assert found == [True] * 5
