@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Final, Literal
 
 import torch
@@ -85,11 +86,13 @@ class _OneDevice:
     Attributes:
         steps: what it does.
         branches: those that it has taken.
+        numbers: those that it has made of values taken from tensors.
         failure: what it raised, where it has not come to its end.
     """
 
     steps: Recorder
     branches: Sequence[Branch]
+    numbers: Sequence[str]
     failure: Exception | None
 
     @staticmethod
@@ -101,13 +104,14 @@ class _OneDevice:
         steps = Recorder()
         this = Round(replace(call, mesh=mesh), NONE, "local")
         failure: Exception | None = None
+        verification = _Verification(this, branches, K, None)
         try:
-            _Verification(this, branches, K, None).record(steps)
+            verification.record(steps)
         except Exception as error:  # the user's code may raise anything
             failure = error
-        return _OneDevice(steps, branches.taken, failure)
+        return _OneDevice(steps, branches.taken, verification.numbers, failure)
 
-    def require(self, name: str, branches: Sequence[Branch]) -> None:
+    def require(self, name: str, branches: Sequence[Branch], numbers: Sequence[str]) -> None:
         """Passes on what went wrong on one device only."""
         if self.failure is not None:
             raise ShardTypeError(
@@ -119,6 +123,14 @@ class _OneDevice:
             raise ShardTypeError(
                 f"{name}: check='global': on one device the body takes other branches."
             )
+        pairs = zip_longest(numbers, self.numbers, fillvalue="none")
+        for here, there in pairs:
+            if here != there:
+                raise ShardTypeError(
+                    f"{name}: check='global': a number made of values taken from tensors is {here} "
+                    f"on a rank and {there} on one device.\nFix: multiply sizes by "
+                    "axis_size(axis)."
+                )
 
 
 class _RetryError(Exception):
@@ -165,6 +177,11 @@ class _Verification:
         self._has_uncommitted = False
         self._locals: dict[int, Tensor] = {}
 
+    @property
+    def numbers(self) -> Sequence[str]:
+        """The numbers made of values taken from tensors."""
+        return self._interpreter.numbers.texts
+
     def run(self) -> Passage:
         """Interprets forward and backward."""
         with self._entered() as locals_:
@@ -180,7 +197,7 @@ class _Verification:
                     raise _RetryError(error) from None
                 raise
         if self._one is not None:
-            self._one.require(self._call.name, self._branches.taken)
+            self._one.require(self._call.name, self._branches.taken, self.numbers)
         return self._passage(result)
 
     def record(self, steps: Recorder) -> None:

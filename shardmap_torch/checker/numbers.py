@@ -51,6 +51,11 @@ class Numbers:
             self._texts[stand_in] = text
         return self._by_text[text]
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All numbers, in the order in which they were made; it decides the stand-ins."""
+        return tuple(self._by_text)
+
     def shown(self, value: Any) -> str:
         """A literal of an operation, in which stand-ins have their names."""
         if type(value) in _KNOWN and value in self._texts:

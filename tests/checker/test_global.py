@@ -449,6 +449,30 @@ def test_region_with_wrong_tree() -> None:
         f(X)
 
 
+def clipped(x: Tensor) -> Tensor:
+    norm = all_reduce(x.square().sum(), "dp", dst=I).sqrt().item()
+    return x / norm if norm > 1.0 else x
+
+
+def averaged(x: Tensor) -> Tensor:
+    return x * (all_reduce(x.sum(), "dp", dst=I).item() / x.shape[0])
+
+
+def branching_on_size(x: Tensor) -> Tensor:
+    return x * 2 if all_reduce(x.sum(), "dp", dst=I).item() > x.shape[0] else x
+
+
+def test_numbers_taken_from_tensors() -> None:
+    def checked(body: Body) -> Body:
+        return shard_map(body, mesh=RANKS, in_specs=P("dp"), out_specs=P("dp"), check="global")
+
+    torch.testing.assert_close(checked(clipped)(X), X / X.norm())
+    with pytest.raises(ShardTypeError, match=r"is \(#1 / 4\) on a rank and \(#1 / 8\) on one"):
+        checked(averaged)(X)
+    with pytest.raises(ShardTypeError, match="takes other branches"):
+        checked(branching_on_size)(X)
+
+
 # --------------------------------------------------------------------------------- examples
 
 
