@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardmap_torch.checker.lattice import Clash, Outcome, combine, join
+from shardmap_torch.checker.nodes import is_in_linear_backward, join_linearly
 from shardmap_torch.checker.row import Row
 from shardmap_torch.checker.rows_nn import HIDDEN_WRITES
 from shardmap_torch.checker.table import row_of
@@ -121,6 +122,9 @@ def type_call(
     row, signature = row_of(op), signature_of(op)
     if row is None or row.refuse is not None:
         return [Refusal(None, None, UNKNOWN if row is None or row.refuse is None else row.refuse)]
+    if is_in_linear_backward():
+        read_there = [read(t) for value in arguments.values() for t in tensors_of(value)]
+        return [_each_axis(join_linearly, read_there, num_axes)]
     if row.zipped:
         counts = [len(value) for value in arguments.values() if _is_tensor_list(value)]
         return [
@@ -130,6 +134,18 @@ def type_call(
     if row.results:
         return [_outcome(each, signature, arguments, read, num_axes) for each in row.results]
     return [_outcome(row, signature, arguments, read, num_axes)]
+
+
+def _each_axis(
+    join_kinds: Callable[[Sequence[AxisType]], Outcome], operands: Sequence[Types], num_axes: int
+) -> Outcomes:
+    found: list[AxisType] = []
+    for axis in range(num_axes):
+        outcome = join_kinds([kinds[axis] for kinds in operands])
+        if isinstance(outcome, Clash):
+            return Refusal(axis, outcome, outcome.reason)
+        found.append(outcome)
+    return tuple(found)
 
 
 def _is_tensor_list(value: Any) -> bool:

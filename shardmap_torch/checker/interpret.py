@@ -36,6 +36,7 @@ from shardmap_torch.checker.calls import (
     writes_of,
 )
 from shardmap_torch.checker.lattice import Clash, accepts, add, join, plain
+from shardmap_torch.checker.nodes import is_in_linear_backward
 from shardmap_torch.checker.numbers import Numbers
 from shardmap_torch.checker.observe import UNOBSERVED, Observer, base_of
 from shardmap_torch.checker.program import Cell, Equation, Use, use_of
@@ -324,7 +325,8 @@ class Interpreter:
             if isinstance(outcome, Refusal):
                 raise report.refused(self, op, arguments, outcome)
             kinds.append(outcome)
-        self._reject_rounded(op, arguments, made, kinds)
+        if not is_in_linear_backward():
+            self._reject_rounded(op, arguments, made, kinds)
         return kinds
 
     def _reject_rounded(

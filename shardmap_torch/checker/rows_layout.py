@@ -72,6 +72,7 @@ WRITING: Final = merged(
     each(Row(linear=(("self",), ("source",)), when=_averages), "index_reduce"),
     each(sums("self", "values"), "index_put _unsafe_index_put _index_put_impl"),
     each(sums("self", "values"), "_unsafe_masked_index_put_accumulate"),
+    each(sums("grad"), "_segment_reduce_backward"),
 )
 
 ROWS: Final = merged(COPIES, REARRANGED, VIEW_BACKWARD, PADDING, READING, WRITING)

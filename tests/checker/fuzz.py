@@ -29,6 +29,7 @@ from shardmap_torch.checker.calls import (
     type_call,
 )
 from shardmap_torch.checker.lattice import Clash, add
+from shardmap_torch.checker.nodes import is_in_linear_backward
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
 NUM_RANKS: Final = 2
@@ -104,11 +105,8 @@ class Typing(TorchDispatchMode):
         for place, result in enumerate(results):
             kind = outcomes[place if len(outcomes) == len(results) else 0][0]
             for tensor in tensors_of(result):
-                if (
-                    kind == Partial
-                    and not _is_real(tensor)
-                    and (real or tensor.dtype is torch.bool)
-                ):
+                rounded = not _is_real(tensor) and (real or tensor.dtype is torch.bool)
+                if kind == Partial and rounded and not is_in_linear_backward():
                     raise RefusedError(f"{func}: {INTEGER}")
                 if id(tensor) not in before:
                     self.bring(tensor, kind)

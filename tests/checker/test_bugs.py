@@ -25,6 +25,7 @@ from shardmap_torch import (
     make_mesh,
     ppermute,
     reduce_scatter,
+    reinterpret,
     shard_map,
 )
 from shardmap_torch.rule import TypedFunction
@@ -493,3 +494,26 @@ def test_batch_norm_that_writes_nothing_is_accepted() -> None:
         return torch.cat([body(part) for part in x.chunk(4)])
 
     assert_right(body, one, X, in_specs=P("tp"), out_specs=P("tp"))
+
+
+LINEAR_AS_A_WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "matrix_exp": torch.matrix_exp,
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+    "segment_reduce": lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 3])),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_AS_A_WHOLE)
+def test_a_backward_that_is_linear_as_a_whole_takes_a_sum(name: str) -> None:
+    f = LINEAR_AS_A_WHOLE[name]
+
+    def body(x: Tensor) -> Tensor:
+        y = f(all_reduce(x.sin(), "tp", dst=R))
+        # Its cotangent is a sum over the ranks, each of which uses it in its own way.
+        own = reinterpret(y, "tp", src=R, dst=V)
+        return all_reduce((own.sin() * (1 + axis_index("tp"))).sum(), "tp", dst=I)
+
+    def one(x: Tensor) -> Tensor:
+        return f(x.sin().reshape(4, 4, 4).sum(0)).sin().sum() * 10
+
+    assert_right(body, one, numbers(16, 4), in_specs=P("tp"), out_specs=P())

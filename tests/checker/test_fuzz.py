@@ -29,8 +29,6 @@ BY_NAME: Final = {name_of(info): info for info in RUNNABLE}
 
 # Floors that are missed for a reason; anything else is a gap in the tables.
 EXCUSED: Final = frozenset({"data-dependent", "random", "not strided"})
-# Their backward formulas are not linear in the gradient as they are written, or not yet known.
-GAPS: Final = frozenset({"_segment_reduce", "matrix_exp", "logcumsumexp", "linalg.matrix_exp"})
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +47,7 @@ def test_what_the_tables_accept_is_what_the_ranks_compute(info: Any) -> None:
     assert summary.wrong == []
     missed = {kind: text for kind, text in summary.refused.items() if kind in FLOORS}
     unexcused = {k: text for k, text in missed.items() if reason_of(text) not in EXCUSED}
-    assert info.name in GAPS or unexcused == {}
+    assert unexcused == {}
 
 
 def relaxed(name: str, row: Row) -> Any:
