@@ -13,7 +13,7 @@ from torch.distributed.tensor import _dtensor_spec as private
 
 from shardmap_torch.backend import Backend
 from shardmap_torch.boundary import entry_cuts
-from shardmap_torch.errors import MeshError, SpecError
+from shardmap_torch.errors import MeshError, SpecError, TransformError
 from shardmap_torch.memo import Memo, memo
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import bind
@@ -188,11 +188,14 @@ class Leave:
         """
         self._mesh, self._spec, self._beside = mesh, spec, beside
 
+    @property
+    def _is_whole(self) -> bool:
+        return not (self._spec.cuts or self._spec.partial)
+
     def run(self, backend: Backend, x: Tensor) -> Tensor:
         """Wraps."""
         if self._beside is None:
-            whole = not (self._spec.cuts or self._spec.partial)
-            return x if whole else wrap(self._mesh, self._spec, x)
+            return x if self._is_whole else wrap(self._mesh, self._spec, x)
         wanted = tuple(Replicate() if p.is_partial() else p for p in self._beside)
         wrapped = wrap(self._mesh, self._spec, x)
         if wrapped.placements == wanted:
@@ -204,8 +207,29 @@ class Leave:
         return bind(backend, Enter(self._mesh, P(*self._spec.entries)), grad)
 
     def push_forward(self, backend: Backend, tangent: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
-        """A tangent leaves like its value."""
+        """A tangent leaves like its value.
+
+        Raises:
+            TransformError: torch has no plain forward mode for DTensors; batched, as in jacfwd, the
+                tangents are no DTensors for it.
+        """
+        if not self._is_whole and not _is_batched(tangent):
+            raise TransformError(
+                f"torch.func.jvp from outside cannot return a DTensor, here by {self._spec!r}: "
+                "torch has no forward mode for DTensors. Return a value that is whole on every "
+                "rank, call torch.func.jvp in the body, or use torch.func.jacfwd."
+            )
         return bind(backend, Leave(self._mesh, self._spec, self._beside), tangent)
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Whether it is at any functorch level."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 def enter(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:

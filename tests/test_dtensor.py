@@ -1,5 +1,6 @@
 """DTensors that enter and leave a shard_mapped function."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from shardmap_torch import (
     P,
     ShardTypeError,
     SpecError,
+    TransformError,
     all_reduce,
     convert,
     make_mesh,
@@ -252,6 +254,30 @@ def foreign(mesh: Mesh) -> None:
 
 def test_a_dtensor_of_another_mesh_is_refused(gloo: Gloo) -> None:
     run_on("gloo", foreign, gloo)
+
+
+def pushed_forward(mesh: Mesh) -> None:
+    x, t = random((4, 4), 0), random((4, 4), 1)
+    whole = shard_map(
+        lambda x: all_reduce(x.sin(), "tp", dst=I), mesh=mesh, in_specs=P("tp"), out_specs=P()
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch loads what it deprecates
+        pushed = torch.func.jvp(whole, (x,), (t,))[1]
+    same(pushed, (t * x.cos()).reshape(2, 2, 4).sum(0))
+    for out in (P("tp"), P(partial={"tp"})):
+        f = shard_map(lambda x: x.sin(), mesh=mesh, in_specs=P("tp"), out_specs=out)
+        with pytest.raises(TransformError) as caught:
+            torch.func.jvp(f, (x,), (t,))
+        assert str(caught.value) == (
+            f"torch.func.jvp from outside cannot return a DTensor, here by {out!r}: torch has no "
+            "forward mode for DTensors. Return a value that is whole on every rank, call "
+            "torch.func.jvp in the body, or use torch.func.jacfwd."
+        )
+
+
+def test_a_tangent_of_a_dtensor_is_refused_and_of_a_whole_result_is_right(gloo: Gloo) -> None:
+    run_on("gloo", pushed_forward, gloo, shape=(2,), names=("tp",))
 
 
 def test_placements_follow_the_mesh_order() -> None:

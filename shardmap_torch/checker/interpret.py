@@ -68,6 +68,16 @@ class Token:
         return bool(_functorch.maybe_get_level(self._witness) > 0)
 
 
+def closed_over_outer(name: str, does: str) -> TransformError:
+    """The error for a tensor of a transform around the call that does not come as an argument."""
+    site = call_site()
+    at = "" if site is None else f", at {site}"
+    return TransformError(
+        f"{name}: the body closes over a tensor that a torch.func transform outside {does}{at}. "
+        "Pass it as an argument."
+    )
+
+
 def is_real(dtype: torch.dtype) -> bool:
     """Whether gradients exist for a dtype."""
     return dtype.is_floating_point or dtype.is_complex
@@ -156,15 +166,19 @@ class Interpreter:
         self.cell(base).tokens |= tokens
 
     def reject_outer(self, args: Sequence[Any]) -> None:
-        """Refuses tensors that a transform outside the body differentiates."""
+        """Refuses tensors that a transform outside the body differentiates or batches."""
         for tensor in (t for value in args for t in tensors_of(value)):
-            if not _functorch.is_gradtrackingtensor(tensor):
+            if not _functorch.is_functorch_wrapped_tensor(tensor):
                 continue
             base = base_of(tensor)
-            if not isinstance(base, FakeTensor) and id(base) not in self._differentiated:
-                raise TransformError(
-                    f"{self.name}: the body closes over a tensor that a torch.func transform "
-                    f"outside differentiates, at {call_site()}. Pass it as an argument."
+            if isinstance(base, FakeTensor) or id(base) in self._differentiated:
+                continue
+            # Transforms in the body may batch a closed-over tensor, at levels of their own.
+            depth = _functorch.get_dynamic_layer_stack_depth()
+            differentiates = _functorch.is_gradtrackingtensor(tensor)
+            if differentiates or _functorch.maybe_get_level(tensor) > depth:
+                raise closed_over_outer(
+                    self.name, "differentiates" if differentiates else "batches"
                 )
 
     def mark_constant(self, tensor: Tensor) -> None:

@@ -69,6 +69,11 @@ class Surroundings:
             self._follow_all()
         return self._key, tuple([tensor.requires_grad for tensor in self._tensors])
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Those that were found, after `key`."""
+        return self._tensors
+
     def _is_unchanged(self) -> bool:
         for table, name, value in self._entries:
             if table.get(name) is not value:

@@ -110,7 +110,8 @@ def proposals(
 # ------------------------------------------------------------------- as torch functions see it
 
 
-def _batched(tensor: Tensor) -> bool:
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a torch.func.vmap batches it, at any level."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
@@ -121,7 +122,7 @@ def _batched(tensor: Tensor) -> bool:
 
 def _item(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0] if args else kwargs["input"]
-    if tensor.numel() != 1 or _batched(tensor):
+    if tensor.numel() != 1 or is_batched(tensor):
         return func(*args, **kwargs)  # torch says what is wrong
     if tensor.is_complex():
         escape(interpreter, "complex() takes")

@@ -15,7 +15,9 @@ from shardmap_torch.boundary import Call
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.attempt import Strictness
 from shardmap_torch.checker.follow import Departure, Difference
+from shardmap_torch.checker.interpret import closed_over_outer
 from shardmap_torch.checker.signature import Surroundings, signature
+from shardmap_torch.checker.values import is_batched
 from shardmap_torch.checker.verify import Verdict, verify
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.memo import Memo
@@ -84,7 +86,13 @@ class Checked:
         self._stop(processes, _CHANGING, difference)
 
     def _find(self, key: Hashable, call: Call) -> Verdict:
-        return self._verdicts.get(key, lambda: verify(call, self._strictness))
+        return self._verdicts.get(key, lambda: self._verify(call))
+
+    def _verify(self, call: Call) -> Verdict:
+        # Each rank would have to run the body once for each item of the batch.
+        if any(is_batched(tensor) for tensor in self._surroundings.tensors):
+            raise closed_over_outer(self._name, "batches")
+        return verify(call, self._strictness)
 
     def _agreed(self, key: Hashable, call: Call, depth: float) -> Verdict:
         """The verdict, after all processes have found the same program at the same step."""

@@ -16,6 +16,7 @@ from shardmap_torch import (
     P,
     R,
     ShardTypeError,
+    TransformError,
     V,
     all_gather,
     all_reduce,
@@ -517,3 +518,46 @@ def test_a_backward_that_is_linear_as_a_whole_takes_a_sum(name: str) -> None:
         return f(x.sin().reshape(4, 4, 4).sum(0)).sin().sum() * 10
 
     assert_right(body, one, numbers(16, 4), in_specs=P("tp"), out_specs=P())
+
+
+def test_a_closure_that_an_outer_vmap_batches_is_to_be_passed_as_an_argument() -> None:
+    mesh = make_mesh((4,), ("tp",), kind="simulated")
+    holder: dict[str, Tensor] = {}
+
+    def scaled(x: Tensor, s: Tensor) -> Tensor:
+        return all_reduce((x * s).sum(), "tp", dst=I)
+
+    def closing(s: Tensor) -> Tensor:
+        body = shard_map(lambda x: scaled(x, s), mesh=mesh, in_specs=P("tp"), out_specs=P())
+        return body(DATA)
+
+    def hiding(s: Tensor) -> Tensor:
+        holder["s"] = s
+        take = type("Hidden", (), {"__slots__": (), "__call__": lambda self: holder["s"]})()
+        body = shard_map(lambda x: scaled(x, take()), mesh=mesh, in_specs=P("tp"), out_specs=P())
+        return body(DATA)
+
+    def passing(s: Tensor) -> Tensor:
+        return shard_map(scaled, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())(DATA, s)
+
+    scales = torch.arange(3, dtype=torch.float64)
+    torch.testing.assert_close(torch.func.vmap(passing)(scales), DATA.sum() * scales)
+    for f in (closing, hiding):
+        with pytest.raises(TransformError) as caught:
+            torch.func.vmap(f)(scales)
+        text = str(caught.value)
+        head = "<lambda>: the body closes over a tensor that a torch.func transform outside batches"
+        assert text.startswith(head)
+        assert text.endswith("Pass it as an argument.")
+
+
+def test_a_closure_may_be_batched_in_the_body() -> None:
+    def body(x: Tensor) -> Tensor:
+        f = torch.func.vmap(lambda w: all_reduce((x @ w).sum(), "tp", dst=I))
+        y: Tensor = f(W.detach().T)
+        return y
+
+    def one(x: Tensor) -> Tensor:
+        return (x @ W.detach()).sum(0)
+
+    assert_right(body, one, X, in_specs=P("tp"), out_specs=P())
