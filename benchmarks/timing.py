@@ -18,14 +18,28 @@ def compare(
     in the same round: a machine that is twice as slow for some rounds then changes no ratio.
     Two rounds before these warm up.
     """
+    seconds = _rounds(functions, rounds, number)
+    first = next(iter(seconds.values()))
+    return {name: statistics.median(first) * _ratio(each, first) for name, each in seconds.items()}
+
+
+def least(
+    functions: Mapping[str, Callable[[], object]], rounds: int = 30, number: int = 1
+) -> dict[str, float]:
+    """Seconds of a call in the quickest of the rounds, by name; rounds are as in `compare`."""
+    return {name: min(each) for name, each in _rounds(functions, rounds, number).items()}
+
+
+def _rounds(
+    functions: Mapping[str, Callable[[], object]], rounds: int, number: int
+) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 2):
         for name in list(functions)[:: 1 if turn % 2 else -1]:
             taken = _time(functions[name], number)
             if turn >= 2:
                 seconds[name].append(taken)
-    first = next(iter(seconds.values()))
-    return {name: statistics.median(first) * _ratio(each, first) for name, each in seconds.items()}
+    return seconds
 
 
 def _ratio(seconds: Sequence[float], base: Sequence[float]) -> float:

@@ -16,7 +16,8 @@ from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.attempt import Strictness
 from shardmap_torch.checker.follow import Departure, Difference
 from shardmap_torch.checker.interpret import closed_over_outer
-from shardmap_torch.checker.signature import Surroundings, signature
+from shardmap_torch.checker.signature import signature
+from shardmap_torch.checker.surroundings import Surroundings
 from shardmap_torch.checker.values import is_batched
 from shardmap_torch.checker.verify import Verdict, verify
 from shardmap_torch.errors import ShardMapError, ShardTypeError

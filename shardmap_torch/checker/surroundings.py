@@ -1,0 +1,286 @@
+"""What the code of a function refers to, and whether it has changed since.
+
+A look-up compares identities, in C: some 50 ns for each thing that is referred to. Everything is
+followed again only where one has changed.
+"""
+
+import dis
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import repeat
+from operator import eq, getitem, is_
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+_LIMIT: Final = 10_000
+"""How much is followed; what lies farther counts by the identity of what refers to it."""
+_VERSIONS: Final = 16
+"""How many states are known again."""
+_LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch", "shardmap_torch", "numpy"})
+_ABSENT: Final = object()
+
+Table = Mapping[Any, Any]
+
+
+class Surroundings:
+    """What the code of a function refers to: closed-over values, defaults, globals, attributes.
+
+    Functions and classes of the user's own are followed, and so are the names in modules of the
+    user's own that the code has, containers, modules of torch.nn, and the attributes of objects.
+    Plain values count by value, tensors by what a verdict can depend on, the rest by identity.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """One for each function; nothing is looked at before the first call."""
+        self._function = function
+        self._walk: _Walk | None = None
+        self._known: dict[Hashable, tuple[int, list[Any]]] = {}
+        self._count = 0
+        self._version = 0
+
+    def key(self) -> Hashable:
+        """Equal as long as nothing has changed."""
+        walk = self._walk
+        if walk is None or not walk.holds():
+            walk = self._walk = _Walk(self._function)
+            self._version = self._version_of(walk)
+        return self._version, tuple([tensor.requires_grad for tensor in walk.tensors])
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Those that were found, after `key`."""
+        return [] if self._walk is None else self._walk.tensors
+
+    def _version_of(self, walk: "_Walk") -> int:
+        known = self._known.get(walk.found)
+        if known is None:
+            if len(self._known) >= _VERSIONS:
+                self._known.clear()
+            self._count += 1
+            # What counts by identity must live on, or another object could get its address.
+            known = self._known[walk.found] = (self._count, walk.opaque)
+        return known[0]
+
+
+class _Walk:
+    """All that is referred to, found in one walk.
+
+    Attributes:
+        found: what it is, in the order of the walk.
+        tensors: those among it.
+        opaque: objects that are not followed, which count by identity.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.tensors: list[Tensor] = []
+        self.opaque: list[Any] = []
+        self._entries = _Parts()
+        self._attributes = _Parts()
+        self._sizes = _Parts()
+        self._sets: list[tuple[Collection[Any], tuple[Any, ...]]] = []
+        self._missing: dict[tuple[int, str], Table] = {}
+        self._pending: list[Any] = [function]
+        self.found = tuple(self._follow())
+
+    def holds(self) -> bool:
+        """Whether everything still is what was found."""
+        entries, attributes, sizes = self._entries, self._attributes, self._sizes
+        try:
+            return (
+                all(map(eq, map(len, sizes.owners), sizes.values))
+                and all(map(is_, map(getitem, entries.owners, entries.names), entries.values))
+                and all(
+                    map(
+                        is_,
+                        map(getattr, attributes.owners, attributes.names, repeat(_ABSENT)),
+                        attributes.values,
+                    )
+                )
+                and all(all(map(is_, items, was)) for items, was in self._sets)
+                and not any(name in table for (_, name), table in self._missing.items())
+            )
+        except LookupError:
+            return False
+
+    def _follow(self) -> Iterator[Hashable]:
+        places: dict[int, int] = {}
+        for place in range(_LIMIT):
+            if not self._pending:
+                return
+            value = self._pending.pop()
+            if isinstance(value, _PLAIN):
+                yield type(value), value
+            elif type(value) is Tensor or isinstance(value, nn.Parameter):
+                self.tensors.append(value)
+                yield value.shape, value.stride(), value.dtype, value.device, self._level(value)
+            elif id(value) in places:
+                yield places[id(value)]
+            else:
+                places[id(value)] = place
+                yield type(value), self._enter(value)
+
+    def _level(self, value: Tensor) -> Hashable:
+        """A transform's tensor is one of its own: another may be of another transform."""
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+        return self._keep(value) if wrapped else None
+
+    def _enter(self, value: Any) -> Hashable:
+        """Follows what an object refers to; gives what tells it apart but for that."""
+        for kinds, enter in _ENTRIES:
+            if isinstance(value, kinds):
+                return enter(self, value)
+        if not _is_library(type(value)):
+            return self._enter_object(value)
+        return self._keep(value)
+
+    def _keep(self, value: Any) -> Hashable:
+        self.opaque.append(value)
+        return id(value)
+
+    def _enter_function(self, function: FunctionType) -> Hashable:
+        if _is_library(function):
+            return self._keep(function)
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            self._enter_attribute(function, name)
+        for cell in function.__closure__ or ():
+            self._enter_attribute(cell, "cell_contents")
+        self._enter_table(function.__dict__)
+        self._enter_names(function.__globals__, function.__code__)
+        return function.__code__
+
+    def _enter_names(self, table: Table, code: CodeType) -> None:
+        """Follows the globals of some code, and what it may take of the modules among them."""
+        globals_, attributes = _names_of(code)
+        tables = [(table, globals_)]
+        seen = {id(table)}
+        while tables:
+            table, names = tables.pop()
+            for name in names:
+                value = self._enter_name(table, name)
+                below = vars(value) if isinstance(value, ModuleType) else {}
+                if below and not _is_library(value) and id(below) not in seen:
+                    seen.add(id(below))
+                    tables.append((below, tuple(n for n in attributes if n in below)))
+
+    def _enter_name(self, table: Table, name: str) -> Any:
+        """A global that is not there may hide a builtin later."""
+        if name not in table:
+            self._missing[id(table), name] = table
+            return None
+        value = table[name]
+        self._entries.add(table, name, value)
+        self._pending.append(value)
+        return value
+
+    def _enter_attribute(self, owner: Any, name: str) -> None:
+        value = getattr(owner, name, _ABSENT)  # a cell may be empty
+        self._attributes.add(owner, name, value)
+        if not isinstance(value, CodeType):
+            self._pending.append(value)
+
+    def _enter_object(self, value: Any) -> Hashable:
+        self._pending.append(type(value))
+        for base in type(value).__mro__:
+            slots = vars(base).get("__slots__", ())
+            for name in [slots] if isinstance(slots, str) else slots:
+                self._enter_attribute(value, name)
+        return self._enter_table(getattr(value, "__dict__", {}))
+
+    def _enter_class(self, value: type) -> Hashable:
+        if _is_library(value):
+            return self._keep(value)
+        self._pending += value.__bases__
+        return self._enter_table(vars(value))
+
+    def _enter_method(self, value: MethodType) -> Hashable:
+        self._pending += [value.__func__, value.__self__]
+        return None
+
+    def _enter_partial(self, value: "partial[Any]") -> Hashable:
+        self._pending += [value.func, value.args, value.keywords]
+        return None
+
+    def _enter_descriptor(self, value: Any) -> Hashable:
+        self._pending += [getattr(value, name, None) for name in ("fget", "__func__")]
+        return None
+
+    def _enter_sequence(self, value: Sequence[Any]) -> Hashable:
+        self._sizes.add(value, None, len(value))
+        for place, item in enumerate(value):
+            self._entries.add(value, place, item)
+        self._pending += value
+        return len(value)
+
+    def _enter_set(self, value: Collection[Any]) -> Hashable:
+        self._sizes.add(value, None, len(value))
+        self._sets.append((value, tuple(value)))
+        self._pending += value
+        return len(value)
+
+    def _enter_table(self, table: Table) -> Hashable:
+        self._sizes.add(table, None, len(table))
+        for name, value in table.items():
+            self._entries.add(table, name, value)
+        self._pending += table.values()
+        return tuple(table)
+
+
+class _Parts:
+    """What some objects had under some names, in three columns: so C can run along them."""
+
+    def __init__(self) -> None:
+        self.owners: list[Any] = []
+        self.names: list[Any] = []
+        self.values: list[Any] = []
+
+    def add(self, owner: Any, name: Any, value: Any) -> None:
+        self.owners.append(owner)
+        self.names.append(name)
+        self.values.append(value)
+
+
+_ENTRIES: Final[tuple[tuple[Any, Callable[[_Walk, Any], Hashable]], ...]] = (
+    (FunctionType, _Walk._enter_function),
+    (MethodType, _Walk._enter_method),
+    (partial, _Walk._enter_partial),
+    (property | staticmethod | classmethod, _Walk._enter_descriptor),
+    (tuple | list, _Walk._enter_sequence),
+    (set | frozenset, _Walk._enter_set),
+    (dict, _Walk._enter_table),
+    (type, _Walk._enter_class),
+    (nn.Module, _Walk._enter_object),
+    (Tensor | ModuleType, _Walk._keep),
+)
+"""How an object is followed, by its type: the first that fits."""
+
+
+@lru_cache(maxsize=4096)
+def _names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The globals that the code, and the functions in it, look up, and all their other names."""
+    globals_: dict[str, None] = {}
+    names: dict[str, None] = {}
+    for each in _codes(code):
+        names |= dict.fromkeys(each.co_names)
+        loads = (i for i in dis.get_instructions(each) if i.opname in _LOADS)
+        globals_ |= dict.fromkeys(str(i.argval) for i in loads)
+    return tuple(globals_), tuple(names)
+
+
+_LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+
+
+def _codes(code: CodeType) -> Iterable[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _is_library(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name or "").split(".")[0] in _LIBRARIES

@@ -1,0 +1,269 @@
+"""A verdict is used again exactly as long as nothing that it depends on has changed."""
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardmap_torch import I, P, ShardTypeError, all_reduce, make_mesh, shard_map
+
+MESH = make_mesh((2,), ("i",), kind="simulated", simulate="ranks")
+X = torch.ones(2)
+REDUCE = True
+
+
+def count_checks(body: Any, **options: Any) -> tuple[Any, list[int]]:
+    """The mapped function, and a list that grows with each interpretation."""
+    mapped = shard_map(body, mesh=MESH, in_specs=P("i"), out_specs=P(), **options)
+    verdicts = vars(mapped)["_shardmap_verdict"].__self__._checked._verdicts
+    checks: list[int] = []
+    before = verdicts.get
+
+    def get(key: Any, make: Any) -> Any:
+        def counted() -> Any:
+            checks.append(1)
+            return make()
+
+        return before(key, counted)
+
+    verdicts.get = get
+    return mapped, checks
+
+
+def reduced(x: Tensor) -> Tensor:
+    return all_reduce(x, "i", dst=I) if REDUCE else x
+
+
+def test_equal_calls_are_checked_once() -> None:
+    f, checks = count_checks(reduced)
+    for _ in range(3):
+        f(X)
+    assert len(checks) == 1
+    f(torch.ones(4))
+    f(X.double())
+    f(X.clone().requires_grad_())
+    assert len(checks) == 4
+    with torch.no_grad():
+        f(X)
+    assert len(checks) == 5
+
+
+def test_a_global_flag_that_removes_a_collective_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, _ = count_checks(lambda x: reduced(x))
+    f(X)
+    monkeypatch.setitem(globals(), "REDUCE", False)
+    with pytest.raises(ShardTypeError, match="the result varies over it"):
+        f(X)
+
+
+@pytest.mark.parametrize("kind", ["cell", "attribute", "list", "module"])
+def test_what_a_body_closes_over_is_part_of_the_signature(kind: str) -> None:
+    flag, options, flags, module = True, SimpleNamespace(reduce=True), [True], nn.Dropout(0.0)
+
+    def body(x: Tensor) -> Tensor:
+        wanted = {
+            "cell": flag,
+            "attribute": options.reduce,
+            "list": flags[0],
+            "module": module.training,
+        }
+        return all_reduce(x, "i", dst=I) if wanted[kind] else x
+
+    f, _ = count_checks(body)
+    f(X)
+    flag, options.reduce, flags[0] = False, False, False
+    module.eval()
+    with pytest.raises(ShardTypeError, match="the result varies over it"):
+        f(X)
+
+
+def test_the_arguments_of_a_partial_and_the_object_of_a_method_are_part_of_the_signature() -> None:
+    class Model:
+        reduce = True
+
+        def __init__(self) -> None:
+            self.reduce = True
+
+        def __call__(self, scale: float, x: Tensor) -> Tensor:
+            return all_reduce(x * scale, "i", dst=I) if self.reduce else x
+
+    model = Model()
+    f, checks = count_checks(partial(model.__call__, 2.0))
+    f(X)
+    f(X)
+    assert len(checks) == 1
+    model.reduce = False
+    with pytest.raises(ShardTypeError, match="the result varies over it"):
+        f(X)
+
+
+class Config:
+    reduce = True
+    names: ClassVar[dict[str, bool]] = {"reduce": True, "scale": False}
+    flags: ClassVar[set[str]] = {"reduce"}
+
+    @property
+    def wanted(self) -> bool:
+        return reduces()
+
+
+class Slotted:
+    __slots__ = ("reduce",)
+
+    def __init__(self) -> None:
+        self.reduce = True
+
+
+def reduces(wanted: bool = True, *, also: bool = True) -> bool:
+    return wanted and also
+
+
+SETTINGS = ModuleType("settings_of_a_user")
+SETTINGS.reduce = True  # type: ignore[attr-defined]
+SLOTTED = Slotted()
+abs = True  # it hides a builtin, as users do
+
+
+def missing() -> bool:
+    try:
+        return later  # type: ignore[name-defined,no-any-return]
+    except NameError:
+        return True
+
+
+def own_attribute() -> bool:
+    return getattr(own_attribute, "reduce", True)
+
+
+WAYS: dict[str, tuple[Callable[[], bool], Callable[[pytest.MonkeyPatch], None]]] = {
+    "a class attribute": (
+        lambda: Config.reduce,
+        lambda patch: patch.setattr(Config, "reduce", False),
+    ),
+    "a dict in a class": (
+        lambda: Config.names["reduce"],
+        lambda patch: patch.setitem(Config.names, "reduce", False),
+    ),
+    "the keys of a dict": (
+        lambda: Config.names["reduce"],
+        lambda patch: patch.setattr(Config, "names", {"scale": True, "reduce": False}),
+    ),
+    "a set": (
+        lambda: "reduce" in Config.flags,
+        lambda patch: patch.setattr(Config, "flags", {"scale"}),
+    ),
+    "what a property calls": (
+        lambda: Config().wanted,
+        lambda patch: patch.setattr(reduces, "__defaults__", (False,)),
+    ),
+    "a default of a keyword": (
+        lambda: reduces(),
+        lambda patch: patch.setattr(reduces, "__kwdefaults__", {"also": False}),
+    ),
+    "other code": (
+        lambda: reduces(),
+        lambda patch: patch.setattr(
+            reduces, "__code__", (lambda wanted=True, *, also=True: False).__code__
+        ),
+    ),
+    "a slot": (lambda: SLOTTED.reduce, lambda patch: patch.setattr(SLOTTED, "reduce", False)),
+    "an attribute of a module": (
+        lambda: bool(SETTINGS.reduce),
+        lambda patch: patch.setattr(SETTINGS, "reduce", False),
+    ),
+    "a global named like a builtin": (
+        lambda: bool(abs),
+        lambda patch: patch.setitem(globals(), "abs", False),
+    ),
+    "a global that was missing": (
+        missing,
+        lambda patch: patch.setitem(globals(), "later", False),
+    ),
+    "an attribute of a function that was missing": (
+        own_attribute,
+        lambda patch: patch.setattr(own_attribute, "reduce", False, raising=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_code_refers_to_is_followed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The change is seen from outside: the body does not run once before it is checked again."""
+    wanted, change = WAYS[way]
+    runs: deque[bool] = deque()  # which the checker does not look into
+
+    def body(x: Tensor) -> Tensor:
+        runs.append(wanted())
+        return all_reduce(x, "i", dst=I) if wanted() else x
+
+    f, checks = count_checks(body)
+    f(X)
+    f(X)
+    assert len(checks) == 1
+    change(monkeypatch)
+    assert not wanted()
+    runs.clear()
+    with pytest.raises(ShardTypeError, match="the result varies over it"):
+        f(X)
+    # Checked, and again with the repair that is proposed; by a stale verdict both ranks would run.
+    assert list(runs) == [False, False]
+
+
+def test_another_tensor_of_the_same_kind_needs_no_check() -> None:
+    weight = torch.ones(2)
+    f, checks = count_checks(lambda x: all_reduce(x * weight[0], "i", dst=I))
+    f(X)
+    weight = torch.ones(2)
+    f(X)
+    assert len(checks) == 1
+    weight = torch.ones(3)
+    f(X)
+    weight = torch.ones(3).double()
+    f(X)
+    assert len(checks) == 3
+    weight.requires_grad_()
+    with pytest.raises(ShardTypeError, match="gets a gradient that is V"):
+        f(X)
+
+
+def test_an_object_at_the_address_of_an_old_one_is_another_object() -> None:
+    """What counts by identity is kept alive as long as verdicts refer to it."""
+    flags = array("b", [1])
+    f, checks = count_checks(lambda x: all_reduce(x, "i", dst=I) if flags[0] else x)
+    addresses = set()
+    for count in range(1, 8):
+        f(X)
+        assert len(checks) == count
+        addresses.add(id(flags))
+        flags = array("b", [1])
+    assert len(addresses) == 7
+
+
+def test_a_value_that_comes_back_brings_its_verdict_back() -> None:
+    scale = 1.0
+    f, checks = count_checks(lambda x: all_reduce(x * scale, "i", dst=I))
+    f(X)
+    scale = 2.0
+    f(X)
+    scale = 1.0
+    f(X)
+    scale = 2.0
+    f(X)
+    assert len(checks) == 2
+
+
+def test_a_static_argument_counts_by_value_and_type() -> None:
+    def body(x: Tensor, n: float) -> Tensor:
+        return all_reduce(x * n, "i", dst=I)
+
+    mapped = shard_map(body, mesh=MESH, in_specs=(P("i"), None), out_specs=P())
+    for n in (1, 2, True, 1.0, 1):
+        torch.testing.assert_close(mapped(X, n), torch.full((1,), 2.0 * n))
+    verdicts = vars(mapped)["_shardmap_verdict"].__self__._checked._verdicts
+    assert len(verdicts._known) == 4
