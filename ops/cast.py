@@ -10,7 +10,7 @@ from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import Axis, check_divides, each_leaf, read_axes, read_dim
 from shardmap_torch.ops.gather import all_gather, all_to_all
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
-from shardmap_torch.rule import Collective, issue, lookup
+from shardmap_torch.rule import collective_of, issue, lookup
 from shardmap_torch.types import AxisType, TypeLike, V, as_type
 
 X = TypeVar("X")
@@ -62,7 +62,7 @@ def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None =
         at = read_dim("convert", "dim", dim, leaf.ndim) if cuts and dim is not None else 0
         if row.move == "slice":
             check_divides("convert", "dim", leaf.shape[at], axes, num_ranks)
-        return issue(scope, Collective(row.name, row.src, row.dst, axes, dim=at), leaf)
+        return issue(scope, collective_of(row.name, row.src, row.dst, axes, dim=at), leaf)
 
     return each_leaf("convert", x, one)
 
@@ -96,7 +96,7 @@ def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
     """
     axes, scope = read_axes("reinterpret", axis)
     row = lookup("reinterpret", as_type(src), as_type(dst))
-    collective = Collective(row.name, row.src, row.dst, axes)
+    collective = collective_of(row.name, row.src, row.dst, axes)
     return each_leaf("reinterpret", x, lambda leaf: issue(scope, collective, leaf))
 
 

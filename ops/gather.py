@@ -19,7 +19,7 @@ from shardmap_torch.ops.arguments import (
     shown,
 )
 from shardmap_torch.ops.reduce import check_split
-from shardmap_torch.rule import Collective, issue
+from shardmap_torch.rule import collective_of, issue
 from shardmap_torch.types import I, R, TypeLike, V
 
 X = TypeVar("X")
@@ -74,7 +74,7 @@ def all_gather(
         at = read_dim("all_gather", "dim", dim, leaf.ndim + (not tiled))
         if lengths is not None:
             _check_padded("all_gather", "dim", leaf.shape, at, tiled, lengths)
-        collective = Collective(
+        collective = collective_of(
             "all_gather",
             V,
             to,
@@ -156,7 +156,7 @@ def all_to_all(
         check_split("all_to_all", "split_dim", length, axes, num_ranks, tiled, splits)
         if concats is not None:
             _check_padded("all_to_all", "concat_dim", leaf.shape, concat, tiled, concats)
-        collective = Collective(
+        collective = collective_of(
             "all_to_all",
             V,
             V,
@@ -217,7 +217,7 @@ def broadcast(
             f"broadcast: source={source!r} is none of the {num_ranks} ranks of {shown(axes)}."
         )
     collective = check_comm_dtype(
-        Collective(
+        collective_of(
             "broadcast",
             V,
             to,

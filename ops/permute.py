@@ -7,7 +7,7 @@ import torch
 
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import Axis, check_comm_dtype, each_leaf, read_axes, shown
-from shardmap_torch.rule import Collective, issue
+from shardmap_torch.rule import collective_of, issue
 from shardmap_torch.types import V
 
 X = TypeVar("X")
@@ -50,7 +50,7 @@ def ppermute(
     axes, scope = read_axes("ppermute", axis)
     pairs = _read_pairs(perm, axes, scope.backend.mesh.num_ranks(axes))
     collective = check_comm_dtype(
-        Collective(
+        collective_of(
             "ppermute",
             V,
             V,

@@ -20,7 +20,7 @@ from shardmap_torch.ops.arguments import (
     read_type,
     shown,
 )
-from shardmap_torch.rule import Collective, Extremum, issue
+from shardmap_torch.rule import Collective, Extremum, collective_of, issue
 from shardmap_torch.types import AxisType, I, Partial, R, TypeLike, V
 
 X = TypeVar("X")
@@ -131,7 +131,7 @@ def reduce_scatter(
         at = read_dim("reduce_scatter", "dim", dim, leaf.ndim)
         check_split("reduce_scatter", "dim", leaf.shape[at], axes, num_ranks, tiled, lengths)
         collective = check_comm_dtype(
-            Collective(
+            collective_of(
                 "reduce_scatter",
                 Partial,
                 V,

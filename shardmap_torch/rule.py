@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from shardmap_torch.backend import Backend, Scope
 from shardmap_torch.errors import CollectiveError, TransformError
-from shardmap_torch.memo import constant, lazy
+from shardmap_torch.memo import constant, lazy, memo
 from shardmap_torch.types import AxisType, I, Partial, R, V
 
 Key = tuple[str, AxisType, AxisType]
@@ -90,6 +90,27 @@ class Collective:
         """As in `all_reduce('tp', P -> R)`."""
         axes = self.axes[0] if len(self.axes) == 1 else self.axes
         return f"{self.name}({axes!r}, {self.src} -> {self.dst})"
+
+
+def collective_of(
+    name: str, src: AxisType, dst: AxisType, axes: tuple[str, ...], **arguments: Any
+) -> Collective:
+    """The same object for the same arguments: its row and transpose are looked up once.
+
+    Where each run is compared with the checked program, it is known by its identity.
+    """
+    return _interned(name, src, dst, axes, tuple(arguments.items()))
+
+
+@memo
+def _interned(
+    name: str,
+    src: AxisType,
+    dst: AxisType,
+    axes: tuple[str, ...],
+    arguments: tuple[tuple[str, Any], ...],
+) -> Collective:
+    return Collective(name, src, dst, axes, **dict(arguments))
 
 
 Turn = Callable[[Collective], Collective]

@@ -29,6 +29,10 @@ class AxisType:
     kind: str
     dim: int | None = None
 
+    def __hash__(self) -> int:
+        """Of the letter alone: types are parts of many keys."""
+        return hash(self.kind)
+
     def __repr__(self) -> str:
         """Prints as it is written in type signatures: `I`, `V`, `S(1)`, `P`."""
         return self.kind if self.dim is None else f"{self.kind}({self.dim})"
