@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import _dtensor_spec as private
 
 from shardmap_torch.backend import Backend
-from shardmap_torch.boundary import entry_cuts
+from shardmap_torch.boundary import apply, entry_cuts
 from shardmap_torch.errors import MeshError, SpecError, TransformError
 from shardmap_torch.memo import Memo, memo
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.rule import bind
+from shardmap_torch.rule import Collective, bind, collective_of
 from shardmap_torch.spec import P
+from shardmap_torch.types import I, R
 
 Placements: TypeAlias = tuple[Placement, ...]
 
@@ -136,6 +137,20 @@ def _reordered(order: Any) -> bool:
     )
 
 
+# The cotangent of a partial sum is R in the body and I outside. The casts between the two move
+# nothing; what they say is how the cotangent is differentiated in its turn.
+
+
+def _shared(spec: P) -> tuple[Collective, ...]:
+    axes = tuple(sorted(spec.partial))
+    return (collective_of("convert", I, R, axes),) if axes else ()
+
+
+def _finished(spec: P) -> tuple[Collective, ...]:
+    axes = tuple(sorted(spec.partial))
+    return (collective_of("convert", R, I, axes),) if axes else ()
+
+
 class Enter:
     """From outside into a body: a DTensor gives its local tensor, a plain tensor its slice.
 
@@ -164,6 +179,7 @@ class Enter:
     def pull_back(self, backend: Backend, grad: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Wraps the cotangent as what came was, or gathers it: a plain tensor's is global."""
         if self._given is not None:
+            grad = apply(backend, _finished(self._spec), grad)
             return bind(backend, Leave(self._mesh, P(*self._spec.entries), self._given), grad)
         for collective in reversed(entry_cuts(self._spec)):
             grad = bind(backend, collective.transpose, grad)
@@ -204,7 +220,8 @@ class Leave:
 
     def pull_back(self, backend: Backend, grad: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Enters the cotangent; that of a partial sum is the same on all ranks."""
-        return bind(backend, Enter(self._mesh, P(*self._spec.entries)), grad)
+        grad = bind(backend, Enter(self._mesh, P(*self._spec.entries)), grad)
+        return apply(backend, _shared(self._spec), grad)
 
     def push_forward(self, backend: Backend, tangent: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """A tangent leaves like its value.
