@@ -17,96 +17,18 @@ bandwidth and the matmul rate of this run. Nothing outside the two namespaces is
 
 import argparse
 import json
-import os
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.link import CannotRunError, run_ranks, two_namespaces
 from benchmarks.overlap_variants import COMM, COMPUTE, OPERATIONS, OVERLAP, UNFUSED, Setting
 from shardmap_torch.kernels.cost import Fabric
 from shardmap_torch.kernels.transport_virtual import VirtualNetwork
-
-REPO = Path(__file__).parent.parent
-ADDRESSES = ("10.231.77.1", "10.231.77.2")
-CONNECT_TIMEOUT = 60.0
-
-
-class CannotRunError(Exception):
-    """This machine cannot make the two namespaces."""
-
-
-def sh(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CannotRunError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
-
-
-@contextmanager
-def two_namespaces(rate: str, burst: str) -> Iterator[tuple[str, str]]:
-    """Two network namespaces joined by a veth pair limited by tbf; removed at the end."""
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise CannotRunError(f"`{tool}` is not installed (apt-get install iproute2)")
-    if os.geteuid() != 0:
-        raise CannotRunError("not root (try `unshare -Urn` around it)")
-    token = uuid.uuid4().hex[:6]
-    names = (f"overlap-{token}-0", f"overlap-{token}-1")
-    with ExitStack() as cleanup:
-        for name in names:
-            sh("ip", "netns", "add", name)
-            cleanup.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-        # Created inside the first namespace, so that the host never sees either end.
-        peer = ("peer", "name", "veth", "netns", names[1])
-        sh("ip", "-n", names[0], "link", "add", "veth", "type", "veth", *peer)
-        for name, address in zip(names, ADDRESSES, strict=True):
-            sh("ip", "-n", name, "addr", "add", f"{address}/30", "dev", "veth")
-            for link in ("lo", "veth"):
-                sh("ip", "-n", name, "link", "set", link, "up")
-            limit = ("rate", rate, "burst", burst, "latency", "100ms")
-            sh("tc", "-n", name, "qdisc", "add", "dev", "veth", "root", "tbf", *limit)
-        yield names
-
-
-def run_ranks(names: Sequence[str], setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs both ranks and returns what rank 0 printed."""
-    options = {
-        "--store": f"{ADDRESSES[0]}:29511",
-        "--setting": json.dumps(asdict(setting)),
-        "--rounds": str(args.rounds),
-        "--seconds": str(args.seconds),
-        "--max-load": str(args.max_load),
-        "--max-drift": str(args.max_drift),
-    }
-    rest = [part for option in options.items() for part in option]
-    program = (sys.executable, "-W", "ignore", "-m", "benchmarks.overlap_rank")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "veth", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*("ip", "netns", "exec", name), *program, "--rank", str(rank), *rest],
-            cwd=REPO,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, name in enumerate(names)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=args.seconds + CONNECT_TIMEOUT)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit("a rank failed; its error is above")
-    result: dict[str, Any] = json.loads(outputs[0])
-    return result
 
 
 def medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -215,9 +137,16 @@ def main() -> None:
     rows, inner, columns = map(int, args.shape.split("x"))
     setting = Setting(rows, inner, columns, args.parts, args.backward_parts)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Clean up when killed, too.
+    options = {
+        "--setting": json.dumps(asdict(setting)),
+        "--rounds": str(args.rounds),
+        "--seconds": str(args.seconds),
+        "--max-load": str(args.max_load),
+        "--max-drift": str(args.max_drift),
+    }
     try:
-        with two_namespaces(args.rate, args.burst) as names:
-            result = run_ranks(names, setting, args)
+        with two_namespaces(args.rate, args.burst) as link:
+            result = run_ranks(link, "benchmarks.overlap_rank", options, args.seconds)
     except CannotRunError as error:
         raise SystemExit(f"benchmarks/overlap.py cannot run here: {error}") from error
     if args.json:

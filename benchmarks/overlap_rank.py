@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,18 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.overlap_variants import COMPUTE, OPERATIONS, Setting, Variant, exchange
+from benchmarks.quiet import Mark, slowest, time_left
 from shardmap_torch.kernels import calibrate
 from shardmap_torch.kernels.transport import run
 from shardmap_torch.kernels.transport_gloo import GlooTransport
 
 Round: TypeAlias = dict[str, Any]
-
-
-def busy_seconds() -> float:
-    """CPU seconds of all processes since boot, without interrupts, with time stolen by the host."""
-    with open("/proc/stat") as stat:
-        user, nice, system, _, _, _, _, steal = map(int, stat.readline().split()[1:9])
-    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def timed(transport: GlooTransport, variant: Variant) -> float:
@@ -36,31 +29,15 @@ def timed(transport: GlooTransport, variant: Variant) -> float:
     return time.perf_counter() - begin
 
 
-def slowest(values: Mapping[str, float]) -> dict[str, float]:
-    """The longer of the two ranks' times."""
-    merged = torch.tensor(list(values.values()), dtype=torch.float64)
-    dist.all_reduce(merged, op=dist.ReduceOp.MAX)
-    return dict(zip(values, merged.tolist(), strict=True))
-
-
-def others_load(begin: tuple[float, float, float]) -> float:
-    """Cores that processes other than the two ranks kept busy since `begin`."""
-    ours = torch.tensor([time.process_time() - begin[1]], dtype=torch.float64)
-    dist.all_reduce(ours)
-    load = torch.tensor([(busy_seconds() - begin[2] - ours.item()) / (time.time() - begin[0])])
-    dist.broadcast(load, 0)
-    return float(load)
-
-
 def one_round(transport: GlooTransport, variants: Mapping[str, Variant]) -> Round:
     """Every variant of one operation once, and the plain matmul once more at the end."""
-    begin = (time.time(), time.process_time(), busy_seconds())
+    begin = Mark.now()
     plain = next(name for name, variant in variants.items() if variant.role == COMPUTE)
     seconds = slowest({name: timed(transport, variant) for name, variant in variants.items()})
     again = slowest({plain: timed(transport, variants[plain])})[plain]
     drift = abs(again - seconds[plain]) / min(again, seconds[plain])
     seconds[plain] = (seconds[plain] + again) / 2
-    return {"seconds": seconds, "others": others_load(begin), "drift": drift}
+    return {"seconds": seconds, "others": begin.others(), "drift": drift}
 
 
 def undisturbed(result: Round, args: argparse.Namespace) -> bool:
@@ -149,13 +126,6 @@ def main() -> None:
             json.dumps({"rounds": kept, "rejected": rejected, "speeds": speeds, "fabric": fabric})
         )
     dist.destroy_process_group()
-
-
-def time_left(deadline: float) -> bool:
-    """Rank 0's opinion, so that both ranks stop after the same round."""
-    left = torch.tensor([time.time() < deadline])
-    dist.broadcast(left, 0)
-    return bool(left)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,145 @@
+"""Measures that `overlap="auto"` is not slower than the composition where overlap cannot pay.
+
+    .venv/bin/python -m benchmarks.overlap_auto                  # rate-limited links need root
+    .venv/bin/python -m benchmarks.overlap_auto --links loopback
+
+Two gloo ranks of one thread, over loopback (nothing to hide: the cores that multiply move the
+bytes) and over veth pairs limited to two rates. Shapes from one row to communication-bound and
+compute-bound layers; the forward alone, and the forward with both gradients. In each round the
+composition, `auto` and the composition again, as a control, run in turn, there and back, in pieces
+of at least 10 ms. Rounds are rejected in which other processes used more than --max-load cores or the
+composition's speed changed by more than --max-drift. Ratios are of times in the same round: their
+median, and the middle half of them; the control's tells how far a median can be trusted.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.link import LOOPBACK, CannotRunError, Link, run_ranks, two_namespaces
+
+TARGET = 1.03
+
+SHAPES = {  # Rows of a rank's block, inner size, columns of a column layer; others mirror it.
+    "one row": (1, 64, 64),
+    "too few rows": (64, 256, 256),
+    "fewest rows": (128, 128, 128),
+    "small": (256, 512, 512),
+    "balanced": (1024, 512, 1024),
+    "communication": (1024, 1024, 64),
+    "computation": (256, 1024, 4096),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The rounds of one case."""
+
+    name: str
+    plan: str
+    unfused: float
+    ratios: Sequence[float]
+    control: Sequence[float]
+    rejected: int
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def overlapped(self) -> bool:
+        return self.plan != "composition"
+
+    def __str__(self) -> str:
+        ordered = sorted(self.ratios)
+        quarter = len(ordered) // 4
+        kept = f"{len(ordered)} of {len(ordered) + self.rejected}"
+        return (
+            f"  {self.name:52} {self.plan:17} {self.unfused * 1e3:8.2f} ms {self.ratio:6.3f}x  "
+            f"{ordered[quarter]:.3f} to {ordered[-1 - quarter]:.3f}  "
+            f"{statistics.median(self.control):.3f}x {kept:>8}"
+        )
+
+
+HEADER = f"  {'':52} {'auto ran':17} composition    auto  middle half     control   rounds"
+
+
+def outcomes(result: Sequence[Mapping[str, Any]]) -> Iterator[Outcome]:
+    """The cases that had undisturbed rounds."""
+    for case in result:
+        rounds = case["rounds"]
+        if rounds:
+            yield Outcome(
+                name=case["name"],
+                plan=case["plan"],
+                unfused=statistics.median(each["composition"] for each in rounds),
+                ratios=[each["auto"] / each["composition"] for each in rounds],
+                control=[each["control"] / each["composition"] for each in rounds],
+                rejected=case["rejected"],
+            )
+
+
+def opened(link: str, burst: str) -> AbstractContextManager[Link]:
+    return nullcontext(LOOPBACK) if link == "loopback" else two_namespaces(link, burst)
+
+
+def summary(found: Sequence[Outcome]) -> Iterator[str]:
+    """The worst case of each kind."""
+    kinds = {"ran the composition": False, "overlapped": True}
+    for kind, overlapped in kinds.items():
+        cases = [each for each in found if each.overlapped == overlapped]
+        if cases:
+            worst = max(cases, key=lambda each: each.ratio)
+            above = sum(each.ratio > TARGET for each in cases)
+            yield (
+                f"{len(cases)} cases in which auto {kind}: {above} above {TARGET}x, "
+                f"the worst {worst.ratio:.3f}x ({worst.name})"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--links", default="loopback,500mbit,2gbit", help="loopback, or tbf rates")
+    parser.add_argument("--burst", default="256kb", help="bucket of tbf")
+    parser.add_argument("--rounds", type=int, default=9, help="undisturbed rounds wanted of a case")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time limit of a case")
+    parser.add_argument("--max-load", type=float, default=0.2, help="cores others may use")
+    parser.add_argument("--max-drift", type=float, default=0.1, help="change of speed in a round")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Clean up when killed, too.
+    options = {
+        "--shapes": json.dumps(SHAPES),
+        "--rounds": str(args.rounds),
+        "--seconds": str(args.seconds),
+        "--max-load": str(args.max_load),
+        "--max-drift": str(args.max_drift),
+    }
+    limit = 2 * 3 * len(SHAPES) * (args.seconds + 5)
+    found: list[Outcome] = []
+    for name in args.links.split(","):
+        try:
+            with opened(name, args.burst) as link:
+                result = run_ranks(link, "benchmarks.overlap_auto_rank", options, limit)
+        except CannotRunError as error:
+            print(f"no link of {name}: {error}")
+            continue
+        cases = list(outcomes(result))
+        found += cases
+        lost = len(result) - len(cases)
+        print(
+            f"{name}" + f", {lost} cases without an undisturbed round" * bool(lost),
+            HEADER,
+            sep="\n",
+        )
+        print("\n".join(map(str, cases)), flush=True)
+    print("\n".join(summary(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""One rank of `benchmarks/overlap_auto.py`: times `auto` beside the composition, case by case."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.quiet import Mark, slowest, time_left
+from shardmap_torch import R, all_gather, all_reduce, make_mesh, reduce_scatter
+from shardmap_torch.backend import Scope, enter_scope
+from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.kernels import (
+    all_gather_matmul,
+    last_plan,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+
+Layer: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Action: TypeAlias = Callable[[], object]
+
+PIECE = 0.01  # Seconds; what is timed at once, so that neither clock nor barrier counts.
+
+# Whether the layer is a column layer, which mirrors the others; the composition; the operation.
+LAYERS: dict[str, tuple[bool, Layer, Layer]] = {
+    "all_gather_matmul": (
+        True,
+        lambda x, w: all_gather(x, "tp", dst=R) @ w,
+        lambda x, w: all_gather_matmul(x, w, "tp"),
+    ),
+    "matmul_reduce_scatter": (
+        False,
+        lambda x, w: reduce_scatter(x @ w, "tp"),
+        lambda x, w: matmul_reduce_scatter(x, w, "tp"),
+    ),
+    "matmul_all_reduce": (
+        False,
+        lambda x, w: all_reduce(x @ w, "tp", dst=R),
+        lambda x, w: matmul_all_reduce(x, w, "tp", dst=R),
+    ),
+}
+
+
+def operands(column: bool, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    rows, inner, columns = shape
+    if column:
+        return torch.randn(rows, inner), torch.randn(inner, columns)
+    return torch.randn(rows * dist.get_world_size(), columns), torch.randn(columns, inner)
+
+
+def cases(shapes: dict[str, Any]) -> Iterator[tuple[str, dict[str, Action]]]:
+    """Name, and what is timed: the composition, `auto`, the composition again."""
+    for op, (column, *layers) in LAYERS.items():
+        for name, shape in shapes.items():
+            x, w = operands(column, shape)
+            for training in (False, True):
+                title = f"{op}, {name}" + (", with gradients" if training else "")
+                composition, auto = (action(layer, x, w, training) for layer in layers)
+                control = composition
+                yield title, {"composition": composition, "auto": auto, "control": control}
+
+
+def action(layer: Layer, x: Tensor, w: Tensor, training: bool) -> Action:
+    if not training:
+        return lambda: layer(x, w)
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+
+    def forward_and_backward() -> None:
+        y = layer(x, w)
+        torch.autograd.grad(y, (x, w), torch.ones_like(y))
+
+    return forward_and_backward
+
+
+def timed(run: Action, calls: int) -> float:
+    """Seconds of a call on this rank, all ranks starting together."""
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - begin) / calls
+
+
+def one_round(actions: dict[str, Action], calls: int) -> tuple[dict[str, float], float, float]:
+    """Seconds by name, each run there and back; cores of others; change of the composition."""
+    begin = Mark.now()
+    there = {name: timed(run, calls) for name, run in actions.items()}
+    back = {name: timed(actions[name], calls) for name in reversed(actions)}
+    there, back = slowest(there), slowest(back)
+    first, second = there["composition"], back["composition"]
+    seconds = {name: (there[name] + back[name]) / 2 for name in there}
+    return seconds, begin.others(), abs(first - second) / min(first, second)
+
+
+def measure(actions: dict[str, Action], args: argparse.Namespace) -> dict[str, Any]:
+    """Its undisturbed rounds, how many were rejected, and what `auto` ran."""
+    for run in actions.values():
+        run()
+    actions["auto"]()
+    plan = last_plan()
+    assert plan is not None
+    once = max(slowest({name: timed(run, 1) for name, run in actions.items()}).values())
+    calls = max(1, round(PIECE / once))
+    kept: list[dict[str, float]] = []
+    rejected = 0
+    deadline = time.time() + args.seconds
+    while len(kept) < args.rounds and time_left(deadline):
+        seconds, others, drift = one_round(actions, calls)
+        if others <= args.max_load and drift <= args.max_drift:
+            kept.append(seconds)
+        else:
+            rejected += 1
+    ran = "composition" if plan.choice is None else str(plan.choice)
+    return {"plan": ran, "rounds": kept, "rejected": rejected}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--shapes", type=json.loads, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--max-load", type=float, required=True)
+    parser.add_argument("--max-drift", type=float, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{args.store}",
+        rank=args.rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    backend = ProcessGroupBackend(make_mesh((2,), ("tp",)))
+    with enter_scope(Scope(backend, frozenset(("tp",)))):
+        results = [{"name": name, **measure(actions, args)} for name, actions in cases(args.shapes)]
+    if args.rank == 0:
+        print(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
