@@ -7,9 +7,9 @@ Two gloo ranks of one thread, over loopback (nothing to hide: the cores that mul
 bytes) and over veth pairs limited to two rates. Shapes from one row to communication-bound and
 compute-bound layers; the forward alone, and the forward with both gradients. In each round the
 composition, `auto` and the composition again, as a control, run in turn, there and back, in pieces
-of at least 10 ms. Rounds are rejected in which other processes used more than --max-load cores or the
-composition's speed changed by more than --max-drift. Ratios are of times in the same round: their
-median, and the middle half of them; the control's tells how far a median can be trusted.
+of at least 10 ms. Rounds are rejected in which other processes used more than --max-load cores or
+the composition's speed changed by more than --max-drift. Ratios are of times in the same round:
+their median, and the middle half of them; the control's tells how far a median can be trusted.
 """
 
 import argparse
