@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from math import prod
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -133,8 +134,12 @@ class Mesh:
         if len(axes) == 1 and purpose == "collectives":
             return device_mesh.get_group(axes[0])
         members = self.peers(axes, self.coordinates(dist.get_rank()))
+        named = (dist.group.WORLD, *map(device_mesh.get_group, axes))
         made = dist.new_group(
-            list(members), use_local_synchronization=True, group_desc=f"{axes} {purpose}"
+            list(members),
+            timeout=_shortest_timeout([group for group in named if group is not None]),
+            use_local_synchronization=True,
+            group_desc=f"{axes} {purpose}",
         )
         assert isinstance(made, dist.ProcessGroup)  # this rank is a member
         return made
@@ -143,6 +148,13 @@ class Mesh:
         """As in `simulated mesh (dp=2, tp=4)`."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
         return f"{self.kind} mesh ({sizes})"
+
+
+def _shortest_timeout(groups: Sequence[dist.ProcessGroup]) -> timedelta | None:
+    """What the user allows an operation to take; None, torch's 30 minutes, where none tells."""
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    options = [getattr(backend, "options", None) for backend in backends]
+    return min((each._timeout for each in options if each is not None), default=None)
 
 
 def make_mesh(

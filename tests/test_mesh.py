@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardmap_torch import Mesh, MeshError, current_mesh, make_mesh, use_mesh
 from shardmap_torch.mesh import TORCHRUN_VARIABLES, as_mesh
-from tests.pool import Gloo
+from tests.pool import GLOO_TIMEOUT, Gloo
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(
     lambda sizes: make_mesh(sizes, ("a", "b", "c")[: len(sizes)], kind="simulated")
@@ -162,7 +163,10 @@ def of_processes() -> None:
     mesh = make_mesh((2,), ("tp",))
     assert str(mesh) == "process_group mesh (tp=2)"
     assert dist.get_process_group_ranks(mesh.group(("tp",))) == [0, 1]
-    assert mesh.group(("tp",), "kernels") is not mesh.group(("tp",))
+    kernels = mesh.group(("tp",), "kernels")
+    assert kernels is not mesh.group(("tp",))
+    options: Any = kernels._get_backend(torch.device("cpu")).options
+    assert options._timeout == GLOO_TIMEOUT  # The world's, not torch's 30 minutes.
     with pytest.raises(MeshError) as wrong_size:
         make_mesh((2, 2), ("dp", "tp"))
     assert str(wrong_size.value) == (

@@ -1,7 +1,6 @@
 """The public operations on gloo processes: values, every gradient, plans, failures."""
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,7 +38,7 @@ from shardmap_torch.kernels.exchange import Choice
 from shardmap_torch.kernels.matmul import gather_forward
 from shardmap_torch.kernels.transport import run
 from shardmap_torch.kernels.transport_gloo import GlooTransport
-from tests.pool import Pool, WorkerError
+from tests.pool import Pool
 
 Gloo = Callable[[int], Pool]
 every_size = pytest.mark.parametrize(
@@ -433,26 +432,6 @@ def test_a_missing_peer_is_named_with_axis_and_step_within_the_timeout(gloo: Glo
         "rank 1, and the transfer failed: "
     )
     assert texts[0].startswith("all_gather_matmul over axis 'tp': at step 2, rank 0 receives part ")
-
-
-def one_rank_dies() -> None:
-    with body():
-        x, w = torch.ones(4, 3), torch.ones(3, 2)
-        all_gather_matmul(x, w, "tp", overlap="require")  # Connections are up.
-        if dist.get_rank() == 1:
-            os._exit(1)
-        all_gather_matmul(x, w, "tp", overlap="require")
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_is_named_by_the_others(gloo: Gloo) -> None:
-    with pytest.raises(WorkerError) as caught:
-        gloo(2).run(one_rank_dies)
-    assert "rank 1 of 2 died with exit code 1" in str(caught.value)
-    assert (
-        "KernelError: all_gather_matmul over axis 'tp': at step 1, rank 0 receives part 0 of "
-        "block 1 from rank 1, and the transfer failed:"
-    ) in str(caught.value)
 
 
 def dense_mlp(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
