@@ -78,8 +78,9 @@ def all_gather_matmul(
             at least 128 rows and at most 8.
         schedule: "ring" sends blocks to the next rank only, "two-way" half of the way to either
             side; by default as the cost model says. The backward of a ring is a ring.
-        save_gathered: keep the gathered x for the backward (n * x.nbytes), or gather it again
-            under the input gradient (keeps x alone; n * x.nbytes for the time of the backward).
+        save_gathered: keep the gathered x for the backward (n * x.nbytes beside x and w), or gather
+            it again under the input gradient (nothing beside x and w until then, and n * x.nbytes
+            for the time of the backward).
         overlap: "auto" overlaps where the cost model predicts a gain of at least 3 %, "require"
             wherever possible or raises, "off" never. `last_plan()` tells what ran and why. In a
             body that torch.compile traces, "auto" is the composition, which inductor can fuse, and

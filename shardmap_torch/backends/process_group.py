@@ -131,11 +131,20 @@ def _min(line: Line, c: Collective, x: Tensor) -> Tensor:
     return line.wire.reduce(x, "min")
 
 
+def _is_plain(line: Line, c: Collective, x: Tensor) -> bool:
+    in_order = line.order == tuple(range(len(line.order)))
+    return c.tiled and c.sizes is None and in_order and x.numel() > 0
+
+
 def _gather(line: Line, c: Collective, x: Tensor) -> Tensor:
+    if isinstance(line.wire, TracedWire) and _is_plain(line, c, x):
+        return line.wire.gather_along(x, c.dim)
     return gather(line.from_group(line.wire.gather(x)), c.dim, c.tiled, c.sizes)
 
 
 def _sum_scatter(line: Line, c: Collective, x: Tensor) -> Tensor:
+    if isinstance(line.wire, TracedWire) and _is_plain(line, c, x):
+        return line.wire.sum_scatter_along(x, c.dim)
     parts = scatter(x, c.dim, c.tiled, c.sizes, len(line.order))
     return line.wire.sum_scatter(line.to_group(parts))
 

@@ -134,6 +134,21 @@ class TracedWire:
         row = _functional().reduce_scatter_tensor(whole, "sum", self.size, self.group)
         return _wait(row)[0]
 
+    # The next two are written as inductor's micro-pipeline pass looks for them, which fuses them
+    # with the matmul before or after: dim 0 as it is, another dim through split and cat.
+
+    def gather_along(self, x: Tensor, dim: int) -> Tensor:
+        """All ranks' values joined along `dim`."""
+        whole = _wait(_functional().all_gather_into_tensor(x.contiguous(), self.size, self.group))
+        return whole if dim == 0 else torch.cat(whole.split(x.shape[0]), dim)
+
+    def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
+        """Sums all ranks' values; each rank keeps its piece of `dim`."""
+        x = x if dim == 0 else torch.cat(x.split(x.shape[dim] // self.size, dim))
+        return _wait(
+            _functional().reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
+        )
+
     def exchange(self, parts: Tensor) -> Tensor:
         """As in `Wire`."""
         ones = [1] * self.size

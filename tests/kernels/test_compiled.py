@@ -1,12 +1,15 @@
 """The kernels under torch.compile: operators where required, the composition by default."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
@@ -164,3 +167,39 @@ def test_a_compiled_ring_is_a_ring_in_its_backward_too(gloo: Gloo) -> None:
         "scatter/ring/3",
         "gather/ring/3",
     ]
+
+
+def matmuls_that_inductor_can_fuse(dim: int) -> tuple[int, int]:
+    """What the micro-pipeline pass finds in the composition: gathers and scatters beside an mm."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Of what inductor imports.
+        inductor = import_module("torch._inductor.fx_passes.micro_pipeline_tp")
+        post_grad = import_module("torch._inductor.fx_passes.post_grad")
+    found: list[tuple[int, int]] = []
+
+    def collect(graph: torch.fx.GraphModule, _: Any) -> Any:
+        post_grad.view_to_reshape(graph)
+        gathers = inductor.find_all_gather_patterns(graph.graph)
+        scatters = inductor.find_reduce_scatter_patterns(graph.graph)
+        fusable = [len(inductor._find_consumer_matmuls(match.res_node)) for match in gathers]
+        produced = [inductor._find_producer_matmul(match.input_node) for match in scatters]
+        found.append((sum(fusable), sum(each is not None for each in produced)))
+        return make_boxed_func(graph.forward)
+
+    def layers(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> Tensor:
+        a, b = all_gather_matmul(x, (w, v), "tp", gather_dim=dim)
+        return matmul_reduce_scatter(a * b, u, "tp", scatter_dim=dim)
+
+    with body():
+        operands = normal(1, 4, 6, 8), normal(2, 8, 5), normal(3, 8, 5), normal(4, 5, 8)
+        views = get_decompositions([torch.ops.aten._unsafe_view])  # As inductor does.
+        backend = aot_autograd(fw_compiler=collect, decompositions=views)
+        y = torch.compile(layers, backend=backend, fullgraph=True)(*operands)
+        assert float((y - layers(*operands)).abs().max()) < 1e-10
+    return found[0]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_inductor_recognises_the_composition_beside_its_matmuls(gloo: Gloo, dim: int) -> None:
+    """Two matmuls of one gather, and one before the scatter."""
+    assert gloo(2).run(matmuls_that_inductor_can_fuse, dim) == [(2, 1)] * 2

@@ -280,6 +280,31 @@ def test_results_are_equal_bit_for_bit_from_run_to_run(gloo: Gloo, dtype: torch.
     assert all(gloo(3).run(results_of_repeats, dtype))
 
 
+def saved_bytes(save_gathered: bool) -> dict[str, int]:
+    """Bytes that a call holds until its backward, beside the operands' own."""
+    packed: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        packed[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    x, w = normal(1, 6, 5, 4).requires_grad_(), normal(2, 4, 3).requires_grad_()
+    with body(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = all_gather_matmul(x, w, "tp", overlap="require", save_gathered=save_gathered)
+    torch.autograd.grad(y.sum(), (x, w))
+    for operand in (x, w):
+        assert packed.pop(operand.untyped_storage().data_ptr()) == operand.nbytes
+    return {"extra": sum(packed.values()), "shard": x.nbytes}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_saving_the_gathered_operand_costs_a_shard_for_every_rank(gloo: Gloo, size: int) -> None:
+    for found in gloo(size).run(saved_bytes, True):
+        assert found["extra"] == size * found["shard"]
+    for found in gloo(size).run(saved_bytes, False):
+        assert found["extra"] == 0
+
+
 def low_precision_errors(dtype: torch.dtype) -> list[float]:
     """Errors of the kernels' values and gradients against float64, in units of the dtype's eps."""
     eps = torch.finfo(dtype).eps
