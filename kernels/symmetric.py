@@ -102,9 +102,10 @@ class Symmetric:
     def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
         """This rank's block of the sum of x @ w."""
         dim %= x.ndim
-        block: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            _outermost(x, dim), w, "sum", dim, self.group_name
-        )
+        with torch.cuda.device_of(x):  # Where torch makes the operator's workspace.
+            block: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+                _outermost(x, dim), w, "sum", dim, self.group_name
+            )
         return block.contiguous()
 
     def scatter_backward(
@@ -126,9 +127,10 @@ class Symmetric:
         self, x: Tensor, ws: Sequence[Tensor], dim: int
     ) -> tuple[Tensor, Sequence[Tensor]]:
         dim %= x.ndim
-        full, products = torch.ops.symm_mem.fused_all_gather_matmul(
-            _outermost(x, dim), list(ws), dim, self.group_name, return_A=True
-        )
+        with torch.cuda.device_of(x):
+            full, products = torch.ops.symm_mem.fused_all_gather_matmul(
+                _outermost(x, dim), list(ws), dim, self.group_name, return_A=True
+            )
         return full, products
 
 
@@ -157,7 +159,7 @@ def refusal(group: dist.ProcessGroup, device: torch.device) -> str | None:
     checks: tuple[Callable[[], str | None], ...] = (
         lambda: lacking(device.type),
         lambda: unreachable(device, everywhere(group, Place.of(device)), dist.get_rank(group)),
-        lambda: failing(str(group.group_name)),
+        lambda: failing(str(group.group_name), device),
     )
     # One after the other: a rendezvous that a rank does not join hangs, or crashes the others.
     for check in checks:
@@ -234,11 +236,12 @@ def unreachable(device: torch.device, places: Sequence[Place], rank: int) -> str
     return None
 
 
-def failing(group_name: str) -> str | None:
+def failing(group_name: str, device: torch.device) -> str | None:
     """What goes wrong when the operators' workspace is made, in a small size."""
     module: Any = importlib.import_module("torch.distributed._symmetric_memory")
     try:
-        module.get_symm_mem_workspace(group_name, min_size=1024)
+        with torch.cuda.device(device):
+            module.get_symm_mem_workspace(group_name, min_size=1024)
     except RuntimeError as error:
         return f"its workspace cannot be made: {str(error).splitlines()[0]}"
     return None

@@ -1,7 +1,7 @@
 """The adapter of torch's fused operators, with operators of our own registered for the CPU."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -286,9 +286,18 @@ def test_a_workspace_that_cannot_be_made_is_a_reason_not_an_error(
     def fail(name: str, min_size: int) -> None:
         raise RuntimeError("CUDA driver error: invalid device ordinal\nat somewhere")
 
+    entered: list[torch.device] = []
+
+    def enter(device: torch.device) -> nullcontext[None]:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
     monkeypatch.setattr(module, "get_symm_mem_workspace", fail)
-    assert symmetric.failing("0") == (
+    gpu = torch.device("cuda", 1)
+    assert symmetric.failing("0", gpu) == (
         "its workspace cannot be made: CUDA driver error: invalid device ordinal"
     )
     monkeypatch.setattr(module, "get_symm_mem_workspace", lambda name, min_size: None)
-    assert symmetric.failing("0") is None
+    assert symmetric.failing("0", gpu) is None
+    assert entered == [gpu, gpu]
