@@ -58,7 +58,8 @@ class Endpoint:
         if not self._refusals and is_captured():
             return "a CUDA graph is captured, and it was not looked for before"
         if not self._refusals:
-            self._refusals.append(symmetric.refusal(self.group, self.device))
+            with temporarily_clear_interpreter_stack():
+                self._refusals.append(symmetric.refusal(self.group, self.device))
         return self._refusals[0]
 
 
