@@ -32,6 +32,7 @@ lint: $(READY)
 	$(BIN)/lint-imports --no-logo
 
 bench: $(READY)  ## every benchmark, one after the other
+	-$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation --editable ".[bench]"
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
 
 clean:  ## remove all that the other targets made, .venv included

@@ -108,7 +108,7 @@ class AbstractBackend:
             shape = SHAPES[move](wanted, shape, num_ranks)
             equation.sent = bytes_sent(wanted, x.numel() * x.element_size(), num_ranks)
         with interpreter.paused():
-            y = x.detach().new_empty(shape)
+            y = torch.empty(shape, dtype=x.dtype, device=x.device)
         made = interpreter.make(y, kinds, equation, [x])
         if move == "same" and not backward:
             self._seal(cell, made, shown)

@@ -28,6 +28,7 @@ from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.where import call_site
 
 _functorch = torch._C._functorch
+_DEVICE: Final = torch.ops.prim.device.default
 
 
 class _Current(threading.local):
@@ -88,6 +89,9 @@ class _Operations(TorchDispatchMode):
         self._interpreter = interpreter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Autograd asks for devices three times as often as it runs operations.
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         return self._interpreter.call(func, args, kwargs or {})
 
 

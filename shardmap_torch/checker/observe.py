@@ -50,16 +50,17 @@ class Book(Generic[X]):
 
     @staticmethod
     def _key(tensor: Tensor) -> Key:
-        base = base_of(tensor)
-        return (
-            base.untyped_storage()._cdata,
-            base.storage_offset(),
-            tuple(base.shape),
-            base.stride(),
-            base.dtype,
-            base.is_neg(),
-            base.is_conj(),
-        )
+        with torch._C.DisableTorchFunction():  # which would see each of these
+            base = base_of(tensor)
+            return (
+                base.untyped_storage()._cdata,
+                base.storage_offset(),
+                tuple(base.shape),
+                base.stride(),
+                base.dtype,
+                base.is_neg(),
+                base.is_conj(),
+            )
 
 
 @dataclass(frozen=True)
