@@ -345,6 +345,18 @@ def test_order_of_axes_in_one_dim() -> None:
         shard_map(swapped, check="global", **specs)(X)
 
 
+def test_one_axis_in_two_dims() -> None:
+    f = shard_map(
+        lambda x, y: x @ y.T,
+        mesh=MESH,
+        in_specs=(P("tp"), P("tp")),
+        out_specs=P("tp"),
+        check="global",
+    )
+    with pytest.raises(ShardTypeError, match="'tp' cuts two dims of the result"):
+        f(X, X)
+
+
 def test_tiled_result() -> None:
     f = shard_map(lambda x: x * 2, mesh=MESH, in_specs=P(), out_specs=P("dp"), check="global")
     with pytest.raises(ShardTypeError, match="promises cut over 'dp'"):
