@@ -85,7 +85,7 @@ def all_gather_matmul(
             wherever possible or raises, "off" never. `last_plan()` tells what ran and why. In a
             body that torch.compile traces, "auto" is the composition, which inductor can fuse, and
             "require" an opaque operator that saves the gathered x and cannot be differentiated
-            twice.
+            twice. On a GPU only "require" overlaps, by code that has never run on one.
 
     Raises:
         KernelError: shapes that do not fit, chunks that the shard has no rows for, overlap

@@ -1,5 +1,6 @@
-"""The adapter of torch's fused operators, with operators of our own registered for the CPU."""
+"""The adapter of torch's fused operators, with torch's references registered for the CPU."""
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -62,31 +63,27 @@ def test_an_operator_with_another_signature_is_lacking() -> None:
 
 
 class Operators:
-    """Stand for torch's, on the CPU and one process group; they check what CUDA's check."""
+    """torch's own references of the operators, on the CPU; they check what CUDA's check."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.calls: list[str] = []
+        self._torch: Any = importlib.import_module("torch.distributed._symmetric_memory")
 
     def gather(
         self, a: Tensor, bs: Sequence[Tensor], gather_dim: int, name: str, **options: bool
     ) -> tuple[Tensor, list[Tensor]]:
         self._check(a, gather_dim, name)
-        shards = [torch.empty_like(a).contiguous() for _ in range(self.group.size())]
-        dist.all_gather(shards, a.contiguous(), group=self.group)
-        full = torch.cat(shards, gather_dim).movedim(gather_dim, 0).contiguous()
         assert options.get("return_A", True)  # torch leaves out what equals the default.
-        return full.movedim(0, gather_dim), [
-            (full @ b).movedim(0, gather_dim) for b in bs
-        ]  # Not contiguous, as torch's are not.
+        run: Any = self._torch._fused_all_gather_matmul_fallback
+        full, outs = run(a, bs, gather_dim, name, **options)
+        return full, outs
 
     def scatter(self, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, name: str) -> Tensor:
-        assert reduce_op == "sum"
         self._check(a, scatter_dim, name)
-        total = a @ b
-        dist.all_reduce(total, group=self.group)
-        blocks = total.movedim(scatter_dim, 0).chunk(self.group.size())
-        return blocks[dist.get_rank(self.group)].contiguous().movedim(0, scatter_dim)
+        run: Any = self._torch._fused_matmul_reduce_scatter_fallback
+        block: Tensor = run(a, b, reduce_op, scatter_dim, name)
+        return block
 
     def _check(self, a: Tensor, dim: int, name: str) -> None:
         assert name == str(self.group.group_name)
