@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.backends.local import LOCAL
+from shardmap_torch.backends.lookout import OvertakenError
 from shardmap_torch.backends.spmd import RankBackend
 from shardmap_torch.backends.stacked import gather, scatter
 from shardmap_torch.backends.vote import vote_against
-from shardmap_torch.backends.wire import OvertakenError, TracedWire, Wire
+from shardmap_torch.backends.wire import TracedWire, Wire
 from shardmap_torch.errors import CommunicationError
 from shardmap_torch.memo import constant
 from shardmap_torch.mesh import Mesh

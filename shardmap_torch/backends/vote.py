@@ -5,7 +5,6 @@ others have voted too. Others may be waiting for it in a collective by then. So 
 looks whether a vote is on that it can never reach, and votes against it: no process hangs.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
@@ -56,7 +55,7 @@ def here() -> Place:
     return Place(_COUNTS.calls, inf if follower is None else follower.depth)
 
 
-def vote(name: str, depth: float, ballot: str, text: Callable[[], str]) -> None:
+def vote(name: str, depth: float, ballot: str, text: str) -> None:
     """Requires that all processes vote the same, at the same place.
 
     Args:
@@ -83,18 +82,18 @@ def vote(name: str, depth: float, ballot: str, text: Callable[[], str]) -> None:
     if odd == 0:
         return
     if rank in (0, odd):
-        store.set(f"{key}/text/{rank}", text())
+        store.set(f"{key}/text/{rank}", text)
     texts = [_get(store, f"{key}/text/{r}", name) for r in (0, odd)]
     raise CollectiveMismatchError(_difference(name, odd, *texts))
 
 
-def is_overtaken() -> bool:
-    """Whether a vote is on at a place that this process, which waits in a collective, has passed.
+def is_overtaken(place: Place) -> bool:
+    """Whether a vote is on before the place where this process waits in a collective.
 
     The voter then sends nothing of what this process waits for.
     """
     called = _called()
-    return called is not None and called[0] <= here()
+    return called is not None and called[0] <= place
 
 
 def vote_against(what: str) -> NoReturn:
@@ -107,7 +106,7 @@ def vote_against(what: str) -> NoReturn:
     assert called is not None  # by is_overtaken
     site = call_site() if torch._C._current_graph_task_id() == -1 else None
     text = f"waits in {what}" + (f" at {site}" if site is not None else ", in a backward")
-    vote(called[1], here().depth, f"rank {dist.get_rank()} waits", lambda: text)
+    vote(called[1], here().depth, f"rank {dist.get_rank()} waits", text)
     raise AssertionError("a process in a collective and one out of it have voted the same")
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.backends.vote import PATIENCE, is_overtaken
+from shardmap_torch.backends.lookout import wait_for_all, wait_for_peer
 
 # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
 _all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,15 +24,11 @@ _reduce_scatter_single: Final = (
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class OvertakenError(Exception):
-    """The ranks that a collective waits for have left the program that it is part of."""
-
-
 @dataclass(frozen=True)
 class Wire:
     """A group of ranks as one of them sees it; stacks are in the order of group ranks.
 
-    On gloo a collective that waits long looks for a vote; see `vote`. A wait for NCCL does not stop
+    On gloo what waits long looks for a vote; see `lookout`. A wait for NCCL does not stop
     the process, which goes on to the next thing that needs the result.
 
     Attributes:
@@ -87,7 +83,10 @@ class Wire:
         works = [dist.P2POp(dist.irecv, out, group=self.group, group_peer=r) for r in receives]
         works += [dist.P2POp(dist.isend, x, group=self.group, group_peer=r) for r in sends]
         for work in dist.batch_isend_irecv(works) if works else []:
-            work.wait()
+            if self.patient:
+                wait_for_peer(work)
+            else:
+                work.wait()
         return out
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -97,18 +96,10 @@ class Wire:
         return y
 
     def _wait(self, work: dist.Work) -> None:
-        if not self.patient:
+        if self.patient:
+            wait_for_all(work)
+        else:
             work.wait()
-            return
-        while True:
-            try:
-                work.wait(PATIENCE)
-                return
-            except RuntimeError:
-                if work.is_completed():  # it has failed; what has not may be waited for again
-                    raise
-            if is_overtaken():
-                raise OvertakenError
 
 
 @dataclass(frozen=True)

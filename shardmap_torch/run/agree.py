@@ -6,22 +6,27 @@ and then know nothing about why.
 
 from shardmap_torch.backends.vote import vote
 from shardmap_torch.checker.api import Program
+from shardmap_torch.checker.follow import Difference
 from shardmap_torch.errors import ShardMapError
 
 
-def agree(name: str, depth: float, found: Program | ShardMapError) -> None:
+def agree(name: str, found: Program | ShardMapError, left: Difference | None = None) -> None:
     """Requires that every process has found the same about a call, at the same step.
 
     Args:
         name: of the function.
-        depth: how many steps of the newest call this process has come.
         found: a typed program, or why there is none.
+        left: where the newest run has left its program; None before it starts.
 
     Raises:
         CollectiveMismatchError: another process has found something else, or waits in a collective;
             shows the first difference of both, on every process.
     """
+    depth = 0.0 if left is None else left.depth + 1
     if isinstance(found, Program):
-        vote(name, depth, f"{name} {found.fingerprint}", found.__str__)
+        ballot, text = f"{name} {found.fingerprint}", str(found)
     else:
-        vote(name, depth, f"{name} rejected", lambda: f"{name} is rejected: {found}")
+        ballot, text = f"{name} rejected", f"{name} is rejected: {found}"
+    if left is not None:
+        text = f"comes to {left.found}, where the program has {left.expected}\n{text}"
+    vote(name, depth, ballot, text)

@@ -74,16 +74,16 @@ class Checked:
         processes = call.mesh.kind == "process_group"
         if processes:
             begin_call()
-        depth = 0.0
+        difference: Difference | None = None
         for _ in range(_RUNS):
-            verdict = self._agreed(key, call, depth) if processes else self._find(key, call)
+            verdict = self._agreed(key, call, difference) if processes else self._find(key, call)
             try:
                 return run(verdict.apply(call, self._late[processes]), verdict.batches)
             except Departure as departure:
                 difference = departure.difference
             self._verdicts.forget(key)
             self._agreed_on.pop(id(verdict), None)
-            depth = difference.depth + 1
+        assert difference is not None  # or the first run would have returned
         self._stop(processes, _CHANGING, difference)
 
     def _find(self, key: Hashable, call: Call) -> Verdict:
@@ -95,20 +95,20 @@ class Checked:
             raise closed_over_outer(self._name, "batches")
         return verify(call, self._strictness)
 
-    def _agreed(self, key: Hashable, call: Call, depth: float) -> Verdict:
+    def _agreed(self, key: Hashable, call: Call, left: Difference | None) -> Verdict:
         """The verdict, after all processes have found the same program at the same step."""
         try:
             verdict = self._find(key, call)
         except ShardMapError as error:
-            agree(self._name, depth, error)
+            agree(self._name, error, left)
             raise
         if id(verdict) not in self._agreed_on:
-            agree(self._name, depth, program_of(verdict))
+            agree(self._name, program_of(verdict), left)
             self._agreed_on[id(verdict)] = verdict
         return verdict
 
     def _stop(self, processes: bool, why: tuple[str, str], difference: Difference) -> NoReturn:
         error = ShardTypeError(f"{self._name}: {why[0]}\n{difference}\n{why[1]}")
         if processes:
-            agree(self._name, difference.depth + 1, error)
+            agree(self._name, error, difference)
         raise error

@@ -25,6 +25,7 @@ from shardmap_torch import (
     all_reduce,
     axis_index,
     checkpoint,
+    ppermute,
     shard_map,
 )
 from tests.pool import Gloo
@@ -294,6 +295,25 @@ def reduced_by_flag(x: Tensor) -> Tensor:
     return reduced(x.sum(), FLAG.get())
 
 
+def on_one_end() -> list[str]:
+    """The same where a process waits for a message of one other."""
+    reset()
+    mesh = worker_mesh((2,), ("a",))
+    f = shard_map(sent_by_flag, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    f(X)
+    if mesh.rank == 1:
+        FLAG.put("none")
+    try:
+        f(X)
+    except ShardMapError as error:
+        return [type(error).__name__, str(error)]
+    return ["no error"]
+
+
+def sent_by_flag(x: Tensor) -> Tensor:
+    return x if FLAG.get() == "none" else ppermute(x, "a", [(1, 0)])
+
+
 SPECS = {False: P("a"), True: (P(), P(), P("a"))}
 
 
@@ -310,3 +330,21 @@ def test_a_flag_of_one_process_is_an_error_on_every_process(
     assert first[0] == "CollectiveMismatchError"
     assert "processes run different programs" in first[1]
     assert "rank 0: waits in " in first[1]
+
+
+@pytest.mark.slow
+def test_a_process_does_not_wait_for_a_message_that_is_not_sent(gloo: Gloo) -> None:
+    try:
+        first, second = gloo(2).run(on_one_end)
+    finally:
+        gloo(2).close()
+    assert first == second
+    line = sent_by_flag.__code__.co_firstlineno + 1
+    assert first == [
+        "CollectiveMismatchError",
+        "sent_by_flag: processes run different programs. The first difference:\n"
+        f"  rank 0: waits in ppermute('a', V -> V) at test_follow.py:{line}: "
+        'return x if FLAG.get() == "none" else ppermute(x, "a", [(1, 0)])\n'
+        "  rank 1: comes to the end, where the program has ppermute('a', V -> V) of float32[2] at "
+        f"test_follow.py:{line}",
+    ]
