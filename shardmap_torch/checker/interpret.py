@@ -38,7 +38,7 @@ from shardmap_torch.checker.calls import (
 from shardmap_torch.checker.lattice import Clash, accepts, add, join, plain
 from shardmap_torch.checker.nodes import is_in_linear_backward
 from shardmap_torch.checker.numbers import Numbers
-from shardmap_torch.checker.observe import UNOBSERVED, Observer, base_of
+from shardmap_torch.checker.observe import UNOBSERVED, Observer, base_of, standing
 from shardmap_torch.checker.program import Cell, Equation, Use, use_of
 from shardmap_torch.checker.repair import NONE, Places, Repair, propose
 from shardmap_torch.checker.table import row_of
@@ -226,12 +226,14 @@ class Interpreter:
         writes = writes_of(op, arguments)
         for name in writes:
             self._reject_sealed(op, arguments[name])
+        with self.paused():
+            seen = standing(op, arguments)
         out = self._run(op, args, kwargs)
         # A view has the type of its storage, and needs no rule; of a sum's bits nothing is known.
         view = not writes and self._is_known(out) and op is not _BITS
         kinds = [] if view else self._type(op, arguments, out)
         self._store(op, arguments, out, kinds)
-        self.observer.called(op, arguments, out)
+        self.observer.called(*seen, out)
         return out
 
     def _run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from shardmap_torch.checker.calls import writes_of
 from shardmap_torch.checker.sharding import Shape
+from shardmap_torch.checker.table import functional
 from shardmap_torch.rule import Collective
 from shardmap_torch.spec import P
 from shardmap_torch.tree import Tree
@@ -226,6 +227,16 @@ class Recorder(Observer):
             self._count += 1
             known = self._book.put(tensor, self._count)
         return known
+
+
+def standing(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[OpOverload, Mapping[str, Any]]:
+    """The call for observers: one that turns a tensor into a view of itself makes the view."""
+    if torch.Tag.inplace_view not in op.tags or not isinstance(arguments["self"], Tensor):
+        return op, arguments
+    makes = functional(op)[:1]
+    if not makes:
+        return op, arguments
+    return makes[0], {**arguments, "self": torch.ops.aten.alias.default(arguments["self"])}
 
 
 def made_by(op: OpOverload, arguments: Mapping[str, Any], out: Any) -> Sequence[Tensor]:

@@ -192,7 +192,7 @@ class Relation(Observer):
                 if event is None:
                     ((_, source),) = _tensors(arguments)
                     self._notes.copy(source, results[0])
-                else:
+                elif results:  # else it answers a question about shapes
                     self._relate(op, event, arguments, results)
 
     def _relate(

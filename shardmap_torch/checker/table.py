@@ -77,13 +77,13 @@ def row_of(op: OpOverload) -> Row | None:
     """
     found = TABLE.get(op) or _REGISTERED.get(op)
     if found is None and op._schema.is_mutable:
-        found = next((TABLE[other] for other in _functional(op) if other in TABLE), None)
+        found = next((TABLE[other] for other in functional(op) if other in TABLE), None)
     if found is None and op.namespace in ("aten", "prims"):
         return JOIN
     return found
 
 
-def _functional(op: OpOverload) -> list[OpOverload]:
+def functional(op: OpOverload) -> list[OpOverload]:
     """The overloads of which `op` is the in-place or `out=` variant: same arguments, no writes."""
     names = [argument.name for argument in op._schema.arguments if not argument.is_out]
     packet = getattr(torch.ops.aten, op._schema.name.split("::")[1].removesuffix("_"), None)

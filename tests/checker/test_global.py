@@ -28,6 +28,7 @@ from shardmap_torch import (
     axis_index,
     axis_size,
     check_program,
+    checkpoint,
     convert,
     explain,
     local_region,
@@ -153,6 +154,30 @@ def inner_gradient(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> T
     return mlp(x - 0.1 * gradient, w, b, w2, b2)
 
 
+def vmapped(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    def row(x: Tensor) -> Tensor:
+        return all_reduce((x @ w + b) @ w2, "tp", dst=I)
+
+    return torch.vmap(row)(x) + b2
+
+
+def tangents(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    def f(x: Tensor) -> Tensor:
+        return mlp(x, w, b, w2, b2)
+
+    found: tuple[Tensor, Tensor] = torch.func.jvp(f, (x,), (torch.ones_like(x),))  # type: ignore[assignment]
+    return found[0] + found[1]
+
+
+def recomputed(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return checkpoint(mlp, x, w, b, w2, b2)
+
+
+def turned_in_place(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    turned = (2 * x).unsqueeze(0).transpose_(0, 1).squeeze_(1)
+    return mlp(turned, w, b, w2, b2)
+
+
 def part_of_features(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return mlp(torch.cat([x[:, 8:], x[:, :8]], 1), w, b, w2, b2)
 
@@ -172,9 +197,14 @@ RIGHT = [
     (in_place, P("dp")),
     (inner_gradient, P("dp")),
     (part_of_features, P("dp")),
+    (vmapped, P("dp")),
+    (tangents, P("dp")),
+    (recomputed, P("dp")),
+    (turned_in_place, P("dp")),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")
 @pytest.mark.parametrize(("body", "out"), RIGHT, ids=lambda v: getattr(v, "__name__", ""))
 def test_accepts_one_device_programs(body: Body, out: P) -> None:
     accepted(body, out)
@@ -325,6 +355,25 @@ def test_rejects_what_is_another_program_on_one_device(body: Body, out: P, text:
 
 
 # ------------------------------------------------------------------------------- boundaries
+
+
+def test_nested_bodies() -> None:
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(x @ w, "tp", dst=I)
+
+    def outer(x: Tensor, w: Tensor) -> Tensor:
+        specs: dict[str, Any] = {"in_specs": (P(None, "tp"), P("tp")), "out_specs": P()}
+        return 2 * shard_map(product, axis_names={"tp"}, **specs)(x, w)
+
+    f = shard_map(
+        outer,
+        mesh=RANKS,
+        in_specs=(P("dp"), P()),
+        out_specs=P("dp"),
+        axis_names={"dp"},
+        check="global",
+    )
+    torch.testing.assert_close(f(X.double(), W.double()), 2 * X.double() @ W.double())
 
 
 def test_result_cut_in_another_way() -> None:
