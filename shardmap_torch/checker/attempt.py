@@ -15,6 +15,7 @@ from shardmap_torch.checker.abstract import AbstractBackend
 from shardmap_torch.checker.branches import Branch, Branches, told
 from shardmap_torch.checker.calls import Types
 from shardmap_torch.checker.follow import Recording, Step
+from shardmap_torch.checker.functions import watch
 from shardmap_torch.checker.interpret import SEED, Interpreter, is_real
 from shardmap_torch.checker.lattice import accepts, plain
 from shardmap_torch.checker.modes import interpreting
@@ -369,6 +370,7 @@ class _Verification:
             self._commit({})
             return
         seeds = [self._seed(value, spec) for value, spec in outputs]
+        watch(interpreter, [value for value, _ in outputs])
         with interpreter.differentiating():
             gradients = torch.autograd.grad(
                 [value for value, _ in outputs], [*leaves, *closures], seeds, allow_unused=True

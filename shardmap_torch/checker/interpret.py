@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.autograd.graph import Node
 
 from shardmap_torch.checker import raw, report, values
 from shardmap_torch.checker.branches import Branches
@@ -502,7 +503,10 @@ class Interpreter:
 
     def forward_of_current_node(self) -> Equation | None:
         """The equation whose backward runs now, or None."""
-        node = torch._C._current_autograd_node()
+        return self.equation_of(torch._C._current_autograd_node())
+
+    def equation_of(self, node: Node | None) -> Equation | None:
+        """The equation that an autograd node is the backward of, or None."""
         return None if node is None else self._made_by.get(node._sequence_nr())
 
     def site(self) -> tuple[Site | None, bool]:

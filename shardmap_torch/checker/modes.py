@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch.checker import values
 from shardmap_torch.checker.calls import tensors_of
+from shardmap_torch.checker.functions import watch
 from shardmap_torch.checker.indexing import is_by_number, with_select
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.observe import base_of
@@ -164,6 +165,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     seeds = tuple(map(interpreter.seed, outputs, told))
     given["outputs"], given["grad_outputs"] = outputs, seeds
     interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
+    watch(interpreter, outputs)
     with interpreter.differentiating():
         gradients = func(
             given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
@@ -188,6 +190,7 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
     told = given.pop("gradient", None)
     seed = interpreter.seed(output, told)
     interpreter.batches = False
+    watch(interpreter, [output])
     with interpreter.differentiating():
         func(output, seed, *args[2:], **given)
     interpreter.unseed([seed])

@@ -81,7 +81,9 @@ def refused(
         return _both_ways(interpreter, axis, uses, refusal.axis)
     found = error(interpreter, head, lines, _advice(refusal, axis))
     mixed = [use.cell for use in uses if use.kinds[refusal.axis] == I] * (clash.reason == MIXED)
-    return propose(found, [r for cell in mixed for r in _make(interpreter, cell, refusal.axis, R)])
+    return propose(
+        found, [r for cell in mixed for r in repairs_to(interpreter, cell, refusal.axis, R)]
+    )
 
 
 def _both_ways(
@@ -115,7 +117,9 @@ def culprit(cell: Cell, axis: int, name: str) -> Cell:
     return cell
 
 
-def _make(interpreter: "Interpreter", cell: Cell, axis: int, kind: AxisType) -> Iterator[Repair]:
+def repairs_to(
+    interpreter: "Interpreter", cell: Cell, axis: int, kind: AxisType
+) -> Iterator[Repair]:
     """Repairs that give the value the type `kind` where it gets its type."""
     name = interpreter.axes[axis]
     source = culprit(cell, axis, name)
@@ -233,7 +237,7 @@ def seeded(interpreter: "Interpreter", axis: int, cell: Cell) -> ShardTypeError:
         f"make it I: with dst=I where it is reduced over {name!r}, or with "
         f"convert(x, {name!r}, src=R, dst=I).",
     )
-    return propose(found, list(_make(interpreter, cell, axis, I)))
+    return propose(found, list(repairs_to(interpreter, cell, axis, I)))
 
 
 def _became(cell: Cell, axis: int, name: str) -> list[str]:
@@ -260,7 +264,7 @@ def cotangent(
         gradient_advice(kind, name),
         placed=value is None,
     )
-    return propose(found, [] if value is None else list(_make(interpreter, value, axis, R)))
+    return propose(found, [] if value is None else list(repairs_to(interpreter, value, axis, R)))
 
 
 def wrong(kind: AxisType, have: AxisType) -> str:

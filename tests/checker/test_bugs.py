@@ -162,8 +162,10 @@ def test_a_custom_backward_without_its_reduction_is_rejected() -> None:
     text = rejection(
         column, X, W, in_specs=(P(invariant={"tp"}), P(None, "tp")), out_specs=P(None, "tp")
     )
-    assert "over 'tp', input x is I (equal on all ranks, one computation repeated)" in text
-    assert "gets a gradient that is V" in text
+    assert text.startswith(
+        "column: over 'tp', an operand of Column is I and its backward gives it a gradient that"
+    )
+    assert "Tried, and well-typed: replicate={'tp'} in the spec of input x" in text
 
 
 # -------------------------------------------------------------------------- gradients inside

@@ -1,0 +1,90 @@
+"""Backwards of the user's own: what they return is held against the operands of the forward.
+
+Grad mode is off in the forward of an `autograd.Function`, so mixing I and V is no error there: the
+backward may take the sum that is missing. Whether it does is seen when it runs, and told with the
+line of the forward. Under torch.func transforms the forward is judged like any code.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from shardmap_torch.checker import report
+from shardmap_torch.checker.lattice import plain
+from shardmap_torch.checker.observe import base_of
+from shardmap_torch.checker.program import Equation, Use, use_of
+from shardmap_torch.checker.repair import propose
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.types import I, Partial, R, V
+
+if TYPE_CHECKING:  # for annotations; what starts a backward calls this module
+    from shardmap_torch.checker.interpret import Interpreter
+
+
+def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
+    """Checks the user's own backwards when a backward from `outputs` comes to them."""
+    for node in _own(outputs):
+        node.register_hook(partial(_check, interpreter, node))
+
+
+def _own(outputs: Sequence[Any]) -> Iterator[Node]:
+    seen: set[Node] = set()
+    pending = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and not function.__module__.startswith("shardmap_torch."):
+            yield node
+        pending += [parent for parent, _ in node.next_functions]
+
+
+def _check(
+    interpreter: "Interpreter", node: Node, gradients: Sequence[Any], seeds: Sequence[Any]
+) -> None:
+    for gradient, (producer, number) in zip(gradients, node.next_functions, strict=False):
+        operand = _operand(interpreter, producer, number)
+        if gradient is None or operand is None or operand.shape != tuple(gradient.shape):
+            continue
+        cell = interpreter.cell(base_of(gradient))
+        for axis, kind, have in zip(interpreter.axes, operand.kinds, cell.kinds, strict=True):
+            if kind == I and plain(have) in (V, Partial):
+                raise _wrong(interpreter, node, axis, operand, have, cell)
+
+
+def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> Use | None:
+    """The operand, as it was: an input, or what its producer made."""
+    variable = getattr(producer, "variable", None)
+    if isinstance(variable, Tensor):
+        cell = interpreter.cell(variable)
+        return use_of("", variable, cell, cell.kinds)
+    made: Equation | None = interpreter.equation_of(producer)
+    return made.results[number] if made is not None and number < len(made.results) else None
+
+
+def _wrong(
+    interpreter: "Interpreter", node: Node, axis: str, operand: Use, have: Any, cell: Any
+) -> ShardTypeError:
+    name = type(node).__name__.removesuffix("Backward")
+    applied = interpreter.equation_of(node)
+    site = applied.site if applied is not None else None
+    found = ShardTypeError(
+        "\n".join(
+            [
+                f"{interpreter.name}: over {axis!r}, an operand of {name} is I and its backward "
+                f"gives it a gradient that is {have}: {report.wrong(I, have)}.",
+                f"  at {site}",
+                f"  the operand is {operand}, from {operand.cell.origin()}",
+                f"  the gradient is from {cell.origin()}",
+                f"Fix: give it the operand as R, with convert(x, {axis!r}, src=I, dst=R), or sum "
+                "the gradient in the backward of a shardmap_torch.Function.",
+            ]
+        )
+    )
+    at = interpreter.axes.index(axis)
+    return propose(found, list(report.repairs_to(interpreter, operand.cell, at, R)))
