@@ -101,7 +101,6 @@ class Symmetric:
 
     def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
         """This rank's block of the sum of x @ w."""
-        dim %= x.ndim
         with torch.cuda.device_of(x):  # Where torch makes the operator's workspace.
             block: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
                 _outermost(x, dim), w, "sum", dim, self.group_name
@@ -121,12 +120,11 @@ class Symmetric:
         full, (dx,) = self._gather_matmul(dy, [w.t()], dim)
         cut = Cut.of(dim, x.ndim)
         dw = cut.tokens(x).t() @ cut.tokens(full) if wanted[1] else None
-        return dx.contiguous() if wanted[0] else None, dw
+        return dx if wanted[0] else None, dw
 
     def _gather_matmul(
         self, x: Tensor, ws: Sequence[Tensor], dim: int
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        dim %= x.ndim
         with torch.cuda.device_of(x):
             full, products = torch.ops.symm_mem.fused_all_gather_matmul(
                 _outermost(x, dim), list(ws), dim, self.group_name, return_A=True

@@ -117,6 +117,7 @@ class RaceDetector(TorchDispatchMode):
         self.rank = rank
         self.places: set[Place] = set()
         self.operations: list[tuple[str, int, Clock]] = []
+        self.permutations: list[int] = []
         self._host_may_wait = host_may_wait
         self._skipped = skipped
         self._stop_after = stop_after
@@ -374,6 +375,7 @@ class VirtualNccl:
         self, sent: Tensor, target: int, received: Tensor, source: int
     ) -> list[VirtualWork]:
         detector, rank = self.detector, self.below.rank
+        detector.permutations.append((target - rank) % self.below.num_ranks)
         done, copy, scratch = on_network(detector, detector.current, sent, received)
         assert copy is not None
         assert scratch is not None

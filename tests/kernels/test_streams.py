@@ -149,6 +149,15 @@ def test_no_kernel_races_and_results_are_those_without_streams(
             assert torch.equal(ours, truth)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
+@every_kernel
+def test_nccl_runs_one_sequence_of_permutations_on_all_ranks(name: str, num_ranks: int) -> None:
+    """Also where two exchanges are under way: then no operation can wait for a later one."""
+    first, *others = [d.permutations for d in run(name, "nccl", num_ranks).detectors]
+    assert others == [first] * (num_ranks - 1)
+    assert len(first) >= 2 * (num_ranks - 1)
+
+
 def places_in_source() -> set[Place]:
     """Every verb that the package says of a lane, or of a transfer below the transports."""
     folder = Path(shardmap_torch.kernels.__file__).parent

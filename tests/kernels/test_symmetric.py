@@ -135,6 +135,7 @@ def compare() -> list[float]:
                 results = []
                 for overlap in ("require", "off"):
                     before = len(operators.calls)
+                    assert all(out.is_contiguous() for out in call(*operands, overlap=overlap))
                     results.append(
                         values_and_gradients(
                             lambda *leaves, call=call, overlap=overlap: call(
