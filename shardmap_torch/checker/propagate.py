@@ -212,12 +212,14 @@ def einsum(equation: str) -> Rule:
             for letter in dict.fromkeys("".join(operands))
         }
         mixed = [letter for letter in dims if letter.isupper() and axes_of(dims[letter])]
-        if mixed or ANY in dims.values():
+        if mixed or any(dims[letter] == ANY for letter in dims if letter not in output):
             raise UnrelatedError("it mixes all entries along a dim that is cut", _WRAP)
         found = [tuple(dims[letter] for letter in result) for result in results]
         summed = [dims[letter] for letter in dims if letter.islower() and letter not in output]
         partial = frozenset(axis for dim in summed for axis in axes_of(dim))
         beside = step.pieces[: -len(operands)]
+        if beside and ANY in found[0]:
+            raise UnrelatedError("the size of an operand is that of a rank, and fits no cut yet")
         if beside and broadcast([*beside, _like(found[0])], len(found[0])) != found[0]:
             raise UnrelatedError("what is added is cut in another way than the product")
         if beside and partial:
@@ -262,6 +264,7 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
     op: rule
     for rule, names in (
         (_pointwise, "copy_ copy _to_copy clone detach alias lift_fresh masked_fill.Scalar"),
+        (_pointwise, "to.dtype to.dtype_layout to.device to.other"),
         (_pointwise, "masked_fill_.Scalar where.self where.ScalarOther where.ScalarSelf"),
         (_pointwise, "fill_.Scalar fill_.Tensor zero_ zeros_like ones_like full_like empty_like"),
         (_pointwise, "native_dropout bernoulli_.float bernoulli rand_like randn_like uniform_"),
@@ -269,8 +272,11 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (_reshaped, "view _unsafe_view reshape _reshape_alias unsqueeze squeeze squeeze.dim"),
         (_reshaped, "squeeze.dims view_copy"),
         (_expanded, "expand"),
-        (_filled, "zeros ones full empty.memory_format scalar_tensor new_zeros new_ones"),
-        (_filled, "new_full new_empty"),
+        (
+            _filled,
+            "zeros ones full empty.memory_format scalar_tensor new_zeros new_ones",
+        ),
+        (_filled, "new_full new_empty _efficientzerotensor"),
         (_permuted, "permute t transpose.int"),
         (_joined, "cat"),
         (_stacked, "stack"),
@@ -288,11 +294,19 @@ _SIZED: Final = frozenset({_reshaped, _expanded, _filled, _sliced})
 """Rules of operations whose sizes may differ in the two programs."""
 
 
+# What torch's reference formulas are written in has no tags.
+_POINTWISE_PRIMS: Final = frozenset(
+    "abs add convert_element_type cos div eq exp ge gt le log lt maximum minimum mul ne neg pow"
+    " rsqrt sin sqrt sub tanh where".split()
+)
+
+
 def _rule_of(op: OpOverload) -> Rule:
     found = RULES.get(op)
     if found is not None:
         return found
-    if torch.Tag.pointwise in op.tags:
+    namespace, name = op._schema.name.split("::")
+    if torch.Tag.pointwise in op.tags or (namespace == "prims" and name in _POINTWISE_PRIMS):
         return _pointwise
     if op._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
         return _listed

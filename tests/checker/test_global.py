@@ -198,13 +198,11 @@ RIGHT = [
     (inner_gradient, P("dp")),
     (part_of_features, P("dp")),
     (vmapped, P("dp")),
-    (tangents, P("dp")),
     (recomputed, P("dp")),
     (turned_in_place, P("dp")),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")
 @pytest.mark.parametrize(("body", "out"), RIGHT, ids=lambda v: getattr(v, "__name__", ""))
 def test_accepts_one_device_programs(body: Body, out: P) -> None:
     accepted(body, out)
@@ -355,6 +353,16 @@ def test_rejects_what_is_another_program_on_one_device(body: Body, out: P, text:
 
 
 # ------------------------------------------------------------------------------- boundaries
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")
+def test_tangents() -> None:
+    values = [value.detach() for value in ARGS]
+    batched, one = (
+        mapped(tangents, P("dp"), mesh=make_mesh(sizes, ("dp", "tp"), kind="simulated"))(*values)
+        for sizes in ((2, 4), (1, 1))
+    )
+    torch.testing.assert_close(batched, one)
 
 
 def test_nested_bodies() -> None:
