@@ -78,6 +78,8 @@ def go(this: Round, branches: Branches) -> Passage:
     except ShardTypeError as error:
         error.args = ("\n".join([str(error), *told(branches.taken)]),)
         raise
+    finally:
+        branches.end()
 
 
 @dataclass(frozen=True)
@@ -240,9 +242,10 @@ class _Verification:
             raise called from error
         if branches.refusal is not None:
             raise branches.refusal from None
-        if not branches.taken or isinstance(error, ShardMapError):
+        in_words = str(error)
+        if isinstance(error, ShardMapError) or not (branches.taken or name in in_words):
             raise error
-        if not is_raised_by_body(error) or name in str(error):
+        if not is_raised_by_body(error) or name in in_words:
             raise ShardTypeError(f"{self._call.name}: {type(error).__name__}: {error}") from error
         way = Way(
             tuple(branches.taken),

@@ -84,10 +84,15 @@ class Branches:
         self.name, self._given, self._others = name, given, others
         self.start()
 
+    def end(self) -> None:
+        """No way is followed any more."""
+        self._ended = True
+
     def start(self) -> None:
         """Forgets what has been answered, for another interpretation on the same way."""
         self.taken: list[Branch] = []
         self._known: list[tuple[Condition, bool]] = []
+        self._ended = False
         self.refusal: ShardTypeError | None = None
 
     def refuse(self, what: str, advice: str) -> NoReturn:
@@ -107,8 +112,13 @@ class Branches:
         """What the condition is on this way.
 
         Raises:
-            ShardTypeError: there are too many ways.
+            ShardTypeError: there are too many ways; or the check has ended, and nobody knows.
         """
+        if self._ended:
+            raise ShardTypeError(
+                f"{self.name}: {condition} is asked of a number that the body kept when it was "
+                "checked. Return the number instead: the check of a body leaves nothing behind."
+            )
         answers = self._possible(condition)
         if len(answers) == 1:
             return answers.pop()

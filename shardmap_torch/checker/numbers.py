@@ -208,6 +208,12 @@ class SymbolicNumber:
     __eq__, __ne__ = _comparison("=="), _comparison("!=")
     __hash__ = object.__hash__
 
+    def __getattr__(self, name: str) -> Any:
+        """What a Python number has and this one has not."""
+        if hasattr(self.kind, name):
+            self._escape(f".{name}")
+        raise AttributeError(name)
+
     def __bool__(self) -> bool:
         """A branch."""
         return self.owner.branches.decide(Condition(self.text, self.kind, "!=", 0))

@@ -22,6 +22,7 @@ from shardmap_torch import (
     axis_index,
     check_program,
     convert,
+    explain,
     make_mesh,
     shard_map,
     trace,
@@ -324,6 +325,35 @@ def test_arithmetic_on_numbers_is_followed() -> None:
     assert_right(body, one, x, W.detach(), in_specs=SPECS, out_specs=P("tp"))
 
 
+def test_attributes_of_numbers_are_refused_where_numbers_have_them() -> None:
+    def body(x: Tensor, attribute: str) -> Tensor:
+        number: Any = x.sum().item()
+        return x if hasattr(number, attribute) else 2 * x
+
+    def f(attribute: str) -> Any:
+        return lambda x: body(x, attribute)
+
+    text = rejection(f("is_integer"), X, in_specs=P(), out_specs=P())
+    assert ".is_integer makes a plain Python number of one that is taken from a tensor." in text
+    assert ways(f("item"), X, in_specs=P(), out_specs=P()) == 1
+
+
+def test_a_number_that_the_body_keeps_means_nothing_after_the_check() -> None:
+    kept: list[Any] = []
+
+    def body(x: Tensor) -> Tensor:
+        kept.append(x.sum().item())
+        return x
+
+    assert ways(body, X, in_specs=P(), out_specs=P()) == 1
+    assert str(kept[0] + 1) == "<(#1 + 1)>"
+    for use in (lambda: kept[0] > 1, lambda: bool(kept[0]), lambda: max(kept[0], 3)):
+        with pytest.raises(ShardTypeError, match="kept when it was checked"):
+            use()
+    with pytest.raises(ShardTypeError, match="used after its check has ended"):
+        torch.ones(1) * kept[0]
+
+
 # -------------------------------------------------------------------------------- how many ways
 
 
@@ -524,6 +554,30 @@ def test_the_program_shows_each_way_and_its_fingerprint_is_not_that_of_one() -> 
     assert "mul(%3; other=#1)" in "".join(lines)
     assert trace(g, x).fingerprint == trace(g, x).fingerprint != trace(f, x).fingerprint
     assert len({way.branches for way in check_program(g, x).ways}) == 3
+
+
+def test_explain_tells_each_way_and_the_bytes_of_the_one_that_sends_most() -> None:
+    def body(x: Tensor) -> Tensor:
+        total = all_reduce(x.sum(), "tp", dst=I)
+        if total.item() > 1:
+            raise ValueError
+        return all_reduce(x, "tp", dst=I).sum() if total.item() > 0 else total
+
+    x = X.detach()
+    f = shard_map(body, mesh=ABSTRACT, in_specs=P("tp"), out_specs=P())
+    lines = explain(f, x).splitlines()
+    assert [text.split("  # ")[0] for text in lines if text.startswith(("way", "  and"))] == [
+        "way 1, where #1 > 1 is True",
+        "way 2, where #1 > 1 is False",
+        "  and #1 > 0 is True",
+        "way 3, where #1 > 1 is False",
+        "  and #1 > 0 is False",
+    ]
+    total = "  all_reduce('tp', P -> I) of float64[], sends 12 B"
+    assert len([text for text in lines if text.startswith(total)]) == 3
+    assert lines.count("  raises ValueError") == 1
+    # Two sums, of one number and of 12, on the way that sends most.
+    assert trace(f, x).bytes_sent() == {"tp": 12 + 12 * 12}
 
 
 # ------------------------------------------------------------------------------ global strictness
