@@ -21,31 +21,14 @@ def compare(
     in the same round: a machine that is twice as slow for some rounds then changes no ratio.
     Two rounds before these warm up. With `clock=time.process_time` other processes do not count.
     """
-    seconds = _rounds(functions, rounds, number, clock)
-    first = next(iter(seconds.values()))
-    return {name: statistics.median(first) * _ratio(each, first) for name, each in seconds.items()}
-
-
-def least(
-    functions: Mapping[str, Callable[[], object]], rounds: int = 30, number: int = 1
-) -> dict[str, float]:
-    """Seconds of a call in the quickest of the rounds, by name; rounds are as in `compare`."""
-    return {name: min(each) for name, each in _rounds(functions, rounds, number).items()}
-
-
-def _rounds(
-    functions: Mapping[str, Callable[[], object]],
-    rounds: int,
-    number: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 2):
         for name in list(functions)[:: 1 if turn % 2 else -1]:
             taken = _time(functions[name], number, clock)
             if turn >= 2:
                 seconds[name].append(taken)
-    return seconds
+    first = next(iter(seconds.values()))
+    return {name: statistics.median(first) * _ratio(each, first) for name, each in seconds.items()}
 
 
 def _ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
