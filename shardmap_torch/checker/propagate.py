@@ -325,14 +325,16 @@ class _Slot:
     dim: int | None
 
 
+_EXTREMUM: Final = "wrap it and the all_reduce with op='max' or 'min' in one local_region."
+
 _PENDING: Final = {
     "avg": (
         "it averages over a cut dim, and the mean of a part is not the mean",
         "take the sum, all_reduce it, and divide by the size on one device: x.shape[dim] * "
         "axis_size(axis).",
     ),
-    "max": ("it takes the maximum over a cut dim", ""),
-    "min": ("it takes the minimum over a cut dim", ""),
+    "max": ("it takes the maximum over a cut dim", _EXTREMUM),
+    "min": ("it takes the minimum over a cut dim", _EXTREMUM),
 }
 
 
