@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -78,24 +79,38 @@ def action(layer: Layer, x: Tensor, w: Tensor, training: bool) -> Action:
     return forward_and_backward
 
 
-def timed(run: Action, calls: int) -> float:
-    """Seconds of a call on this rank, all ranks starting together."""
+def timed(run: Action, calls: int) -> tuple[float, float]:
+    """Seconds of a call on this rank, and CPU seconds of it; all ranks start together."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     for _ in range(calls):
         run()
-    return (time.perf_counter() - begin) / calls
+    return (time.perf_counter() - begin) / calls, (time.process_time() - cpu) / calls
 
 
-def one_round(actions: dict[str, Action], calls: int) -> tuple[dict[str, float], float, float]:
-    """Seconds by name, each run there and back; cores of others; change of the composition."""
+@dataclass(frozen=True)
+class Round:
+    """Seconds of a call by name, and CPU seconds; cores of others; change of the composition."""
+
+    seconds: dict[str, float]
+    cpu: dict[str, float]
+    others: float
+    drift: float
+
+
+def one_round(actions: dict[str, Action], calls: int) -> Round:
+    """Runs each there and back."""
     begin = Mark.now()
     there = {name: timed(run, calls) for name, run in actions.items()}
     back = {name: timed(actions[name], calls) for name in reversed(actions)}
-    there, back = slowest(there), slowest(back)
-    first, second = there["composition"], back["composition"]
-    seconds = {name: (there[name] + back[name]) / 2 for name in there}
-    return seconds, begin.others(), abs(first - second) / min(first, second)
+    out, home = (slowest({name: wall for name, (wall, _) in way.items()}) for way in (there, back))
+    first, second = out["composition"], home["composition"]
+    return Round(
+        seconds={name: (out[name] + home[name]) / 2 for name in out},
+        cpu={name: (there[name][1] + back[name][1]) / 2 for name in there},
+        others=begin.others(),
+        drift=abs(first - second) / min(first, second),
+    )
 
 
 def measure(actions: dict[str, Action], args: argparse.Namespace) -> dict[str, Any]:
@@ -105,19 +120,18 @@ def measure(actions: dict[str, Action], args: argparse.Namespace) -> dict[str, A
     actions["auto"]()
     plan = last_plan()
     assert plan is not None
-    once = max(slowest({name: timed(run, 1) for name, run in actions.items()}).values())
+    once = max(slowest({name: timed(run, 1)[0] for name, run in actions.items()}).values())
     calls = max(1, round(PIECE / once))
     kept: list[dict[str, float]] = []
-    rejected = 0
+    cpu: list[dict[str, float]] = []
     deadline = time.time() + args.seconds
     while len(kept) < args.rounds and time_left(deadline):
-        seconds, others, drift = one_round(actions, calls)
-        if others <= args.max_load and drift <= args.max_drift:
-            kept.append(seconds)
-        else:
-            rejected += 1
+        each = one_round(actions, calls)
+        cpu.append(each.cpu)
+        if each.others <= args.max_load and each.drift <= args.max_drift:
+            kept.append(each.seconds)
     ran = "composition" if plan.choice is None else str(plan.choice)
-    return {"plan": ran, "rounds": kept, "rejected": rejected}
+    return {"plan": ran, "rounds": kept, "cpu": cpu}
 
 
 def main() -> None:
