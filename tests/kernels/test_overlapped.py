@@ -1,6 +1,8 @@
 """The public operations on gloo processes: values, every gradient, plans, failures."""
 
 import itertools
+import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -158,11 +160,26 @@ def values_and_gradients(call: Run, operands: list[Tensor], *, twice: bool) -> l
     return list(torch.autograd.grad(second, leaves, allow_unused=True, materialize_grads=True))
 
 
-def compare_with_unfused(name: str, twice: bool) -> list[tuple[str, float]]:
+def random_cases(seed: int) -> Iterator[tuple[Any, int, bool]]:
+    """Shapes, chunks and whether to save, the same on every rank."""
+    draw = random.Random(seed)
+    for _ in range(12):
+        leading = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3)))
+        features = draw.randint(1, 6)
+        dim = draw.randint(-len(leading) - 1, len(leading))
+        tokens = math.prod(leading)  # matmul_all_reduce cuts these, whatever the dim is.
+        rows = min(tokens, features) if dim in (-1, len(leading)) else tokens
+        yield (leading, features, dim), draw.randint(1, min(rows, 5)), draw.random() < 0.5
+
+
+def compare_with_unfused(
+    name: str, twice: bool, seed: int | None = None
+) -> list[tuple[str, float]]:
     """The largest difference from the unfused composition, case by case."""
+    fixed = itertools.product(SHAPES, (1, 3), (False, True))
     worst = []
     with body():
-        for shape, chunks, save in itertools.product(SHAPES, (1, 3), (False, True)):
+        for shape, chunks, save in fixed if seed is None else random_cases(seed):
             results = []
             for overlap in ("require", "off"):
                 call, operands = CALLS[name](shape, overlap, chunks, save)
@@ -185,6 +202,15 @@ def test_values_and_all_gradients_equal_the_unfused_composition(
     gloo: Gloo, name: str, size: int
 ) -> None:
     for rank in gloo(size).run(compare_with_unfused, name, False):
+        assert max(rank, key=lambda case: case[1])[1] < 1e-10
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CALLS)
+def test_random_shapes_dims_and_chunks_equal_the_unfused_composition(
+    gloo: Gloo, name: str, size: int
+) -> None:
+    for rank in gloo(size).run(compare_with_unfused, name, False, size):
         assert max(rank, key=lambda case: case[1])[1] < 1e-10
 
 
