@@ -388,6 +388,9 @@ def plans() -> dict[str, str]:
         found["ring"] = str(last_plan())
         matmul_reduce_scatter(x, w, "tp", schedule="ring", chunks=2).sum().backward()
         found["backward of ring"] = str(last_plan())
+        x = torch.ones(512, 8, requires_grad=True)
+        all_gather_matmul(x, w, "tp", schedule="ring", chunks=2).sum().backward()
+        found["the other way round"] = str(last_plan())
     with body(FAST_LINK):
         explain("nothing to hide", 512)
     with body(LOOPBACK):
@@ -416,6 +419,8 @@ def test_the_plan_tells_what_ran_and_why(gloo: Gloo) -> None:
         "scatter/ring/2 (the model predicts +10% from overlap)",
         "backward of ring": "matmul_reduce_scatter backward over 'tp': "
         "gather/ring/2 (the model predicts +10% from overlap, required)",
+        "the other way round": "all_gather_matmul backward over 'tp': "
+        "scatter/ring/2 (the model predicts +62% from overlap, required)",
         "nothing to hide": gather + "unfused (the model predicts +1% from overlap)",
         "cannot be hidden": gather + "unfused (the model predicts +0% from overlap)",
     }

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.calibrate import measure
+from shardmap_torch.kernels.calibrate import _doubtful, measure
 from shardmap_torch.kernels.cost import Fabric
 from shardmap_torch.kernels.exchange import Choice
 from shardmap_torch.kernels.matmul import (
@@ -201,6 +201,20 @@ def test_required_overlap_that_is_impossible_raises_with_the_reason() -> None:
     )
     with pytest.raises(KernelError, match=r"^op: overlap='yes' is none of auto, require, off\.$"):
         check_overlap("op", "yes")
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([0.8, 0.81, 0.79, 0.8], 0.8),  # A quiet machine.
+        ([0.9, -0.6, 0.1, 1.4, 0.0, 0.7, -0.1, 0.5], 0.0),  # A busy one: nothing is promised.
+        ([1.2, 1.3, 1.1, 1.2], 1.0),
+    ],
+)
+def test_a_share_of_overlap_that_scatters_is_taken_at_its_lower_quartile(
+    shares: list[float], expected: float
+) -> None:
+    assert _doubtful(shares) == expected
 
 
 def measured() -> tuple[Fabric, Fabric]:
