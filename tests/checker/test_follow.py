@@ -25,6 +25,7 @@ from shardmap_torch import (
     all_reduce,
     axis_index,
     checkpoint,
+    lax,
     ppermute,
     shard_map,
 )
@@ -122,6 +123,44 @@ def new_program(mesh: Mesh) -> None:
 @ON_EVERY_MESH
 def test_another_program_that_is_right_runs_from_the_start(kind: Any, gloo: Gloo) -> None:
     run_on(kind, new_program, gloo, (2,), ("a",))
+
+
+@pytest.mark.parametrize("kind", ["vmap", "ranks"])
+def test_another_program_runs_under_a_transform_from_outside(kind: Any, gloo: Gloo) -> None:
+    def scenario(mesh: Mesh) -> None:
+        f = shard_map(
+            lambda w, x: reduced((w * x).sum(), FLAG.get()),
+            mesh=mesh,
+            in_specs=(P(), P("a")),
+            out_specs=P(),
+        )
+        w = torch.tensor(1.0)
+        for way, slope, bend in (("sum", 6.0, 0.0), ("twice", 58.0, 52.0), ("sum", 6.0, 0.0)):
+            FLAG.put(way)
+            same(torch.func.grad(f)(w, X), torch.tensor(slope))
+            if mesh.simulate == "vmap":
+                same(torch.func.grad(torch.func.grad(f))(w, X), torch.tensor(bend))
+
+    run_on(kind, scenario, gloo, (2,), ("a",))
+
+
+def test_ways_that_a_run_cannot_tell_apart_must_ask_for_the_same_type(gloo: Gloo) -> None:
+    def scenario(mesh: Mesh) -> None:
+        def body(n: Tensor, x: Tensor) -> Tensor:
+            value = torch.ones(()) if n.item() > 0 else x.sum()
+            return lax.psum(value, "a")
+
+        f = shard_map(body, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+        with pytest.raises(ShardTypeError) as error:
+            f(torch.tensor(1), X)
+        line = body.__code__.co_firstlineno + 2
+        assert str(error.value).splitlines()[0] == (
+            f'body: the value at test_follow.py:{line}: return lax.psum(value, "a") is [K] over '
+            "['a'] on one way through the body and [V] on another, and a run cannot tell which it "
+            "takes. Say the type with src=."
+        )
+
+    run_on("vmap", scenario, gloo, (2,), ("a",))
 
 
 def unsteady(mesh: Mesh) -> None:
