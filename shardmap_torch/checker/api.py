@@ -225,7 +225,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     lines = [f"{program.name} on the {program.mesh}", "arguments:"]
     lines += [f"  {path}: {spec!r}" for path, spec in program.in_specs]
     for number, way in enumerate(program.ways, 1):
-        lines += [*_title(number, way, sites=True), *_explained(way)]
+        lines += [*_title(number, way, sites=True), *_explained(way, program.mesh.axis_names)]
     sent = program.bytes_sent()
     lines.append("bytes sent by each rank, forward and backward:")
     lines += [f"  {axis}: {count}" for axis, count in sorted(sent.items()) if count]
@@ -246,7 +246,7 @@ def _globally(
     return [f"global: the same program on one device{promised}", *lines]
 
 
-def _explained(way: Way) -> Iterator[str]:
+def _explained(way: Way, axes: Sequence[str]) -> Iterator[str]:
     """The collectives of one way, each with its backward."""
     collectives = _collectives(way.equations)
     derived = [e for e in collectives if e.backward]
@@ -255,11 +255,20 @@ def _explained(way: Way) -> Iterator[str]:
         if not equation.backward:
             yield _told(equation)
             back = [e for e in derived if e.forward is equation]
-            yield from (f"    backward: {_told(e).strip()}" for e in back)
+            yield from (f"    backward: {_told(e).strip()}{_specified(equation, e)}" for e in back)
     boundary = [e for e in derived if e.forward is None or e.forward.collective is None]
-    yield from ["gradients of arguments:"] if boundary else []
+    yield from ["gradients of arguments:"] if boundary or way.gradients else []
+    yield from (f"  {path}: {show_kinds(kinds, axes)}" for path, kinds in way.gradients)
     yield from map(_told, boundary)
     yield from [f"  {way.end}"] if way.end else []
+
+
+def _specified(forward: Equation, backward: Equation) -> str:
+    """Whether a backward collective is the one of the table's row."""
+    specified = None if forward.collective is None else forward.collective.transpose
+    if specified is None or str(forward.collective) != forward.name:  # an extremum has no row
+        return ""
+    return ", as specified" if backward.collective == specified else f", specified: {specified}"
 
 
 def _told(equation: Equation) -> str:

@@ -177,6 +177,7 @@ class _Verification:
         self._backend = AbstractBackend(self._interpreter, this.repair)
         self._exits: dict[Where, Exit] = {}
         self._needs: dict[Where, Need] = {}
+        self._gradients: list[tuple[str, Types]] = []
         self._has_uncommitted = False
         self._locals: dict[int, Tensor] = {}
 
@@ -407,6 +408,7 @@ class _Verification:
             if gradient is not None:
                 replicate: list[str] = []
                 cell = interpreter.cell(gradient)
+                self._gradients.append((path, cell.kinds))
                 for axis, have in zip(interpreter.axes, cell.kinds, strict=True):
                     at = interpreter.axes.index(axis)
                     kind = _enters_as(spec, axis, call.mapped)
@@ -445,7 +447,11 @@ class _Verification:
             outputs[position] = (shape, value.dtype, kinds)
             leaves[position] = None  # its graph would stay alive
         return Passage(
-            Way(tuple(self._branches.taken), tuple(interpreter.equations)),
+            Way(
+                tuple(self._branches.taken),
+                tuple(interpreter.equations),
+                gradients=tuple(self._gradients),
+            ),
             replace(result, leaves=leaves),
             None,
             outputs,

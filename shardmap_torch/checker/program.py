@@ -103,11 +103,13 @@ class Way:
         branches: on numbers taken from tensors, in the order in which the way takes them.
         equations: in the order of execution.
         end: how it ends where it does not return, in words: an exception that the body raises.
+        gradients: the types that the derived gradients of arguments have in the body, by path.
     """
 
     branches: tuple[Branch, ...]
     equations: tuple[Equation, ...]
     end: str = ""
+    gradients: tuple[tuple[str, Types], ...] = ()
 
 
 def use_of(name: str, tensor: Tensor, cell: Cell, kinds: Types) -> Use:

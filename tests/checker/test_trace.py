@@ -79,8 +79,9 @@ def test_explain_pairs_each_collective_with_the_one_that_autograd_derived() -> N
             "collectives:",
             "  all_reduce(('dp', 'tp'), P -> I) of float32[], sends 7 B  "
             f'# test_trace.py:{line}: return all_reduce((x @ w).sum(), ("dp", "tp"), dst=I)',
-            "    backward: convert(('dp', 'tp'), I -> R) of float32[], sends 0 B",
+            "    backward: convert(('dp', 'tp'), I -> R) of float32[], sends 0 B, as specified",
             "gradients of arguments:",
+            "  w: {dp: V, tp: V}",
             "  all_reduce('dp', P -> I) of float32[16, 2], sends 128 B",
             "bytes sent by each rank, forward and backward:",
             "  dp: 128",
