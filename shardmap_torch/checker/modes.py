@@ -145,6 +145,8 @@ def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) 
     out = func(*args, **kwargs)
     if _functorch.is_functorch_wrapped_tensor(out):
         interpreter.mark_differentiated(out)
+    else:
+        interpreter.batches = False  # torch.func.vmap allows no requires_grad_
     return out
 
 

@@ -1,0 +1,194 @@
+"""op_db through everything: `shard_map`, the checker, ranks that run, and their gradients.
+
+`tests/checker/fuzz.py` tries the rule tables by themselves, many times faster; here each operator
+is the body of a `shard_map` whose operands enter with given types. What the ranks return, and what
+gradients come out of the boundary, is held against one autograd graph of all ranks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from shardmap_torch import P, ShardMapError, check_program, make_mesh, reinterpret, shard_map
+from shardmap_torch.checker import verify
+from shardmap_torch.types import AxisType, I, K, Partial, R, V
+from tests.checker.fuzz import NUM_RANKS, Case, Typings, Values, _close, _precision
+from tests.checker.machines import types_of
+from tests.checker.programs import differentiated
+
+AXIS: Final = "r"
+ABSTRACT: Final = make_mesh((NUM_RANKS,), (AXIS,), kind="abstract")
+RANKS: Final = make_mesh((NUM_RANKS,), (AXIS,), kind="simulated", simulate="ranks")
+ENTERS: Final[Mapping[AxisType, P]] = {
+    V: P(AXIS),
+    Partial: P(AXIS),  # the body takes the V for addends
+    R: P(replicate={AXIS}),
+    I: P(invariant={AXIS}),
+    K: P(),
+}
+EXCUSES: Final = ("part ways", "without data", "would differ between ranks", "a Python value")
+"""What is refused for good reason: data-dependent shapes and values."""
+
+
+@dataclass
+class Finding:
+    """What one trial came to: refused, skipped, wrong, or none of these."""
+
+    refused: str | None = None
+    skipped: str | None = None
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One sample with a type for each floating operand; `cut` says how an R result leaves."""
+
+    case: Case
+    types: Typings
+    cut: bool = False
+    seed: int = 0
+
+    def leaves(self) -> list[Tensor]:
+        """The operands as global values: the ranks' own ones stacked."""
+        values = Values(self.case, self.types, torch.Generator().manual_seed(self.seed))
+        made = []
+        for place, kind in self.types.operands.items():
+            column = values.operand(place)
+            whole = torch.stack(column) if kind in (V, Partial) else column[0].clone()
+            made.append(whole.requires_grad_(place in self.case.smooth and kind != K))
+        return made
+
+    def body(self, note: Callable[[list[Tensor]], None]) -> Callable[..., tuple[Tensor, ...]]:
+        """The operator on one rank's operands; its results are noted on their way."""
+        operands = self.types.operands
+
+        def run(*locals_: Tensor) -> tuple[Tensor, ...]:
+            values = {}
+            for (place, kind), x in zip(operands.items(), locals_, strict=True):
+                own = x[0] if kind in (V, Partial) else x
+                values[place] = reinterpret(own, AXIS, src=V, dst=Partial) if kind == Partial else own
+            outs = self.case.call(values)
+            note(outs)
+            return tuple(outs)
+
+        return run
+
+    def specs(self) -> tuple[P, ...]:
+        return tuple(ENTERS[kind] for kind in self.types.operands.values())
+
+
+def tried(trial: Trial) -> Finding:
+    """Checks one operator, runs it on ranks, and compares."""
+    kinds: list[AxisType] = []
+
+    def note(outs: list[Tensor]) -> None:
+        kinds[:] = [types_of(out)[0] for out in outs]
+
+    leaves = trial.leaves()
+    alone = trial.body(note)
+
+    def forward(*locals_: Tensor) -> tuple[()]:
+        alone(*locals_)
+        return ()
+
+    try:
+        with patch.object(verify, "_TRIES", 0):
+            check_program(
+                shard_map(forward, mesh=ABSTRACT, in_specs=trial.specs(), out_specs=()), *leaves
+            )
+            return _held(trial, kinds, leaves)
+    except ShardMapError as error:
+        return Finding(refused=str(error).splitlines()[0])
+    except Exception as problem:  # a sample that fake tensors, or this build, cannot run
+        return Finding(skipped=f"{type(problem).__name__}: {problem}".splitlines()[0])
+
+
+def _held(trial: Trial, kinds: Sequence[AxisType], leaves: Sequence[Tensor]) -> Finding:
+    """Runs an operator whose results' types are known, and compares."""
+    cuts = [kind == V or (trial.cut and kind == R) for kind in kinds]
+    specs = tuple(
+        P(AXIS) if cut else P(partial={AXIS} if kind == Partial else ())
+        for cut, kind in zip(cuts, kinds, strict=True)
+    )
+    one = trial.body(lambda outs: None)
+
+    def body(*locals_: Tensor) -> tuple[Tensor, ...]:
+        outs = one(*locals_)
+        return tuple(y.unsqueeze(0) if cut else y for y, cut in zip(outs, cuts, strict=True))
+
+    mapped = shard_map(body, mesh=RANKS, in_specs=trial.specs(), out_specs=specs)
+    smooth = [x for x in leaves if x.requires_grad]
+    columns = [_run(trial, leaves, rank) for rank in range(NUM_RANKS)]
+    truth = [
+        _whole([column[k] for column in columns], kind, cut)
+        for k, (kind, cut) in enumerate(zip(kinds, cuts, strict=True))
+    ]
+    if any(not bool(torch.isfinite(y).all()) for y in truth):
+        return Finding(skipped="infinite values")
+    finding = Finding(wrong=list(_unequal(columns, kinds)))
+    actual = list(mapped(*leaves))
+    again = _run(trial, leaves, 0)
+    if not all(_equal(x, y) for x, y in zip(again, columns[0], strict=True)):
+        return finding  # it draws numbers: there is nothing to compare with
+    pairs = [*zip(actual, truth, strict=True)]
+    pairs += zip(_gradients(actual, smooth), _gradients(truth, smooth), strict=True)
+    finding.wrong += [
+        f"result or gradient {number} of types {list(kinds)}"
+        for number, (x, y) in enumerate(pairs)
+        if not _equal(x.detach(), y.detach())
+    ]
+    return finding
+
+
+def _gradients(values: Sequence[Tensor], smooth: Sequence[Tensor]) -> list[Tensor]:
+    real = [y for y in values if y.requires_grad]
+    return differentiated(real, smooth)
+
+
+def _run(trial: Trial, leaves: Sequence[Tensor], rank: int) -> list[Tensor]:
+    values = {
+        place: leaf[rank] if kind in (V, Partial) else leaf
+        for (place, kind), leaf in zip(trial.types.operands.items(), leaves, strict=True)
+    }
+    return trial.case.call(values)
+
+
+def _whole(column: Sequence[Tensor], kind: AxisType, cut: bool) -> Tensor:
+    if cut:
+        return torch.stack(list(column))
+    return sum(column[1:], column[0]) if kind == Partial else column[0]
+
+
+def _unequal(columns: Sequence[Sequence[Tensor]], kinds: Sequence[AxisType]) -> Iterator[str]:
+    for number, (kind, *column) in enumerate(zip(kinds, *columns, strict=True)):
+        if kind not in (V, Partial) and not _equal(column[0].detach(), column[1].detach()):
+            yield f"result {number} is typed {kind}, and the ranks differ"
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and _close(first, second, _precision(second))
+
+
+def trials_of(case: Case) -> dict[str, Trial]:
+    """What must be accepted, and one P beside R for each operand."""
+    places = case.places
+    named = {
+        "V": Trial(case, Typings(dict.fromkeys(places, V))),
+        "R": Trial(case, Typings(dict.fromkeys(places, R))),
+        "R, cut": Trial(case, Typings(dict.fromkeys(places, R)), cut=True),
+        "I": Trial(case, Typings(dict.fromkeys(places, I))),
+        "K": Trial(case, Typings(dict.fromkeys(places, K))),
+    }
+    for number, place in enumerate(places[:3]):
+        types = Typings({**dict.fromkeys(places, R), place: Partial})
+        named[f"P in {number}"] = Trial(case, types)
+        types = Typings({**dict.fromkeys(places, R), place: V})
+        named[f"V in {number}"] = Trial(case, types)
+    return named
+
+
+FLOORS: Final = ("V", "R", "R, cut", "I")
