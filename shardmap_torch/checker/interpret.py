@@ -329,8 +329,8 @@ class Interpreter:
         return fake
 
     def _type(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> list[Types]:
-        made = [t for _, t in _results(out)] or [*_written(op, arguments)]
-        smooth = any(is_real(tensor.dtype) for tensor in made)
+        made = [*_results(out)] or [*enumerate(_written(op, arguments))]
+        smooth = any(is_real(tensor.dtype) for _, tensor in made)
 
         def read(tensor: Tensor) -> Types:
             kinds = self.kinds(tensor)
@@ -350,20 +350,19 @@ class Interpreter:
         self,
         op: OpOverload,
         arguments: Mapping[str, Any],
-        made: Sequence[Tensor],
+        made: Sequence[tuple[int, Tensor]],
         kinds: Sequence[Types],
     ) -> None:
-        axis = next((k.index(Partial) for k in kinds if Partial in k), None)
-        if axis is None:
-            return
         read = [t for value in arguments.values() for t in tensors_of(value)]
         whole = any(is_real(tensor.dtype) for tensor in read)
-        bad = any(t.dtype == torch.bool or (whole and not is_real(t.dtype)) for t in made)
         bits = op is _BITS
-        if bad or bits:
-            reason = BITS if bits else INTEGER
-            refusal = Refusal(axis, Clash(Partial, None, reason), reason)
-            raise report.refused(self, op, arguments, refusal)
+        for index, tensor in made:
+            kind = kinds[index % len(kinds)]
+            rounded = tensor.dtype == torch.bool or (whole and not is_real(tensor.dtype))
+            if Partial in kind and (bits or rounded):
+                reason = BITS if bits else INTEGER
+                refusal = Refusal(kind.index(Partial), Clash(Partial, None, reason), reason)
+                raise report.refused(self, op, arguments, refusal)
 
     def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> None:
         """Requires that a Python value, or a shape, that depends on data is equal on all ranks."""
@@ -441,6 +440,8 @@ class Interpreter:
     ) -> Sequence[Types]:
         """The types of what is written, which need not be the results."""
         row = row_of(op)
+        if not written:
+            return ()
         if len(kinds) == len(written):
             return kinds
         if len(kinds) == 1 or (row is not None and row.zipped):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Communication:
     axes: tuple[str, ...]
     src: AxisType | None = None
     dst: AxisType | None = None
-    op: str = "sum"
+    op: Literal["sum", "mean", "max", "min"] = "sum"
     dim: int = 0
     tiled: bool = True
     uneven: bool = False
@@ -121,9 +121,8 @@ def _gather(call: Communication, x: Tensor) -> Tensor:
 
 def _scatter(call: Communication, x: Tensor) -> Tensor:
     sizes = call.sizes(axis_size(call.axis))
-    return reduce_scatter(
-        x, call.axis, dim=call.dim, op=call.op, tiled=call.tiled, sizes=sizes
-    )
+    op: Any = call.op
+    return reduce_scatter(x, call.axis, dim=call.dim, op=op, tiled=call.tiled, sizes=sizes)
 
 
 def _cast(call: Communication, x: Tensor) -> Tensor:
@@ -153,7 +152,12 @@ Xs = Sequence[Tensor]
 
 def _combined(c: Communication, xs: Xs) -> list[Tensor]:
     stacked = torch.stack(list(xs))
-    ways = {"sum": stacked.sum, "mean": stacked.mean, "max": stacked.amax, "min": stacked.amin}
+    ways: Mapping[str, Callable[[int], Tensor]] = {
+        "sum": stacked.sum,
+        "mean": stacked.mean,
+        "max": stacked.amax,
+        "min": stacked.amin,
+    }
     return [ways[c.op](0)] * len(xs)
 
 
@@ -225,9 +229,7 @@ def _own_piece(c: Communication, xs: Xs) -> list[Tensor]:
 
 def _in_place(c: Communication, xs: Xs) -> list[Tensor]:
     zeros = [torch.zeros_like(x) for x in xs]
-    return [
-        torch.cat([*zeros[:rank], x, *zeros[rank + 1 :]], c.dim) for rank, x in enumerate(xs)
-    ]
+    return [torch.cat([*zeros[:rank], x, *zeros[rank + 1 :]], c.dim) for rank, x in enumerate(xs)]
 
 
 _CONVERSIONS: Final[Mapping[tuple[Any, ...], Callable[[Communication, Xs], list[Tensor]]]] = {

@@ -67,15 +67,17 @@ class Notes:
 
     Attributes:
         gradients: types of loss, operand and gradient, for each gradient taken inside.
+        inputs: types of each input.
         values: types of each step's value.
     """
 
     gradients: list[tuple[Types, Types, Types]] = field(default_factory=list)
+    inputs: list[Types] = field(default_factory=list)
     values: list[Types] = field(default_factory=list)
 
     def clear(self) -> None:
-        self.gradients.clear()
-        self.values.clear()
+        for each in (self.gradients, self.inputs, self.values):
+            each.clear()
 
 
 def types_of(value: Tensor) -> Types:
@@ -224,9 +226,7 @@ class AllRanks:
         )
         assert isinstance(total, Tensor)
         found = _derive(total, operands, not detaching)
-        for axis, kind, gradient in zip(
-            self.mesh.axis_names, of_operand, of_gradient, strict=True
-        ):
+        for axis, kind, gradient in zip(self.mesh.axis_names, of_operand, of_gradient, strict=True):
             if _is_one(kind, gradient):
                 found = self._summed(found, axis)
         return [each.detach() for each in found] if detaching else found
@@ -256,9 +256,7 @@ def _derive(total: Tensor, operands: Column, create_graph: bool) -> Column:
     found = torch.autograd.grad(
         total, operands, create_graph=create_graph, retain_graph=True, allow_unused=True
     )
-    return [
-        torch.zeros_like(x) if g is None else g for x, g in zip(operands, found, strict=True)
-    ]
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(operands, found, strict=True)]
 
 
 EQUAL: Final = (I, R, K, Z)

@@ -75,7 +75,7 @@ class Program:
                 notes.clear()
             outs = self.run(machine, inputs)
             if interpreted:
-                notes.values[:] = map(types_of, outs)
+                notes.inputs[:], notes.values[:] = map(types_of, inputs), map(types_of, outs)
             return tuple(outs[: len(self.out_specs)])
 
         return shard_map(body, mesh=mesh, in_specs=self.in_specs, out_specs=self.out_specs)
@@ -102,8 +102,9 @@ class Program:
         """Every program with one collective changed."""
         for number, step in enumerate(self.steps):
             for what, other in mutants_of(step, self.axes):
-                yield what, replace(
-                    self, steps=(*self.steps[:number], other, *self.steps[number + 1 :])
+                yield (
+                    what,
+                    replace(self, steps=(*self.steps[:number], other, *self.steps[number + 1 :])),
                 )
 
 
@@ -116,9 +117,7 @@ def judged(program: Program, shape: Sequence[int]) -> tuple[Notes | None, str]:
     mesh, notes = abstract(shape), Notes()
     try:
         with patch.object(verify, "_TRIES", 0):
-            check_program(
-                program.mapped(mesh, notes, program.closures()), *program.inputs(mesh)
-            )
+            check_program(program.mapped(mesh, notes, program.closures()), *program.inputs(mesh))
     except ShardTypeError as error:
         return None, str(error)
     return notes, ""
@@ -238,9 +237,7 @@ def _is_as_typed(machine: AllRanks, column: Sequence[Tensor], axis: str, kind: A
     if kind not in (I, R, K, Z):
         return True
     return all(
-        close(column[rank], column[group[0]])
-        for group in machine.groups([axis])
-        for rank in group
+        close(column[rank], column[group[0]]) for group in machine.groups([axis]) for rank in group
     )
 
 
@@ -252,9 +249,7 @@ def close(first: Tensor, second: Tensor) -> bool:
 
 def same(first: Outcome, second: Outcome) -> bool:
     """Equal values and gradients."""
-    pairs = zip(
-        [*first.values, *first.gradients], [*second.values, *second.gradients], strict=True
-    )
+    pairs = zip([*first.values, *first.gradients], [*second.values, *second.gradients], strict=True)
     return all(x.shape == y.shape and close(x, y) for x, y in pairs)
 
 
@@ -327,14 +322,14 @@ class Draw:
         tiled, uneven = choose(((True, False), (True, True), (False, False)))
         name = choose(
             "all_reduce all_reduce all_gather reduce_scatter all_to_all ppermute shift "
-            "broadcast convert convert reinterpret".split()
+            "broadcast convert convert reinterpret reinterpret".split()
         )
         if name == "all_reduce":
             return Communication(name, axes, dst=dst, op=choose(("sum", "sum", "mean", "max")))
         if name in ("convert", "reinterpret"):
             _, src, to = choose([each for each in CONVERSIONS if each[0] == name])
             return Communication(name, axes, src=src, dst=to, dim=dim)
-        op = choose(("sum", "mean")) if name == "reduce_scatter" else "sum"
+        op: Any = choose(("sum", "mean")) if name == "reduce_scatter" else "sum"
         return Communication(name, axes, None, dst, op, dim, tiled, uneven)
 
     def gradient(self, num_values: int, depth: int) -> Step:
@@ -346,7 +341,7 @@ class Draw:
             count += 1
         reduce = None
         if self.rng.random() < 0.6:
-            op = self.rng.choice(("sum", "mean"))
+            op: Any = self.rng.choice(("sum", "mean"))
             dst = self.rng.choice((I, I, R))
             reduce = Communication("all_reduce", self.over(), dst=dst, op=op)
         how = self.rng.choice(sorted(HOW) if depth == 0 else sorted(HOW)[-2:])
@@ -408,14 +403,17 @@ def _grow(growth: Growth, draw: Draw, shape: Sequence[int]) -> None:
 
 def broken(rng: random.Random, program: Program, notes: Notes) -> Program | None:
     """The program with a step, or an output, that the rules forbid for the types it has."""
-    ways = []
-    for number, kinds in enumerate(notes.values):
-        place = len(program.in_specs) + number
+    ways: dict[AxisType, list[Program]] = {}
+    for place, kinds in enumerate([*notes.inputs, *notes.values]):
+        number = place - len(program.in_specs)
         for axis, kind in zip(program.axes, kinds, strict=True):
-            ways += [_with_output(program, step) for step in _forbidden(kind, axis, place)]
-            if kind in (V, Partial):
-                ways.append(_with_whole(program, number, axis))
-    return rng.choice(ways) if ways else None
+            found = [_with_step(program, step) for step in _forbidden(kind, axis, place)]
+            if kind in (V, Partial) and number >= 0:
+                found.append(_with_whole(program, number, axis))
+            if found:
+                ways.setdefault(kind, []).extend(found)
+    # A type first, since few values are P.
+    return rng.choice(ways[rng.choice(sorted(ways, key=str))]) if ways else None
 
 
 def _forbidden(kind: AxisType, axis: str, place: int) -> list[Step]:
@@ -441,7 +439,7 @@ def _forbidden(kind: AxisType, axis: str, place: int) -> list[Step]:
     return [*(Communicate(call, place) for call in calls), *curved]
 
 
-def _with_output(program: Program, step: Step) -> Program:
+def _with_step(program: Program, step: Step) -> Program:
     """The step's value leaves in no way, so that it is the step that is refused."""
     return replace(program, steps=(*program.steps, step), out_specs=())
 

@@ -2,8 +2,8 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from shardmap_torch import ShardMapError

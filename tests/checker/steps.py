@@ -236,9 +236,7 @@ def _of_communication(step: Communicate, axes: Sequence[str]) -> Iterator[tuple[
         yield what, replace(step, call=call)
 
 
-def _other_calls(
-    call: Communication, axes: Sequence[str]
-) -> Iterator[tuple[str, Communication]]:
+def _other_calls(call: Communication, axes: Sequence[str]) -> Iterator[tuple[str, Communication]]:
     from shardmap_torch import I, R
 
     swapped = {I: R, R: I}

@@ -7,7 +7,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -15,14 +15,12 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from shardmap_torch import I, P, Partial, R, make_mesh
-from shardmap_torch.checker import abstract, calls, interpret, lattice, verify
+from shardmap_torch import I, Partial, R
+from shardmap_torch.checker import abstract, attempt, calls, lattice
 from shardmap_torch.checker.lattice import Clash, join
 from shardmap_torch.types import AxisType, K, V, Z
-from tests.checker.communicate import Communication
 from tests.checker.machines import Notes
 from tests.checker.programs import (
-    NAMES,
     SHAPES,
     Outcome,
     Program,
@@ -33,25 +31,25 @@ from tests.checker.programs import (
     judged,
     programs,
     same,
-    simulated,
-    truth,
 )
-from tests.checker.score import EQUAL, MISSED, OTHER, REFUSED, fate_of, meant, wrongs_of
-from tests.checker.steps import Communicate, Gradient, Local
+from tests.checker.score import EQUAL, MISSED, REFUSED, fate_of, meant, wrongs_of
 from tests.pool import Gloo
 from tests.programs.harness import whole, worker_mesh
 
 FUZZ: Final = bool(os.environ.get("SHARDMAP_FUZZ"))
 MANY: Final = 20 if FUZZ else 1
+X = TypeVar("X")
 SEEDS: Final = st.integers(0, 2**32)
 
 
-def examples(count: int) -> Any:
-    return settings(
+def examples(count: int) -> Callable[[X], X]:
+    """So many examples, the same each time but in `make fuzz`."""
+    chosen: Callable[[X], X] = settings(
         max_examples=count * MANY,
         derandomize=not FUZZ,
         suppress_health_check=list(HealthCheck),
     )
+    return chosen
 
 
 @examples(4)
@@ -70,9 +68,7 @@ def test_many_accepted_programs_are_right(drawn: tuple[Program, Any]) -> None:
 @pytest.mark.slow
 @examples(25)
 @given(drawn=programs(), seed=SEEDS)
-def test_a_step_against_the_rules_is_refused(
-    drawn: tuple[Program, Any], seed: int
-) -> None:
+def test_a_step_against_the_rules_is_refused(drawn: tuple[Program, Any], seed: int) -> None:
     program, shape = drawn
     notes, _ = judged(program, shape)
     assert notes is not None
@@ -170,14 +166,8 @@ def _lenient_product(factors: Sequence[AxisType]) -> AxisType | Clash:
     return Partial if len(kinds) < len(factors) else join(kinds)
 
 
-def _anything(kind: AxisType, cotangent: AxisType) -> bool:
-    return True
-
-
 ALL: Final = frozenset({I, R, V, Partial, K, Z})
 PLANTED: Final[dict[str, Callable[[], Any]]] = {
-    "any cotangent for an input": lambda: patch.object(verify, "accepts", _anything),
-    "any cotangent inside": lambda: patch.object(interpret, "accepts", _anything),
     "an equal addend beside P": lambda: patch.object(lattice, "add", _lenient_add),
     "I beside V": lambda: patch.object(calls, "join", _lenient_join),
     "P under any operation": lambda: patch.object(calls, "join", _lenient_curve),
@@ -188,16 +178,19 @@ PLANTED: Final[dict[str, Callable[[], Any]]] = {
     "any cotangent for a collective": lambda: patch.dict(
         abstract.BACKWARD, dict.fromkeys(abstract.BACKWARD, ALL)
     ),
-    "V leaves as one value": lambda: patch.dict(verify._EXITS, {("V", "I"): ()}),
-    "P leaves as one value": lambda: patch.dict(verify._EXITS, {("P", "I"): ()}),
+    "V leaves as one value": lambda: patch.dict(attempt._EXITS, {("V", "I"): ()}),
+    "P leaves as one value": lambda: patch.dict(attempt._EXITS, {("P", "I"): ()}),
 }
 
 
+QUICKLY_SEEN: Final = ("sums of equal values", "I taken for R", "R taken for I")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", PLANTED if FUZZ else QUICKLY_SEEN)
 def test_the_fuzzing_sees_a_wrong_rule(name: str) -> None:
     with PLANTED[name]():
-        assert any(sees_wrong(seed) for seed in range(60))
+        assert any(sees_wrong(seed) for seed in range(40))
 
 
 def sees_wrong(seed: int) -> bool:

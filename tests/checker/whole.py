@@ -7,7 +7,7 @@ gradients come out of the boundary, is held against one autograd graph of all ra
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 from unittest.mock import patch
 
 import torch
@@ -30,8 +30,6 @@ ENTERS: Final[Mapping[AxisType, P]] = {
     I: P(invariant={AXIS}),
     K: P(),
 }
-EXCUSES: Final = ("part ways", "without data", "would differ between ranks", "a Python value")
-"""What is refused for good reason: data-dependent shapes and values."""
 
 
 @dataclass
@@ -70,7 +68,11 @@ class Trial:
             values = {}
             for (place, kind), x in zip(operands.items(), locals_, strict=True):
                 own = x[0] if kind in (V, Partial) else x
-                values[place] = reinterpret(own, AXIS, src=V, dst=Partial) if kind == Partial else own
+                if place not in self.case.smooth:
+                    own = own.clone()  # running statistics, say, which the operator writes
+                if kind == Partial:
+                    own = reinterpret(own, AXIS, src=V, dst=Partial)
+                values[place] = own
             outs = self.case.call(values)
             note(outs)
             return tuple(outs)
@@ -122,7 +124,9 @@ def _held(trial: Trial, kinds: Sequence[AxisType], leaves: Sequence[Tensor]) -> 
 
     mapped = shard_map(body, mesh=RANKS, in_specs=trial.specs(), out_specs=specs)
     smooth = [x for x in leaves if x.requires_grad]
+    state = torch.get_rng_state()
     columns = [_run(trial, leaves, rank) for rank in range(NUM_RANKS)]
+    drawn = not torch.equal(state, torch.get_rng_state())
     truth = [
         _whole([column[k] for column in columns], kind, cut)
         for k, (kind, cut) in enumerate(zip(kinds, cuts, strict=True))
@@ -131,9 +135,8 @@ def _held(trial: Trial, kinds: Sequence[AxisType], leaves: Sequence[Tensor]) -> 
         return Finding(skipped="infinite values")
     finding = Finding(wrong=list(_unequal(columns, kinds)))
     actual = list(mapped(*leaves))
-    again = _run(trial, leaves, 0)
-    if not all(_equal(x, y) for x, y in zip(again, columns[0], strict=True)):
-        return finding  # it draws numbers: there is nothing to compare with
+    if drawn:
+        return finding  # there is nothing to compare with
     pairs = [*zip(actual, truth, strict=True)]
     pairs += zip(_gradients(actual, smooth), _gradients(truth, smooth), strict=True)
     finding.wrong += [
@@ -150,10 +153,10 @@ def _gradients(values: Sequence[Tensor], smooth: Sequence[Tensor]) -> list[Tenso
 
 
 def _run(trial: Trial, leaves: Sequence[Tensor], rank: int) -> list[Tensor]:
-    values = {
-        place: leaf[rank] if kind in (V, Partial) else leaf
-        for (place, kind), leaf in zip(trial.types.operands.items(), leaves, strict=True)
-    }
+    values = {}
+    for (place, kind), leaf in zip(trial.types.operands.items(), leaves, strict=True):
+        own = leaf[rank] if kind in (V, Partial) else leaf
+        values[place] = own if place in trial.case.smooth else own.clone()
     return trial.case.call(values)
 
 
@@ -192,3 +195,27 @@ def trials_of(case: Case) -> dict[str, Trial]:
 
 
 FLOORS: Final = ("V", "R", "R, cut", "I")
+
+GAPS: Final = {
+    "part ways": "data-dependent",
+    "without data": "data-dependent",
+    "Python value": "data-dependent",
+    "_segment_reduce_backward": "its backward is not known to be linear",
+    "abs over axis 'r' of P": "logcumsumexp's backward splits the cotangent by its sign",
+    "matrix_exp": "its backward is not known to be linear",
+    "linear_cross_entropy_batch_chunked": "an operator of torch that writes no derivative down",
+}
+"""Refusals of what the floors ask for, by a part of the text."""
+
+
+def is_excused(trial: str, case: Case, refused: str) -> bool:
+    """Whether a floor is missed for a reason that is known; what draws is V, and meets no I."""
+    draws = trial == "I" and "of I and V" in refused and case_draws(case)
+    return draws or any(part in refused for part in GAPS)
+
+
+def case_draws(case: Case) -> bool:
+    """Whether an operator draws random numbers."""
+    state = torch.get_rng_state()
+    case.call({})
+    return not torch.equal(state, torch.get_rng_state())
