@@ -4,6 +4,7 @@ An accepted program is run on ranks that are threads, each with its own autograd
 against one device.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.rule import TypedFunction
+from tests.golden.texts import hold
 
 RANKS = make_mesh((4,), ("tp",), kind="simulated", simulate="ranks")
 ABSTRACT = make_mesh((4,), ("tp",), kind="abstract")
@@ -51,8 +53,10 @@ def gradient(f: Callable[..., Tensor], *args: Tensor) -> Tensor:
 
 
 def rejection(f: Callable[..., Any], *args: Any, in_specs: Any, out_specs: Any) -> str:
+    """The error's text, which is held as a whole against tests/golden/bugs.txt."""
     with pytest.raises(ShardTypeError) as caught:
         check_program(shard_map(f, mesh=ABSTRACT, in_specs=in_specs, out_specs=out_specs), *args)
+    hold("bugs.txt", sys._getframe(1).f_code.co_name, str(caught.value))
     return str(caught.value)
 
 
