@@ -268,7 +268,8 @@ class _Verification:
         cell = interpreter.bring(fake, kinds, f"input {path} ({spec!r})", f"is the input {path}")
         cell.leaf = position
         interpreter.observer.entered(fake, spec)
-        return fake.requires_grad_(like.grad)
+        with interpreter.paused():
+            return fake.requires_grad_(like.grad)
 
     # ------------------------------------------------------------------------------ outputs
 

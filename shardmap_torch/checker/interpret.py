@@ -112,6 +112,11 @@ class Interpreter:
         """Autograd nodes that are there already are not the body's."""
         self._sequence = torch._C._autograd._get_sequence_nr()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether what runs now is not the body's."""
+        return self._paused
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Operations in here are not the body's."""

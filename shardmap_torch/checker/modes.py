@@ -145,7 +145,7 @@ def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) 
     out = func(*args, **kwargs)
     if _functorch.is_functorch_wrapped_tensor(out):
         interpreter.mark_differentiated(out)
-    else:
+    elif not interpreter.is_paused:
         interpreter.batches = False  # torch.func.vmap allows no requires_grad_
     return out
 

@@ -202,4 +202,6 @@ def _fails(call: Call, repair: Repair, strictness: Strictness) -> ShardTypeError
         _attempt(replace(call, fit=fit), repair, strictness)
     except ShardTypeError as error:
         return error
+    except Exception as problem:  # the body's own, on shapes that the repair has changed, say
+        return ShardTypeError(f"{call.name}: {problem}")
     return None

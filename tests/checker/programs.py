@@ -172,6 +172,16 @@ def truth(program: Program, shape: Sequence[int], notes: Notes) -> Outcome:
     """What the ranks' values and the types noted of them mean."""
     mesh = abstract(shape)
     xs, closures = program.inputs(mesh), program.closures()
+    ys, broken = on_one_device(program, mesh, notes, xs, closures)
+    leaves = [*(x for x in xs if x.requires_grad), *closures]
+    gradients = differentiated(ys, leaves)
+    return Outcome([y.detach() for y in ys], gradients, broken)
+
+
+def on_one_device(
+    program: Program, mesh: Mesh, notes: Notes, xs: Sequence[Tensor], closures: Sequence[Tensor]
+) -> tuple[list[Tensor], list[str]]:
+    """The global results in one autograd graph, and values that are not as they are typed."""
     machine = AllRanks(mesh, closures, notes)
     columns = [_enter(machine, x, spec) for x, spec in zip(xs, program.in_specs, strict=True)]
     outs = program.run(machine, columns)
@@ -185,9 +195,7 @@ def truth(program: Program, shape: Sequence[int], notes: Notes) -> Outcome:
         leave(machine, column, spec, kinds)
         for column, spec, kinds in zip(outs, program.out_specs, notes.values, strict=True)
     ]
-    leaves = [*(x for x in xs if x.requires_grad), *closures]
-    gradients = differentiated(ys, leaves)
-    return Outcome([y.detach() for y in ys], gradients, broken)
+    return ys, broken
 
 
 def _enter(machine: AllRanks, x: Tensor, spec: P) -> list[Tensor]:
