@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch.checker.row import Row
-from shardmap_torch.checker.table import TABLE, _functional
+from shardmap_torch.checker.table import TABLE, functional
 from tests.checker.fuzz import cases, derive
 
 PATH: Final = Path(__file__).with_name("rows.json")
@@ -68,7 +68,7 @@ class _Met(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        rows = [op for op in (func, *_functional(func)) if op in TABLE]
+        rows = [op for op in (func, *functional(func)) if op in TABLE]
         self.names |= {str(op) for op in rows[:1]}
         return func(*args, **(kwargs or {}))
 
