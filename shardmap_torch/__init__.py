@@ -39,6 +39,7 @@ from shardmap_torch.placing import device_put, from_local, full
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import I, Partial, R, S, V
+from shardmap_torch.validate import Validation, validate_rule
 from shardmap_torch.visualize import visualize_sharding
 
 __version__ = "0.1.0"
@@ -63,6 +64,7 @@ __all__ = [
     "SpecError",
     "TransformError",
     "V",
+    "Validation",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -92,5 +94,6 @@ __all__ = [
     "trace",
     "typeof",
     "use_mesh",
+    "validate_rule",
     "visualize_sharding",
 ]

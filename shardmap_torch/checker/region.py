@@ -43,7 +43,7 @@ def local_region(
     in a table whose rows are cut, positions of a cut sequence, masks under context parallelism.
     Wrapped in a region it is held to local strictness only, and its results are taken to be cut as
     `out_types` says, of the value that the function computes where every axis has one rank. Reports
-    list every region, and `validate_region` tries the promise. At run time it does nothing.
+    list every region, and `validate_rule` tries the promise. At run time it does nothing.
 
     Args:
         f: takes and returns pytrees of tensors; what is no tensor passes as it is.
@@ -101,7 +101,7 @@ def local_region(
         _tell(interpreter, name, inputs, outputs)
         return out
 
-    # What `validate_region` reads.
+    # What `validate_rule` reads.
     region._shardmap_region = (f, in_types, out_types)  # type: ignore[attr-defined]
     return region
 

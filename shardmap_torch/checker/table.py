@@ -40,6 +40,8 @@ def register_rule(op: OpOverload, row: Row) -> None:
             `Row()`; name in `linear` the arguments in which it is linear, if it may meet sums that
             are still to be taken.
 
+    The rule is believed: hold it against numbers with `validate_rule`, in a test.
+
     Raises:
         ShardTypeError: the operator is known already.
 

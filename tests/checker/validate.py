@@ -23,6 +23,7 @@ from shardmap_torch.checker import calls as typing_of_calls
 from shardmap_torch.checker.calls import Refusal, name_arguments, type_call
 from shardmap_torch.checker.row import Row
 from shardmap_torch.types import AxisType, K, Partial, R, V, Z
+from shardmap_torch.validate.numbers import draw, is_real, refute, shifted, tolerance_of
 from tests.checker.calls import Call
 
 UNWRITTEN: Final = ("empty", "resize")
@@ -42,21 +43,6 @@ class Findings:
 
     wrong: list[str] = field(default_factory=list)
     shown: set[tuple[str, str]] = field(default_factory=set)
-
-
-def is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def draw(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Random values of the same kind; integers stay in range, so that indices stay valid."""
-    if not is_real(like):
-        low, high = int(like.min()), int(like.max())
-        if low == high:  # 1: some indices count from one
-            low, high = (0, 1) if like.dtype == torch.bool else (min(1, low), high)
-        drawn = torch.randint(low, high + 1, like.shape, generator=generator)
-        return drawn.to(like.dtype).to(like.device)
-    return 2 * torch.randn(like.shape, dtype=like.dtype, generator=generator).to(like.device)
 
 
 def call_by_name(op: OpOverload, arguments: Mapping[str, Any]) -> list[Any]:
@@ -181,13 +167,13 @@ class Trial:
 
     def resplit(self) -> list[list[Any]]:
         """Every P as another sum of as many addends."""
-        shifted = [dict(values) for values in self.values]
+        values = [dict(each) for each in self.values]
         for unit, kind in self.kinds.items():
             if kind == Partial:
-                by = draw(self.values[0][unit], self.generator)
-                shifted[0][unit] = shifted[0][unit] + by
-                shifted[-1][unit] = shifted[-1][unit] - by
-        return [self.run(values, seed) for seed, values in enumerate(shifted)]
+                moved = shifted([each[unit] for each in values], self.generator)
+                for each, tensor in zip(values, moved, strict=True):
+                    each[unit] = tensor
+        return [self.run(each, seed) for seed, each in enumerate(values)]
 
     def meant(self) -> list[Any]:
         """The operation on what the operands mean: sums of P, and of V beside a P."""
@@ -200,20 +186,6 @@ class Trial:
         return self.run(values, 0)
 
 
-def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
-    """What rounding costs in the coarsest of the dtypes, with a few dozen operations to spare."""
-    coarsest = max((float(torch.finfo(dtype).eps) for dtype in dtypes), default=0.0)
-    return float((64 * coarsest) ** (15 / 16))
-
-
-def close(first: Tensor, second: Tensor, tolerance: float) -> bool:
-    """Equal up to rounding, where both are finite."""
-    finite = torch.isfinite(first) & torch.isfinite(second)
-    first, second = first[finite], second[finite]
-    scale = max(1.0, float(second.abs().max())) if second.numel() else 1.0
-    return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale)
-
-
 def same(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         if first.shape != second.shape:
@@ -223,10 +195,6 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple):
         return all(itertools.starmap(same, zip(first, second, strict=True)))
     return bool(first == second)
-
-
-def total(results: Sequence[Tensor]) -> Tensor:
-    return sum(results[1:], results[0])
 
 
 def flat(results: Sequence[Any], zipped: bool) -> list[Any]:
@@ -293,11 +261,9 @@ def _check_claim(
             findings.shown.add(("Z", ""))
             _note(findings, "unread", trial, (V, Partial))
             return None
-        # Z divided by Z is not a number, on all ranks and in the sum as well.
-        if any(
-            bool((each.nan_to_num(0) != 0).any()) for each in column if isinstance(each, Tensor)
-        ):
-            return "not zero"
+        fault = refute(Z, [each for each in column if isinstance(each, Tensor)], None, None, 0.0)
+        if fault is not None:
+            return str(fault)
         findings.shown.add(("Z", ""))
     elif claim == Partial:
         return _check_partial(row, trial, column, place, findings)
@@ -320,18 +286,18 @@ def _check_partial(
         return None
     if not is_real(column[0]) or not column[0].numel():
         return None  # refused elsewhere: an integer or bool result of a P; or nothing to see
-    dtypes = [column[0].dtype, *(tensor.dtype for tensor in trial.values[0].values())]
-    tolerance = tolerance_of(dtypes)
-    here = total(column)
+    tolerance = tolerance_of(
+        [column[0].dtype, *(tensor.dtype for tensor in trial.values[0].values())]
+    )
+    here = sum(column[1:], column[0])
     if not bool(torch.isfinite(here).any()):
         return None
-    there = total([flat(each, row.zipped)[place] for each in trial.resplit()])
-    if not close(here, there, tolerance):
-        return "typed P, and the sum depends on how the operands are split"
-    if _told_apart(trial.kinds, row):
-        meant = flat(trial.meant(), row.zipped)[place]
-        if not close(here, meant, tolerance):
-            return "typed P, and the sum is not the operation on the sums"
+    resplit = [flat(each, row.zipped)[place] for each in trial.resplit()]
+    told = _told_apart(trial.kinds, row)
+    meant = flat(trial.meant(), row.zipped)[place] if told else None
+    fault = refute(Partial, column, resplit, meant, tolerance)
+    if fault is not None:
+        return f"typed P, and {fault}"
     if bool((here != 0).any()):
         _note(findings, "P", trial, (Partial,))
     return None

@@ -1,0 +1,109 @@
+"""`validate_rule`: what was told to the checker, held against numbers on simulated ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+from shardmap_torch.checker.table import row_of
+from shardmap_torch.errors import ShardTypeError, SpecError
+from shardmap_torch.tree import flatten
+from shardmap_torch.validate.regions import try_region
+from shardmap_torch.validate.report import Validation
+from shardmap_torch.validate.typings import Operation, try_types
+
+__all__ = ["Validation", "validate_rule"]
+
+
+def validate_rule(
+    target: Callable[..., Any],
+    *args: Any,
+    num_ranks: int | Sequence[int] = (2, 3),
+    seed: int = 0,
+    **kwargs: Any,
+) -> Validation:
+    """Tries what was told to the checker, forward and backward, on simulated ranks.
+
+    The checker believes a rule of `register_rule`, and the types of a `local_region`. This holds
+    both against numbers:
+
+    * An operator that has a rule, or a function of local operations that have. For each way to give
+      its tensors the types I, R, V and P, the checker says the types of the results, and those of
+      the gradients for cotangents that the results accept. The ranks then compute both on random
+      values of these types. Where the type is I, R or K they must agree; where it is Z there must
+      be zeros; where it is P the sum must depend on the operands' sums alone, and be what one rank
+      gets from the sums. V, and what the checker refuses, claim nothing.
+    * A function wrapped in `local_region`. It must give the same values and the same gradients of
+      all arguments, in float64, whether every axis of its types has one rank or `num_ranks`. What
+      is a sum enters as random addends.
+
+    Args:
+        target: an overload, as in `torch.ops.mylib.scale.default`, or a function.
+        args: an example call. Of tensors that an operator gets, only shape, dtype and, for
+            integers, the range of values count. What a region gets are global values, used as they
+            are: draw them at random, since zeros and ones hide errors.
+        num_ranks: how many ranks an axis has, at least 2; several are tried one after the other.
+        seed: of all that is drawn.
+        kwargs: more of the example call.
+
+    Returns:
+        What was tried, the claims that were seen to hold, and the types that are refused. Random
+        values prove nothing, and what has no finite value is not seen.
+
+    Raises:
+        ShardTypeError: claims that do not hold, all of them, each with the worst difference; or the
+            target has no rule, or the checker refuses it for all types.
+        SpecError: the example has no tensor, does not fit the types of the region, or does not
+            divide over the ranks.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import Row, register_rule
+        >>> @torch.library.custom_op("lib::shift", mutates_args=())
+        ... def shift(x: torch.Tensor) -> torch.Tensor:
+        ...     return x + 1
+        >>> _ = shift.register_fake(lambda x: torch.empty_like(x))
+        >>> op = torch.ops.lib.shift.default
+        >>> register_rule(op, Row(linear=(("x",),)))  # wrong: every rank adds its own 1
+        >>> validate_rule(op, torch.ones(1), num_ranks=2)
+        Traceback (most recent call last):
+        ...
+        shardmap_torch.errors.ShardTypeError: validate_rule: lib.shift.default: 1 claim does...
+          (x: P): result is P: the sum is not the operation on the sums; the worst difference is...
+    """
+    counts = (num_ranks,) if isinstance(num_ranks, int) else tuple(num_ranks)
+    if not counts or min(counts) < 2:
+        raise SpecError(
+            f"validate_rule: num_ranks is 2 or more, or several such numbers, not {num_ranks!r}."
+        )
+    name = _name_of(target)
+    if not any(isinstance(leaf, Tensor) and leaf.numel() for leaf in flatten((args, kwargs))[0]):
+        raise SpecError(
+            f"validate_rule: {name} needs an example call with a tensor that has elements."
+        )
+    if hasattr(target, "_shardmap_region"):
+        return try_region(name, target._shardmap_region, args, kwargs, counts, seed).report()
+    return try_types(Operation.of(target, name, args, kwargs), counts, seed).report()
+
+
+def _name_of(target: Any) -> str:
+    """What to call it.
+
+    Raises:
+        ShardTypeError: it cannot be validated.
+    """
+    if isinstance(target, OpOverloadPacket):
+        choices = ", ".join(target.overloads())
+        raise ShardTypeError(
+            f"validate_rule: {target} names several overloads; choose one of: {choices}."
+        )
+    if isinstance(target, OpOverload):
+        if row_of(target) is None:
+            raise ShardTypeError(
+                f"validate_rule: {target} has no rule; give it one with register_rule."
+            )
+        return str(target)
+    if not callable(target):
+        raise ShardTypeError(f"validate_rule takes an operator or a function, not {target!r}.")
+    return getattr(target, "__name__", type(target).__name__)

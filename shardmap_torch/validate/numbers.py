@@ -1,0 +1,138 @@
+"""Numbers that stand for a type, and what a type claims of the numbers that the ranks compute."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.types import AxisType, I, K, Partial, R, Z
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A claim that numbers refute.
+
+    Attributes:
+        reason: what does not hold.
+        worst: the largest difference.
+        scale: the largest value that was expected, which says how bad that is.
+    """
+
+    reason: str
+    worst: float
+    scale: float
+
+    def __str__(self) -> str:
+        """As in `the ranks differ; the worst difference is 2, where values reach 3.5`."""
+        return (
+            f"{self.reason}; the worst difference is {self.worst:.3g}, "
+            f"where values reach {self.scale:.3g}"
+        )
+
+
+def is_real(value: Any) -> bool:
+    """Whether it is a tensor with gradients: floating or complex."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def draw(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random values of the same kind; integers stay in range, so that indices stay valid."""
+    if not is_real(like):
+        low, high = int(like.min()), int(like.max())
+        if low == high:  # 1: some indices count from one
+            low, high = (0, 1) if like.dtype == torch.bool else (min(1, low), high)
+        drawn = torch.randint(low, high + 1, like.shape, generator=generator)
+        return drawn.to(like.dtype).to(like.device)
+    return 2 * torch.randn(like.shape, dtype=like.dtype, generator=generator).to(like.device)
+
+
+def total(values: Sequence[Tensor]) -> Tensor:
+    """The sum over the ranks."""
+    return sum(values[1:], values[0])
+
+
+def shifted(values: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Other addends of the same sum."""
+    by = draw(values[0], generator)
+    moved = list(values)
+    moved[0], moved[-1] = moved[0] + by, moved[-1] - by
+    return moved
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
+    """What rounding costs in the coarsest of the dtypes, with a few dozen operations to spare."""
+    real = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    coarsest = max((float(torch.finfo(dtype).eps) for dtype in real), default=0.0)
+    return float((64 * coarsest) ** (15 / 16))
+
+
+def differ(first: Tensor, second: Tensor, tolerance: float, reason: str) -> Fault | None:
+    """What is wrong if two tensors are not equal up to rounding, where both are finite."""
+    if first.shape != second.shape:
+        return Fault(f"{reason}: shapes {list(first.shape)}, {list(second.shape)}", torch.inf, 0)
+    finite = torch.isfinite(first) & torch.isfinite(second)
+    first, second = (_wide(x[finite]) for x in (first, second))
+    if not first.numel():
+        return None
+    scale = float(second.abs().max())
+    if torch.allclose(first, second, rtol=tolerance, atol=tolerance * max(1.0, scale)):
+        return None
+    return Fault(reason, float((first - second).abs().max()), scale)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def refute(
+    claim: AxisType,
+    column: Sequence[Tensor],
+    resplit: Sequence[Tensor] | None,
+    meant: Tensor | None,
+    tolerance: float,
+) -> Fault | None:
+    """Holds a type against what each rank computed.
+
+    R, I and K: the ranks agree. Z: they have zeros. P: the sum depends on the operands' sums alone,
+    and is what the operation gives for the sums. V claims nothing.
+
+    Args:
+        claim: the type, along one axis.
+        column: the result of each rank.
+        resplit: the same where every P among the operands was another sum of as many addends.
+        meant: what one rank gets from the sums; None where operands vary, which mean no sum.
+        tolerance: as for `differ`.
+
+    Returns:
+        The first thing that does not hold; None if all does.
+
+    Example:
+        >>> addends = [torch.tensor(1.0), torch.tensor(3.0)]
+        >>> print(refute(Partial, addends, None, torch.tensor(3.5), 1e-6))  # doctest: +ELLIPSIS
+        the sum is not the operation on the sums; the worst difference is 0.5, where...
+        >>> refute(Partial, addends, None, torch.tensor(4.0), 1e-6)
+    """
+    found: list[Fault | None] = []
+    if claim in (I, R, K):
+        found += [unequal(x, column[0], tolerance, "the ranks differ") for x in column[1:]]
+    elif claim == Z:
+        # Z divided by Z is not a number, on all ranks and in the sum as well.
+        seen = [x.nan_to_num(0.0) for x in column]
+        found += [differ(x, torch.zeros_like(x), 0.0, "it is not zero") for x in seen]
+    elif claim == Partial:
+        others = () if resplit is None else (total(resplit),)
+        why = "the sum depends on how the operands are split"
+        found += [differ(total(column), other, tolerance, why) for other in others]
+        whole = () if meant is None else (meant,)
+        why = "the sum is not the operation on the sums"
+        found += [differ(total(column), each, tolerance, why) for each in whole]
+    return next((fault for fault in found if fault is not None), None)
+
+
+def unequal(first: Tensor, second: Tensor, tolerance: float, reason: str) -> Fault | None:
+    """As `differ`, and what is finite in one must be so in the other."""
+    if first.shape == second.shape and not torch.equal(first.isfinite(), second.isfinite()):
+        return Fault(f"{reason} in what is finite", torch.inf, float("nan"))
+    return differ(first, second, tolerance, reason)

@@ -1,0 +1,72 @@
+"""What came of a validation."""
+
+from dataclasses import dataclass, field
+
+from shardmap_torch.errors import ShardTypeError, listing
+from shardmap_torch.validate.numbers import Fault
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What `validate_rule` tried, and what it saw to hold.
+
+    Attributes:
+        name: of what was validated.
+        tried: how many runs on simulated ranks were held against the claims.
+        shown: the claims that numbers were seen to bear out.
+        refused: the types of operands that the checker refuses, about which nothing is claimed.
+    """
+
+    name: str
+    tried: int
+    shown: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The claims, one a line."""
+        lines = [f"{self.name}: {len(self.shown)} claims hold in {self.tried} runs"]
+        lines += [f"  {claim}" for claim in self.shown]
+        return "\n".join(lines + [f"  refused: {each}" for each in self.refused])
+
+
+@dataclass
+class Findings:
+    """Collects the outcome of each claim in each run.
+
+    Attributes:
+        name: of what is validated.
+        tried: the number of runs so far.
+        held: the claims that held, in order.
+        wrong: those that did not, each with the worst that was seen.
+        refused: as in `Validation`.
+    """
+
+    name: str
+    tried: int = 0
+    held: dict[str, None] = field(default_factory=dict)
+    wrong: dict[str, Fault] = field(default_factory=dict)
+    refused: dict[str, None] = field(default_factory=dict)
+
+    def note(self, claim: str, fault: Fault | None) -> None:
+        """Takes down what one run says about one claim."""
+        if fault is None:
+            self.held[claim] = None
+        elif claim not in self.wrong or self.wrong[claim].worst < fault.worst:
+            self.wrong[claim] = fault
+
+    def report(self) -> Validation:
+        """What to return.
+
+        Raises:
+            ShardTypeError: a claim does not hold.
+        """
+        if self.wrong:
+            count = len(self.wrong)
+            does = "claim does" if count == 1 else "claims do"
+            raise ShardTypeError(
+                listing(
+                    f"validate_rule: {self.name}: {count} {does} not hold:",
+                    [f"{claim}: {fault}" for claim, fault in self.wrong.items()],
+                )
+            )
+        return Validation(self.name, self.tried, tuple(self.held), tuple(self.refused))

@@ -1,0 +1,356 @@
+"""Holds the types that the checker gives to an operation's results against numbers.
+
+One trial gives every operand a type. The checker interprets the operation, and its backward with
+cotangents of the types that the results accept, and says the types of results and gradients. Then
+simulated ranks run the same, unchecked, on values of those types.
+"""
+
+import inspect
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.api import ShapeDtype, check_program
+from shardmap_torch.checker.assertions import typeof
+from shardmap_torch.checker.lattice import plain
+from shardmap_torch.errors import ShardTypeError, SpecError
+from shardmap_torch.mesh import make_mesh
+from shardmap_torch.spec import P
+from shardmap_torch.transform import shard_map
+from shardmap_torch.tree import Placed, Structure, flatten, spread, unflatten
+from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
+from shardmap_torch.validate.numbers import draw, is_real, refute, shifted, tolerance_of, total
+from shardmap_torch.validate.report import Findings
+
+AXIS: Final = "ranks"
+_MAX_PAIRS: Final = 15
+
+_SPECS: Final = {I: P(invariant=AXIS), R: P(replicate=AXIS), V: P(AXIS), Partial: P(partial=AXIS)}
+_COTANGENTS: Final = {I: (I,), R: (Partial, V), V: (V,), Partial: (R,), Z: (V,), K: (I, Partial)}
+"""What a result of each type is seeded with, one choice a trial.
+
+Where gradients are taken inside the body, what is equal on all ranks is K.
+"""
+
+Kinds = tuple[AxisType, ...]
+Columns = Sequence[Sequence[Tensor]]
+"""Tensors by operand or result, and then by rank."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A function and an example of its arguments, the tensors of which are the operands.
+
+    Attributes:
+        function: of local tensors.
+        name: in messages.
+        leaves: of the arguments.
+        structure: what puts leaves back.
+        places: which leaves are operands.
+        paths: the operands' names.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    leaves: Sequence[Any]
+    structure: Structure
+    places: tuple[int, ...]
+    paths: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> "Operation":
+        """Takes the arguments apart."""
+        leaves, structure = flatten((tuple(args), kwargs))
+        named = [*zip(_parameters(function, len(args)), args, strict=True), *sorted(kwargs.items())]
+        found = [
+            leaf
+            for path, value in named
+            for leaf in spread(None, value, path, lambda _: True)
+            if isinstance(leaf, Placed)
+        ]
+        places = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.numel() > 0
+        ]
+        paths = tuple(found[i].path for i in places)
+        return cls(function, name, leaves, structure, tuple(places), paths)
+
+    @property
+    def smooth_paths(self) -> list[str]:
+        """The names of the operands that get gradients."""
+        return [path for path, x in zip(self.paths, self.examples, strict=True) if is_real(x)]
+
+    @property
+    def examples(self) -> list[Tensor]:
+        """The operands that were given."""
+        return [self.leaves[i].detach() for i in self.places]
+
+    def call(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors among the results. Operands are copied: the function may write into them."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, operands, strict=True):
+            leaves[place] = tensor.clone()
+        args, kwargs = unflatten(self.structure, leaves)
+        found = flatten(self.function(*args, **kwargs))[0]
+        return [leaf for leaf in found if isinstance(leaf, Tensor)]
+
+    def shown(self, kinds: Kinds) -> str:
+        """As in `(x: P, w: R)`."""
+        words = [f"{path}: {kind}" for path, kind in zip(self.paths, kinds, strict=True)]
+        return f"({', '.join(words)})"
+
+
+def _parameters(function: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first positional parameters."""
+    numbered = [f"argument[{i}]" for i in range(count)]
+    if isinstance(function, OpOverload):
+        names = [argument.name for argument in function._schema.arguments]
+    else:
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # some builtins have none
+            return numbered
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [each.name for each in parameters if each.kind in kinds]
+    return [*names[:count], *numbered[len(names) :]]
+
+
+def try_types(operation: Operation, num_ranks: Sequence[int], seed: int) -> Findings:
+    """Every typing of the operands, on each number of ranks."""
+    findings, trials = Findings(operation.name), 0
+    generator = torch.Generator().manual_seed(seed)
+    refusals: list[ShardTypeError] = []
+    for kinds in typings([is_real(x) for x in operation.examples], random.Random(seed)):
+        trials += 1
+        try:
+            for trial in _trials(operation, kinds, findings):
+                for count in num_ranks:
+                    trial.hold(count, generator, findings)
+        except ShardTypeError as refusal:
+            findings.refused[operation.shown(kinds)] = None
+            refusals.append(refusal)
+    if len(refusals) == trials:
+        raise ShardTypeError(
+            f"validate_rule: {operation.name} is refused whatever the types of its operands are, "
+            f"so that nothing is claimed:\n{refusals[0]}"
+        )
+    return findings
+
+
+def typings(real: Sequence[bool], rng: random.Random) -> Iterator[Kinds]:
+    """All operands alike; one or two not R; all but one P. Integers are R or V.
+
+    Example:
+        >>> list(typings([True], random.Random(0)))
+        [(R,), (V,), (P,)]
+    """
+    found: dict[Kinds, None] = {}
+    places = range(len(real))
+
+    def add(base: AxisType, others: dict[int, AxisType]) -> None:
+        kinds = [others.get(i, base) for i in places]
+        for i in places:
+            if not real[i] and kinds[i] == Partial:
+                kinds[i] = R
+        found[tuple(kinds)] = None
+
+    for kind in (R, V, Partial):
+        add(kind, {})
+    for place, kind in itertools.product(places, (V, Partial)):
+        add(R, {place: kind})
+        add(Partial, {place: R})
+    pairs = list(itertools.combinations(places, 2))
+    for pair in rng.sample(pairs, min(len(pairs), _MAX_PAIRS)):
+        for two in itertools.product((V, Partial), repeat=2):
+            add(R, dict(zip(pair, two, strict=True)))
+    yield from found
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A result or a gradient as the checker sees it: `like.requires_grad` says if it has a seed."""
+
+    kind: AxisType
+    like: ShapeDtype
+
+
+def _seeds(results: Sequence[_Result]) -> list[Kinds]:
+    """The types of cotangents to try, for the results that take some."""
+    choices = [_COTANGENTS[result.kind] for result in results if result.like.requires_grad]
+    return list(
+        dict.fromkeys(
+            tuple(choice[min(turn, len(choice) - 1)] for choice in choices) for turn in range(2)
+        )
+    )
+
+
+def _interpret(
+    operation: Operation, kinds: Kinds, cotangents: Sequence[Tensor] = (), seeds: Kinds = ()
+) -> list[_Result]:
+    """The types of the results, and of the gradients of floating operands where there are seeds.
+
+    Raises:
+        ShardTypeError: the checker refuses it.
+    """
+    every = (*kinds, *seeds)
+    found: list[_Result] = []
+
+    def body(*values: Tensor) -> tuple[()]:
+        local = [x.squeeze(0) if k == V else x for x, k in zip(values, every, strict=True)]
+        made = _compute(operation, local[: len(kinds)], local[len(kinds) :])
+        found[:] = [
+            _Result(plain(typeof(y)[AXIS]), ShapeDtype(tuple(y.shape), y.dtype, y.requires_grad))
+            for y in made
+        ]
+        return ()
+
+    body.__name__ = operation.name
+    examples = (*operation.examples, *cotangents)
+    stacked = [
+        torch.stack([x, x]) if kind == V else x for x, kind in zip(examples, every, strict=True)
+    ]
+    specs = tuple(_SPECS[kind] for kind in every)
+    mesh = make_mesh((2,), (AXIS,), kind="simulated", simulate="ranks")
+    check_program(shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()), *stacked)
+    return found
+
+
+def _compute(
+    operation: Operation, operands: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> list[Tensor]:
+    """In a body: the results, and where there are cotangents the gradients behind them."""
+    with torch.enable_grad():
+        leaves = [x.detach().clone() for x in operands]
+        leaves = [x.requires_grad_() if is_real(x) else x for x in leaves]
+        results = operation.call(leaves)
+        if not cotangents:
+            return results
+        smooth = [y for y in results if y.requires_grad]
+        wanted = [x for x in leaves if x.requires_grad]
+        gradients = torch.autograd.grad(smooth, wanted, cotangents, materialize_grads=True)
+    return [*results, *gradients]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """An operation with types for its operands and cotangents, and the types of what it makes."""
+
+    operation: Operation
+    kinds: Kinds
+    claims: Sequence[tuple[str, AxisType]]
+    seeds: Kinds = ()
+    cotangents: Sequence[Tensor] = ()
+
+    def hold(self, num_ranks: int, generator: torch.Generator, findings: Findings) -> None:
+        """Runs it, and notes for every claim whether it holds."""
+        claimed = {kind for _, kind in self.claims} - {V}
+        if not claimed:
+            return
+        kinds = (*self.kinds, *self.seeds)
+        examples = (*self.operation.examples, *self.cotangents)
+        columns = [
+            _values(kind, like, num_ranks, generator)
+            for kind, like in zip(kinds, examples, strict=True)
+        ]
+        ranks = self._run(columns)
+        findings.tried += 1
+        others = meant = None
+        if Partial in claimed:
+            pairs = list(zip(columns, kinds, strict=True))
+            others = self._run([shifted(c, generator) if k == Partial else c for c, k in pairs])
+            sums = [[total(c)] if k == Partial else c[:1] for c, k in pairs]
+            meant = None if V in kinds else self._run(sums)
+        tolerance = tolerance_of(c[0].dtype for c in (*columns, *ranks))
+        for place, (claim, kind) in enumerate(self.claims):
+            if kind == V or not bool(ranks[place][0].isfinite().any()):
+                continue
+            fault = refute(
+                kind,
+                ranks[place],
+                None if others is None else others[place],
+                None if meant is None else meant[place][0],
+                tolerance,
+            )
+            findings.note(claim, fault)
+
+    def _run(self, columns: Columns) -> Columns:
+        """What every rank computes from its own values."""
+        count = len(self.kinds)
+
+        def body(*values: Tensor) -> tuple[Tensor, ...]:
+            local = [x.squeeze(0) for x in values]
+            made = _compute(self.operation, local[:count], local[count:])
+            return tuple(y.detach().unsqueeze(0) for y in made)
+
+        sizes = (len(columns[0]),)
+        mesh = make_mesh(sizes, (AXIS,), kind="simulated", simulate="ranks")
+        run = shard_map(body, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check=False)
+        return [y.unbind(0) for y in run(*[torch.stack(list(c)) for c in columns])]
+
+
+def _values(
+    kind: AxisType, like: Tensor, num_ranks: int, generator: torch.Generator
+) -> list[Tensor]:
+    if kind in (V, Partial):
+        return [draw(like, generator) for _ in range(num_ranks)]
+    return [draw(like, generator)] * num_ranks
+
+
+def _trials(operation: Operation, kinds: Kinds, findings: Findings) -> Iterator[_Trial]:
+    """The claims about the results, and about the gradients for each choice of cotangents.
+
+    Raises:
+        ShardTypeError: the checker refuses the forward.
+    """
+    results = _interpret(operation, kinds)
+    if not results:
+        raise SpecError(f"validate_rule: {operation.name} returns no tensor.")
+    shown = operation.shown(kinds)
+    many = len(results) > 1
+    claims = [
+        (f"{shown}: result{f'[{i}]' if many else ''} is {result.kind}", result.kind)
+        for i, result in enumerate(results)
+    ]
+    device = operation.examples[0].device
+    cotangents = [
+        torch.zeros(result.like.shape, dtype=result.like.dtype, device=device)
+        for result in results
+        if result.like.requires_grad
+    ]
+    forward = _Trial(operation, kinds, claims)
+    found = [_pulled(forward, cotangents, seeds, findings) for seeds in _seeds(results) if seeds]
+    yield from [trial for trial in found if trial is not None] or [forward]
+
+
+def _pulled(
+    forward: _Trial, cotangents: Sequence[Tensor], seeds: Kinds, findings: Findings
+) -> _Trial | None:
+    """The trial with gradients; None where there are none, or the checker refuses the backward."""
+    operation, claims = forward.operation, forward.claims
+    under = f"{operation.shown(forward.kinds)}, cotangent {', '.join(map(str, seeds))}"
+    try:
+        gradients = _interpret(operation, forward.kinds, cotangents, seeds)[len(claims) :]
+    except ShardTypeError:
+        findings.refused[under] = None
+        return None
+    except RuntimeError as problem:
+        if _NO_GRADIENT not in str(problem):
+            raise
+        findings.refused[f"gradients: {problem}"] = None
+        return None
+    more = [
+        (f"{under}: gradient of {path} is {gradient.kind}", gradient.kind)
+        for path, gradient in zip(operation.smooth_paths, gradients, strict=True)
+    ]
+    return replace(forward, claims=[*claims, *more], seeds=seeds, cotangents=cotangents)
+
+
+_NO_GRADIENT: Final = "no autograd formula was registered"
+"""What torch says of a custom operator that has none, as many that are no part of a loss."""

@@ -1,0 +1,230 @@
+"""What a `local_region` promises, held against the same function on one rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples.gpt import layers
+from shardmap_torch import (
+    I,
+    P,
+    Row,
+    ShardTypeError,
+    SpecError,
+    all_reduce,
+    axis_index,
+    axis_size,
+    local_region,
+    register_rule,
+    validate_rule,
+)
+
+Region = Callable[..., Any]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+TOKENS = torch.tensor([[3, 0], [11, 5], [8, 7], [3, 3], [1, 10], [6, 2]])
+TABLE = random(12, 3)
+
+
+def lookup(offset: bool = True, mask: bool = True) -> Region:
+    """A vocabulary-parallel lookup, with a part left out."""
+
+    @local_region(in_types=(P("tp"), P()), out_types=P(partial={"tp"}))
+    def rows(table: Tensor, ids: Tensor) -> Tensor:
+        local = ids - axis_index("tp") * table.shape[0] if offset else ids
+        owned = (local >= 0) & (local < table.shape[0])
+        found = table[local.clamp(0, table.shape[0] - 1)]
+        return found * owned.unsqueeze(-1) if mask else found
+
+    return rows
+
+
+class Weigh(torch.autograd.Function):
+    """Position times value, whose backward forgets where this rank's positions start."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Tensor) -> Tensor:
+        return x * (torch.arange(x.shape[0]) + start)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * torch.arange(grad.shape[0]), None
+
+
+@torch.library.custom_op("validate_test::wrong_relu", mutates_args=())
+def rectify(x: Tensor) -> Tensor:
+    return x.relu()
+
+
+rectify.register_fake(lambda x: torch.empty_like(x))
+rectify.register_autograd(lambda ctx, grad: grad)
+register_rule(torch.ops.validate_test.wrong_relu.default, Row(linear=(("x",),)))
+
+
+def message(*args: Any, **kwargs: Any) -> str:
+    """The text of the error that `validate_rule` raises."""
+    with pytest.raises((ShardTypeError, SpecError)) as caught:
+        validate_rule(*args, **kwargs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("region", "args"),
+    [
+        (layers._own_embeddings, (TOKENS, TABLE)),
+        (layers._largest, (random(6, 2, 12),)),
+        (layers._own_logits, (random(6, 2, 12), TOKENS)),
+    ],
+)
+def test_regions_of_the_gpt_example_keep_their_promises(
+    region: Region, args: tuple[Tensor, ...]
+) -> None:
+    found = validate_rule(region, *args)
+    assert found.tried == 2
+    assert [claim.split()[0] for claim in found.shown] == ["result", "gradient"]
+
+
+def test_right_lookup_is_shown_forward_and_backward() -> None:
+    found = validate_rule(lookup(), TABLE, TOKENS)
+    assert found.shown == ("result is P(partial={'tp'})", "gradient of argument[0], P('tp')")
+
+
+def test_region_that_forgets_the_mask_is_found() -> None:
+    head, result, gradient = message(lookup(mask=False), TABLE, TOKENS).splitlines()
+    assert head == "validate_rule: rows: 2 claims do not hold:"
+    assert result.startswith("  result is P(partial={'tp'}): with ")
+    assert "the worst difference is " in gradient
+    assert gradient.startswith("  gradient of argument[0], P('tp'): with ")
+
+
+def test_region_that_forgets_the_offset_is_found() -> None:
+    assert "result is P(partial={'tp'}): with " in message(lookup(offset=False), TABLE, TOKENS)
+
+
+def test_region_whose_backward_alone_is_wrong_is_found() -> None:
+    @local_region(in_types=(P("cp"),), out_types=P("cp"))
+    def weigh(x: Tensor) -> Tensor:  # every position by its number, the backward by 1
+        start = axis_index("cp") * x.shape[0]
+        y: Tensor = Weigh.apply(x, start)  # type: ignore[no-untyped-call]
+        return y
+
+    head, gradient = message(weigh, random(6)).splitlines()
+    assert head == "validate_rule: weigh: 1 claim does not hold:"
+    assert gradient.startswith(
+        "  gradient of argument[0], P('cp'): with 2 ranks it is not what it is with one; "
+    )
+
+
+def test_argument_that_is_a_sum_enters_as_random_addends() -> None:
+    @local_region(in_types=(P(partial={"tp"}),), out_types=P(partial={"tp"}))
+    def rectified(x: Tensor) -> Tensor:  # right where the first rank has the whole sum
+        y: Tensor = rectify(x)
+        return y
+
+    @local_region(in_types=(P(partial={"tp"}),), out_types=P())
+    def finish(x: Tensor) -> Tensor:
+        return all_reduce(x, "tp", dst=I)
+
+    assert len(validate_rule(finish, random(4)).shown) == 2
+    assert "result is P(partial={'tp'}): with" in message(rectified, random(4))
+
+
+def test_axes_that_no_type_of_an_argument_mentions_are_typed_by_the_checker() -> None:
+    @local_region(in_types=(P(), P("tp")), out_types=P("tp"))
+    def scaled(scale: Tensor, x: Tensor) -> Tensor:
+        return scale * x
+
+    assert validate_rule(scaled, random(1), random(6)).shown[1:] == (
+        "gradient of argument[0], P()",
+        "gradient of argument[1], P('tp')",
+    )
+
+
+def test_two_axes_in_one_dim_and_trees_and_static_arguments() -> None:
+    @local_region(
+        in_types=({"w": P(("a", "b")), "n": None}, None), out_types=(P(("a", "b")), P("a"))
+    )
+    def region(params: dict[str, Any], power: int) -> tuple[Tensor, Tensor]:
+        w = params["w"] ** power
+        return w, all_reduce(w.sum(), "b", dst=I).unsqueeze(0)
+
+    text = message(region, {"w": random(36), "n": "name"}, 2, num_ranks=(2,))
+    assert "result[1] is P('a'): with 2 x 2 ranks it is not what it is with one: shapes" in text
+    assert "result[0]" not in text
+
+
+def test_region_that_the_checker_refuses_is_refused_here_too() -> None:
+    @local_region(in_types=(P("tp"),), out_types=P())
+    def region(x: Tensor) -> Tensor:
+        return x.sum()
+
+    assert "'tp'" in message(region, random(6))
+
+
+def test_dims_that_do_not_divide_are_an_error_with_the_arithmetic() -> None:
+    assert message(lookup(), random(10, 3), TOKENS, num_ranks=4) == (
+        "validate_rule: rows: the arguments do not fit:\n"
+        "  argument[0]: dim 0 has size 10, which does not divide over 'tp' = 4 ranks "
+        "(10 = 2*4 + 2)"
+    )
+
+
+def test_arguments_that_do_not_fit_the_types_are_an_error() -> None:
+    assert message(lookup(), TABLE) == (
+        "validate_rule: rows: the arguments do not fit:\n"
+        "  argument: the specs have 2 items here, the value has 1"
+    )
+
+    @local_region(in_types=(None,), out_types=P("tp"))
+    def region(x: Tensor) -> Tensor:
+        return x
+
+    assert message(region, random(2)) == (
+        "validate_rule: region: the arguments do not fit:\n"
+        "  argument[0]: is a tensor, which needs a P"
+    )
+
+
+def test_not_a_number_on_some_ranks_is_found() -> None:
+    @local_region(in_types=(P("tp"),), out_types=P("tp"))
+    def region(x: Tensor) -> Tensor:
+        return x.masked_fill(axis_index("tp") > 0, torch.nan)
+
+    assert "result is P('tp'): with 2 ranks it is not what it is with one in what is" in message(
+        region, random(6)
+    )
+
+
+def test_integers_that_are_a_sum_are_an_error() -> None:
+    @local_region(in_types=(P(partial={"tp"}),), out_types=P(partial={"tp"}))
+    def region(x: Tensor) -> Tensor:
+        return x
+
+    assert message(region, TOKENS) == (
+        "validate_rule: region: the arguments do not fit:\n"
+        "  argument[0]: is a sum over ['tp'], and not floating"
+    )
+
+
+def test_gradient_that_flows_on_some_meshes_only_is_found() -> None:
+    @local_region(in_types=(P("tp"), P("tp")), out_types=(P("tp"), P("tp")))
+    def region(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (2 * x.detach() if axis_size("tp") > 1 else 2 * x), 3 * y
+
+    lines = message(region, random(6), random(6)).splitlines()
+    assert [line.split(":")[0] for line in lines[1:]] == ["  gradient of argument[0], P('tp')"]
+
+
+def test_region_whose_types_name_no_axis_is_an_error() -> None:
+    @local_region(in_types=(P(),), out_types=P())
+    def region(x: Tensor) -> Tensor:
+        return x
+
+    assert message(region, random(2)) == "validate_rule: region: its types name no axis."

@@ -1,0 +1,257 @@
+"""What the checker says of an operator or a local function, held against numbers."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardmap_torch import Row, ShardTypeError, SpecError, register_rule, validate_rule
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("validate_test::affine", mutates_args=())
+def affine(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return x @ w + b
+
+
+@torch.library.custom_op("validate_test::affine_linear", mutates_args=())
+def affine_linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return x @ w + b
+
+
+@torch.library.custom_op("validate_test::rectify", mutates_args=())
+def rectify(x: Tensor) -> Tensor:
+    return x.relu()
+
+
+@torch.library.custom_op("validate_test::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
+@torch.library.custom_op("validate_test::ignore", mutates_args=())
+def ignore(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+@torch.library.custom_op("validate_test::half_zero", mutates_args=())
+def half_zero(x: Tensor) -> Tensor:
+    return 0.5 * x
+
+
+@torch.library.custom_op("validate_test::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    return x**3
+
+
+@torch.library.custom_op("validate_test::cube_backward", mutates_args=())
+def cube_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return 3 * grad * x**2
+
+
+@torch.library.custom_op("validate_test::unknown", mutates_args=())
+def unknown(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("validate_test::never", mutates_args=())
+def never(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("validate_test::pick", mutates_args=())
+def pick(table: Tensor, ids: Tensor) -> Tensor:
+    return table[ids]
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _cube_gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    made: Tensor = cube_backward(grad, x)
+    return made
+
+
+cube.register_autograd(_cube_gradient, setup_context=_save)
+for each in (rectify, noisy, half_zero, cube, unknown, never):
+    each.register_fake(lambda x: torch.empty_like(x))
+for each in (ignore, cube_backward):
+    each.register_fake(lambda x, y: torch.empty_like(x))
+for each in (affine, affine_linear):
+    each.register_fake(lambda x, w, b: x.new_empty(x.shape[0], w.shape[1]))
+pick.register_fake(lambda table, ids: table.new_empty(*ids.shape, *table.shape[1:]))
+
+test = torch.ops.validate_test
+register_rule(test.affine.default, Row(linear=(("x", "w"), ("b",))))
+register_rule(test.affine_linear.default, Row(linear=(("x", "w"),)))
+register_rule(test.rectify.default, Row(linear=(("x",),)))
+register_rule(test.noisy.default, Row())
+register_rule(test.ignore.default, Row(unread=("y",)))
+register_rule(test.half_zero.default, Row(zero=True))
+register_rule(test.cube.default, Row())
+register_rule(test.cube_backward.default, Row(linear=(("grad", "x"),)))
+register_rule(test.never.default, Row(refuse="it is never right"))
+register_rule(test.pick.default, Row(linear=(("table",),)))
+
+X, W, B = torch.ones(2, 3), torch.ones(3, 4), torch.zeros(4)
+
+
+def message(*args: object, **kwargs: object) -> str:
+    """The text of the error that `validate_rule` raises."""
+    with pytest.raises((ShardTypeError, SpecError)) as caught:
+        validate_rule(*args, **kwargs)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_right_rule_of_an_affine_operator_is_shown_for_every_linear_argument() -> None:
+    found = validate_rule(test.affine.default, X, W, B)
+    assert set(found.shown) == {
+        "(x: R, w: R, b: R): result is K",
+        "(x: P, w: R, b: P): result is P",
+        "(x: R, w: P, b: P): result is P",
+        "(x: V, w: R, b: P): result is P",
+        "(x: R, w: V, b: P): result is P",
+        "(x: P, w: R, b: V): result is P",
+        "(x: R, w: P, b: V): result is P",
+    }
+    assert "(x: P, w: R, b: R)" in found.refused
+    assert "(x: P, w: P, b: R)" in found.refused
+
+
+def test_bias_that_a_rule_forgets_is_found_though_the_example_is_zero() -> None:
+    lines = message(test.affine_linear.default, X, W, B, num_ranks=2).splitlines()
+    assert lines[0].startswith("validate_rule: validate_test.affine_linear.default: ")
+    assert any(
+        line.startswith(
+            "  (x: P, w: R, b: R): result is P: the sum is not the operation on the sums; "
+            "the worst difference is "
+        )
+        for line in lines
+    )
+
+
+def test_relu_that_a_rule_calls_linear_is_found() -> None:
+    head, claim = message(test.rectify.default, X).splitlines()
+    assert head == "validate_rule: validate_test.rectify.default: 1 claim does not hold:"
+    assert claim.startswith(
+        "  (x: P): result is P: the sum depends on how the operands are split; "
+        "the worst difference is "
+    )
+
+
+def test_draw_that_a_rule_keeps_quiet_about_is_found() -> None:
+    assert "(x: R): result is K: the ranks differ; the worst" in message(test.noisy.default, X)
+
+
+def test_operand_that_a_rule_wrongly_calls_unread_is_found() -> None:
+    text = message(test.ignore.default, X, X)
+    assert "(x: R, y: V): result is K: the ranks differ; the worst difference" in text
+    assert "(x: R, y: R)" not in text
+
+
+def test_result_that_a_rule_wrongly_calls_zero_is_found() -> None:
+    text = message(test.half_zero.default, X)
+    assert "(x: R): result is Z: it is not zero; the worst difference is " in text
+
+
+def test_rule_that_is_wrong_only_in_the_backward_is_found_through_the_gradient() -> None:
+    text = message(test.cube_backward.default, X, X)
+    assert "(grad: R, x: P): result is P: the sum depends on how the operands are split" in text
+    shown = validate_rule(test.cube.default, X).shown
+    assert "(x: R), cotangent P: gradient of x is P" in shown
+
+
+def test_gradients_are_taken_with_cotangents_of_the_dual_type() -> None:
+    shown = validate_rule(aten.mm.default, torch.ones(2, 3), torch.ones(3, 2), num_ranks=3).shown
+    assert "(self: P, mat2: R): result is P" in shown
+    assert "(self: P, mat2: R), cotangent R: gradient of self is K" in shown
+    assert "(self: P, mat2: R), cotangent R: gradient of mat2 is P" in shown
+    assert "(self: R, mat2: R), cotangent P: gradient of self is P" in shown
+
+
+def test_integers_are_drawn_in_the_range_of_the_example() -> None:
+    found = validate_rule(test.pick.default, torch.ones(5, 2), torch.tensor([[0, 4], [2, 1]]))
+    assert found.shown == (
+        "(table: R, ids: R): result is K",
+        "(table: P, ids: R): result is P",
+    )
+    without = "gradients: Trying to backward through validate_test.pick.default but no autograd"
+    assert found.refused[0].startswith(without)
+    assert found.refused[1:] == ("(table: P, ids: V)",)
+
+
+def test_function_of_built_in_operations_holds() -> None:
+    def attend(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        scores = functional.softmax(q @ k.mT, -1)
+        return scores, scores @ k
+
+    found = validate_rule(attend, torch.ones(2, 3), k=torch.ones(4, 3))
+    assert "(q: R, k: R), cotangent P, P: gradient of k is P" in found.shown
+    assert "(q: P, k: R)" in found.refused
+
+
+def test_function_that_writes_into_its_arguments_holds() -> None:
+    found = validate_rule(lambda x: x.mul_(2), X)
+    assert "(x: P), cotangent R: gradient of x is K" in found.shown
+
+
+def test_report_prints_one_claim_a_line() -> None:
+    found = validate_rule(aten.relu.default, X, num_ranks=2)
+    assert str(found) == (
+        "aten.relu.default: 3 claims hold in 2 runs\n"
+        "  (self: R): result is K\n"
+        "  (self: R), cotangent I: gradient of self is K\n"
+        "  (self: R), cotangent P: gradient of self is P\n"
+        "  refused: (self: P)"
+    )
+
+
+def test_operator_without_a_rule_is_an_error() -> None:
+    assert message(test.unknown.default, X) == (
+        "validate_rule: validate_test.unknown.default has no rule; give it one with register_rule."
+    )
+
+
+def test_function_that_calls_an_operator_without_a_rule_is_an_error() -> None:
+    lines = message(lambda x: unknown(x), X).splitlines()
+    assert lines[0] == (
+        "validate_rule: <lambda> is refused whatever the types of its operands are, so that "
+        "nothing is claimed:"
+    )
+    assert "validate_test.unknown.default is refused: nothing is known about" in lines[1]
+
+
+def test_rule_that_refuses_everything_is_an_error() -> None:
+    assert "it is never right" in message(test.never.default, X)
+
+
+def test_packet_of_overloads_is_an_error_that_lists_them() -> None:
+    assert message(test.affine, X, W, B) == (
+        "validate_rule: validate_test.affine names several overloads; choose one of: default."
+    )
+
+
+def test_what_cannot_be_called_is_an_error() -> None:
+    assert message(3, X) == "validate_rule takes an operator or a function, not 3."
+
+
+def test_example_without_a_tensor_is_an_error() -> None:
+    assert message(test.rectify.default, 1.0) == (
+        "validate_rule: validate_test.rectify.default needs an example call with a tensor that "
+        "has elements."
+    )
+    assert "needs an example call" in message(test.rectify.default, torch.ones(0))
+
+
+def test_function_without_a_tensor_result_is_an_error() -> None:
+    assert message(lambda x: 3, X) == "validate_rule: <lambda> returns no tensor."
+
+
+@pytest.mark.parametrize("num_ranks", [1, (), (2, 1)])
+def test_fewer_than_two_ranks_are_an_error(num_ranks: int | tuple[int, ...]) -> None:
+    assert message(test.rectify.default, X, num_ranks=num_ranks) == (
+        f"validate_rule: num_ranks is 2 or more, or several such numbers, not {num_ranks!r}."
+    )
