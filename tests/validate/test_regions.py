@@ -11,10 +11,12 @@ from examples.gpt import layers
 from shardmap_torch import (
     I,
     P,
+    Partial,
     Row,
     ShardTypeError,
     SpecError,
     all_reduce,
+    assert_type,
     axis_index,
     axis_size,
     local_region,
@@ -130,7 +132,7 @@ def test_argument_that_is_a_sum_enters_as_random_addends() -> None:
 
     @local_region(in_types=(P(partial={"tp"}),), out_types=P())
     def finish(x: Tensor) -> Tensor:
-        return all_reduce(x, "tp", dst=I)
+        return all_reduce(assert_type(x, {"tp": Partial}), "tp", dst=I)
 
     assert len(validate_rule(finish, random(4)).shown) == 2
     assert "result is P(partial={'tp'}): with" in message(rectified, random(4))

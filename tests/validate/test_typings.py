@@ -193,6 +193,11 @@ def test_function_of_built_in_operations_holds() -> None:
     assert "(q: P, k: R)" in found.refused
 
 
+def test_scaled_sum_of_three_addends_is_tried_with_all_of_them_partial() -> None:
+    found = validate_rule(lambda a, b, c, w: (a + b + c) * w, X, X, X, X, num_ranks=2)
+    assert "(a: P, b: P, c: P, w: R): result is P" in found.shown
+
+
 def test_function_that_writes_into_its_arguments_holds() -> None:
     found = validate_rule(lambda x: x.mul_(2), X)
     assert "(x: P), cotangent R: gradient of x is K" in found.shown
