@@ -80,7 +80,7 @@ def rank_1_dies(call: Callable[[Tensor, Tensor], Tensor], backward: bool, folder
             call(x, w)  # Whoever had all it needed learns it from the next call.
         except KernelError as error:
             taken = time.monotonic() - begin
-            (folder / str(dist.get_rank())).write_text(f"{taken} {error}")
+            (folder / str(dist.get_rank())).write_text(f"{taken:.3f} {error}")
 
 
 @pytest.mark.slow
