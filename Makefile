@@ -19,9 +19,11 @@ test: lint  ## every check and every test
 fast: lint  ## every check and the tests that take seconds
 	$(BIN)/pytest -m "not slow"
 
-fuzz: $(READY)  ## every rule row, loosened too, and all of op_db; writes docs/coverage.md
-	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/checker/test_rows.py
+fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes docs/coverage.md
+	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/checker/test_rows.py tests/checker/test_whole.py
+	SHARDMAP_FUZZ=1 $(BIN)/pytest --timeout 3600 tests/checker/test_random_programs.py
 	$(BIN)/python -m tests.checker.fuzz_all
+	$(BIN)/python -m tests.checker.score
 	$(BIN)/python -m tests.checker.global_fuzz
 
 lint: $(READY)

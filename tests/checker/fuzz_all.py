@@ -17,6 +17,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.checker.fuzz import Report, cases, drawn, floors, try_types, written_in_place
+from tests.checker.recorded_rows import overloads_met, record
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "coverage.md"
 SAMPLES: Final = 3
@@ -183,6 +184,7 @@ def main() -> int:
     commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     DOCUMENT.parent.mkdir(exist_ok=True)
     DOCUMENT.write_text(document(summaries, commit))
+    record({name_of(info): overloads_met(info) for info in op_db if runs_here(info)})
     wrong = [claim for each in summaries for claim in each.wrong]
     print(
         "\n".join(wrong) or "no wrong claim", f"\n{sum(each.trials for each in summaries)} trials"

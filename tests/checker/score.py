@@ -1,10 +1,19 @@
-"""What becomes of programs with one collective changed: refused, the same, another, or missed."""
+"""What becomes of programs with one collective changed: refused, the same, another, or missed.
+
+Run, which writes a section of docs/coverage.md: .venv/bin/python -m tests.checker.score
+"""
 
 import random
+import subprocess
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
+
+import torch
 
 from shardmap_torch import ShardMapError
 from tests.checker.programs import (
@@ -114,3 +123,55 @@ def scored(seeds: Sequence[int], num_steps: int, num_mutants: int) -> Score:
             if fate == MISSED:
                 score.wrong.append(f"{what} {shape}: {mutant}\nof {program}")
     return score
+
+
+DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "coverage.md"
+HEADING: Final = "\n## Random programs\n"
+SEEDS: Final = range(80)
+
+
+def section(score: Score, commit: str) -> str:
+    """What the page on coverage says of random programs."""
+    ends = (REFUSED, EQUAL, OTHER, MISSED)
+    rows = [
+        f"| {what} | " + " | ".join(str(fates[end]) for end in ends) + " |"
+        for what, fates in sorted(score.fates.items())
+    ]
+    return "\n".join(
+        [
+            HEADING,
+            f"Generated at commit {commit} by `python -m tests.checker.score`; do not edit.",
+            "",
+            f"{score.programs} programs of {score.steps} steps were grown on one and two axes; "
+            f"{score.refused} steps that were drawn were refused. On rank threads and on "
+            f"the mesh's own strategy {len(score.wrong)} of the programs and their mutants had "
+            "other values or gradients than their types promise.",
+            "",
+            "Mutants have one collective changed. *equal*: accepted, and the same values and "
+            "gradients as the program on 2, 3 and 4 ranks. *another program*: accepted, and right "
+            "for what it computes, which is something else: local strictness does not know what "
+            "was meant, and a V that is not permuted is a V. *missed*: accepted, and wrong.",
+            "",
+            "| changed | " + " | ".join(ends) + " |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Scores programs and their mutants, and writes the page's section."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    score = scored(SEEDS, 6, 6)
+    head = ("git", "rev-parse", "--short", "HEAD")
+    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    before = DOCUMENT.read_text().split(HEADING)[0]
+    DOCUMENT.write_text(before + section(score, commit))
+    print("\n".join(score.wrong) or "no program is wrong")
+    return 1 if score.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,7 @@ import shardmap_torch
 from examples.gpt import data, layers, model, optim, plain, step
 from examples.gpt.check import compare, tolerance
 from examples.gpt.model import Config, Params
-from shardmap_torch import Mesh, P, R, ShardTypeError, full, make_mesh, shard_map
+from shardmap_torch import Mesh, P, R, ShardTypeError, check_program, full, make_mesh, shard_map
 from shardmap_torch.kernels import Overlap, Plan, functions, last_plan, prepare
 from shardmap_torch.kernels.plan import record
 from tests.pool import Gloo
@@ -169,6 +169,15 @@ def train(mesh: Mesh | None, steps: int = 4, overlap: Overlap = "off") -> list[f
             weights, state = optimizer.update(weights, grads, state)
         losses.append(loss.item())
     return losses
+
+
+def test_the_whole_step_is_well_typed_with_its_optimiser() -> None:
+    optimizer = optim.AdamW(steps=4, warmup=2, max_norm=0.1)
+    weights = params()
+    mesh = make_mesh((2, 4), AXES, kind="abstract")
+    sharded = step.sharded_step(mesh, CONFIG, optimizer)
+    verdict = check_program(sharded, weights, optimizer.init(weights), batch())
+    assert len(verdict.outputs) > 2 * len(optree.tree_leaves(weights))
 
 
 def train_on(sizes: tuple[int, int]) -> list[float]:
