@@ -3,6 +3,7 @@
 from shardmap_torch import lax
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
+from shardmap_torch.checker.decompose import register_decomposition
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.checker.row import Row
 from shardmap_torch.checker.table import register_rule
@@ -86,6 +87,7 @@ __all__ = [
     "ppermute",
     "redistribute",
     "reduce_scatter",
+    "register_decomposition",
     "register_rule",
     "reinterpret",
     "reshard",

@@ -21,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch.checker import values
 from shardmap_torch.checker.calls import tensors_of
+from shardmap_torch.checker.decompose import interpreted
 from shardmap_torch.checker.functions import watch
 from shardmap_torch.checker.indexing import is_by_number, with_select
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.observe import base_of
+from shardmap_torch.checker.table import MEANINGS
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.where import call_site
 
@@ -93,6 +95,8 @@ class _Operations(TorchDispatchMode):
         # Autograd asks for devices three times as often as it runs operations.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if func in MEANINGS:
+            return interpreted(func, args, kwargs or {}, self)
         return self._interpreter.call(func, args, kwargs or {})
 
 

@@ -1,9 +1,9 @@
 """All rows in one place, and which row an overload follows."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
@@ -30,6 +30,9 @@ JOIN: Final = Row()
 
 _REGISTERED: dict[OpOverload, Row] = {}
 
+MEANINGS: Final[dict[OpOverload, Callable[..., Any]]] = {}
+"""What is interpreted in the place of custom operators; see `register_decomposition`."""
+
 
 def register_rule(op: OpOverload, row: Row) -> None:
     """Tells the checker what a custom operator does to types.
@@ -53,7 +56,7 @@ def register_rule(op: OpOverload, row: Row) -> None:
         ...     return x / 2
         >>> register_rule(torch.ops.readme_lib.halve.default, Row(linear=(("x",),)))
     """
-    if row_of(op) is not None:
+    if op in MEANINGS or row_of(op) is not None:
         raise ShardTypeError(f"register_rule: {op} has a rule already.")
     names = [argument.name for argument in op._schema.arguments]
     used = {name for term in row.linear for name in term} | set(row.unread)
@@ -68,7 +71,7 @@ def register_rule(op: OpOverload, row: Row) -> None:
 
 def table_version() -> int:
     """Changes with every rule that is registered."""
-    return len(_REGISTERED)
+    return len(_REGISTERED) + len(MEANINGS)
 
 
 @lru_cache(maxsize=4096)
