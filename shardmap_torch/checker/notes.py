@@ -9,6 +9,7 @@ from torch import Tensor
 from shardmap_torch.checker.align import Alignment
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.observe import Book, Ref
+from shardmap_torch.checker.program import Cell
 from shardmap_torch.checker.sharding import (
     ANY,
     Dim,
@@ -58,14 +59,15 @@ class Notes:
         self._on = frozenset(self.sizes)
         self._book: Book[_Note] = Book()
         self._sums: dict[int, Sums] = {}
-        self._where: dict[int, Tensor] = {}
+        # Cells and not tensors: torch copies a new tensor that somebody holds already.
+        self._where: dict[int, Cell] = {}
 
     def note(self, tensor: Tensor, number: int, piece: Piece) -> None:
         """A tensor is that piece of that tensor."""
         number = self._alignment.canonical(Ref(number))
         known = self._book.get(tensor) or self._book.put(tensor, _Note())
         known.pieces[number] = piece
-        self._where[number] = tensor
+        self._where[number] = self._interpreter.cell(tensor)
 
     def place(self, tensor: Tensor, number: int, whole: Shape, spec: P) -> None:
         """A tensor is cut by a spec."""
@@ -142,18 +144,14 @@ class Notes:
             raise UnrelatedError("nothing is known about how its operand is cut")
         self._book.put(copy, _Note(dict(known.pieces)))
         self._sums[self._storage(copy)] = self.sums(source)
-        self._seal(source)
-        self._seal(copy)
+        for tensor in (source, copy):
+            _seal(self._interpreter.cell(tensor))
 
     def seal_copies(self) -> None:
         """Writes to what only one of the programs has copied would part them."""
         for number in self._alignment.newly_same():
             if number in self._where:
-                self._seal(self._where[number])
-
-    def _seal(self, tensor: Tensor) -> None:
-        cell = self._interpreter.cell(tensor)
-        cell.sealed = cell.sealed or "is a copy in one of the ranks' and the one-device program"
+                _seal(self._where[number])
 
     # ------------------------------------------------------------------------------- sums
 
@@ -185,3 +183,7 @@ class Notes:
 
     def _storage(self, tensor: Tensor) -> int:
         return int(self._interpreter.cell(tensor).storage._cdata)
+
+
+def _seal(cell: Cell) -> None:
+    cell.sealed = cell.sealed or "is a copy in one of the ranks' and the one-device program"

@@ -190,6 +190,21 @@ def _range(arguments: Mapping[str, Any], size: int) -> range:
     return range(*bounds.indices(size))
 
 
+def _indexed(step: Step) -> list[Sharded]:
+    """`x[:, ids]`: dims that are indexed must be whole; those of the indices take their place."""
+    x, indices = step.arguments["self"], step.arguments["indices"]
+    places = [dim for dim, index in enumerate(indices) if isinstance(index, Piece)]
+    if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for dim in places):
+        raise UnrelatedError("it picks entries along a dim that is cut", _WRAP)
+    found = pieces_of(indices)
+    rank = max(len(index.whole) for index in found)
+    kept = [dim for dim in range(len(x.dims)) if dim not in places]
+    adjacent = places == list(range(places[0], places[0] + len(places)))
+    front = places[0] if adjacent else 0
+    dims = [x.dims[dim] for dim in kept]
+    return [Sharded((*dims[:front], *broadcast(found, rank), *dims[front:]))]
+
+
 _GATHER: Final = "gather it first, with all_gather."
 
 
@@ -281,6 +296,7 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (_joined, "cat"),
         (_stacked, "stack"),
         (_sliced, "slice.Tensor"),
+        (_indexed, "index.Tensor"),
         (einsum("mk,kn->mn"), "mm addmm"),
         (einsum("bmk,bkn->bmn"), "bmm baddbmm"),
         (einsum("mk,k->m"), "mv addmv"),

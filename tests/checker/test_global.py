@@ -176,6 +176,21 @@ def turned_in_place(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> 
     return mlp(turned, w, b, w2, b2)
 
 
+def written_buffers(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    buffer = torch.zeros_like(x)
+    buffer += x
+    double = torch.empty_like(x)
+    double.copy_(2 * buffer)
+    return mlp(double, w, b, w2, b2)
+
+
+def picked(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    ids = (x[:, 0] > 0).long()  # cut like the rows
+    table = torch.arange(4.0, dtype=x.dtype).reshape(2, 2)
+    columns = torch.tensor([3, 1])
+    return mlp(x + (x[:, columns] * table[ids]).repeat(1, 8), w, b, w2, b2)
+
+
 def part_of_features(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return mlp(torch.cat([x[:, 8:], x[:, :8]], 1), w, b, w2, b2)
 
@@ -196,6 +211,8 @@ RIGHT = [
     (inner_gradient, P("dp")),
     (part_of_features, P("dp")),
     (vmapped, P("dp")),
+    (written_buffers, P("dp")),
+    (picked, P("dp")),
     (recomputed, P("dp")),
     (turned_in_place, P("dp")),
 ]
