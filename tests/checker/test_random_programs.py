@@ -132,6 +132,7 @@ def test_an_accepted_program_is_right_on_processes(
 # -------------------------------------------------------------------- what the fuzzing can see
 
 
+@pytest.mark.slow
 def test_the_generator_draws_every_collective_and_gradients_of_each_kind() -> None:
     """Refusing is no way out: most of the steps drawn find a type."""
     seen: Counter[str] = Counter()

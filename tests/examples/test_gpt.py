@@ -199,6 +199,7 @@ def test_training_on_processes_has_the_losses_of_one_device(
         assert losses == pytest.approx(train(None), rel=EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["vmap", "ranks"])
 def test_overlap_on_a_simulated_mesh_leaves_the_losses_as_they_are(strategy: Any) -> None:
     mesh = make_mesh((2, 4), AXES, simulate=strategy)
@@ -225,6 +226,7 @@ def train_overlapped(sizes: tuple[int, int]) -> tuple[list[float], list[float], 
     return losses, train(mesh), [f"{plan.op}: {bool(plan.choice)}" for plan in ran]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2), (1, 4), (2, 2)])
 def test_layers_that_overlap_have_the_losses_of_layers_that_do_not(
     gloo: Gloo, sizes: tuple[int, int]

@@ -49,6 +49,7 @@ def test_the_demo_shows_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_processes_have_the_losses_of_a_simulated_mesh(gloo: Gloo, tmp_path: Path) -> None:
     simulated = run_main(without_check("2x4"), tmp_path)
     for losses in gloo(4).run(run_main, without_check("2x2"), tmp_path):
@@ -60,6 +61,7 @@ def run_and_tell(arguments: list[str], folder: Path) -> tuple[list[float], str]:
     return losses, str(last_plan())
 
 
+@pytest.mark.slow
 def test_overlapped_layers_have_the_losses_of_a_simulated_mesh(gloo: Gloo, tmp_path: Path) -> None:
     simulated = run_main(without_check("2x4"), tmp_path)
     flags = [*without_check("1x2"), "--overlap", "require"]
