@@ -5,7 +5,7 @@ that of DTensor, for all else. It is asked about one axis at a time, and only wh
 without moving data counts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
@@ -89,8 +89,9 @@ def propagate(step: Step) -> list[Sharded]:
         UnrelatedError: the results are no pieces of those on one device.
     """
     rule = _rule_of(step.op)
-    if rule not in _SIZED and step.whole:
-        name, there = next(iter(step.whole.items()))
+    for name, there in step.whole.items():
+        if name in _SIZES.get(rule, ()):
+            continue
         raise UnrelatedError(
             f"its argument {name} is {step.arguments[name]} on a rank and {there} on one device",
             "a number that depends on local shapes must be right on one device too: multiply "
@@ -115,6 +116,8 @@ def _listed(step: Step) -> list[Sharded]:
     for index, (_, whole) in enumerate(step.results):
         at = index % len(lists[0])
         operands = [*(pieces_of(items)[at] for items in lists), *shared]
+        if any(len(x.whole) > len(whole) for x in operands):
+            raise UnrelatedError("it reduces each tensor of a list", _WRAP)
         found.append(Sharded(broadcast(operands, len(whole))))
     return found
 
@@ -306,8 +309,13 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
     for op in _overloads(names)
 }
 
-_SIZED: Final = frozenset({_reshaped, _expanded, _filled, _sliced})
-"""Rules of operations whose sizes may differ in the two programs."""
+_SIZES: Final[Mapping[Rule, Collection[str]]] = {
+    _reshaped: ("size", "shape", "stride"),
+    _expanded: ("size",),
+    _filled: ("size",),
+    _sliced: ("start", "end"),
+}
+"""Arguments that are sizes, or positions held against them, and may differ in the two programs."""
 
 
 # What torch's reference formulas are written in has no tags.

@@ -118,17 +118,19 @@ class Relation(Observer):
 
     def region(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """The arguments of per-rank code must be cut as it declares."""
-        with self._judged(f"{REGION} {name}", [("argument", x) for x in inputs]):
-            refs = self._take(f"{REGION} {name}").arguments["inputs"]
-            for tensor, ref, spec in zip(inputs, refs, specs, strict=True):
-                self._notes.require(tensor, ref, spec)
+        with self._judged(f"{REGION} {name}", [("argument", x) for x in inputs]) as live:
+            if live:
+                refs = self._take(f"{REGION} {name}").arguments["inputs"]
+                for tensor, ref, spec in zip(inputs, refs, specs, strict=True):
+                    self._notes.require(tensor, ref, spec)
 
     def region_ended(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Its results are cut as it promises."""
-        with self._judged(f"{REGION} {name}", [("result", y) for y in outputs]):
-            results = self._take(f"the end of {REGION} {name}").results
-            for tensor, (number, whole), spec in zip(outputs, results, specs, strict=True):
-                self._notes.place(tensor, number, whole, spec)
+        with self._judged(f"{REGION} {name}", [("result", y) for y in outputs]) as live:
+            if live:
+                results = self._take(f"the end of {REGION} {name}").results
+                for tensor, (number, whole), spec in zip(outputs, results, specs, strict=True):
+                    self._notes.place(tensor, number, whole, spec)
 
     def left(self, path: str, value: Tensor, spec: P) -> None:
         """A result must be cut as its spec says."""
@@ -314,7 +316,8 @@ class Relation(Observer):
             if kind == V and axis not in piece.axes and axis not in partial
         )
         if writes_of(op, arguments) and not self._is_overwritten(result, number, piece, partial):
-            return  # what is unfinished in the rest of the storage stays so
+            # What is unfinished in the rest of the storage stays so.
+            loose |= self._notes.sums(result).loose
         self._notes.note(result, number, piece)
         if not self._notes.knows_sums(result) or writes_of(op, arguments):
             self._notes.set_sums(result, partial, loose)

@@ -128,6 +128,22 @@ def dropout_of_whole(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) ->
     return all_reduce(x @ w @ w2, "tp", dst=I)
 
 
+def drawn_into_a_part(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    scale = torch.zeros(2, dtype=x.dtype)
+    scale[:1].uniform_()  # another number on each rank
+    return all_reduce((x @ w * scale[:1]) @ w2, "tp", dst=I)
+
+
+def filled_with_local_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w
+    return all_reduce((h / torch.full((1,), h.shape[1], dtype=x.dtype)) @ w2, "tp", dst=I)
+
+
+def norms_of_pieces(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w
+    return all_reduce((h / torch._foreach_norm([torch.ones_like(h)])[0]) @ w2, "tp", dst=I)
+
+
 def steps_of_ranks(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     for _ in range(axis_size("tp")):
         w = w * 2
@@ -171,6 +187,9 @@ WRONG = [
     (rank_used, P("dp"), "every rank has a value of its own"),
     (maximum_over_cut, P("dp"), "maximum over a cut dim"),
     (dropout_of_whole, P("dp"), "every rank has a value of its own"),
+    (drawn_into_a_part, P("dp"), "every rank has a value of its own"),
+    (filled_with_local_size, P("dp"), "is 8 on a rank and 32 on one device"),
+    (norms_of_pieces, P("dp"), "reduces each tensor of a list"),
     (steps_of_ranks, P("dp"), "the ranks come to mul"),
     (smoothing_over_vocabulary, P("dp"), "averages over a cut dim"),
     (mean_all_reduce, P("dp"), "is 4 on a rank and 1 on one device"),

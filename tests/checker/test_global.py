@@ -191,6 +191,17 @@ def picked(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return mlp(x + (x[:, columns] * table[ids]).repeat(1, 8), w, b, w2, b2)
 
 
+def region_recomputed(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    squash = local_region(torch.tanh, (P("dp", "tp"),), P("dp", "tp"))
+
+    def loss(x: Tensor) -> Tensor:
+        total = checkpoint(lambda x: squash(x @ w).square().sum(), x)
+        return all_reduce(total, ("dp", "tp"), dst=I)
+
+    gradient = all_reduce(torch.func.grad(loss)(x), "tp", dst=R)
+    return mlp(x - gradient, w, b, w2, b2)
+
+
 def part_of_features(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return mlp(torch.cat([x[:, 8:], x[:, :8]], 1), w, b, w2, b2)
 
@@ -211,6 +222,7 @@ RIGHT = [
     (inner_gradient, P("dp")),
     (part_of_features, P("dp")),
     (vmapped, P("dp")),
+    (region_recomputed, P("dp")),
     (written_buffers, P("dp")),
     (picked, P("dp")),
     (recomputed, P("dp")),
