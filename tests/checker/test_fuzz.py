@@ -2,8 +2,6 @@
 
 import random
 import re
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -23,22 +21,13 @@ from tests.checker.calls import overload as overload_called
 from tests.checker.fuzz import Typings, cases, floors, try_types
 from tests.checker.fuzz_all import DOCUMENT, FLOORS, fuzz_operator, name_of, reason_of, runs_here
 
+pytestmark = pytest.mark.usefixtures("quiet")
 RUNNABLE: Final = [info for info in op_db if runs_here(info)]
 TENTH: Final = random.Random(1).sample(RUNNABLE, len(RUNNABLE) // 10)
 BY_NAME: Final = {name_of(info): info for info in RUNNABLE}
 
 # Floors that are missed for a reason; anything else is a gap in the tables.
 EXCUSED: Final = frozenset({"data-dependent", "random", "not strided"})
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("info", TENTH, ids=name_of)

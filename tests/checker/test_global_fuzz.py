@@ -1,8 +1,7 @@
 """A fixed tenth of op_db under check="global", and that the fuzzing sees wrong rules."""
 
 import random
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import pytest
@@ -16,21 +15,12 @@ from shardmap_torch.checker.sharding import UnrelatedError, broadcast
 from tests.checker.fuzz_all import name_of, runs_here
 from tests.checker.global_fuzz import fuzz, is_drawn
 
+pytestmark = pytest.mark.usefixtures("quiet")
 RUNNABLE: Final = [info for info in op_db if runs_here(info) and not is_drawn(info)]
 TENTH: Final = random.Random(2).sample(RUNNABLE, len(RUNNABLE) // 10)
 BY_NAME: Final = {name_of(info): info for info in RUNNABLE}
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow

@@ -5,12 +5,9 @@
 
 import os
 import random
-import warnings
-from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
-import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from shardmap_torch.checker.row import Row
@@ -20,21 +17,12 @@ from tests.checker.fuzz_all import dtypes_of, name_of, runs_here
 from tests.checker.recorded_rows import changed_operators, digest, recorded_rows
 from tests.checker.whole import FLOORS, is_excused, trials_of, tried
 
+pytestmark = pytest.mark.usefixtures("quiet")
 FULL: Final = bool(os.environ.get("SHARDMAP_FUZZ"))
 RUNNABLE: Final = [info for info in op_db if runs_here(info)]
 TENTH: Final = random.Random(2).sample(RUNNABLE, len(RUNNABLE) // 10)
 CHANGED: Final = changed_operators()
 CHOSEN: Final = [info for info in RUNNABLE if FULL or info in TENTH or name_of(info) in CHANGED]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
