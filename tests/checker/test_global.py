@@ -1,5 +1,6 @@
 """check="global": the forward must be that of the same program on one device."""
 
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -238,6 +239,40 @@ def test_accepts_one_device_programs(body: Body, out: P) -> None:
 @pytest.mark.parametrize(("body", "out", "text"), WRONG, ids=lambda v: getattr(v, "__name__", ""))
 def test_rejects_what_is_another_program_on_one_device(body: Body, out: P, text: str) -> None:
     rejected(body, out, text)
+
+
+# A number that is another one where every axis has one rank, made of a piece h in many ways.
+OF_LOCAL_SIZE: dict[str, Callable[[Tensor], Tensor]] = {
+    "product": lambda h: h * h.shape[1],
+    "stride": lambda h: h * h.stride(0),
+    "power": lambda h: h ** h.shape[1],
+    "list": lambda h: torch._foreach_mul([h], h.shape[1])[0],
+    "full": lambda h: h * torch.full((1,), h.shape[1], dtype=h.dtype),
+    "full_like": lambda h: h * torch.full_like(h, h.shape[1]),
+    "new_full": lambda h: h * h.new_full((1,), h.shape[1]),
+    "fill_": lambda h: h * torch.zeros(1, dtype=h.dtype).fill_(h.shape[1]),
+    "literal": lambda h: h * torch.tensor([h.shape[1]], dtype=h.dtype),
+    "count": lambda h: h * torch.ones_like(h).sum(),
+    "count of ones": lambda h: h * torch.ones(h.shape[1], dtype=h.dtype).sum(),
+    "count of one": lambda h: h * torch.ones(1, 1, dtype=h.dtype).expand(h.shape).sum(),
+    "product of ones": lambda h: h * (h.new_ones(1, h.shape[1]) @ h.new_ones(h.shape[1], 1)),
+    "positions": lambda h: h * torch.ones_like(h).cumsum(1),
+    "linspace": lambda h: h * torch.linspace(0, 1, h.shape[1], dtype=h.dtype),
+    "first": lambda h: h * torch.arange(64, dtype=h.dtype)[: h.shape[1]],
+    "one of": lambda h: h * torch.arange(64, dtype=h.dtype)[h.shape[1]],
+}
+
+
+@pytest.mark.parametrize("name", OF_LOCAL_SIZE)
+def test_no_number_of_local_size_passes(name: str) -> None:
+    def body(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        h: Tensor = x @ w
+        return all_reduce(OF_LOCAL_SIZE[name](h) @ w2, "tp", dst=I)
+
+    values = [value.detach() for value in ARGS]
+    check_program(mapped(body, P("dp"), check="local"), *values)
+    with pytest.raises(ShardTypeError, match="check='global'"):
+        check_program(mapped(body, P("dp")), *values)
 
 
 def test_every_rejection_reads_as_it_did() -> None:
