@@ -5,10 +5,10 @@ what ends that early ends the connection. So it is ended, by another thread, onl
 is lost anyway.
 """
 
+import atexit
 import threading
 from contextlib import suppress
 from datetime import timedelta
-from time import sleep
 from typing import Final
 
 import torch.distributed as dist
@@ -44,11 +44,14 @@ class _Lookout:
         self._thread: threading.Thread | None = None
         self._waiting: tuple[dist.Work, Place] | None = None
         self._ended: dist.Work | None = None
+        self._leaving = threading.Event()
 
     def wait(self, work: dist.Work) -> None:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._look, name="lookout", daemon=True)
             self._thread.start()
+            # An interpreter that ends aborts, if a thread then comes back from torch's C++.
+            atexit.register(self._leave, self._thread)
         self._waiting = work, here()
         try:
             work.wait()
@@ -61,13 +64,16 @@ class _Lookout:
 
     def _look(self) -> None:
         with suppress(Exception):  # no process group any more: nobody waits
-            while True:
-                sleep(PATIENCE.total_seconds())
+            while not self._leaving.wait(PATIENCE.total_seconds()):
                 waiting = self._waiting
                 if waiting is not None and is_overtaken(waiting[1]):
                     self._ended = waiting[0]
                     with suppress(RuntimeError):
                         waiting[0].wait(timedelta(milliseconds=1))
+
+    def _leave(self, thread: threading.Thread) -> None:
+        self._leaving.set()
+        thread.join()
 
 
 _LOOKOUT: Final = _Lookout()
