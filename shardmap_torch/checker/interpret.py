@@ -1,10 +1,4 @@
-"""Runs a body on fake tensors and types every operation, collective and derived cotangent.
-
-Whether a gradient can flow through a value decides whether I and R are obligations or, as K, only
-facts. A value flows if autograd says so, or if it descends from the operand of a torch.func
-transform that has not ended; in doubt it flows. Cotangents keep their types in any case while
-their backward runs: a sum of contributions of type I and V is an error, not a V.
-"""
+"""Runs a body on fake tensors and types every operation, collective and derived cotangent."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +11,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import Node
@@ -36,176 +29,45 @@ from shardmap_torch.checker.calls import (
     type_call,
     writes_of,
 )
-from shardmap_torch.checker.lattice import Clash, accepts, add, join, plain
+from shardmap_torch.checker.lattice import Clash, add, join
+from shardmap_torch.checker.memory import Memory, Token, is_real
 from shardmap_torch.checker.nodes import is_in_linear_backward
 from shardmap_torch.checker.numbers import Numbers
-from shardmap_torch.checker.observe import UNOBSERVED, Observer, base_of, standing
+from shardmap_torch.checker.observe import standing
 from shardmap_torch.checker.program import Cell, Equation, Use, use_of
 from shardmap_torch.checker.repair import NONE, Places, Repair, propose
 from shardmap_torch.checker.table import row_of
-from shardmap_torch.errors import ShardTypeError, TransformError
+from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.types import I, K, Partial, R, V
+from shardmap_torch.types import I, K, Partial, R
 from shardmap_torch.where import Site, call_site
 
-_functorch = torch._C._functorch
 _SILENT: Final = ("prim", "profiler")  # they read no values
 _LITERAL: Final = torch.ops.aten.lift_fresh.default
 _BITS: Final = torch.ops.aten.view.dtype
-SEED: Final = -2
-"""The task of cotangents that a backward is about to start from."""
 
 
-class Token:
-    """One operand of a torch.func differentiation; it lives as long as its transform."""
-
-    def __init__(self, witness: Tensor) -> None:
-        """`witness` is the wrapped operand, whose level ends with the transform."""
-        self._witness = witness
-
-    @property
-    def alive(self) -> bool:
-        """Whether the transform has not ended."""
-        return bool(_functorch.maybe_get_level(self._witness) > 0)
-
-
-def closed_over_outer(name: str, does: str) -> TransformError:
-    """The error for a tensor of a transform around the call that does not come as an argument."""
-    site = call_site()
-    at = "" if site is None else f", at {site}"
-    return TransformError(
-        f"{name}: the body closes over a tensor that a torch.func transform outside {does}{at}. "
-        "Pass it as an argument."
-    )
-
-
-def is_real(dtype: torch.dtype) -> bool:
-    """Whether gradients exist for a dtype."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
-class Interpreter:
-    """One interpretation of one body."""
+class Interpreter(Memory):
+    """One interpretation of one body: the operations, and the memory on which they work."""
 
     def __init__(
         self, name: str, mesh: Mesh, branches: Branches | None = None, repair: Repair = NONE
     ) -> None:
         """`name` is what errors call the body, `branches` which way it goes through it."""
-        self.name, self.mesh, self._repair = name, mesh, repair
+        super().__init__(name, mesh.axis_names)
+        self.mesh, self._repair = mesh, repair
         self.numbers = Numbers(branches if branches is not None else Branches(name))
-        self.axes = mesh.axis_names
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.observer: Observer = UNOBSERVED
         self.equations: list[Equation] = []
-        self.closures: dict[int, Tensor] = {}
         self.batches = True
-        self._cells: dict[int, Cell] = {}
-        self._paused = False
         self._made_by: dict[int, Equation] = {}
         self._sequence = 0
         self._running = 0
         self._count = 0
         self._places = Places()
-        self._differentiated: set[int] = set()
 
     def begin(self) -> None:
         """Autograd nodes that are there already are not the body's."""
         self._sequence = torch._C._autograd._get_sequence_nr()
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether what runs now is not the body's."""
-        return self._paused
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Operations in here are not the body's."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    # ------------------------------------------------------------------------------ memory
-
-    def bring(self, tensor: Tensor, kinds: Types, label: str, sealed: str | None = None) -> Cell:
-        """Types a tensor that comes from outside."""
-        storage = base_of(tensor).untyped_storage()
-        cell = Cell(kinds, None, label, storage, sealed)
-        self._cells[storage._cdata] = cell
-        return cell
-
-    def cell(self, tensor: Tensor) -> Cell:
-        """The cell of a tensor's storage, or of its fake's."""
-        storage = self.adopt(base_of(tensor)).untyped_storage()
-        found = self._cells.get(storage._cdata)
-        if found is None:
-            raise AssertionError(
-                f"{self.name}: a tensor without a type reached {call_site()}; this is a defect of "
-                "shardmap_torch's checker, please report it."
-            )
-        return found
-
-    def flows(self, tensor: Tensor) -> bool:
-        """Whether a gradient can flow through a base tensor."""
-        if not is_real(tensor.dtype):
-            return False
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return True
-        return any(token.alive for token in self._tokens(tensor))
-
-    def _tokens(self, tensor: Tensor) -> frozenset[Token]:
-        cell = self._cells.get(tensor.untyped_storage()._cdata)
-        # What autograd copies by itself has none of its own, and then those of the storage count.
-        own: frozenset[Token] | None = tensor.__dict__.get("_shardmap_tokens")
-        if cell is None:
-            return own or frozenset()
-        return cell.tokens if own is None else own | cell.written
-
-    def mark_differentiated(self, wrapped: Tensor) -> None:
-        """Notes an operand of a torch.func transform."""
-        real = base_of(wrapped)
-        self._differentiated.add(id(real))
-        base = self.adopt(real)
-        tokens = self._tokens(base) | {Token(wrapped)}
-        base._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
-        self.cell(base).tokens |= tokens
-
-    def reject_outer(self, args: Sequence[Any]) -> None:
-        """Refuses tensors that a transform outside the body differentiates or batches."""
-        for tensor in (t for value in args for t in tensors_of(value)):
-            if not _functorch.is_functorch_wrapped_tensor(tensor):
-                continue
-            base = base_of(tensor)
-            if isinstance(base, FakeTensor) or id(base) in self._differentiated:
-                continue
-            # Transforms in the body may batch a closed-over tensor, at levels of their own.
-            depth = _functorch.get_dynamic_layer_stack_depth()
-            differentiates = _functorch.is_gradtrackingtensor(tensor)
-            if differentiates or _functorch.maybe_get_level(tensor) > depth:
-                raise closed_over_outer(
-                    self.name, "differentiates" if differentiates else "batches"
-                )
-
-    def mark_constant(self, tensor: Tensor) -> None:
-        """Notes that no gradient flows through this tensor, whatever its storage."""
-        base_of(tensor)._shardmap_tokens = frozenset()  # type: ignore[attr-defined]  # ours
-
-    def kinds(self, tensor: Tensor) -> Types:
-        """The types of a tensor as an operation reads it: I and R are K where nothing flows."""
-        cell = self.cell(tensor)
-        if (I in cell.kinds or R in cell.kinds) and not self._is_cotangent(cell):
-            if not self.flows(tensor):
-                return tuple(K if kind in (I, R) else kind for kind in cell.kinds)
-        return cell.kinds
-
-    def kinds_of(self, tensor: Tensor) -> Types:
-        """The types of any tensor in the body, as an operation would read it."""
-        return self.kinds(base_of(self.adopt(tensor)))
-
-    def _is_cotangent(self, cell: Cell) -> bool:
-        task = torch._C._current_graph_task_id()
-        return cell.task == SEED or (task != -1 and cell.task == task)
 
     # -------------------------------------------------------------------------- operations
 
@@ -268,15 +130,6 @@ class Interpreter:
         made = [tensor for _, tensor in _results(out)]
         return bool(made) and all(t.untyped_storage()._cdata in self._cells for t in made)
 
-    def base(self, tensor: Tensor) -> Tensor:
-        """The fake under all transforms."""
-        return base_of(self.adopt(tensor))
-
-    def adopt(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor, which may be one that the body closes over."""
-        adopted: Tensor = self._adopt(tensor)
-        return adopted
-
     def make(
         self, tensor: Tensor, kinds: Types, equation: Equation, operands: Sequence[Tensor]
     ) -> Cell:
@@ -306,32 +159,6 @@ class Interpreter:
             yield
         finally:
             self._running -= 1
-
-    def _adopt(self, value: Any) -> Any:
-        """Makes a fake of a tensor that the body closes over, and types it K."""
-        if isinstance(value, Tensor):
-            # A transform's tensor has a fake underneath, or something that is met there.
-            fake = isinstance(base_of(value), FakeTensor)
-            return value if fake else self._adopt_tensor(value)
-        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-            return [self._adopt(item) for item in value]
-        return value
-
-    def _adopt_tensor(self, real: Tensor) -> Tensor:
-        if type(real) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise ShardTypeError(
-                f"{self.name}: the body closes over a {type(real).__name__} at {call_site()}. "
-                "Pass it as an argument."
-            )
-        with self.paused():
-            fake = self.fake.from_tensor(real)
-        if fake.untyped_storage()._cdata not in self._cells:
-            label = f"a closed-over {type(real).__name__} of shape {list(real.shape)}"
-            self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
-            self.observer.closed_over(fake, real)
-        if real.requires_grad:
-            self.closures[id(real)] = real
-        return fake
 
     def _type(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> list[Types]:
         made = [*_results(out)] or [*enumerate(_written(op, arguments))]
@@ -521,50 +348,6 @@ class Interpreter:
             return call_site(), False
         forward = self.forward_of_current_node()
         return (forward.site if forward is not None else None), True
-
-    # --------------------------------------------------------------------------- gradients
-
-    def seed(self, output: Tensor, given: Tensor | None) -> Tensor | None:
-        """Checks, or makes and types, the cotangent that a backward in the body starts from."""
-        if isinstance(output, torch.autograd.graph.GradientEdge) or not output.requires_grad:
-            return given
-        have = self.cell(output).kinds
-        if given is None:
-            if R in have:
-                raise report.seeded(self, have.index(R), self.cell(output))
-            if output.numel() != 1:
-                return None  # torch says why it needs one
-            given = torch.ones_like(output)
-            # What a rank does not share with the others is seeded as its own.
-            dual = {I: I, V: V, Partial: R}
-            self.cell(given).kinds = tuple(dual.get(kind, K) for kind in have)
-        cotangents = self.cell(given).kinds
-        for axis, (kind, cotangent) in enumerate(zip(have, cotangents, strict=True)):
-            if not accepts(kind, cotangent):
-                what = "the differentiated value"
-                raise report.cotangent(self, axis, kind, self.cell(given), what)
-        # The cotangents of what ranks do not share are their own, even where they are equal.
-        own = tuple(V if plain(k) == V else c for k, c in zip(have, cotangents, strict=True))
-        if own != cotangents:
-            given = given.clone()
-            self.cell(given).kinds = own
-        self.cell(given).task = SEED
-        return given
-
-    def unseed(self, seeds: Sequence[Tensor | None]) -> None:
-        """Ends what `seed` began."""
-        for tensor in seeds:
-            if tensor is not None:
-                self.cell(tensor).task = -1
-
-    def check_gradient(self, operand: Tensor, gradient: Tensor | None, what: str) -> None:
-        """Holds a gradient against the type of the value that it belongs to."""
-        if gradient is None:
-            return
-        have, cell = self.cell(operand).kinds, self.cell(gradient)
-        for axis, (kind, cotangent) in enumerate(zip(have, cell.kinds, strict=True)):
-            if not accepts(kind, cotangent):
-                raise report.cotangent(self, axis, kind, cell, what)
 
 
 def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:

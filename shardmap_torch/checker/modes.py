@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardmap_torch.checker import values
+from shardmap_torch.checker import cotangents, values
 from shardmap_torch.checker.calls import tensors_of
 from shardmap_torch.checker.decompose import interpreted
 from shardmap_torch.checker.functions import watch
@@ -168,7 +169,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     told = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
     if len(told) == 1:
         told = told * len(outputs) if told[0] is None else told
-    seeds = tuple(map(interpreter.seed, outputs, told))
+    seeds = tuple(map(partial(cotangents.seed, interpreter), outputs, told))
     given["outputs"], given["grad_outputs"] = outputs, seeds
     interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
     watch(interpreter, outputs)
@@ -176,10 +177,10 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
         gradients = func(
             given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
         )
-    interpreter.unseed(seeds)
+    cotangents.unseed(interpreter, seeds)
     inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
     for operand, gradient in zip(inputs, gradients, strict=True):
-        interpreter.check_gradient(operand, gradient, "the value it is the gradient of")
+        cotangents.check_gradient(interpreter, operand, gradient, "the value it is the gradient of")
     interpreter.observer.differentiated(outputs, told, inputs, gradients)
     return gradients
 
@@ -194,14 +195,14 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
             "closed-over tensor. Pass the tensor as an argument, and return its gradient."
         )
     told = given.pop("gradient", None)
-    seed = interpreter.seed(output, told)
+    seed = cotangents.seed(interpreter, output, told)
     interpreter.batches = False
     watch(interpreter, [output])
     with interpreter.differentiating():
         func(output, seed, *args[2:], **given)
-    interpreter.unseed([seed])
+    cotangents.unseed(interpreter, [seed])
     for leaf in leaves:
-        interpreter.check_gradient(leaf, leaf.grad, "the value it is the gradient of")
+        cotangents.check_gradient(interpreter, leaf, leaf.grad, "the value it is the gradient of")
     gradients = [leaf.grad for leaf in leaves]
     interpreter.observer.differentiated([output], [told], leaves, gradients)
 

@@ -15,7 +15,7 @@ from shardmap_torch.boundary import Call
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.attempt import Strictness
 from shardmap_torch.checker.follow import Departure, Difference
-from shardmap_torch.checker.interpret import closed_over_outer
+from shardmap_torch.checker.memory import closed_over_outer
 from shardmap_torch.checker.signature import signature
 from shardmap_torch.checker.surroundings import Surroundings
 from shardmap_torch.checker.values import is_batched

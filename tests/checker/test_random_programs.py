@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardmap_torch import I, Partial, R
-from shardmap_torch.checker import abstract, attempt, calls, lattice
+from shardmap_torch.checker import abstract, calls, lattice, leaving
 from shardmap_torch.checker.lattice import Clash, join
 from shardmap_torch.types import AxisType, K, V, Z
 from tests.checker.machines import Notes
@@ -179,8 +179,8 @@ PLANTED: Final[dict[str, Callable[[], Any]]] = {
     "any cotangent for a collective": lambda: patch.dict(
         abstract.BACKWARD, dict.fromkeys(abstract.BACKWARD, ALL)
     ),
-    "V leaves as one value": lambda: patch.dict(attempt._EXITS, {("V", "I"): ()}),
-    "P leaves as one value": lambda: patch.dict(attempt._EXITS, {("P", "I"): ()}),
+    "V leaves as one value": lambda: patch.dict(leaving._EXITS, {("V", "I"): ()}),
+    "P leaves as one value": lambda: patch.dict(leaving._EXITS, {("P", "I"): ()}),
 }
 
 

@@ -1,0 +1,43 @@
+"""What a spec makes of a value that crosses: its type along an axis, and the shapes."""
+
+from collections.abc import Sequence
+
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.spec import P
+from shardmap_torch.types import AxisType, I, K, Partial, R, V
+
+
+def promised(spec: P, axis: str) -> AxisType:
+    """The type that a result's spec promises, before the conversion that it stands for."""
+    promise = spec.types.get(axis, I)
+    return I if promise == R else promise  # exit_casts has converted R to I
+
+
+def enters_as(spec: P, axis: str, mapped: Sequence[str]) -> AxisType:
+    """The type before the conversions that the boundary has been told to make."""
+    kind = spec.types.get(axis)
+    if kind is None:
+        return K if axis in mapped else I
+    return {"S": V, "P": Partial}.get(kind.kind, I)
+
+
+def seeded_as(spec: P, axis: str) -> AxisType:
+    """The cotangent of what a result's spec promises: global, cut like the result."""
+    kind = spec.types.get(axis, I)
+    return {"S": V, "P": R}.get(kind.kind, I)
+
+
+def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of a rank's piece."""
+    found = list(shape)
+    for dim, axes in spec.cuts:
+        found[dim] //= mesh.num_ranks(axes)
+    return tuple(found)
+
+
+def global_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of the whole."""
+    found = list(shape)
+    for dim, axes in spec.cuts:
+        found[dim] *= mesh.num_ranks(axes)
+    return tuple(found)

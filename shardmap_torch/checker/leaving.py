@@ -1,0 +1,165 @@
+"""How results leave a body: from the types that they have to those that their specs promise."""
+
+from typing import Final
+
+from torch import Tensor
+
+from shardmap_torch.boundary import Call, Result, apply
+from shardmap_torch.checker import report
+from shardmap_torch.checker.abstract import AbstractBackend
+from shardmap_torch.checker.calls import Types
+from shardmap_torch.checker.crossing import promised
+from shardmap_torch.checker.interpret import Interpreter
+from shardmap_torch.checker.lattice import plain
+from shardmap_torch.checker.observe import UNOBSERVED, base_of
+from shardmap_torch.checker.repair import Repair, propose
+from shardmap_torch.checker.ways import Cast, Exit, Settled, Where
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.rule import Collective
+from shardmap_torch.spec import P
+from shardmap_torch.types import AxisType, I, K, Partial, R, V
+
+_EXITS: dict[tuple[str, str], tuple[Cast, ...]] = {
+    ("I", "I"): (),
+    ("K", "I"): (),
+    ("Z", "I"): (),
+    ("R", "I"): (("convert", R, I),),
+    ("V", "S"): (),
+    ("I", "S"): (("convert", I, R), ("reinterpret", R, V)),
+    ("R", "S"): (("reinterpret", R, V),),
+    ("K", "S"): (("reinterpret", R, V),),
+    ("Z", "S"): (),
+    ("I", "P"): (("convert", I, Partial),),
+    ("R", "P"): (("convert", R, Partial),),
+    ("K", "P"): (("convert", R, Partial),),
+    ("V", "P"): (("reinterpret", V, Partial),),
+    ("P", "P"): (),
+    ("Z", "P"): (),
+}
+"""From the type in the body to the promised one; what is missing is an error."""
+
+
+_READINGS: Final = {
+    **{("K", promise): "KIR" for promise in "IP"},
+    ("K", "S"): "KIRV",
+    **{("Z", promise): "ZKIR" for promise in "I"},
+    **{("Z", promise): "ZKIRVP" for promise in "P"},
+    ("Z", "S"): "ZKIRV",
+}
+"""What a result may be taken for, by its type and the promise: what leaves it right."""
+
+
+class Leaving:
+    """The results of one way through a body, on their way out.
+
+    Attributes:
+        exits: how they leave.
+        has_uncommitted: whether the type of one through which a gradient flows is K.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        interpreter: Interpreter,
+        backend: AbstractBackend,
+        settled: Settled,
+        repair: Repair,
+        uncommitted: AxisType,
+    ) -> None:
+        """`uncommitted` is what a result that is K counts as, `settled` what all ways share."""
+        self._call, self._interpreter, self._backend = call, interpreter, backend
+        self._settled, self._repair, self._uncommitted = settled, repair, uncommitted
+        self.exits: dict[Where, Exit] = {}
+        self.has_uncommitted = False
+
+    def leave(self, result: Result) -> None:
+        """Converts every result to the type that its spec promises.
+
+        Raises:
+            ShardTypeError: names all that do not fit, and where they come from.
+        """
+        problems: list[str] = []
+        open_sums: dict[int, list[str]] = {}
+        for position in result.fit.crossing:
+            self._sum_result(result, position)
+            spec, path = result.fit.spec(position), result.fit.paths[position]
+            value = result.leaves[position]
+            # A real tensor that the body returns as it is was closed over.
+            result.leaves[position] = value = self._interpreter.adopt(value)  # type: ignore[index]
+            for axis, kind in zip(self._interpreter.axes, self._output_kinds(value), strict=True):
+                if axis not in self._call.mapped:
+                    continue
+                found = self._cast(path, spec, axis, kind, value)
+                if isinstance(found, str):
+                    problems.append(found)
+                    open_sums.setdefault(position, []).append(axis)
+                else:
+                    self.exits[position, axis] = self._exit((position, axis), found, spec, value)
+        if problems:
+            head = f"{self._call.name}: the result does not fit out_specs:"
+            error = ShardTypeError("\n".join([head, *problems]))
+            raise propose(error, [self._summed(result, open_sums)])
+        for position in result.fit.crossing:
+            spec, path = result.fit.spec(position), result.fit.paths[position]
+            self._interpreter.observer.left(path, result.leaves[position], spec)
+        self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
+        for (position, axis), way_out in self.exits.items():
+            casts = [Collective(name, src, dst, (axis,)) for name, src, dst in way_out.casts]
+            value = apply(self._backend, casts, result.leaves[position])
+            result.leaves[position] = value  # type: ignore[index]
+
+    def _exit(self, where: Where, found: tuple[Cast, ...], spec: P, value: Tensor) -> Exit:
+        """The conversions found, or those that all ways share where they are right as well."""
+        _, axis = where
+        cell = self._interpreter.cell(value)
+        kind = self._interpreter.kinds(base_of(value))[self._interpreter.axes.index(axis)]
+        promise = promised(spec, axis).kind
+        # What does not type as I is known by the retry as R.
+        is_free = self._uncommitted == K or not self._interpreter.flows(base_of(value))
+        readings = _READINGS.get((kind.kind, promise), "") if is_free else ""
+        others = frozenset(_EXITS[reading, promise] for reading in readings)
+        shared = self._settled.exits.get(where, found)
+        return Exit(shared if shared in others else found, others, cell.origin())
+
+    def _sum_result(self, result: Result, position: int) -> None:
+        for axis in self._repair.exits.get(position, ()):
+            total = Collective("all_reduce", Partial, I, (axis,))
+            value = apply(self._backend, [total], result.leaves[position])
+            result.leaves[position] = value  # type: ignore[index]
+
+    def _summed(self, result: Result, axes: dict[int, list[str]]) -> Repair:
+        """The repair that sums every result that is not whole."""
+        what = " and ".join(
+            f"{result.fit.paths[position]} over {', '.join(map(repr, names))}"
+            for position, names in axes.items()
+        )
+        return Repair(f"all_reduce {what} with dst=I before the return", exits=axes)
+
+    def _output_kinds(self, value: Tensor) -> Types:
+        kinds = self._interpreter.kinds(base_of(value))
+        if K in kinds and self._interpreter.flows(base_of(value)):
+            self.has_uncommitted = True
+            return tuple(self._uncommitted if kind == K else kind for kind in kinds)
+        return kinds
+
+    def _cast(
+        self, path: str, spec: P, axis: str, kind: AxisType, value: Tensor
+    ) -> tuple[Cast, ...] | str:
+        """The conversions from the body's type to the promised one, or what is wrong."""
+        found = _EXITS.get((plain(kind).kind, promised(spec, axis).kind))
+        if found is not None:
+            return found
+        at = self._interpreter.axes.index(axis)
+        cell = self._interpreter.cell(value)
+        chain = " <- ".join(report.chain_of(cell, at))
+        if kind == Partial:
+            return (
+                f"  {path}: {spec!r} promises a finished value over {axis!r}, but the result is a "
+                f"sum over {axis!r} still to be taken\n    it comes from {chain}\n"
+                f"    Fix: all_reduce it over {axis!r}, or name {axis!r} in partial=."
+            )
+        return (
+            f"  {path}: {spec!r} promises one value on all ranks of {axis!r}, but the result "
+            f"varies over it\n    it comes from {chain}\n"
+            f"    Fix: reduce or gather it over {axis!r}, or name {axis!r} in the spec."
+        )
