@@ -21,8 +21,8 @@ from torch.autograd.graph import Node
 from shardmap_torch.backend import Scope, current_scope, enter_scope
 from shardmap_torch.backends.batched import markers_of, rebound
 from shardmap_torch.backends.threads import handing_over
-from shardmap_torch.boundary import can_receive_gradient
 from shardmap_torch.errors import TransformError, listing
+from shardmap_torch.fit import can_receive_gradient
 from shardmap_torch.tree import flatten, unflatten
 
 Y = TypeVar("Y")

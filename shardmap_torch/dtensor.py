@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import _dtensor_spec as private
 
 from shardmap_torch.backend import Backend
-from shardmap_torch.boundary import apply, entry_cuts
+from shardmap_torch.conversions import apply, entry_cuts
 from shardmap_torch.errors import MeshError, SpecError, TransformError
 from shardmap_torch.memo import Memo, memo
 from shardmap_torch.mesh import Mesh

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.boundary import check_inputs, crosses, is_spec, spec_of
 from shardmap_torch.dtensor import Enter, Leave
 from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.fit import check_inputs, crosses, is_spec, spec_of
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.rule import bind
 from shardmap_torch.spec import P

@@ -11,18 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardmap_torch.backend import Scope, current_scope
 from shardmap_torch.backends.batched import BatchedBackend
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.boundary import (
-    Call,
-    Fit,
-    check_inputs,
-    input_signature,
-    is_spec,
-    place_arguments,
-)
+from shardmap_torch.boundary import Call
 from shardmap_torch.checker.api import shapes_of, stand_ins
 from shardmap_torch.checker.attempt import Strictness
 from shardmap_torch.checker.verify import Verdict
 from shardmap_torch.errors import MeshError, SpecError, TransformError
+from shardmap_torch.fit import Fit, check_inputs, input_signature, is_spec, place_arguments
 from shardmap_torch.memo import Memo, constant
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import batched, process, ranks

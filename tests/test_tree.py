@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardmap_torch import P
-from shardmap_torch.boundary import is_spec
+from shardmap_torch.fit import is_spec
 from shardmap_torch.tree import Misfit, flatten, map_leaves, spread, unflatten
 
 Point = namedtuple("Point", ["x", "y"])

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardmap_torch.boundary import Call, Result, can_receive_gradient, run_body
+from shardmap_torch.boundary import Call, Result, run_body
 from shardmap_torch.checker import raw
 from shardmap_torch.checker.abstract import AbstractBackend
 from shardmap_torch.checker.branches import Branches, told
@@ -27,6 +27,7 @@ from shardmap_torch.checker.relate import Relation
 from shardmap_torch.checker.repair import NONE, Repair
 from shardmap_torch.checker.ways import Passage, Settled, is_raised_by_body
 from shardmap_torch.errors import ShardMapError, ShardTypeError
+from shardmap_torch.fit import can_receive_gradient
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, K, R
 

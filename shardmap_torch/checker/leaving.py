@@ -4,7 +4,7 @@ from typing import Final
 
 from torch import Tensor
 
-from shardmap_torch.boundary import Call, Result, apply
+from shardmap_torch.boundary import Call, Result
 from shardmap_torch.checker import report
 from shardmap_torch.checker.abstract import AbstractBackend
 from shardmap_torch.checker.calls import Types
@@ -14,6 +14,7 @@ from shardmap_torch.checker.lattice import plain
 from shardmap_torch.checker.observe import UNOBSERVED, base_of
 from shardmap_torch.checker.repair import Repair, propose
 from shardmap_torch.checker.ways import Cast, Exit, Settled, Where
+from shardmap_torch.conversions import apply
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.rule import Collective
 from shardmap_torch.spec import P

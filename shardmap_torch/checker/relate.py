@@ -37,7 +37,8 @@ from shardmap_torch.checker.observe import (
     made_by,
     tensors_in,
 )
-from shardmap_torch.checker.propagate import Sharded, Step, propagate
+from shardmap_torch.checker.propagate import propagate
+from shardmap_torch.checker.sharded import Sharded, Step
 from shardmap_torch.checker.sharding import ANY, Piece, UnrelatedError, fitted
 from shardmap_torch.checker.table import row_of
 from shardmap_torch.rule import Collective

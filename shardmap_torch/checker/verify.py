@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from shardmap_torch.boundary import Call, Fit, Result
+from shardmap_torch.boundary import Call, Result
 from shardmap_torch.checker.attempt import Round, Strictness, go
 from shardmap_torch.checker.branches import every_way
 from shardmap_torch.checker.calls import Types
@@ -23,6 +23,7 @@ from shardmap_torch.checker.ways import (
     with_replicate,
 )
 from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.fit import Fit
 from shardmap_torch.memo import lazy
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective

@@ -9,12 +9,13 @@ from typing import Any, Final
 
 import torch
 
-from shardmap_torch.boundary import Call, Fit, Result
+from shardmap_torch.boundary import Call, Result
 from shardmap_torch.checker import modes
 from shardmap_torch.checker.branches import told
 from shardmap_torch.checker.calls import Types
 from shardmap_torch.checker.program import Way
 from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.fit import Fit
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType
 

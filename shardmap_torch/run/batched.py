@@ -8,8 +8,9 @@ from torch import Tensor
 
 from shardmap_torch.backend import current_scope
 from shardmap_torch.backends.batched import BatchedBackend
-from shardmap_torch.boundary import Call, Result, Untouched, run_body, spec_of
+from shardmap_torch.boundary import Call, Result, Untouched, run_body
 from shardmap_torch.errors import ShardTypeError, listing
+from shardmap_torch.fit import spec_of
 from shardmap_torch.layout import cut, join
 from shardmap_torch.spec import P
 from shardmap_torch.tree import Placed, Tree

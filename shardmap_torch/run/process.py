@@ -1,7 +1,8 @@
 """Runs a call on this process' rank, or inside a body that already runs on one."""
 
 from shardmap_torch.backend import Backend
-from shardmap_torch.boundary import Call, Untouched, apply, entry_cuts, exit_joins, run_body
+from shardmap_torch.boundary import Call, Untouched, run_body
+from shardmap_torch.conversions import apply, entry_cuts, exit_joins
 from shardmap_torch.dtensor import enter, leave
 from shardmap_torch.tree import Tree
 

@@ -13,15 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from shardmap_torch.backends.threads import Rendezvous, ThreadBackend, by_ranks, show_tensor
-from shardmap_torch.boundary import (
-    Call,
-    Result,
-    Untouched,
-    can_receive_gradient,
-    crosses,
-    run_body,
-)
+from shardmap_torch.boundary import Call, Result, Untouched, run_body
 from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing
+from shardmap_torch.fit import can_receive_gradient, crosses
 from shardmap_torch.layout import global_of, locals_of
 from shardmap_torch.rule import TypedFunction
 from shardmap_torch.run.batched import unequal

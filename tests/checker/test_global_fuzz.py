@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch.testing._internal.common_methods_invocations import op_db
 
 from shardmap_torch.checker import propagate
-from shardmap_torch.checker.propagate import Rule, Sharded, Step
+from shardmap_torch.checker.sharded import Rule, Sharded, Step
 from shardmap_torch.checker.sharding import UnrelatedError, broadcast
 from tests.checker.fuzz_all import name_of, runs_here
 from tests.checker.global_fuzz import fuzz, is_drawn
