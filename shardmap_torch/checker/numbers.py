@@ -220,11 +220,11 @@ class SymbolicNumber:
 
     def __float__(self) -> float:
         """A plain number would be followed no further."""
-        self._escape("float() or math")
+        self._escape("float() or math", "write n * 1.0 in place of float(n)")
 
     def __int__(self) -> int:
         """As `__float__`."""
-        self._escape("int()")
+        self._escape("int()", "write math.trunc(n) in place of int(n)")
 
     def __index__(self) -> int:
         """A size, a position or a number of steps."""
@@ -238,11 +238,11 @@ class SymbolicNumber:
         """As `__float__`."""
         self._escape("complex()")
 
-    def _escape(self, what: str) -> NoReturn:
+    def _escape(self, what: str, advice: str = "") -> NoReturn:
         self.owner.branches.refuse(
             f"{what} makes a plain Python number of one that is taken from a tensor.",
-            "compute on the tensor before .item(), whose value is followed through arithmetic, "
-            "comparisons and branches.",
+            f"{advice}{', or ' * bool(advice)}compute on the tensor before .item(), whose value "
+            "is followed through arithmetic, comparisons and branches.",
         )
 
     def __format__(self, spec: str) -> str:

@@ -77,12 +77,12 @@ def take_for_torch(interpreter: "Interpreter", op: OpOverload, arguments: Mappin
     return bool(value)
 
 
-def escape(interpreter: "Interpreter", what: str) -> Any:
+def escape(interpreter: "Interpreter", what: str, advice: str = "take it with .item()") -> Any:
     """Refuses what needs the value as a plain Python number."""
     interpreter.numbers.branches.refuse(
         f"{what} a plain Python number from a tensor, whose value the checker does not know.",
-        "take it with .item(), whose value is followed through arithmetic, comparisons and "
-        "branches; sizes, positions and steps must not depend on the data.",
+        f"{advice}: what that gives is followed through arithmetic, comparisons and branches. "
+        "Sizes, positions and steps must not depend on the data.",
     )
 
 
@@ -134,11 +134,28 @@ def _bool(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
     return bool(value)
 
 
-def _plain(what: str) -> Callable[..., Any]:
+_FLOAT: Final[Mapping[type, str]] = {
+    kind: f"write {number} in place of float(x), and x.f().item() in place of math.f(x)"
+    for kind, number in (
+        (float, "x.item()"),
+        (int, "x.double().item()"),
+        (bool, "x.double().item()"),
+    )
+}
+_INT: Final[Mapping[type, str]] = {
+    kind: f"write {number} in place of int(x)"
+    for kind, number in ((float, "x.long().item()"), (int, "x.item()"), (bool, "x.long().item()"))
+}
+"""What to write, by the kind of number that the tensor holds."""
+
+
+def _plain(what: str, advice: Mapping[type, str] | None = None) -> Callable[..., Any]:
+    """Python makes an exact float or int of whatever these functions return: nothing follows it."""
+
     def take_plain(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
         value = _item(interpreter, Tensor.item, args, kwargs)
         if type(value) is SymbolicNumber:
-            escape(interpreter, what)
+            escape(interpreter, what, *([] if advice is None else [advice[value.kind]]))
         return func(*args, **kwargs)
 
     return take_plain
@@ -155,8 +172,8 @@ FUNCTIONS: Final[Mapping[Any, Any]] = {
     Tensor.__bool__: _bool,
     torch.is_nonzero: _bool,
     Tensor.is_nonzero: _bool,
-    Tensor.__float__: _plain("float() or math takes"),
-    Tensor.__int__: _plain("int() takes"),
+    Tensor.__float__: _plain("float() or math takes", _FLOAT),
+    Tensor.__int__: _plain("int() takes", _INT),
     Tensor.__index__: _plain("a size, a position or a number of steps takes"),
     Tensor.__complex__: _plain("complex() takes"),
     Tensor.__format__: _format,

@@ -305,6 +305,68 @@ def test_what_needs_the_number_itself_is_refused(name: str, swallows: bool) -> N
     assert "\nFix: " in text
 
 
+Take = Callable[[Any, Any, Any], Any]
+
+INSTEAD: dict[str, tuple[str, Take, Take]] = {
+    "float(x)": (
+        "write x.item() in place of float(x), ",
+        lambda n, real, whole: float(real),
+        lambda n, real, whole: real.item(),
+    ),
+    "float(x) of integers": (
+        "write x.double().item() in place of float(x), ",
+        lambda n, real, whole: float(whole),
+        lambda n, real, whole: whole.double().item(),
+    ),
+    "math.f(x)": (
+        " and x.f().item() in place of math.f(x): ",
+        lambda n, real, whole: math.sqrt(real),
+        lambda n, real, whole: real.sqrt().item(),
+    ),
+    "int(x)": (
+        "write x.long().item() in place of int(x): ",
+        lambda n, real, whole: int(real),
+        lambda n, real, whole: real.long().item(),
+    ),
+    "int(x) of integers": (
+        "write x.item() in place of int(x): ",
+        lambda n, real, whole: int(whole),
+        lambda n, real, whole: whole.item(),
+    ),
+    "float(n)": (
+        "write n * 1.0 in place of float(n),",
+        lambda n, real, whole: float(n),
+        lambda n, real, whole: n * 1.0,
+    ),
+    "int(n)": (
+        "write math.trunc(n) in place of int(n),",
+        lambda n, real, whole: int(n),
+        lambda n, real, whole: math.trunc(n),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_is_advised_in_place_of_a_plain_number_is_followed_and_right(name: str) -> None:
+    advice, plain, instead = INSTEAD[name]
+
+    def body_with(take: Take) -> Callable[..., Tensor]:
+        def body(x: Tensor, w: Tensor) -> Tensor:
+            real, whole = loss(x, w).detach(), all_reduce((x > 0).sum(), "tp", dst=I)
+            number = take(real.item(), real, whole)
+            return torch.mm(x * number if number > 2 else x - number, w)
+
+        return body
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        real, whole = plain_loss(x, w).detach(), (x > 0).sum()
+        number = plain(real.item(), real, whole)
+        return torch.mm(x * number if number > 2 else x - number, w)
+
+    assert advice in rejection(body_with(plain), X, W, in_specs=SPECS, out_specs=P("tp"))
+    assert_right(body_with(instead), one, X, W, in_specs=SPECS, out_specs=P("tp"))
+
+
 def test_arithmetic_on_numbers_is_followed() -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         n, m = loss(x, w).item(), all_reduce((x > 0).sum(), "tp", dst=I).item()
