@@ -1,25 +1,23 @@
-"""Fuzzes every operator of op_db and writes docs/coverage.md.
+"""Fuzzes every operator of op_db and writes the first section of docs/coverage.md.
 
 Run: .venv/bin/python -m tests.checker.fuzz_all
 """
 
 import random
-import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.checker.fuzz import Report, cases, drawn, floors, try_types, written_in_place
+from tests.checker.page import commit, write
 from tests.checker.recorded_rows import overloads_met, record
 
-DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "coverage.md"
 SAMPLES: Final = 3
 DRAWS: Final = 6
 FLOORS: Final = ("V", "R, cotangent V", "R, cotangent P", "I")
@@ -180,10 +178,7 @@ def main() -> int:
         else Summary(name_of(info), info.supports_autograd)
         for info in op_db
     ]
-    head = ("git", "rev-parse", "--short", "HEAD")
-    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
-    DOCUMENT.parent.mkdir(exist_ok=True)
-    DOCUMENT.write_text(document(summaries, commit))
+    write(document(summaries, commit()))
     record({name_of(info): overloads_met(info) for info in op_db if runs_here(info)})
     wrong = [claim for each in summaries for claim in each.wrong]
     print(

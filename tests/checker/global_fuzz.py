@@ -3,6 +3,8 @@
 For one operator, one sample and one cut for each operand: the body is checked on an abstract mesh,
 which tells how its results are cut; then real ranks run it on their pieces, and what they give, put
 together by those cuts, must be what the operator gives on the whole operands.
+
+Run, which writes a section of docs/coverage.md: .venv/bin/python -m tests.checker.global_fuzz
 """
 
 import itertools
@@ -23,6 +25,7 @@ from shardmap_torch import P, ShardMapError, make_mesh, shard_map
 from shardmap_torch.checker.modes import current_interpreter
 from tests.checker.fuzz import Case, cases, written_in_place
 from tests.checker.fuzz_all import dtypes_of, name_of, runs_here
+from tests.checker.page import commit, write
 
 # Samples have dims of 5 and 10, mostly.
 SIZES: Final = {"a": 5, "b": 2}
@@ -34,10 +37,11 @@ RANKS: Final = make_mesh(
 
 @dataclass
 class Score:
-    """What has been found out about an operator."""
+    """What has been found out about an operator; `cut`: accepted with an operand that is cut."""
 
     name: str
     accepted: int = 0
+    cut: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
@@ -172,6 +176,7 @@ def _note(score: Score, case: Case, specs: dict[int, P], grad: bool) -> bool:
         return True
     if refusal is None:
         score.accepted += 1
+        score.cut += any(spec.mentioned for spec in specs.values())
     elif not grad:
         score.refused[refusal.splitlines()[0].split(": ", 1)[-1][:120]] += 1
     return refusal is None
@@ -189,6 +194,31 @@ DRAWN: Final = frozenset(
 )
 
 
+def section(scores: Sequence[Score], commit: str) -> str:
+    """What the page on coverage says of operators under global strictness."""
+    never = [f"`{score.name}`" for score in scores if not score.cut]
+    accepted = sum(score.accepted for score in scores)
+    refused = sum(score.refused.total() for score in scores)
+    wrong = sum(len(score.wrong) for score in scores)
+    return "\n".join(
+        [
+            '## Operators under check="global"',
+            "",
+            f"Generated at commit {commit} by `python -m tests.checker.global_fuzz`; do not edit.",
+            "",
+            f"{len(scores)} operators were tried, their samples cut over axes of "
+            f"{' and '.join(map(str, SIZES.values()))} ranks: {accepted + refused} trials, "
+            f"{accepted} accepted, {sum(score.cut for score in scores)} of these with an operand "
+            "that is cut. Values and gradients on rank threads were held against the operator on "
+            f"the whole samples: {wrong} were wrong.",
+            "",
+            f"{len(scores) - len(never)} operators are accepted on some cut. The others, of which "
+            f"some have no operand that could be cut: {', '.join(never)}.",
+            "",
+        ]
+    )
+
+
 def main() -> int:
     """All of op_db."""
     warnings.simplefilter("ignore")
@@ -197,13 +227,8 @@ def main() -> int:
     for score in scores:
         for text in score.wrong:
             print(f"{score.name}: wrong: {text}")
-    wrong = sum(len(score.wrong) for score in scores)
-    some = sum(score.accepted > 0 for score in scores)
-    print(
-        f"check='global' on {len(scores)} operators: {sum(s.accepted for s in scores)} trials "
-        f"accepted, {wrong} of them wrong; {some} operators accepted on some cut"
-    )
-    return wrong > 0
+    write(section(scores, commit()))
+    return any(score.wrong for score in scores)
 
 
 if __name__ == "__main__":

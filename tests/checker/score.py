@@ -4,18 +4,17 @@ Run, which writes a section of docs/coverage.md: .venv/bin/python -m tests.check
 """
 
 import random
-import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from shardmap_torch import ShardMapError
+from tests.checker.page import commit, write
 from tests.checker.programs import (
     RANKS,
     SHAPES,
@@ -125,9 +124,7 @@ def scored(seeds: Sequence[int], num_steps: int, num_mutants: int) -> Score:
     return score
 
 
-DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "coverage.md"
-HEADING: Final = "\n## Random programs\n"
-SEEDS: Final = range(30)
+SEEDS: Final = range(200)
 
 
 def section(score: Score, commit: str) -> str:
@@ -139,7 +136,8 @@ def section(score: Score, commit: str) -> str:
     ]
     return "\n".join(
         [
-            HEADING,
+            "## Random programs",
+            "",
             f"Generated at commit {commit} by `python -m tests.checker.score`; do not edit.",
             "",
             f"{score.programs} programs of {score.steps} steps were grown on one and two axes; "
@@ -165,10 +163,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     score = scored(SEEDS, 6, 6)
-    head = ("git", "rev-parse", "--short", "HEAD")
-    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
-    before = DOCUMENT.read_text().split(HEADING)[0]
-    DOCUMENT.write_text(before + section(score, commit))
+    write(section(score, commit()))
     print("\n".join(score.wrong) or "no program is wrong")
     return 1 if score.wrong else 0
 

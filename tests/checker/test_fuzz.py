@@ -19,7 +19,8 @@ from shardmap_torch.types import AxisType, Partial
 from tests.checker.calls import calls_of, recorded
 from tests.checker.calls import overload as overload_called
 from tests.checker.fuzz import Typings, cases, floors, try_types
-from tests.checker.fuzz_all import DOCUMENT, FLOORS, fuzz_operator, name_of, reason_of, runs_here
+from tests.checker.fuzz_all import FLOORS, fuzz_operator, name_of, reason_of, runs_here
+from tests.checker.page import DOCUMENT
 
 pytestmark = pytest.mark.usefixtures("quiet")
 RUNNABLE: Final = [info for info in op_db if runs_here(info)]
