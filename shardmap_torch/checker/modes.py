@@ -137,6 +137,10 @@ class _Functions(TorchFunctionMode):
                     self._interpreter.mark_constant(tensor)
 
 
+HANDS_ON: Final = _Functions.__torch_function__.__code__
+"""Stands between a body and every function of torch that it calls, written in Python or not."""
+
+
 def _forget(found: Sequence[Any]) -> None:
     """What torch has computed from a literal and a stand-in is not known."""
     for tensor in (t for value in found for t in tensors_of(value)):

@@ -58,9 +58,9 @@ def _adds(arguments: Arguments) -> bool:
     return arguments["reduce"] in ("add", "sum", "mean")
 
 
-def _adds_up(arguments: Arguments) -> bool:
-    # With "max", torch's formula for ties is not linear.
-    return arguments["reduce"] in ("sum", "mean")
+def _is_linear_backward(arguments: Arguments) -> bool:
+    # Of ties for "max" and "min", torch divides positive gradients only by their number.
+    return arguments["reduce"] in ("sum", "mean", "prod")
 
 
 def _averages(arguments: Arguments) -> bool:
@@ -77,7 +77,7 @@ WRITING: Final = merged(
     each(Row(linear=(("self",), ("source",)), when=_averages), "index_reduce"),
     each(sums("self", "values"), "index_put _unsafe_index_put _index_put_impl"),
     each(sums("self", "values"), "_unsafe_masked_index_put_accumulate"),
-    each(Row(linear=(("grad",),), when=_adds_up), "_segment_reduce_backward"),
+    each(Row(linear=(("grad",),), when=_is_linear_backward), "_segment_reduce_backward"),
 )
 
 ROWS: Final = merged(COPIES, REARRANGED, VIEW_BACKWARD, PADDING, READING, WRITING)

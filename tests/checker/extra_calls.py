@@ -198,6 +198,9 @@ CALLS: Final[dict[str, Callable[[], Sequence[Call]]]] = {
             0,
         )
     ],
+    "_segment_reduce_backward.default": lambda: [
+        c(t(4), t(4), t(5), how, offsets=i(0, 0, 1, 3, 5), initial=1) for how in ("sum", "prod")
+    ],
     "_cdist_backward.default": lambda: [c(t(3, 4), t(3, 2), t(4, 2), 2.0, positive(3, 4))],
     "_pdist_backward.default": lambda: [c(t(3), t(3, 2), 2.0, positive(3))],
     "_scaled_dot_product_flash_attention_for_cpu.default": lambda: [

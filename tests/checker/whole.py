@@ -90,14 +90,16 @@ def tried(trial: Trial) -> Finding:
     def note(outs: list[Tensor]) -> None:
         kinds[:] = [types_of(out)[0] for out in outs]
 
-    leaves = trial.leaves()
     alone = trial.body(note)
 
     def forward(*locals_: Tensor) -> tuple[()]:
         alone(*locals_)
         return ()
 
+    if trial.case.name.startswith(("empty", "new_empty")):
+        return Finding(skipped="memory not yet written")
     try:
+        leaves = trial.leaves()
         with patch.object(verify, "_TRIES", 0):
             check_program(
                 shard_map(forward, mesh=ABSTRACT, in_specs=trial.specs(), out_specs=()), *leaves
@@ -200,6 +202,9 @@ GAPS: Final = {
     "part ways": "data-dependent",
     "without data": "data-dependent",
     "Python value": "data-dependent",
+    "plain Python number": "data-dependent",
+    "weights sum to zero": "a check in torch's C++, which may fail",
+    "data is not allocated yet": "the same, in istft",
     "_segment_reduce_backward": "its backward is not known to be linear",
     "abs over axis 'r' of P": "logcumsumexp's backward splits the cotangent by its sign",
     "matrix_exp": "its backward is not known to be linear",
@@ -210,12 +215,15 @@ GAPS: Final = {
 
 def is_excused(trial: str, case: Case, refused: str) -> bool:
     """Whether a floor is missed for a reason that is known; what draws is V, and meets no I."""
-    draws = trial == "I" and "of I and V" in refused and case_draws(case)
+    met = any(each in refused for each in ("of I and V", "gets a gradient that is V"))
+    draws = trial == "I" and met and case_draws(case)
     return draws or any(part in refused for part in GAPS)
 
 
 def case_draws(case: Case) -> bool:
-    """Whether an operator draws random numbers."""
+    """Whether an operator draws random numbers, as far as its sample can show it."""
+    if not any(case.leaves[place].numel() for place in case.places):
+        return True
     state = torch.get_rng_state()
     case.call({})
     return not torch.equal(state, torch.get_rng_state())
