@@ -5,7 +5,7 @@ The scope is the one piece of ambient state inside a body. It is a stack in a `t
 """
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +17,9 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType
 
 if TYPE_CHECKING:  # for annotations only; at run time backends never know rules
-    from shardmap_torch.rule import Collective
+    from shardmap_torch.boundary import Call
+    from shardmap_torch.fit import Fit
+    from shardmap_torch.rule import Collective, Operation
 
 
 class Backend(Protocol):
@@ -60,6 +62,16 @@ class Follower(Protocol):
 
     def kinds(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
         """Sees that the type of `x` along `axes` is asked for, and tells it."""
+        ...
+
+    def enter(self, what: object, call: "Call") -> "Mapping[int, tuple[Operation, ...]]":
+        """Sees that an inner function begins, and tells what its inputs go through."""
+        ...
+
+    def leave(
+        self, what: object, call: "Call", fit: "Fit", leaves: list[Tensor]
+    ) -> "Mapping[int, tuple[Operation, ...]]":
+        """The same where it ends, of its results."""
         ...
 
     def fork(self, what: object) -> "Follower":

@@ -6,7 +6,7 @@ values are cut into local ones and put together again.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from shardmap_torch.errors import ShardTypeError, listing
 from shardmap_torch.fit import Fit, Spec, place_results
 from shardmap_torch.memo import Memo, lazy
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.rule import Collective
+from shardmap_torch.rule import Collective, Operation
 from shardmap_torch.tree import Placed, Structure, Tree, flatten, unflatten
 
 
@@ -99,15 +99,16 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
             call.fit.crossing, call.fit.entries, tensors, strict=True
         ):
             values[position] = apply(backend, casts, local)
+        for position, found in _enter(call, follower).items():
+            values[position] = apply(backend, found, values[position])
         args, kwargs = unflatten(call.structure, values)
         out = call.function(*args, **kwargs)
         leaves, structure = flatten(out)
         key = (structure, call.mapped, *map(_output_signature, leaves))
         fit = call.out_fits.get(key, lambda: _place(call, out))
-        if follower is not None:
-            _end(call, follower, fit)
+        exits = _leave(call, follower, fit, leaves)
         for position, casts in zip(fit.crossing, fit.exits, strict=True):
-            promised = call.exits.get(position, ())
+            promised = exits.get(position, ())
             leaves[position] = apply(backend, (*casts, *promised), leaves[position])
     return Result(leaves, fit, structure)
 
@@ -121,16 +122,35 @@ def _follower(call: Call) -> Follower | None:
     if call.follow is not None:
         return call.follow()
     scope = current_scope()
-    if scope is not None:
-        scope.meet(("shard_map", call.mapped, call.fit.specs))
     return None if scope is None else scope.follower
 
 
-def _end(call: Call, follower: Follower, fit: Fit) -> None:
-    if call.follow is not None:
-        follower.end()
-    else:
-        follower.meet(("return", fit.specs), None)
+def is_checked(call: Call) -> bool:
+    """Whether the checker has seen the call, by itself or as part of the program around it."""
+    scope = current_scope()
+    return call.follow is not None or (scope is not None and scope.follower is not None)
+
+
+Casts = Mapping[int, Sequence[Operation]]
+"""What values go through at the boundary, by position."""
+
+
+def _enter(call: Call, follower: Follower | None) -> Casts:
+    if call.follow is not None or follower is None:
+        return _NONE
+    return follower.enter(("shard_map", call.mapped, call.fit.specs), call)
+
+
+def _leave(call: Call, follower: Follower | None, fit: Fit, leaves: list[Any]) -> Casts:
+    if follower is None:
+        return call.exits
+    if call.follow is None:
+        return follower.leave(("return", fit.specs), call, fit, leaves)
+    follower.end()
+    return call.exits
+
+
+_NONE: Final[Casts] = {}
 
 
 def _output_signature(leaf: Any) -> Any:

@@ -6,15 +6,15 @@ from torch import Tensor
 
 from shardmap_torch.backend import Backend
 from shardmap_torch.memo import memo
-from shardmap_torch.rule import Collective, bind
+from shardmap_torch.rule import Collective, Operation, bind
 from shardmap_torch.spec import P
 from shardmap_torch.types import I, Partial, R, V
 
 
-def apply(backend: Backend, collectives: Sequence[Collective], x: Tensor) -> Tensor:
-    """Applies one collective after the other."""
-    for collective in collectives:
-        x = bind(backend, collective, x)
+def apply(backend: Backend, operations: Sequence[Operation], x: Tensor) -> Tensor:
+    """Applies one operation after the other."""
+    for operation in operations:
+        x = bind(backend, operation, x)
     return x
 
 

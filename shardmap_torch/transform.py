@@ -166,7 +166,8 @@ class _Body:
         # An inner function is checked as part of the body around it. Dynamo traces a body that
         # names its axes, unchecked.
         if scope is not None or not self._check or torch.compiler.is_compiling():
-            return _run(self._call(scope, args, kwargs, infers=False), scope, batches=False)
+            infers = scope is not None and scope.follower is not None
+            return _run(self._call(scope, args, kwargs, infers), scope, batches=False)
         call = self._call(None, args, kwargs, infers=True)
         if call.mesh.kind == "abstract":
             return shapes_of(self._checked.verdict(call))

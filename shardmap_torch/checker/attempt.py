@@ -14,8 +14,9 @@ from shardmap_torch.checker.abstract import AbstractBackend
 from shardmap_torch.checker.branches import Branches, told
 from shardmap_torch.checker.crossing import enters_as, global_shape, local_shape
 from shardmap_torch.checker.follow import Recording, Step
+from shardmap_torch.checker.inner import Inner
 from shardmap_torch.checker.interpret import Interpreter
-from shardmap_torch.checker.leaving import Leaving
+from shardmap_torch.checker.leaving import Leaving, Uncommitted
 from shardmap_torch.checker.memory import is_real
 from shardmap_torch.checker.modes import interpreting
 from shardmap_torch.checker.numbers import SymbolicNumber
@@ -123,8 +124,10 @@ class _Verification:
     ) -> None:
         call = this.call
         self._this, self._call = this, call
-        self._branches, self._uncommitted, self._one = branches, uncommitted, one
+        self._branches, self._one = branches, one
         self._interpreter = Interpreter(call.name, call.mesh, branches, this.repair)
+        self._uncommitted = Uncommitted(self._interpreter, uncommitted)
+        self._inner = Inner(self._interpreter, self._uncommitted)
         if one is not None and one.failure is None:
             self._interpreter.observer = Relation(self._interpreter, one.steps)
         self._backend = AbstractBackend(self._interpreter, this.repair)
@@ -150,9 +153,10 @@ class _Verification:
             try:
                 back.run(result)
             except ShardTypeError as error:
-                if leaving.has_uncommitted and self._uncommitted == K:
+                if self._uncommitted.met and self._uncommitted.kind == K:
                     raise _RetryError(error) from None
                 raise
+            self._inner.settle()
         if self._one is not None:
             self._one.require(self._call.name, self._branches.taken, self.numbers)
         return self._passage(result, leaving, back)
@@ -167,7 +171,7 @@ class _Verification:
                 steps.left(result.fit.paths[position], value, result.fit.spec(position))
 
     def _run_body(self, locals_: Mapping[int, Tensor]) -> Result:
-        recording = Recording(self._interpreter, self._this.start)
+        recording = Recording(self._interpreter, self._this.start, self._inner)
         call = replace(self._call, follow=lambda: recording)
         result = run_body(call, self._backend, list(locals_.values()))
         if self._branches.refusal is not None:

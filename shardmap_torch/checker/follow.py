@@ -8,6 +8,7 @@ The notes are a tree: code that may take one of several ways has one branch for 
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Final, NoReturn
 
@@ -15,8 +16,12 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backend import Follower
+from shardmap_torch.boundary import Call
+from shardmap_torch.checker.inner import Crossing, Inner
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.fit import Fit
+from shardmap_torch.rule import Operation
 from shardmap_torch.types import AxisType
 from shardmap_torch.where import Site, call_site
 
@@ -37,6 +42,7 @@ class Step:
         next: what may follow, one for each way that the code may take.
         last: whether the code may end here.
         later: the code that runs again in a backward, by what tells its runs apart.
+        crossing: what the boundary of an inner function does, where it is that.
     """
 
     what: object = None
@@ -48,6 +54,7 @@ class Step:
     next: "list[Step]" = field(default_factory=list)
     last: bool = False
     later: "dict[Hashable, Step]" = field(default_factory=dict)
+    crossing: Crossing = field(default_factory=Crossing)
 
     def is_of(self, what: object, x: Tensor | None) -> bool:
         """Whether it is the same operation on an operand of the same shape and dtype."""
@@ -102,6 +109,16 @@ class Fork:
         """As its origin."""
         return self._origin.kinds(axes, x)
 
+    def enter(self, what: object, call: Call) -> Mapping[int, tuple[Operation, ...]]:
+        """As its origin."""
+        return self._origin.enter(what, call)
+
+    def leave(
+        self, what: object, call: Call, fit: Fit, leaves: list[Tensor]
+    ) -> Mapping[int, tuple[Operation, ...]]:
+        """As its origin."""
+        return self._origin.leave(what, call, fit, leaves)
+
     def fork(self, what: object) -> Follower:
         """As its origin."""
         return self._origin.fork(what)
@@ -118,9 +135,9 @@ class Fork:
 class Recording:
     """Takes notes while a body is interpreted; see `backend.Follower`."""
 
-    def __init__(self, interpreter: Interpreter, start: Step) -> None:
+    def __init__(self, interpreter: Interpreter, start: Step, inner: Inner) -> None:
         """`start` may have the notes of other ways already, which this one joins."""
-        self._interpreter, self._at = interpreter, start
+        self._interpreter, self._at, self._inner = interpreter, start, inner
 
     @property
     def depth(self) -> float:
@@ -150,11 +167,25 @@ class Recording:
         self._at.kinds = found
         return found
 
+    def enter(self, what: object, call: Call) -> Mapping[int, tuple[Operation, ...]]:
+        """Notes that an inner function begins, and leaves open axes to its backward."""
+        self.meet(what, None)
+        return self._inner.enter(call, self._at.crossing)
+
+    def leave(
+        self, what: object, call: Call, fit: Fit, leaves: list[Tensor]
+    ) -> Mapping[int, tuple[Operation, ...]]:
+        """Notes that it ends, and how its results leave."""
+        self.meet(what, None)
+        return self._inner.leave(call, fit, leaves, self._at.crossing)
+
     def fork(self, what: object) -> Follower:
         """Notes that some code will run again; each kind of its runs has notes of its own."""
         self.meet(what, None)
-        later = self._at.later
-        return Fork(self, lambda kind: Recording(self._interpreter, later.setdefault(kind, Step())))
+        return Fork(self, partial(self._later, self._at.later))
+
+    def _later(self, later: dict[Hashable, Step], kind: Hashable) -> "Recording":
+        return Recording(self._interpreter, later.setdefault(kind, Step()), self._inner)
 
     def again(self, kind: Hashable) -> Follower | None:
         """None: nothing runs again that was not forked."""
@@ -238,6 +269,18 @@ class Following:
         """What the checker found there."""
         self.meet((_TYPE, axes), x)
         return self._at.kinds
+
+    def enter(self, what: object, call: Call) -> Mapping[int, tuple[Operation, ...]]:
+        """What the checker found the inputs of an inner function to need."""
+        self.meet(what, None)
+        return self._at.crossing.collectives
+
+    def leave(
+        self, what: object, call: Call, fit: Fit, leaves: list[Tensor]
+    ) -> Mapping[int, tuple[Operation, ...]]:
+        """The same of its results."""
+        self.meet(what, None)
+        return self._at.crossing.collectives
 
     def fork(self, what: object) -> Follower:
         """Follows on; what runs again is compared with its own notes."""

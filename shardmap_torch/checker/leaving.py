@@ -50,12 +50,54 @@ _READINGS: Final = {
 """What a result may be taken for, by its type and the promise: what leaves it right."""
 
 
+class Uncommitted:
+    """What a result counts as that is K, and through which a gradient flows.
+
+    Attributes:
+        kind: K, which leaves as I, or else R.
+        met: whether there has been one.
+    """
+
+    def __init__(self, interpreter: Interpreter, kind: AxisType) -> None:
+        """One for each interpretation."""
+        self._interpreter, self.kind, self.met = interpreter, kind, False
+
+    def kinds_of(self, value: Tensor) -> Types:
+        """The types with which a result leaves."""
+        kinds = self._interpreter.kinds(base_of(value))
+        if K in kinds and self._interpreter.flows(base_of(value)):
+            self.met = True
+            return tuple(self.kind if kind == K else kind for kind in kinds)
+        return kinds
+
+
+def casts_to(
+    interpreter: Interpreter, path: str, spec: P, axis: str, kind: AxisType, value: Tensor
+) -> tuple[Cast, ...] | str:
+    """The conversions from the body's type to the promised one, or what is wrong."""
+    found = _EXITS.get((plain(kind).kind, promised(spec, axis).kind))
+    if found is not None:
+        return found
+    cell = interpreter.cell(value)
+    chain = " <- ".join(report.chain_of(cell, interpreter.axes.index(axis)))
+    if kind == Partial:
+        return (
+            f"  {path}: {spec!r} promises a finished value over {axis!r}, but the result is a "
+            f"sum over {axis!r} still to be taken\n    it comes from {chain}\n"
+            f"    Fix: all_reduce it over {axis!r}, or name {axis!r} in partial=."
+        )
+    return (
+        f"  {path}: {spec!r} promises one value on all ranks of {axis!r}, but the result "
+        f"varies over it\n    it comes from {chain}\n"
+        f"    Fix: reduce or gather it over {axis!r}, or name {axis!r} in the spec."
+    )
+
+
 class Leaving:
     """The results of one way through a body, on their way out.
 
     Attributes:
         exits: how they leave.
-        has_uncommitted: whether the type of one through which a gradient flows is K.
     """
 
     def __init__(
@@ -65,13 +107,12 @@ class Leaving:
         backend: AbstractBackend,
         settled: Settled,
         repair: Repair,
-        uncommitted: AxisType,
+        uncommitted: Uncommitted,
     ) -> None:
         """`uncommitted` is what a result that is K counts as, `settled` what all ways share."""
         self._call, self._interpreter, self._backend = call, interpreter, backend
         self._settled, self._repair, self._uncommitted = settled, repair, uncommitted
         self.exits: dict[Where, Exit] = {}
-        self.has_uncommitted = False
 
     def leave(self, result: Result) -> None:
         """Converts every result to the type that its spec promises.
@@ -87,10 +128,12 @@ class Leaving:
             value = result.leaves[position]
             # A real tensor that the body returns as it is was closed over.
             result.leaves[position] = value = self._interpreter.adopt(value)  # type: ignore[index]
-            for axis, kind in zip(self._interpreter.axes, self._output_kinds(value), strict=True):
+            for axis, kind in zip(
+                self._interpreter.axes, self._uncommitted.kinds_of(value), strict=True
+            ):
                 if axis not in self._call.mapped:
                     continue
-                found = self._cast(path, spec, axis, kind, value)
+                found = casts_to(self._interpreter, path, spec, axis, kind, value)
                 if isinstance(found, str):
                     problems.append(found)
                     open_sums.setdefault(position, []).append(axis)
@@ -116,7 +159,7 @@ class Leaving:
         kind = self._interpreter.kinds(base_of(value))[self._interpreter.axes.index(axis)]
         promise = promised(spec, axis).kind
         # What does not type as I is known by the retry as R.
-        is_free = self._uncommitted == K or not self._interpreter.flows(base_of(value))
+        is_free = self._uncommitted.kind == K or not self._interpreter.flows(base_of(value))
         readings = _READINGS.get((kind.kind, promise), "") if is_free else ""
         others = frozenset(_EXITS[reading, promise] for reading in readings)
         shared = self._settled.exits.get(where, found)
@@ -135,32 +178,3 @@ class Leaving:
             for position, names in axes.items()
         )
         return Repair(f"all_reduce {what} with dst=I before the return", exits=axes)
-
-    def _output_kinds(self, value: Tensor) -> Types:
-        kinds = self._interpreter.kinds(base_of(value))
-        if K in kinds and self._interpreter.flows(base_of(value)):
-            self.has_uncommitted = True
-            return tuple(self._uncommitted if kind == K else kind for kind in kinds)
-        return kinds
-
-    def _cast(
-        self, path: str, spec: P, axis: str, kind: AxisType, value: Tensor
-    ) -> tuple[Cast, ...] | str:
-        """The conversions from the body's type to the promised one, or what is wrong."""
-        found = _EXITS.get((plain(kind).kind, promised(spec, axis).kind))
-        if found is not None:
-            return found
-        at = self._interpreter.axes.index(axis)
-        cell = self._interpreter.cell(value)
-        chain = " <- ".join(report.chain_of(cell, at))
-        if kind == Partial:
-            return (
-                f"  {path}: {spec!r} promises a finished value over {axis!r}, but the result is a "
-                f"sum over {axis!r} still to be taken\n    it comes from {chain}\n"
-                f"    Fix: all_reduce it over {axis!r}, or name {axis!r} in partial=."
-            )
-        return (
-            f"  {path}: {spec!r} promises one value on all ranks of {axis!r}, but the result "
-            f"varies over it\n    it comes from {chain}\n"
-            f"    Fix: reduce or gather it over {axis!r}, or name {axis!r} in the spec."
-        )

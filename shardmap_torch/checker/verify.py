@@ -198,6 +198,8 @@ def _closed_specs(call: Call, replicate: frozenset[Where]) -> tuple[P | None, ..
 
 def _fails(call: Call, repair: Repair, strictness: Strictness) -> ShardTypeError | None:
     """What is still wrong with the repair; None where nothing is."""
+    if not set(repair.replicate.values()) <= set(call.mapped):
+        return ShardTypeError(f"{call.name}: its specs cannot name axes that inner functions bind.")
     fit = with_replicate(call, frozenset(repair.replicate.items()))
     try:
         _attempt(replace(call, fit=fit), repair, strictness)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.backend import current_scope
 from shardmap_torch.backends.batched import BatchedBackend
-from shardmap_torch.boundary import Call, Result, Untouched, run_body
+from shardmap_torch.boundary import Call, Result, Untouched, is_checked, run_body
 from shardmap_torch.errors import ShardTypeError, listing
 from shardmap_torch.fit import spec_of
 from shardmap_torch.layout import cut, join
@@ -48,7 +48,7 @@ def run(call: Call) -> Tree:
     watch.check()
     result = results[0]
     leaves = list(result.leaves)
-    if call.follow is None:  # zeros_like of a varying value is batched too; types tell more
+    if not is_checked(call):  # zeros_like of a varying value is batched too; types tell more
         _reject_varying(call, [result.outputs[i] for i in result.fit.crossing], stacked, axes)
     for position, value in zip(result.fit.crossing, stacked, strict=True):
         leaves[position] = join(value, result.fit.spec(position), call.mesh, axes)

@@ -1,0 +1,184 @@
+"""A shard_map in the body of another: how values cross its boundary, as the checker finds it.
+
+Over the axes that the inner function binds, all values outside of it are whole. As at the outer
+boundary, an axis that the spec of an input leaves open is K in there, and the backward decides
+whether the gradient is summed; and results leave by conversions to what their specs promise.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backend import Backend
+from shardmap_torch.boundary import Call
+from shardmap_torch.checker import report
+from shardmap_torch.checker.interpret import Interpreter
+from shardmap_torch.checker.lattice import accepts, plain
+from shardmap_torch.checker.leaving import Uncommitted, casts_to
+from shardmap_torch.checker.program import Equation, use_of
+from shardmap_torch.checker.ways import Cast, Where
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.fit import Fit, can_receive_gradient
+from shardmap_torch.memo import lazy
+from shardmap_torch.rule import Collective, Operation, bind
+from shardmap_torch.types import I, K, Partial, R, V, Z
+
+_SUMMED: tuple[Cast, ...] = (("convert", I, R),)
+
+
+@dataclass(eq=False)
+class Crossing:
+    """What the boundary does to the inputs, or to the results, on all ways that come to it."""
+
+    casts: dict[Where, tuple[Cast, ...]] = field(default_factory=dict)
+
+    @lazy
+    def collectives(self) -> Mapping[int, tuple[Collective, ...]]:
+        """The conversions of each value, by its position; asked for when nothing is added more."""
+        found: dict[int, tuple[Collective, ...]] = {}
+        for (position, axis), casts in self.casts.items():
+            made = tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
+            found[position] = found.get(position, ()) + made
+        return found
+
+
+class Inner:
+    """The boundaries of inner functions on one way through a body."""
+
+    def __init__(self, interpreter: Interpreter, uncommitted: Uncommitted) -> None:
+        """`uncommitted` says what a result that is K counts as."""
+        self._interpreter, self._uncommitted = interpreter, uncommitted
+        self._found: list[tuple[Crossing, Where, tuple[Cast, ...], str]] = []
+
+    def enter(self, call: Call, crossing: Crossing) -> Mapping[int, tuple[Operation, ...]]:
+        """What lets the inputs in that leave an axis open."""
+        found: dict[int, tuple[Operation, ...]] = {}
+        for position in call.crossing:
+            open_axes = set(call.mapped) - call.fit.spec(position).named
+            if open_axes and can_receive_gradient(call.leaves[position]):
+                told = partial(self._note, crossing, position)
+                axes = tuple(axis for axis in call.mapped if axis in open_axes)
+                what = f"input {call.fit.paths[position]} of {call.name}"
+                found[position] = (Open(self._interpreter, axes, what, told),)
+        return found
+
+    def leave(
+        self, call: Call, fit: Fit, leaves: list[Tensor], crossing: Crossing
+    ) -> Mapping[int, tuple[Operation, ...]]:
+        """The conversions of the results to what their specs promise.
+
+        Raises:
+            ShardTypeError: names all that do not fit, and where they come from.
+        """
+        problems: list[str] = []
+        found: dict[int, tuple[Operation, ...]] = {}
+        for position in fit.crossing:
+            spec, path = fit.spec(position), fit.paths[position]
+            value = self._interpreter.adopt(leaves[position])
+            kinds = dict(
+                zip(self._interpreter.axes, self._uncommitted.kinds_of(value), strict=True)
+            )
+            for axis in call.mapped:
+                if axis in spec.replicate:
+                    continue  # the spec's own conversion requires an R
+                casts = casts_to(self._interpreter, path, spec, axis, kinds[axis], value)
+                if isinstance(casts, str):
+                    problems.append(casts)
+                    continue
+                self._note(crossing, position, axis, casts, f"{path} of {call.name}")
+                made = tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
+                found[position] = found.get(position, ()) + made
+        if problems:
+            head = f"{call.name}: the result does not fit out_specs:"
+            raise ShardTypeError("\n".join([head, *problems]))
+        return found
+
+    def _note(
+        self, crossing: Crossing, position: int, axis: str, casts: tuple[Cast, ...], what: str
+    ) -> None:
+        self._found.append((crossing, (position, axis), casts, what))
+
+    def settle(self) -> None:
+        """Adds what this way has found to what the others have.
+
+        Raises:
+            ShardTypeError: a run would not know which of two conversions to make.
+        """
+        for crossing, where, casts, what in self._found:
+            if crossing.casts.setdefault(where, casts) != casts:
+                raise ShardTypeError(
+                    f"{self._interpreter.name}: {what} crosses over {where[1]!r} in different "
+                    "ways: its gradient is whole once and a sum over the ranks the other time, or "
+                    "what leaves is of different types, and a run cannot tell which it is.\n"
+                    f"Fix: name {where[1]!r} in replicate= or invariant= of its spec, or convert "
+                    "a result to I before it leaves."
+                )
+
+
+Told = Callable[[str, tuple[Cast, ...], str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Open:
+    """Lets a value into an inner body: K over the axes that its spec leaves open.
+
+    Attributes:
+        interpreter: of the outer body.
+        open_axes: these axes.
+        what: what errors call the value.
+        told: hears of each axis how the gradient wants it.
+    """
+
+    interpreter: Interpreter
+    open_axes: tuple[str, ...]
+    what: str
+    told: Told
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """None: it connects no ranks."""
+        return ()
+
+    def run(self, backend: Backend, x: Tensor) -> Tensor:
+        """Another value with the same data, to be only read, like all inputs."""
+        interpreter = self.interpreter
+        cell = interpreter.cell(x)
+        kinds = tuple(
+            K if axis in self.open_axes and kind == I else kind
+            for axis, kind in zip(interpreter.axes, cell.kinds, strict=True)
+        )
+        site, backward = interpreter.site()
+        operand = use_of("x", interpreter.adopt(x), cell, cell.kinds)
+        equation = Equation(self.what, (operand,), (), site, backward)
+        with interpreter.paused():
+            y = torch.empty_like(interpreter.adopt(x))
+        made = interpreter.make(y, kinds, equation, [x])
+        for each in (made, cell):
+            each.sealed = each.sealed or f"is the {self.what}"
+        interpreter.add(equation)
+        interpreter.observer.moved("same", Collective("convert", I, R, self.open_axes), x, y)
+        return y
+
+    def pull_back(self, backend: Backend, grad: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """Sums the cotangent over the axes where it is not whole."""
+        interpreter = self.interpreter
+        cell = interpreter.cell(grad)
+        summed: list[str] = []
+        for at, (axis, have) in enumerate(zip(interpreter.axes, cell.kinds, strict=True)):
+            if axis not in self.open_axes or have == Z:
+                continue
+            if not accepts(K, have):
+                raise report.cotangent(interpreter, at, K, cell, self.what)
+            varies = plain(have) in (V, Partial)
+            self.told(axis, _SUMMED if varies else (), self.what)
+            summed += [axis] * varies
+        if not summed:
+            return grad
+        return bind(backend, Collective("convert", I, R, tuple(summed)).transpose, grad)
+
+    def push_forward(self, backend: Backend, tangent: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """A tangent enters like its value."""
+        return bind(backend, self, tangent)
