@@ -184,14 +184,6 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
 """Why a call runs unfused, first reason first; a later one may rely on those before it."""
 
 
-def is_checked(backend: Backend) -> bool:
-    """Whether the checker interprets the body: it sees the composition, whatever was required.
-
-    A simulated mesh is not meant: there a required overlap is refused while checking already.
-    """
-    return backend.mesh.kind != "simulated" and not isinstance(backend, ProcessGroupBackend)
-
-
 def is_ordinary(backend: Backend) -> bool:
     """Whether a call is decided by its arguments alone: eager, on processes, no mode active."""
     return (
@@ -204,6 +196,13 @@ def is_ordinary(backend: Backend) -> bool:
     )
 
 
-def obstacle(situation: Situation) -> str | None:
-    """The first obstacle, if there is one."""
-    return next((why for why, holds in OBSTACLES if holds(situation)), None)
+OF_PLACE: Final = frozenset(
+    {_has_no_processes, _is_untried, _lacks_network, _is_captured_over_gloo}
+)
+"""Obstacles that another place may not have, where the same program runs."""
+
+
+def obstacle(situation: Situation, *, of_place: bool = True) -> str | None:
+    """The first obstacle, if there is one; without `of_place` the first that is one anywhere."""
+    rows = (row for row in OBSTACLES if of_place or row[1] not in OF_PLACE)
+    return next((why for why, holds in rows if holds(situation)), None)

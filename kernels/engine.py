@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 
@@ -12,11 +12,16 @@ from shardmap_torch.kernels.matmul import (
     gather_backward,
     gather_backward_again,
     gather_forward,
+    reduce_backward,
+    reduce_forward,
     scatter_backward,
     scatter_forward,
 )
 from shardmap_torch.kernels.plan import Plan, Problem, decide
-from shardmap_torch.kernels.transport import Transport, run
+from shardmap_torch.kernels.transport import run
+from shardmap_torch.kernels.whole import Network
+
+CHECKED: Final = "the body is being checked, not run"
 
 
 class Engine(Protocol):
@@ -70,14 +75,14 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Our schedules.
+    """Our schedules, and the one engine that has an all-reduce.
 
     Attributes:
         transport: This rank's end of the network.
         note: What every plan adds to its reason.
     """
 
-    transport: Transport
+    transport: Network
     note: str = ""
 
     def plan(
@@ -130,3 +135,24 @@ class Scheduled:
     ) -> tuple[Tensor | None, Tensor | None]:
         """One gather of dy feeds both."""
         return run(scatter_backward(self.transport, x, w, dy, wanted, dim, choice))
+
+    def reduce(self, x: Tensor, w: Tensor, choice: Choice) -> Tensor:
+        """The sum of x @ w, of which every rank has an addend."""
+        return run(reduce_forward(self.transport, x, w, choice))
+
+    def reduce_backward(
+        self, x: Tensor, w: Tensor, dy: Tensor, wanted: tuple[bool, bool], choice: Choice
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The wanted of (dx, dw) where the ranks' cotangents add up."""
+        return run(reduce_backward(self.transport, x, w, dy, wanted, choice))
+
+
+@dataclass(frozen=True, slots=True)
+class Typed(Scheduled):
+    """The kernels' formulas on typed collectives, as a body that is checked has them."""
+
+    def plan(
+        self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
+    ) -> Plan:
+        """Any; there are no chunks."""
+        return Plan(problem.op, problem.axis, Choice(problem.schedules[0], 1), CHECKED)

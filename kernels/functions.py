@@ -14,14 +14,10 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backend import Backend
-from shardmap_torch.kernels.endpoint import Endpoint
-from shardmap_torch.kernels.engine import Engine
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.engine import Engine, Scheduled
 from shardmap_torch.kernels.exchange import Choice
-from shardmap_torch.kernels.matmul import (
-    Cut,
-    reduce_backward,
-    reduce_forward,
-)
+from shardmap_torch.kernels.matmul import Cut
 from shardmap_torch.kernels.plan import (
     Family,
     Options,
@@ -29,7 +25,6 @@ from shardmap_torch.kernels.plan import (
     backward_schedules,
     record,
 )
-from shardmap_torch.kernels.transport import run
 from shardmap_torch.ops.arguments import shown
 from shardmap_torch.rule import Collective, TypedFunction, bind
 from shardmap_torch.types import R
@@ -89,8 +84,8 @@ class Call:
     """One call of one public operation, without its tensors."""
 
     backend: Backend
-    endpoint: Endpoint
     engine: Engine
+    fabric: Callable[[torch.dtype], Fabric]
     collective: Collective
     choice: Choice
     options: Options
@@ -107,6 +102,17 @@ class Call:
         """`all_reduce(x @ w)`."""
         return overlapped(MatmulReduce(self), x, w)[0]
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on the axes."""
+        return self.backend.mesh.num_ranks(self.collective.axes)
+
+    @property
+    def scheduled(self) -> Scheduled:
+        """The engine of an all-reduce, for which symmetric memory has no operator."""
+        assert isinstance(self.engine, Scheduled)
+        return self.engine
+
     def backward_choice(self, op: str, family: Family, dtype: torch.dtype, **size: Any) -> Choice:
         """How the backward runs: always the kernel, in as many parts as the model finds best.
 
@@ -115,23 +121,55 @@ class Call:
         problem = Problem(
             op=op,
             axis=shown(self.collective.axes),
-            num_ranks=self.endpoint.transport.num_ranks,
+            num_ranks=self.num_ranks,
             schedules=backward_schedules(family, self.options.schedule),
             **size,
         )
         asked = self.options.chunks
         chunks = None if asked is None else min(asked, problem.block_rows)
-        fabric = partial(self.endpoint.fabric, dtype)
-        plan = self.engine.plan(problem, fabric, chunks, forced=True)
+        plan = self.engine.plan(problem, partial(self.fabric, dtype), chunks, forced=True)
         choice = record(plan).choice
         assert choice is not None
         return choice
+
+
+class Runner(Protocol):
+    """What runs a public operation, without its tensors."""
+
+    def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
+        """`all_gather(x) @ w + bias` for each w."""
+
+    def scatter(self, x: Tensor, w: Tensor) -> Tensor:
+        """`reduce_scatter(x @ w)`."""
+
+    def reduce(self, x: Tensor, w: Tensor) -> Tensor:
+        """`all_reduce(x @ w)`."""
 
 
 def block_rows(block: Tensor, dim: int) -> int:
     """Rows of a rank's block as a cut matrix."""
     by_features = Cut.of(dim, block.ndim).by_features
     return block.shape[-1] if by_features else block.shape[:-1].numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Unfused:
+    """The compositions."""
+
+    backend: Backend
+    collective: Collective
+
+    def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
+        """One all-gather, then the matmuls."""
+        return gather_unfused(self.backend, self.collective, x, ws, biases)
+
+    def scatter(self, x: Tensor, w: Tensor) -> Tensor:
+        """The matmul, then one reduce-scatter."""
+        return reduce_unfused(self.backend, self.collective, x, w)
+
+    def reduce(self, x: Tensor, w: Tensor) -> Tensor:
+        """The matmul, then one all-reduce."""
+        return reduce_unfused(self.backend, self.collective, x, w)
 
 
 def gather_unfused(
@@ -294,7 +332,7 @@ class MatmulReduce:
 
     def run(self, x: Tensor, w: Tensor) -> tuple[Tensor]:
         """The sum."""
-        return (run(reduce_forward(self.call.endpoint.transport, x, w, self.call.choice)),)
+        return (self.call.scheduled.reduce(x, w, self.call.choice),)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
         """For R the cotangents are summed, and each chunk of the sum feeds both; for I none is."""
@@ -354,7 +392,7 @@ class MatmulReduceBackward(_ProductBackward):
     def run(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         """One all-reduce of dy feeds both gradients."""
         call = self.call
-        num_ranks = call.endpoint.transport.num_ranks
+        num_ranks = call.num_ranks
         choice = call.backward_choice(
             "matmul_all_reduce backward",
             "sum",
@@ -364,5 +402,5 @@ class MatmulReduceBackward(_ProductBackward):
             flops=self._flops(x, w),
             passes=2,
         )
-        steps = reduce_backward(call.endpoint.transport, x, w, dy, self.wanted, choice)
-        return _selected(run(steps), self.wanted)
+        gradients = call.scheduled.reduce_backward(x, w, dy, self.wanted, choice)
+        return _selected(gradients, self.wanted)

@@ -1,5 +1,8 @@
 """The overlapped matmuls, forward and backward, as kernels over any transport.
 
+On the mesh's typed collectives (`whole.Collectives`) they are the same code without chunks, which
+the checker interprets.
+
 Every function here is per-rank code on plain tensors. A tensor whose last dim is contracted is
 seen as a matrix of *tokens*, one row for each index of the other dims. The dim that is gathered or
 scattered cuts that matrix either by rows or by features (`Cut`).
@@ -11,26 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmap_torch.kernels.exchange import (
-    LOW_PRECISION,
-    Choice,
-    Consume,
-    Gather,
-    Produce,
-    Scatter,
-    Sum,
-)
-from shardmap_torch.kernels.transport import Steps, Transport
+from shardmap_torch.kernels.exchange import LOW_PRECISION, Choice, Consume, Produce
+from shardmap_torch.kernels.transport import Steps
+from shardmap_torch.kernels.whole import Halves, Network, gathering, scattering, summing
 
 
-def multiply(transport: Transport, a: Tensor, b: Tensor) -> Tensor:
+def multiply(transport: Network, a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`, charged to the transport's clock."""
     _charge(transport, a, b)
     return a @ b
 
 
 def multiply_into(
-    transport: Transport, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
+    transport: Network, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
 ) -> None:
     """`out = a @ b + bias` in place."""
     _charge(transport, a, b)
@@ -40,7 +36,7 @@ def multiply_into(
         torch.addmm(bias, a, b, out=out)
 
 
-def accumulate(transport: Transport, total: Tensor, a: Tensor, b: Tensor) -> None:
+def accumulate(transport: Network, total: Tensor, a: Tensor, b: Tensor) -> None:
     """`total += a @ b`; the product is rounded to its own dtype before it meets a wider total."""
     _charge(transport, a, b)
     if total.dtype == a.dtype:
@@ -49,7 +45,7 @@ def accumulate(transport: Transport, total: Tensor, a: Tensor, b: Tensor) -> Non
         total += a @ b
 
 
-def _charge(transport: Transport, a: Tensor, b: Tensor) -> None:
+def _charge(transport: Network, a: Tensor, b: Tensor) -> None:
     outputs = a.shape[0] * b.shape[1]
     traffic = (a.numel() + b.numel() + outputs) * a.element_size()
     transport.charge(2.0 * outputs * a.shape[1], float(traffic))
@@ -95,7 +91,7 @@ class Cut:
         """Tokens to cut matrix and back."""
         return matrix.t() if self.by_features else matrix
 
-    def times(self, transport: Transport, w: Tensor, bias: Tensor | None, out: Tensor) -> Consume:
+    def times(self, transport: Network, w: Tensor, bias: Tensor | None, out: Tensor) -> Consume:
         """Consumes cut rows of x into the tokens of `out`, which become x @ w + bias."""
 
         def rows_times(rows: slice, tile: Tensor) -> None:
@@ -106,7 +102,7 @@ class Cut:
 
         return features_times if self.by_features else rows_times
 
-    def left_gradient(self, transport: Transport, dy: Tensor, out: Tensor) -> Consume:
+    def left_gradient(self, transport: Network, dy: Tensor, out: Tensor) -> Consume:
         """Consumes cut rows of x into xᵀ @ dy; `out` starts at zero."""
 
         def rows_gradient(rows: slice, tile: Tensor) -> None:
@@ -117,7 +113,7 @@ class Cut:
 
         return features_gradient if self.by_features else rows_gradient
 
-    def right_gradient(self, transport: Transport, x: Tensor, out: Tensor) -> Consume:
+    def right_gradient(self, transport: Network, x: Tensor, out: Tensor) -> Consume:
         """Consumes cut rows of dy into xᵀ @ dy; `out` starts at zero."""
 
         def rows_gradient(rows: slice, tile: Tensor) -> None:
@@ -129,7 +125,7 @@ class Cut:
         return features_gradient if self.by_features else rows_gradient
 
     def sum_of_products(
-        self, transport: Transport, xs: Sequence[Tensor], ws: Sequence[Tensor]
+        self, transport: Network, xs: Sequence[Tensor], ws: Sequence[Tensor]
     ) -> Produce:
         """Produces cut rows of the sum of x @ w over pairs, from the tokens of each x."""
 
@@ -160,7 +156,7 @@ def _both(consumers: Sequence[Consume]) -> Consume:
 
 
 def gather_forward(
-    transport: Transport,
+    transport: Network,
     x: Tensor,
     ws: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -179,7 +175,7 @@ def gather_forward(
     consume = _both(
         [cut.times(transport, *pair, out) for pair, out in zip(products, sums, strict=True)]
     )
-    gather = Gather(transport, "all_gather_matmul", cut.matrix(x), consume, choice)
+    gather = gathering(transport, "all_gather_matmul", cut.matrix(x), consume, choice)
     yield from gather.start()
     gathered = yield from gather.finish()
     outs = [cut.restore(out.to(x.dtype), [*full_shape[:-1], out.shape[1]]) for out in sums]
@@ -197,7 +193,7 @@ def _tokens_out(
 
 
 def scatter_forward(
-    transport: Transport, x: Tensor, w: Tensor, dim: int, choice: Choice
+    transport: Network, x: Tensor, w: Tensor, dim: int, choice: Choice
 ) -> Steps[Tensor]:
     """`reduce_scatter(x @ w)`."""
     cut = Cut.of(dim, x.ndim)
@@ -210,39 +206,39 @@ def scatter_forward(
 
 
 def _scatter(
-    transport: Transport,
+    transport: Network,
     op: str,
     produce: Produce,
     shape: Sequence[int],
     like: Tensor,
     dim: int,
     choice: Choice,
-) -> Scatter:
+) -> Halves:
     """A reduce-scatter along `dim` of a tensor of `shape`."""
     cut = Cut.of(dim, len(shape))
     num_tokens = torch.Size(shape[:-1]).numel()
     num_rows, columns = (shape[-1], num_tokens) if cut.by_features else (num_tokens, shape[-1])
     out = like.new_empty(num_rows // transport.num_ranks, columns)
-    return Scatter(transport, op, produce, out, num_rows, choice)
+    return scattering(transport, op, produce, out, num_rows, choice)
 
 
 def _own_block(cut: Cut, matrix: Tensor, shape: Sequence[int], dim: int, num_ranks: int) -> Tensor:
     return cut.restore(cut.flip(matrix), with_dim(shape, dim, shape[dim] // num_ranks))
 
 
-def reduce_forward(transport: Transport, x: Tensor, w: Tensor, choice: Choice) -> Steps[Tensor]:
+def reduce_forward(transport: Network, x: Tensor, w: Tensor, choice: Choice) -> Steps[Tensor]:
     """`all_reduce(x @ w)`; the cut is by rows, wherever they fall."""
     tokens = x.reshape(-1, x.shape[-1])
     out = x.new_empty(tokens.shape[0], w.shape[1])
     produce = Cut(0, by_features=False).sum_of_products(transport, [tokens], [w])
-    scatter = Scatter(transport, "matmul_all_reduce", produce, out, tokens.shape[0], choice)
+    scatter = scattering(transport, "matmul_all_reduce", produce, out, tokens.shape[0], choice)
     yield from scatter.start()
-    yield from scatter.finish()
-    return out.view(*x.shape[:-1], w.shape[1])
+    total = yield from scatter.finish()
+    return total.view(*x.shape[:-1], w.shape[1])
 
 
 def gather_backward(
-    transport: Transport,
+    transport: Network,
     gathered: Tensor | None,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
@@ -270,14 +266,14 @@ def gather_backward(
 
 
 def _input_gradient(
-    transport: Transport,
+    transport: Network,
     cut: Cut,
     tokens: Sequence[Tensor],
     ws: Sequence[Tensor],
     dy: Tensor,
     dim: int,
     choice: Choice,
-) -> tuple[Scatter, list[int]]:
+) -> tuple[Halves, list[int]]:
     """The reduce-scatter of the sum of dy @ wᵀ, and the shape of the sum."""
     produce = cut.sum_of_products(transport, tokens, [w.t() for w in ws])
     shape = [*dy.shape[:-1], ws[0].shape[0]]
@@ -286,7 +282,7 @@ def _input_gradient(
 
 
 def gather_backward_again(
-    transport: Transport,
+    transport: Network,
     x: Tensor,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
@@ -314,7 +310,7 @@ def gather_backward_again(
         ]
     )
     op = "all_gather_matmul backward"
-    gather = Gather(transport, op, cut.matrix(x), consume, gather_choice)
+    gather = gathering(transport, op, cut.matrix(x), consume, gather_choice)
     yield from gather.start()
     yield from scatter.start()
     yield from gather.finish()
@@ -324,7 +320,7 @@ def gather_backward_again(
 
 
 def scatter_backward(
-    transport: Transport,
+    transport: Network,
     x: Tensor,
     w: Tensor,
     dy: Tensor,
@@ -339,14 +335,14 @@ def scatter_backward(
     cut = Cut.of(dim, x.ndim)
     gradients = _Gradients(transport, cut, x, w, wanted)
     op = "matmul_reduce_scatter backward"
-    gather = Gather(transport, op, cut.matrix(dy), gradients.consume, choice)
+    gather = gathering(transport, op, cut.matrix(dy), gradients.consume, choice)
     yield from gather.start()
     yield from gather.finish()
     return gradients.results()
 
 
 def reduce_backward(
-    transport: Transport,
+    transport: Network,
     x: Tensor,
     w: Tensor,
     dy: Tensor,
@@ -360,7 +356,7 @@ def reduce_backward(
     cut = Cut(0, by_features=False)
     gradients = _Gradients(transport, cut, x, w, wanted)
     op = "matmul_all_reduce backward"
-    total = Sum(transport, op, cut.matrix(dy), gradients.consume, choice)
+    total = summing(transport, op, cut.matrix(dy), gradients.consume, choice)
     yield from total.start()
     yield from total.finish()
     return gradients.results()
@@ -370,7 +366,7 @@ class _Gradients:
     """The wanted gradients of x @ w, from chunks of the cut matrix of its cotangent."""
 
     def __init__(
-        self, transport: Transport, cut: Cut, x: Tensor, w: Tensor, wanted: tuple[bool, bool]
+        self, transport: Network, cut: Cut, x: Tensor, w: Tensor, wanted: tuple[bool, bool]
     ) -> None:
         self._cut, self._shape, self._wanted = cut, x.shape, wanted
         tokens = cut.tokens(x)

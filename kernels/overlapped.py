@@ -1,11 +1,14 @@
-"""The public operations: typed, differentiable, and unfused wherever overlap cannot pay."""
+"""The public operations: typed, differentiable, and unfused wherever overlap cannot pay.
+
+They are typed as their unfused compositions, against which the checker holds what they do instead,
+forward and backward.
+"""
 
 from collections.abc import Sequence
 from typing import overload
 
 from torch import Tensor
 
-from shardmap_torch.kernels.functions import gather_unfused, reduce_unfused
 from shardmap_torch.kernels.plan import Overlap, Schedule
 from shardmap_torch.kernels.prepare import (
     pairs,
@@ -107,10 +110,7 @@ def all_gather_matmul(
     ws, biases = pairs("all_gather_matmul", w, bias)
     asked = gather_dim, overlap, schedule, chunks, save_gathered
     ready = prepared(prepare_gather, axis, asked, (x, ws, biases))
-    if ready.call is None:
-        outs = gather_unfused(ready.backend, ready.collective, x, ws, biases)
-    else:
-        outs = ready.call.gather(x, ws, biases)
+    outs = ready.runner.gather(x, ws, biases)
     return outs[0] if isinstance(w, Tensor) else outs
 
 
@@ -165,10 +165,7 @@ def matmul_reduce_scatter(
     """
     asked = scatter_dim, overlap, schedule, chunks
     ready = prepared(prepare_scatter, axis, asked, (x, w, bias))
-    if ready.call is None:
-        y = reduce_unfused(ready.backend, ready.collective, x, w)
-    else:
-        y = ready.call.scatter(x, w)
+    y = ready.runner.scatter(x, w)
     return y if bias is None else y + bias
 
 
@@ -218,8 +215,5 @@ def matmul_all_reduce(
         [[1.0], [5.0]]
     """
     ready = prepared(prepare_reduce, axis, (dst, overlap, chunks), (x, w, bias))
-    if ready.call is None:
-        y = reduce_unfused(ready.backend, ready.collective, x, w)
-    else:
-        y = ready.call.reduce(x, w)
+    y = ready.runner.reduce(x, w)
     return y if bias is None else y + bias

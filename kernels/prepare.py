@@ -12,20 +12,20 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.backend import Backend, Scope, current_scope
+from shardmap_torch.backend import Checker, Scope, current_scope
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.compiled import CompiledCall, compiled_call
+from shardmap_torch.kernels.checked import Checked, typed_call
+from shardmap_torch.kernels.compiled import compiled_call
 from shardmap_torch.kernels.endpoint import (
     Endpoint,
     Situation,
     endpoint_of,
-    is_checked,
     is_ordinary,
     obstacle,
 )
-from shardmap_torch.kernels.engine import Engine, Scheduled
-from shardmap_torch.kernels.functions import Call, block_rows
+from shardmap_torch.kernels.engine import CHECKED, Engine, Scheduled
+from shardmap_torch.kernels.functions import Call, Runner, Unfused, block_rows
 from shardmap_torch.kernels.matmul import Cut
 from shardmap_torch.kernels.plan import (
     Options,
@@ -50,12 +50,11 @@ Biases: TypeAlias = Sequence[Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What runs a call: its kernel, or where `call` is None the composition on `collective`."""
+    """What runs a call, and why that."""
 
-    backend: Backend
     collective: Collective
     plan: Plan
-    call: Call | CompiledCall | None
+    runner: Runner
 
 
 _READY: Final = Memo[Prepared]()
@@ -207,12 +206,18 @@ def _prepare(
     backend = scope.backend
     if options.chunks is not None:
         candidates(problem, options.chunks)  # Wrong on every mesh, or on none.
-    plan = _prevented(backend, collective, problem, operands, options)
-    if plan is not None:
-        return Prepared(backend, collective, plan, None)
+    unfused = Unfused(backend, collective)
+    situation = Situation(problem.op, backend, collective.axes, options.overlap, operands)
+    why = obstacle(situation)
+    if why is not None:
+        plan = _unfused_plan(situation, problem, why)
+        if not isinstance(backend, Checker) or obstacle(situation, of_place=False) is not None:
+            return Prepared(collective, plan, unfused)
+        kernel = typed_call(backend, collective, options)
+        return Prepared(collective, plan, Checked(backend, kernel, unfused, plan))
     if torch.compiler.is_compiling():
         compiled, plan = compiled_call(backend, collective, problem, options)
-        return Prepared(backend, collective, plan, compiled)
+        return Prepared(collective, plan, compiled)
     assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
     x = operands[0]
     endpoint = endpoint_of(backend, collective.axes, x.device)
@@ -220,9 +225,9 @@ def _prepare(
     fabric = partial(endpoint.fabric, x.dtype)
     plan = engine.plan(problem, fabric, options.chunks, forced=options.overlap == "require")
     if plan.choice is None:
-        return Prepared(backend, collective, plan, None)
-    call = Call(backend, endpoint, engine, collective, plan.choice, options)
-    return Prepared(backend, collective, plan, call)
+        return Prepared(collective, plan, unfused)
+    call = Call(backend, engine, endpoint.fabric, collective, plan.choice, options)
+    return Prepared(collective, plan, call)
 
 
 def _engine(endpoint: Endpoint, op: str, by_features: bool, options: Options) -> Engine:
@@ -235,23 +240,16 @@ def _engine(endpoint: Endpoint, op: str, by_features: bool, options: Options) ->
     return Scheduled(endpoint.transport, f"not on symmetric memory: {why}")
 
 
-def _prevented(
-    backend: Backend,
-    collective: Collective,
-    problem: Problem,
-    operands: Sequence[Tensor],
-    options: Options,
-) -> Plan | None:
+def _unfused_plan(situation: Situation, problem: Problem, why: str) -> Plan:
     """The plan where the composition runs whatever the sizes are.
 
     Raises:
-        KernelError: If overlap is required.
+        KernelError: If overlap is required, and this is no check of what processes will run.
     """
-    op, axis, overlap = problem.op, problem.axis, options.overlap
-    if is_checked(backend):
-        return Plan(op, axis, None, "the body is being checked, not run")
-    why = obstacle(Situation(op, backend, collective.axes, overlap, operands))
-    return None if why is None else obstructed(op, axis, overlap, why)
+    backend = situation.backend
+    if isinstance(backend, Checker) and backend.mesh.kind != "simulated":
+        return Plan(problem.op, problem.axis, None, CHECKED)
+    return obstructed(problem.op, problem.axis, situation.overlap, why)
 
 
 def pairs(

@@ -5,9 +5,9 @@ The scope is the one piece of ambient state inside a body. It is a stack in a `t
 """
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,6 +41,31 @@ class Backend(Protocol):
 
     def needs_ranks(self) -> None:
         """Hears that the body does what is only right where each rank runs by itself."""
+        ...
+
+
+Form: TypeAlias = Callable[..., tuple[Tensor, ...]]
+"""One way to compute some results from some tensors, which autograd can differentiate."""
+
+
+@runtime_checkable
+class Checker(Backend, Protocol):
+    """Types a body instead of running it."""
+
+    def hold(
+        self,
+        what: tuple[Hashable, ...],
+        own: Form,
+        composition: Form,
+        operands: Sequence[Tensor],
+    ) -> None:
+        """Hears that a run may have `own`, with a backward of its own, for a composition.
+
+        `what` tells the two forms: a name, and all else that they depend on.
+
+        Raises:
+            ShardTypeError: its results or gradients are not typed as those of the composition.
+        """
         ...
 
 

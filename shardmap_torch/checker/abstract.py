@@ -1,12 +1,14 @@
 """The backend under which a body is interpreted: collectives are equations with exact types."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from shardmap_torch.backend import Form
 from shardmap_torch.checker import report
+from shardmap_torch.checker.hold import hold
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.lattice import plain
 from shardmap_torch.checker.program import Cell, Equation, bytes_sent, use_of
@@ -47,6 +49,21 @@ class AbstractBackend:
     def needs_ranks(self) -> None:
         """Notes it, so that the mesh does not choose to batch the body."""
         self._interpreter.batches = False
+
+    def hold(
+        self,
+        what: tuple[Hashable, ...],
+        own: Form,
+        composition: Form,
+        operands: Sequence[Tensor],
+    ) -> None:
+        """Holds what a run may do in place of a composition against it; see `hold`."""
+        before = self._repair, self._places
+        self._repair, self._places = NONE, Places()
+        try:
+            hold(self._interpreter, what, own, composition, operands)
+        finally:
+            self._repair, self._places = before
 
     def index(self, axes: Sequence[str]) -> Tensor:
         """Varies over `axes`, and is equal on the ranks of all others."""

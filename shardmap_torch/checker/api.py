@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardmap_torch.checker.observe import REGION
-from shardmap_torch.checker.program import Equation, Use, Way, show_kinds
+from shardmap_torch.checker.program import Equation, Held, Use, Way, show_kinds
 from shardmap_torch.checker.verify import Verdict
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.mesh import Mesh
@@ -124,7 +124,8 @@ class Program:
         sent = f"  sends {equation.sent} B" if equation.sent else ""
         site = f"  # {equation.site}" if sites and equation.site is not None else ""
         left = f"{results} = " if results else ""
-        return f"  {left}{equation.name}({'; '.join(words)}){sent}{site}"
+        held = "".join(map(_held, equation.held))
+        return f"  {left}{equation.name}({'; '.join(words)}){sent}{site}{held}"
 
     def __str__(self) -> str:
         """One equation a line, with the source line that made it."""
@@ -251,8 +252,12 @@ def _explained(way: Way, axes: Sequence[str]) -> Iterator[str]:
     collectives = _collectives(way.equations)
     derived = [e for e in collectives if e.backward]
     yield "collectives:"
-    for equation in collectives:
-        if not equation.backward:
+    for equation in way.equations:
+        if equation.held:
+            site = "" if equation.site is None else f"  # {equation.site}"
+            yield f"  {equation.name}, typed as what follows:{site}"
+            yield from (_held(held)[1:] for held in equation.held)
+        elif equation.collective is not None and not equation.backward:
             yield _told(equation)
             back = [e for e in derived if e.forward is equation]
             yield from (f"    backward: {_told(e).strip()}{_specified(equation, e)}" for e in back)
@@ -269,6 +274,10 @@ def _specified(forward: Equation, backward: Equation) -> str:
     if specified is None or str(forward.collective) != forward.name:  # an extremum has no row
         return ""
     return ", as specified" if backward.collective == specified else f", specified: {specified}"
+
+
+def _held(held: Held) -> str:
+    return f"\n    {'backward' if held.backward else 'forward'}: {held}"
 
 
 def _told(equation: Equation) -> str:

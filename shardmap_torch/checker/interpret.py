@@ -33,7 +33,7 @@ from shardmap_torch.checker.lattice import Clash, add, join
 from shardmap_torch.checker.memory import Memory, Token, is_real
 from shardmap_torch.checker.nodes import is_in_linear_backward
 from shardmap_torch.checker.numbers import Numbers
-from shardmap_torch.checker.observe import standing
+from shardmap_torch.checker.observe import UNOBSERVED, standing
 from shardmap_torch.checker.program import Cell, Equation, Use, use_of
 from shardmap_torch.checker.repair import NONE, Places, Repair, propose
 from shardmap_torch.checker.table import row_of
@@ -68,6 +68,16 @@ class Interpreter(Memory):
     def begin(self) -> None:
         """Autograd nodes that are there already are not the body's."""
         self._sequence = torch._C._autograd._get_sequence_nr()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Operations in here are typed, but are no part of the program."""
+        before = self.equations, self.observer, self.batches, self._count
+        self.equations, self.observer = [], UNOBSERVED
+        try:
+            yield
+        finally:
+            self.equations, self.observer, self.batches, self._count = before
 
     # -------------------------------------------------------------------------- operations
 

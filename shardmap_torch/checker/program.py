@@ -64,6 +64,27 @@ class Use:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+@dataclass(frozen=True)
+class Held:
+    """A collective of what a run may do in place of a composition; see `hold`.
+
+    Attributes:
+        collective: as printed.
+        operand: as printed.
+        sent: bytes that each rank sends.
+        backward: whether a backward does it.
+    """
+
+    collective: str
+    operand: str
+    sent: int
+    backward: bool
+
+    def __str__(self) -> str:
+        """As in `all_reduce('tp', P -> I) of float32[4], sends 16 B`."""
+        return f"{self.collective} of {self.operand}, sends {self.sent} B"
+
+
 @dataclass(eq=False)
 class Equation:
     """One operation on values.
@@ -80,6 +101,7 @@ class Equation:
         place: of a collective in the forward; None for all else.
         written: the collective that the body calls, where a repair that is tried has another.
         forward: in a backward, the equation whose derivative this is part of.
+        held: what a run may do in place of the composition that follows.
     """
 
     name: str
@@ -93,6 +115,7 @@ class Equation:
     forward: "Equation | None" = None
     place: Place | None = None
     written: Collective | None = None
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)

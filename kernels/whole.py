@@ -1,0 +1,138 @@
+"""The exchanges as one typed collective each, over the whole matrix: no chunks, no messages.
+
+With these in place of its transport a kernel is ordinary code of a body: the checker interprets
+it, backward included, and on simulated ranks its formulas run as they are. Forward and backward of
+the kernels know no difference.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from shardmap_torch.backend import Backend
+from shardmap_torch.kernels.exchange import Choice, Consume, Gather, Produce, Scatter, Sum
+from shardmap_torch.kernels.transport import Steps, Transport
+from shardmap_torch.rule import Collective, bind
+from shardmap_torch.types import AxisType, Partial, R, V
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """The collectives along some axes, where a kernel has a transport.
+
+    Attributes:
+        backend: Of the body.
+        axes: Over which the kernel communicates.
+        reduced: What an all-reduce of the forward is for.
+    """
+
+    backend: Backend
+    axes: tuple[str, ...]
+    reduced: AxisType = R
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on the axes."""
+        return self.backend.mesh.num_ranks(self.axes)
+
+    def charge(self, flops: float, traffic: float) -> None:
+        """There is no clock."""
+
+    def run(self, name: str, src: AxisType, dst: AxisType, x: Tensor) -> Tensor:
+        """The collective of that name and types, along dim 0 where it cuts."""
+        return bind(self.backend, Collective(name, src, dst, self.axes), x)
+
+
+Network: TypeAlias = Transport | Collectives
+
+
+class Halves(Protocol):
+    """An exchange in two halves, between which the caller may compute."""
+
+    def start(self) -> Steps[None]:
+        """The first half."""
+
+    def finish(self) -> Steps[Tensor]:
+        """The second half; returns the gathered or summed matrix."""
+
+
+def gathering(
+    transport: Network, op: str, shard: Tensor, consume: Consume, choice: Choice
+) -> Halves:
+    """`exchange.Gather` on a transport, or one all-gather."""
+    if isinstance(transport, Collectives):
+        return _WholeGather(transport, shard, consume)
+    return Gather(transport, op, shard, consume, choice)
+
+
+def scattering(
+    transport: Network, op: str, produce: Produce, out: Tensor, num_rows: int, choice: Choice
+) -> Halves:
+    """`exchange.Scatter` on a transport, or one reduce-scatter or all-reduce."""
+    if isinstance(transport, Collectives):
+        return _WholeScatter(transport, produce, out.shape[0] == num_rows, num_rows)
+    return Scatter(transport, op, produce, out, num_rows, choice)
+
+
+def summing(
+    transport: Network, op: str, addend: Tensor, consume: Consume, choice: Choice
+) -> Halves:
+    """`exchange.Sum` on a transport, or one all-reduce."""
+    if isinstance(transport, Collectives):
+        return _WholeSum(transport, addend, consume)
+    return Sum(transport, op, addend, consume, choice)
+
+
+def _at_once() -> Steps[None]:
+    yield from ()
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeGather:
+    network: Collectives
+    shard: Tensor
+    consume: Consume
+
+    def start(self) -> Steps[None]:
+        return _at_once()
+
+    def finish(self) -> Steps[Tensor]:
+        full = self.network.run("all_gather", V, R, self.shard)
+        self.consume(slice(0, full.shape[0]), full)
+        yield from _at_once()
+        return full
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeScatter:
+    network: Collectives
+    produce: Produce
+    keeps_all: bool
+    num_rows: int
+
+    def start(self) -> Steps[None]:
+        return _at_once()
+
+    def finish(self) -> Steps[Tensor]:
+        addend = self.produce(slice(0, self.num_rows))
+        yield from _at_once()
+        if self.keeps_all:
+            return self.network.run("all_reduce", Partial, self.network.reduced, addend)
+        return self.network.run("reduce_scatter", Partial, V, addend)
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeSum:
+    network: Collectives
+    addend: Tensor
+    consume: Consume
+
+    def start(self) -> Steps[None]:
+        return _at_once()
+
+    def finish(self) -> Steps[Tensor]:
+        total = self.network.run("all_reduce", Partial, R, self.addend)
+        self.consume(slice(0, total.shape[0]), total)
+        yield from _at_once()
+        return total

@@ -1,0 +1,530 @@
+"""The kernels as the checker interprets them: what they do is held against their composition.
+
+That the formulas are right in numbers as well is tried on simulated ranks, which run the same code
+on the same typed collectives.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    Partial,
+    R,
+    ShapeDtype,
+    ShardTypeError,
+    V,
+    checkpoint,
+    convert,
+    explain,
+    make_mesh,
+    shard_map,
+    trace,
+)
+from shardmap_torch.backend import current_scope
+from shardmap_torch.checker import hold
+from shardmap_torch.checker.program import Equation
+from shardmap_torch.kernels import (
+    all_gather_matmul,
+    engine,
+    functions,
+    last_plan,
+    matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from shardmap_torch.kernels.checked import typed_call
+from shardmap_torch.kernels.functions import Unfused
+from shardmap_torch.kernels.plan import Options
+from shardmap_torch.memo import Memo
+from shardmap_torch.rule import Collective
+
+ABSTRACT = make_mesh((2, 4), ("dp", "tp"), kind="abstract")
+Body = Callable[..., Any]
+Forget = Callable[[], None]
+
+
+@pytest.fixture
+def forget() -> Iterator[Callable[[], None]]:
+    """Has everything held anew, where a test has changed the kernels."""
+    with mock.patch.object(hold, "_HELD", Memo[Any]()):
+        yield lambda: setattr(hold, "_HELD", Memo[Any]())
+
+
+def float32(*shape: int, requires_grad: bool = True) -> ShapeDtype:
+    return ShapeDtype(shape, requires_grad=requires_grad)
+
+
+def held_in(
+    body: Body, in_specs: Any, out_specs: Any, *args: Any, **options: Any
+) -> list[Equation]:
+    mapped = shard_map(body, mesh=ABSTRACT, in_specs=in_specs, out_specs=out_specs, **options)
+    return [equation for equation in trace(mapped, *args).equations if equation.held]
+
+
+def told(equation: Equation) -> list[str]:
+    return [f"{'back: ' if each.backward else ''}{each.collective}" for each in equation.held]
+
+
+GATHER, SCATTER = "all_gather('tp', V -> R)", "reduce_scatter('tp', P -> V)"
+SUM = "all_reduce('tp', P -> R)"
+COLUMN = (P("dp", "tp"), P(None, "tp")), P("dp", None, "tp")
+ROW = (P("dp", None, "tp"), P("tp")), P("dp", "tp")
+WHOLE = (P("dp", None, "tp"), P("tp")), P("dp")
+SHAPES = float32(4, 8, 16), float32(16, 32)
+
+
+def reduced(dst: Any, **options: Any) -> Body:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        y = matmul_all_reduce(x, w, "tp", dst=dst, **options)
+        return y if dst is I else convert(y, "tp", src=R, dst=I)
+
+    return body
+
+
+@pytest.mark.parametrize("check", ["local", "global"])
+@pytest.mark.parametrize(
+    ("body", "specs", "found"),
+    [
+        pytest.param(
+            lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1),
+            COLUMN,
+            [GATHER, f"back: {SCATTER}"],
+            id="all_gather_matmul",
+        ),
+        pytest.param(
+            lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, save_gathered=False),
+            COLUMN,
+            [GATHER, f"back: {SCATTER}", f"back: {GATHER}"],
+            id="all_gather_matmul, gathered again",
+        ),
+        pytest.param(
+            lambda x, w: matmul_reduce_scatter(x, w, "tp", scatter_dim=1),
+            ROW,
+            [SCATTER, f"back: {GATHER}"],
+            id="matmul_reduce_scatter",
+        ),
+        pytest.param(reduced(R), WHOLE, [SUM, f"back: {SUM}"], id="matmul_all_reduce to R"),
+        pytest.param(
+            reduced(I),
+            WHOLE,
+            ["all_reduce('tp', P -> I)", "back: convert('tp', I -> R)"],
+            id="matmul_all_reduce to I",
+        ),
+    ],
+)
+def test_what_the_kernel_does_is_verified_and_told(
+    body: Body, specs: Any, found: list[str], check: Any
+) -> None:
+    (equation,) = held_in(body, *specs, *SHAPES, check=check)
+    assert sorted(told(equation)) == sorted(found)
+
+
+def test_a_required_overlap_is_verified_on_an_abstract_mesh() -> None:
+    body = lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, overlap="require")  # noqa: E731
+    assert held_in(body, *COLUMN, *SHAPES)
+    plan = last_plan()
+    assert plan is not None
+    assert (plan.choice, plan.reason) == (None, "the body is being checked, not run")
+
+
+def test_a_report_has_the_kernel_and_its_composition() -> None:
+    body = lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, save_gathered=False)  # noqa: E731
+    text = explain(shard_map(body, mesh=ABSTRACT, in_specs=COLUMN[0], out_specs=COLUMN[1]), *SHAPES)
+    lines = [line.split("  #")[0].removesuffix(", as specified") for line in text.splitlines()]
+    start = lines.index("collectives:")
+    assert lines[start + 1 : start + 7] == [
+        "  all_gather_matmul, overlapped, typed as what follows:",
+        "    forward: all_gather('tp', V -> R) of float32[4, 16], sends 768 B",
+        "    backward: all_gather('tp', V -> R) of float32[4, 16], sends 768 B",
+        "    backward: reduce_scatter('tp', P -> V) of float32[16, 16], sends 768 B",
+        "  all_gather('tp', V -> R) of float32[2, 2, 16], sends 768 B",
+        "    backward: reduce_scatter('tp', P -> V) of float32[2, 8, 16], sends 768 B",
+    ]
+
+
+def in_bfloat16(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return all_gather_matmul(x, w, "tp", gather_dim=1)
+
+
+def batched(x: Tensor, w: Tensor) -> Tensor:
+    return torch.func.vmap(lambda x: all_gather_matmul(x, w, "tp"))(x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(
+            lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, overlap="off"), id="off"
+        ),
+        pytest.param(in_bfloat16, id="autocast"),
+        pytest.param(batched, id="vmap"),
+    ],
+)
+def test_a_call_that_no_run_overlaps_is_not_held(body: Body) -> None:
+    assert held_in(body, *COLUMN, *SHAPES) == []
+
+
+def test_nothing_is_held_over_axes_of_one_rank() -> None:
+    mesh = make_mesh((2, 1), ("dp", "tp"), kind="abstract")
+    body = lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1)  # noqa: E731
+    mapped = shard_map(body, mesh=mesh, in_specs=COLUMN[0], out_specs=COLUMN[1])
+    assert not any(equation.held for equation in trace(mapped, *SHAPES).equations)
+
+
+def inner_gradient(x: Tensor, w: Tensor) -> Tensor:
+    def loss(w: Tensor) -> Tensor:
+        return all_gather_matmul(x, w, "tp", gather_dim=1).square().sum()
+
+    found: Tensor = torch.func.grad(loss)(w)
+    return found
+
+
+def recomputed(x: Tensor, w: Tensor) -> Tensor:
+    call = lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1)  # noqa: E731
+    out: Tensor = checkpoint(call, x, w)
+    return out
+
+
+def without_gradient(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        return all_gather_matmul(x, w, "tp", gather_dim=1)
+
+
+@pytest.mark.parametrize(
+    ("body", "out", "backwards"),
+    [
+        pytest.param(inner_gradient, P(None, "tp", partial="dp"), [1], id="torch.func.grad"),
+        pytest.param(recomputed, COLUMN[1], [0, 1], id="checkpoint"),
+        pytest.param(without_gradient, COLUMN[1], [0], id="no_grad"),
+    ],
+)
+def test_the_backward_is_held_where_the_gradient_flows(
+    body: Body, out: P, backwards: list[int]
+) -> None:
+    found = held_in(body, COLUMN[0], out, *SHAPES)
+    assert [sum(each.backward for each in equation.held) for equation in found] == backwards
+
+
+# Over 'tp'; 'K' is a whole operand through which no gradient flows.
+KINDS = {
+    "I": P(invariant="tp"),
+    "R": P(replicate="tp"),
+    "V": P("tp"),
+    "P": P(partial="tp"),
+    "K": P(),
+}
+OUTS = (P("tp"), P(), P(partial="tp"))
+
+
+def operand(kind: str, rows: int, columns: int) -> ShapeDtype:
+    return float32(rows * 4 if kind == "V" else rows, columns, requires_grad=kind != "K")
+
+
+def verdict(body: Body, kinds: Sequence[str], out: P, rows: Sequence[int]) -> str:
+    """What is wrong, or nothing."""
+    specs = tuple(KINDS[kind] for kind in kinds)
+    shapes = [
+        operand(kind, *size) for kind, size in zip(kinds, ((rows[0], 4), (4, 4)), strict=True)
+    ]
+    mapped = shard_map(body, mesh=ABSTRACT, in_specs=specs, out_specs=out)
+    try:
+        trace(mapped, *shapes)
+    except ShardTypeError as error:
+        return str(error)
+    return ""
+
+
+OPERATIONS: dict[str, Callable[[Any], Body]] = {
+    "gather": lambda overlap: lambda x, w: all_gather_matmul(x, w, "tp", overlap=overlap),
+    "gather again": lambda overlap: (
+        lambda x, w: all_gather_matmul(x, w, "tp", overlap=overlap, save_gathered=False)
+    ),
+    "scatter": lambda overlap: lambda x, w: matmul_reduce_scatter(x, w, "tp", overlap=overlap),
+    "reduce R": lambda overlap: lambda x, w: matmul_all_reduce(x, w, "tp", dst=R, overlap=overlap),
+    "reduce I": lambda overlap: lambda x, w: matmul_all_reduce(x, w, "tp", dst=I, overlap=overlap),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operands_of_all_types_have_the_verdict_of_the_composition(name: str) -> None:
+    found = []
+    for x, w in itertools.product(KINDS, KINDS):
+        if name.startswith("gather") and x != "V":
+            continue  # Refused at once: what is gathered varies.
+        for out in OUTS:
+            texts = [
+                verdict(OPERATIONS[name](overlap), (x, w), out, (4,)) for overlap in ("auto", "off")
+            ]
+            assert texts[0] == texts[1]
+            found.append(texts[0])
+    assert "" in found
+    assert any(found)
+
+
+# ---------------------------------------------------------------------------- planted mistakes
+
+Kernel = Callable[..., Any]
+
+
+def forgets_the_scatter(kernel: Kernel, transport: Any, *rest: Any) -> Any:
+    dx, dws = yield from kernel(transport, *rest)
+    _, ws, dys, _, dim, _ = rest
+    whole = dys[0] @ ws[0].t()
+    return whole.narrow(dim, 0, dx.shape[dim]), dws
+
+
+def sums_twice(kernel: Kernel, transport: Any, *rest: Any) -> Any:
+    dx, dws = yield from kernel(transport, *rest)
+    return transport.run("all_reduce", Partial, R, dx), dws
+
+
+def takes_the_shard(kernel: Kernel, transport: Any, x: Any, *rest: Any) -> Any:
+    dx, dws = yield from kernel(transport, x, *rest)
+    _, (dy,), _, dim, *_ = rest
+    own = dy.narrow(dim, 0, x.shape[dim])
+    return dx, [x.flatten(0, 1).t() @ own.flatten(0, 1)] * len(dws)
+
+
+def forgets_the_gather(kernel: Kernel, transport: Any, x: Any, w: Any, dy: Any, *rest: Any) -> Any:
+    yield from ()
+    whole = dy.repeat(1, transport.num_ranks, 1)
+    return whole @ w.t(), x.flatten(0, 1).t() @ whole.flatten(0, 1)
+
+
+def forgets_the_sum(kernel: Kernel, transport: Any, x: Any, w: Any, dy: Any, *rest: Any) -> Any:
+    yield from ()
+    return dy @ w.t(), x.flatten(0, 1).t() @ dy.flatten(0, 1)
+
+
+def swaps(kernel: Kernel, *args: Any) -> Any:
+    dx, dw = yield from kernel(*args)
+    return dw, dx
+
+
+def repeats(kernel: Kernel, transport: Any, x: Any, ws: Any, biases: Any, dim: int, _: Any) -> Any:
+    _, gathered = yield from kernel(transport, x, ws, biases, dim, _)
+    return [x.repeat(1, transport.num_ranks, 1) @ ws[0]], gathered
+
+
+def column(**options: Any) -> Body:
+    return lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, **options)
+
+
+def row(x: Tensor, w: Tensor) -> Tensor:
+    return matmul_reduce_scatter(x, w, "tp", scatter_dim=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "body", "specs", "what"),
+    [
+        pytest.param(
+            "gather_backward",
+            forgets_the_scatter,
+            column(),
+            COLUMN,
+            f"all_gather_matmul, overlapped: the gradient of operand 0 is made by no collective, "
+            f"and by {SCATTER}",
+            id="the reduce-scatter is forgotten",
+        ),
+        pytest.param(
+            "gather_backward",
+            sums_twice,
+            column(),
+            COLUMN,
+            f"all_gather_matmul, overlapped: the gradient of operand 0 is made by {SUM}, "
+            f"{SCATTER}, and by {SCATTER}",
+            id="summed twice",
+        ),
+        pytest.param(
+            "gather_backward_again",
+            takes_the_shard,
+            column(save_gathered=False),
+            COLUMN,
+            f"all_gather_matmul, overlapped: the gradient of operand 1 is made by no collective, "
+            f"and by {GATHER}",
+            id="the shard in place of the gathered",
+        ),
+        pytest.param(
+            "gather_forward",
+            repeats,
+            column(),
+            COLUMN,
+            f"all_gather_matmul, overlapped: result 0 is made by no collective, and by {GATHER}",
+            id="nothing is gathered",
+        ),
+        pytest.param(
+            "scatter_backward",
+            forgets_the_gather,
+            row,
+            ROW,
+            "matmul_reduce_scatter, overlapped: the gradient of operand 0 is made by no "
+            f"collective, and by {GATHER}",
+            id="the gather is forgotten",
+        ),
+        pytest.param(
+            "reduce_backward",
+            forgets_the_sum,
+            reduced(R),
+            WHOLE,
+            "matmul_all_reduce, overlapped: it fails (ShardTypeError: body: mm over axis 'tp' of P "
+            "and V: a sum over ranks can only be multiplied by what is equal on all ranks, R or "
+            "K.), which nothing does",
+            id="the sum is forgotten",
+        ),
+    ],
+)
+def test_a_mistake_in_a_kernel_is_caught(
+    name: str, mistake: Kernel, body: Body, specs: Any, what: str, forget: Forget
+) -> None:
+    kernel = getattr(engine, name)
+    assert held_in(body, *specs, *SHAPES)
+    forget()
+    with (
+        mock.patch.object(engine, name, lambda *args: mistake(kernel, *args)),
+        pytest.raises(ShardTypeError) as caught,
+    ):
+        held_in(body, *specs, *SHAPES)
+    first, site, _ = str(caught.value).splitlines()
+    assert first.endswith(f": {what} in the composition.")
+    assert site.startswith("  at test_checked.py:")
+
+
+def test_swapped_gradients_of_one_shape_are_caught(forget: Forget) -> None:
+    kernel = matmul.reduce_backward
+    body = lambda x, w: matmul_all_reduce(x, w, "tp", dst=R)  # noqa: E731
+    specs = (P("tp"), P(replicate="tp")), P(partial="tp")
+    shapes = float32(64, 16), float32(16, 16)
+    assert held_in(body, *specs, *shapes)
+    forget()
+    with (
+        mock.patch.object(engine, "reduce_backward", lambda *args: swaps(kernel, *args)),
+        pytest.raises(ShardTypeError, match=r"the gradient of operand [01] is"),
+    ):
+        held_in(body, *specs, *shapes)
+
+
+def test_summing_cotangents_that_are_whole_is_caught(forget: Forget) -> None:
+    forget()
+    with (
+        mock.patch.object(functions, "R", I),  # The backward for R is taken where it is for I.
+        pytest.raises(ShardTypeError) as caught,
+    ):
+        held_in(reduced(I), *WHOLE, *SHAPES)
+    assert "matmul_all_reduce, overlapped: it fails (ShardTypeError: " in str(caught.value)
+
+
+def test_a_forgotten_gradient_of_a_bias_is_caught(forget: Forget) -> None:
+    pull_back = functions.GatherMatmul.pull_back
+
+    def forgetful(*args: Any) -> Any:
+        return [*pull_back(*args)[:-1], None]
+
+    def body(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return all_gather_matmul(x, w, "tp", gather_dim=1, bias=b)
+
+    specs = ((*COLUMN[0], P("tp")), COLUMN[1])
+    (equation,) = held_in(body, *specs, *SHAPES, float32(32))
+    assert told(equation) == [GATHER, f"back: {SCATTER}"]
+    forget()
+    with (
+        mock.patch.object(functions.GatherMatmul, "pull_back", forgetful),
+        pytest.raises(ShardTypeError) as caught,
+    ):
+        held_in(body, *specs, *SHAPES, float32(32))
+    assert "the gradient of operand 2 is missing, and there in the composition." in str(
+        caught.value
+    )
+
+
+# ------------------------------------------------------------------------------- numbers
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    return make_mesh((3,), ("tp",), kind="simulated", simulate="ranks")
+
+
+CASES: list[Any] = [
+    pytest.param(
+        Collective("all_gather", V, R, ("tp",), dim=dim),
+        [(2, 3, 4), *[(12 if dim == 2 else 4, m) for m in (2, 5)], (2,), (5,)],
+        id=f"gather dim {dim}",
+    )
+    for dim in (0, 1, 2)
+]
+CASES += [
+    pytest.param(
+        Collective("reduce_scatter", Partial, V, ("tp",), dim=dim),
+        [(3, 6, 4), (4, 3)],
+        id=f"scatter dim {dim}",
+    )
+    for dim in (0, 1, 2)
+]
+CASES += [
+    pytest.param(
+        Collective("all_reduce", Partial, dst, ("tp",)), [(2, 3, 4), (4, 5)], id=f"reduce to {dst}"
+    )
+    for dst in (R, I)
+]
+
+
+def results(runner: Any, name: str, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if name != "all_gather":
+        call = runner.scatter if name == "reduce_scatter" else runner.reduce
+        return (call(*operands),)
+    x, w1, w2, b1, b2 = operands
+    found: tuple[Tensor, ...] = runner.gather(x, [w1, w2], [b1, b2])
+    return found
+
+
+def differences(mesh: Any, collective: Collective, shapes: Any, save: bool) -> Tensor:
+    """By rank: the largest difference of a result or gradient from the composition's."""
+
+    def body(*operands: Tensor) -> Tensor:
+        scope = current_scope()
+        assert scope is not None
+        kernel = typed_call(scope.backend, collective, Options(save_gathered=save))
+        both = []
+        for runner in (kernel, Unfused(scope.backend, collective)):
+            leaves = [each[0].detach().requires_grad_() for each in operands]
+            outs = results(runner, collective.name, leaves)
+            own = leaves[0].sum().detach()  # Different cotangents on each rank, but for an I.
+            weight = 1.0 if collective.dst is I else own
+            grads = torch.autograd.grad([(out.square() * weight).sum() for out in outs], leaves)
+            both.append([*outs, *grads])
+        found = [(a - b).abs().max() for a, b in zip(*both, strict=True)]
+        return torch.stack(found).max().detach().reshape(1)
+
+    mapped = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check=False)
+    generator = torch.Generator().manual_seed(0)
+    return mapped(
+        *(torch.randn(3, *shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    )
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize(("collective", "shapes"), CASES)
+def test_values_and_gradients_of_each_rank_equal_those_of_the_composition(
+    ranks: Any, collective: Collective, shapes: Any, save: bool
+) -> None:
+    assert differences(ranks, collective, shapes, save).max() < 1e-10
+
+
+def test_a_wrong_factor_which_types_do_not_see_is_seen_in_numbers(ranks: Any) -> None:
+    collective, shapes = CASES[0].values
+
+    def doubles(*args: Any) -> Any:
+        dx, dws = yield from matmul.gather_backward(*args)
+        return 2 * dx, dws
+
+    with mock.patch.object(engine, "gather_backward", doubles):
+        assert differences(ranks, collective, shapes, True).min() > 0.1
