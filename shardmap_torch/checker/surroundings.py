@@ -56,6 +56,10 @@ class Surroundings:
         """Those that were found, after `key`."""
         return [] if self._walk is None else self._walk.tensors
 
+    def values(self) -> Mapping[Hashable, tuple[str, Any]]:
+        """The plain values that were found, after `key`: names and values, by where they stand."""
+        return {} if self._walk is None else self._walk.values()
+
     def _version_of(self, walk: "_Walk") -> int:
         known = self._known.get(walk.found)
         if known is None:
@@ -84,6 +88,7 @@ class _Walk:
         self._sizes = _Parts()
         self._sets: list[tuple[Collection[Any], tuple[Any, ...]]] = []
         self._missing: dict[tuple[int, str], Table] = {}
+        self._variables: dict[int, str] = {}
         self._pending: list[Any] = [function]
         self.found = tuple(self._follow())
 
@@ -106,6 +111,15 @@ class _Walk:
             )
         except LookupError:
             return False
+
+    def values(self) -> Mapping[Hashable, tuple[str, Any]]:
+        """Names and values of what is plain, by where it stands."""
+        return {
+            (id(owner), name): (self._variables.get(id(owner), str(name)), value)
+            for parts in (self._entries, self._attributes)
+            for owner, name, value in zip(parts.owners, parts.names, parts.values, strict=True)
+            if isinstance(value, _PLAIN)
+        }
 
     def _follow(self) -> Iterator[Hashable]:
         places: dict[int, int] = {}
@@ -147,7 +161,10 @@ class _Walk:
             return self._keep(function)
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._enter_attribute(function, name)
-        for cell in function.__closure__ or ():
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            self._variables[id(cell)] = name
             self._enter_attribute(cell, "cell_contents")
         self._enter_table(function.__dict__)
         self._enter_names(function.__globals__, function.__code__)

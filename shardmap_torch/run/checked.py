@@ -6,7 +6,7 @@ same step, so that what they have sent matches. Once is enough where something h
 check; what changes from run to run is an error.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -16,13 +16,14 @@ from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.attempt import Strictness
 from shardmap_torch.checker.follow import Departure, Difference
 from shardmap_torch.checker.memory import closed_over_outer
-from shardmap_torch.checker.signature import signature
+from shardmap_torch.checker.signature import Signature, parts, signature
 from shardmap_torch.checker.surroundings import Surroundings
 from shardmap_torch.checker.values import is_batched
 from shardmap_torch.checker.verify import Verdict, verify
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.memo import Memo
 from shardmap_torch.run.agree import agree
+from shardmap_torch.run.changing import Changing
 from shardmap_torch.tree import Tree
 
 Run = Callable[[Call, bool], Tree]
@@ -51,6 +52,7 @@ class Checked:
         self._surroundings = Surroundings(function)
         self._verdicts: Memo[Verdict] = Memo()
         self._agreed_on: dict[int, Verdict] = {}
+        self._changing, self._calls = Changing(name), 0
         self._late = {on: partial(self._stop, on, _LATE) for on in (False, True)}
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
@@ -70,6 +72,7 @@ class Checked:
             ShardTypeError: as `verdict`; or the body changes what it does from run to run.
             CollectiveMismatchError: the processes do not run the same program.
         """
+        self._calls += 1
         key = signature(call, self._surroundings)
         processes = call.mesh.kind == "process_group"
         if processes:
@@ -86,16 +89,17 @@ class Checked:
         assert difference is not None  # or the first run would have returned
         self._stop(processes, _CHANGING, difference)
 
-    def _find(self, key: Hashable, call: Call) -> Verdict:
-        return self._verdicts.get(key, lambda: self._verify(call))
+    def _find(self, key: Signature, call: Call) -> Verdict:
+        return self._verdicts.get(key, lambda: self._verify(key, call))
 
-    def _verify(self, call: Call) -> Verdict:
+    def _verify(self, key: Signature, call: Call) -> Verdict:
+        self._changing.checked(self._calls, parts(key, call, self._surroundings))
         # Each rank would have to run the body once for each item of the batch.
         if any(is_batched(tensor) for tensor in self._surroundings.tensors):
             raise closed_over_outer(self._name, "batches")
         return verify(call, self._strictness)
 
-    def _agreed(self, key: Hashable, call: Call, left: Difference | None) -> Verdict:
+    def _agreed(self, key: Signature, call: Call, left: Difference | None) -> Verdict:
         """The verdict, after all processes have found the same program at the same step."""
         try:
             verdict = self._find(key, call)
