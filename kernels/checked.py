@@ -1,25 +1,37 @@
 """Calls in a body that is checked: the composition, which the kernel is held against."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from shardmap_torch.backend import Backend, Checker, Form
 from shardmap_torch.kernels.cost import ASSUMED_GPU
-from shardmap_torch.kernels.engine import Typed
+from shardmap_torch.kernels.engine import Engine, Typed
 from shardmap_torch.kernels.exchange import Choice
 from shardmap_torch.kernels.functions import Call, Operands, Runner, Unfused
 from shardmap_torch.kernels.plan import Options, Plan, record
+from shardmap_torch.kernels.symmetric import Symmetric
 from shardmap_torch.kernels.whole import Collectives
 from shardmap_torch.rule import Collective
 
 
-def typed_call(backend: Backend, collective: Collective, options: Options) -> Call:
-    """The kernel of a call, forward and backward, on typed collectives instead of messages."""
-    engine = Typed(Collectives(backend, collective.axes, collective.dst))
+def typed_calls(
+    backend: Backend, collective: Collective, options: Options, *, fused: bool
+) -> dict[str, Call]:
+    """What a run may do, forward and backward, on typed collectives; by what errors call it.
+
+    `fused` where it may have the operators of symmetric memory.
+    """
+    collectives = Collectives(backend, collective.axes, collective.dst)
+    engines: dict[str, Engine] = {"overlapped": Typed(collectives)}
+    if fused:
+        engines["on symmetric memory"] = Symmetric(collectives)
     choice = Choice("typed", 1)
-    return Call(backend, engine, lambda dtype: ASSUMED_GPU, collective, choice, options)
+    return {
+        name: Call(backend, engine, lambda dtype: ASSUMED_GPU, collective, choice, options)
+        for name, engine in engines.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +39,11 @@ class Checked:
     """A call in a body that is checked, and that a run may overlap.
 
     The composition gives the types of the results and the derived backward, for a run may take
-    either. What the kernel does instead is held against it.
+    either. What kernels do instead is held against it.
     """
 
     checker: Checker
-    kernel: Call
+    kernels: Mapping[str, Call]
     unfused: Unfused
     plan: Plan
 
@@ -65,6 +77,7 @@ class Checked:
     def _hold(
         self, form: Callable[[Runner], Form], operands: Sequence[Tensor], biased: Hashable = ()
     ) -> None:
-        what = self.plan.op, self.kernel.collective, self.kernel.options, biased
-        self.checker.hold(what, form(self.kernel), form(self.unfused), operands)
-        record(self.plan)  # The kernel's backward has recorded its own.
+        for name, kernel in self.kernels.items():
+            what = f"{self.plan.op}, {name}", kernel.collective, kernel.options, biased
+            self.checker.hold(what, form(kernel), form(self.unfused), operands)
+        record(self.plan)  # Their backwards have recorded their own.

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardmap_torch.backend import Checker, Scope, current_scope
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.checked import Checked, typed_call
+from shardmap_torch.kernels.checked import Checked, typed_calls
 from shardmap_torch.kernels.compiled import compiled_call
 from shardmap_torch.kernels.endpoint import (
     Endpoint,
@@ -39,7 +39,7 @@ from shardmap_torch.kernels.plan import (
     record,
     schedules,
 )
-from shardmap_torch.kernels.symmetric import Symmetric, unsuited
+from shardmap_torch.kernels.symmetric import Operators, Symmetric, unsuited
 from shardmap_torch.memo import Memo
 from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_dim, read_type, shown
 from shardmap_torch.rule import Collective
@@ -213,8 +213,9 @@ def _prepare(
         plan = _unfused_plan(situation, problem, why)
         if not isinstance(backend, Checker) or obstacle(situation, of_place=False) is not None:
             return Prepared(collective, plan, unfused)
-        kernel = typed_call(backend, collective, options)
-        return Prepared(collective, plan, Checked(backend, kernel, unfused, plan))
+        fused = _may_be_fused(problem.op, collective, operands[0], options)
+        kernels = typed_calls(backend, collective, options, fused=fused)
+        return Prepared(collective, plan, Checked(backend, kernels, unfused, plan))
     if torch.compiler.is_compiling():
         compiled, plan = compiled_call(backend, collective, problem, options)
         return Prepared(collective, plan, compiled)
@@ -230,13 +231,19 @@ def _prepare(
     return Prepared(collective, plan, call)
 
 
+def _may_be_fused(op: str, collective: Collective, x: Tensor, options: Options) -> bool:
+    """Whether some group may run it on symmetric memory."""
+    by_features = Cut.of(collective.dim, x.ndim).by_features
+    return x.device.type == "cuda" and unsuited(op, by_features, options) is None
+
+
 def _engine(endpoint: Endpoint, op: str, by_features: bool, options: Options) -> Engine:
     """Symmetric memory where a GPU's call suits it and the group offers it, else our schedules."""
     if endpoint.device.type == "cpu":
         return Scheduled(endpoint.transport)
     why = unsuited(op, by_features, options) or endpoint.refusal()
     if why is None:
-        return Symmetric(str(endpoint.group.group_name))
+        return Symmetric(Operators(str(endpoint.group.group_name)))
     return Scheduled(endpoint.transport, f"not on symmetric memory: {why}")
 
 

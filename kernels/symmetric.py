@@ -11,7 +11,7 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,15 +46,52 @@ OVERLAPPING: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """torch's switch for several ranks on one GPU, as tests have them."""
 
 
+class Fused(Protocol):
+    """The two operators, or what stands in for them while a body is checked."""
+
+    def gather_matmul(
+        self, x: Tensor, ws: Sequence[Tensor], dim: int
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The x gathered along `dim`, and its products."""
+
+    def matmul_scatter(self, x: Tensor, w: Tensor, dim: int) -> Tensor:
+        """This rank's block, along `dim`, of the sum of x @ w."""
+
+
 @dataclass(frozen=True, slots=True)
-class Symmetric:
-    """The fused operators on one group.
+class Operators:
+    """Those of torch, on one group.
 
     Attributes:
         group_name: The group's name in torch's registry.
     """
 
     group_name: str
+
+    def gather_matmul(
+        self, x: Tensor, ws: Sequence[Tensor], dim: int
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The x gathered along `dim`, and its products."""
+        with torch.cuda.device_of(x):  # Where torch makes the operator's workspace.
+            full, products = torch.ops.symm_mem.fused_all_gather_matmul(
+                _outermost(x, dim), list(ws), dim, self.group_name, return_A=True
+            )
+        return full, products
+
+    def matmul_scatter(self, x: Tensor, w: Tensor, dim: int) -> Tensor:
+        """This rank's block, along `dim`, of the sum of x @ w."""
+        with torch.cuda.device_of(x):
+            block: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+                _outermost(x, dim), w, "sum", dim, self.group_name
+            )
+        return block
+
+
+@dataclass(frozen=True, slots=True)
+class Symmetric:
+    """The engine made of them."""
+
+    operators: Fused
 
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
@@ -71,7 +108,7 @@ class Symmetric:
         choice: Choice,
     ) -> tuple[list[Tensor], Tensor]:
         """The products with the gathered x, and its cut matrix."""
-        full, products = self._gather_matmul(x, ws, dim)
+        full, products = self.operators.gather_matmul(x, ws, dim)
         outs = [
             product.contiguous() if bias is None else (product + bias).contiguous()
             for product, bias in zip(products, biases, strict=True)
@@ -101,11 +138,7 @@ class Symmetric:
 
     def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
         """This rank's block of the sum of x @ w."""
-        with torch.cuda.device_of(x):  # Where torch makes the operator's workspace.
-            block: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-                _outermost(x, dim), w, "sum", dim, self.group_name
-            )
-        return block.contiguous()
+        return self.operators.matmul_scatter(x, w, dim).contiguous()
 
     def scatter_backward(
         self,
@@ -117,19 +150,10 @@ class Symmetric:
         choice: Choice,
     ) -> tuple[Tensor | None, Tensor | None]:
         """The wanted of (dx, dw); one gather feeds both, but only dx is computed as it arrives."""
-        full, (dx,) = self._gather_matmul(dy, [w.t()], dim)
+        full, (dx,) = self.operators.gather_matmul(dy, [w.t()], dim)
         cut = Cut.of(dim, x.ndim)
         dw = cut.tokens(x).t() @ cut.tokens(full) if wanted[1] else None
         return dx if wanted[0] else None, dw
-
-    def _gather_matmul(
-        self, x: Tensor, ws: Sequence[Tensor], dim: int
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        with torch.cuda.device_of(x):
-            full, products = torch.ops.symm_mem.fused_all_gather_matmul(
-                _outermost(x, dim), list(ws), dim, self.group_name, return_A=True
-            )
-        return full, products
 
 
 def _outermost(x: Tensor, dim: int) -> Tensor:

@@ -5,6 +5,7 @@ it, backward included, and on simulated ranks its formulas run as they are. Forw
 the kernels know no difference.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -19,7 +20,7 @@ from shardmap_torch.types import AxisType, Partial, R, V
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """The collectives along some axes, where a kernel has a transport.
+    """The collectives along some axes, where a kernel has a transport, or operators that are fused.
 
     Attributes:
         backend: Of the body.
@@ -39,9 +40,20 @@ class Collectives:
     def charge(self, flops: float, traffic: float) -> None:
         """There is no clock."""
 
-    def run(self, name: str, src: AxisType, dst: AxisType, x: Tensor) -> Tensor:
-        """The collective of that name and types, along dim 0 where it cuts."""
-        return bind(self.backend, Collective(name, src, dst, self.axes), x)
+    def run(self, name: str, src: AxisType, dst: AxisType, x: Tensor, dim: int = 0) -> Tensor:
+        """The collective of that name and types, along `dim` where it cuts."""
+        return bind(self.backend, Collective(name, src, dst, self.axes, dim=dim), x)
+
+    def gather_matmul(
+        self, x: Tensor, ws: Sequence[Tensor], dim: int
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """As the operator of symmetric memory: the gathered x, and its products."""
+        full = self.run("all_gather", V, R, x, dim)
+        return full, [full @ w for w in ws]
+
+    def matmul_scatter(self, x: Tensor, w: Tensor, dim: int) -> Tensor:
+        """As the operator of symmetric memory: this rank's block of the sum of x @ w."""
+        return self.run("reduce_scatter", Partial, V, x @ w, dim)
 
 
 Network: TypeAlias = Transport | Collectives

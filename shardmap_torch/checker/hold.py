@@ -68,7 +68,7 @@ def hold(
     site, backward = interpreter.site()
     cells = [(base, interpreter.cell(base)) for base in bases]
     uses = tuple(use_of("", base, cell, cell.kinds) for base, cell in cells)
-    interpreter.add(Equation(f"{name}, overlapped", uses, (), site, backward, held=held))
+    interpreter.add(Equation(name, uses, (), site, backward, held=held))
 
 
 _HELD: Final = Memo[tuple[Held, ...]]()
@@ -166,7 +166,7 @@ class _Claim:
 
 def _defect(interpreter: Interpreter, name: str, what: str) -> ShardTypeError:
     return ShardTypeError(
-        f"{interpreter.name}: {name}, overlapped: {what} in the composition.\n"
+        f"{interpreter.name}: {name}: {what} in the composition.\n"
         f"  at {interpreter.site()[0]}\n"
         'Fix: pass overlap="off", and report it: this is a defect of the kernel.'
     )

@@ -85,7 +85,10 @@ def check(
         if isinstance(backend, Checker):  # as on every mesh while a body is checked
             composition = lambda x, w: (product(backend, x, w),)  # noqa: E731
             backend.hold(
-                ("product", forward, pull), form(backend, forward, pull), composition, (x, w)
+                ("product, overlapped", forward, pull),
+                form(backend, forward, pull),
+                composition,
+                (x, w),
             )
         return product(backend, x, w)
 

@@ -39,8 +39,10 @@ from shardmap_torch.kernels import (
     matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
+    prepare,
+    symmetric,
 )
-from shardmap_torch.kernels.checked import typed_call
+from shardmap_torch.kernels.checked import typed_calls
 from shardmap_torch.kernels.functions import Unfused
 from shardmap_torch.kernels.plan import Options
 from shardmap_torch.memo import Memo
@@ -157,6 +159,45 @@ def in_bfloat16(x: Tensor, w: Tensor) -> Tensor:
 
 def batched(x: Tensor, w: Tensor) -> Tensor:
     return torch.func.vmap(lambda x: all_gather_matmul(x, w, "tp"))(x)
+
+
+@pytest.fixture
+def as_on_a_gpu() -> Iterator[None]:
+    with mock.patch.object(prepare, "_may_be_fused", return_value=True):
+        yield
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_operators_on_symmetric_memory_are_held_where_a_run_may_have_them() -> None:
+    def column(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> Tensor:
+        first, second = all_gather_matmul(x, (w, v), "tp", gather_dim=1, bias=(b, None))
+        return first * second
+
+    specs = (*COLUMN[0], P(None, "tp"), P("tp")), COLUMN[1]
+    plain, fused = held_in(column, *specs, *SHAPES, SHAPES[1], float32(32))
+    assert [plain.name, fused.name] == [
+        "all_gather_matmul, overlapped",
+        "all_gather_matmul, on symmetric memory",
+    ]
+    assert told(plain) == told(fused) == [GATHER, f"back: {SCATTER}"]
+    _, fused = held_in(row, *ROW, *SHAPES)
+    assert told(fused) == [SCATTER, f"back: {GATHER}"]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_mistake_on_symmetric_memory_is_caught(forget: Forget) -> None:
+    right = symmetric.Symmetric.gather_backward
+
+    def forgets_the_scatter(self: Any, x: Any, full: Any, ws: Any, dys: Any, *rest: Any) -> Any:
+        dx, dws = right(self, x, full, ws, dys, *rest)
+        return (dys[0] @ ws[0].t()).narrow(1, 0, dx.shape[1]), dws
+
+    forget()
+    with (
+        mock.patch.object(symmetric.Symmetric, "gather_backward", forgets_the_scatter),
+        pytest.raises(ShardTypeError, match="on symmetric memory: the gradient of operand 0 is"),
+    ):
+        held_in(column(), *COLUMN, *SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -486,15 +527,18 @@ def results(runner: Any, name: str, operands: Sequence[Tensor]) -> tuple[Tensor,
     return found
 
 
-def differences(mesh: Any, collective: Collective, shapes: Any, save: bool) -> Tensor:
+def differences(
+    mesh: Any, collective: Collective, shapes: Any, save: bool, engine: str = "overlapped"
+) -> Tensor:
     """By rank: the largest difference of a result or gradient from the composition's."""
 
     def body(*operands: Tensor) -> Tensor:
         scope = current_scope()
         assert scope is not None
-        kernel = typed_call(scope.backend, collective, Options(save_gathered=save))
+        options = Options(save_gathered=save)
+        kernels = typed_calls(scope.backend, collective, options, fused=True)
         both = []
-        for runner in (kernel, Unfused(scope.backend, collective)):
+        for runner in (kernels[engine], Unfused(scope.backend, collective)):
             leaves = [each[0].detach().requires_grad_() for each in operands]
             outs = results(runner, collective.name, leaves)
             own = leaves[0].sum().detach()  # Different cotangents on each rank, but for an I.
@@ -517,6 +561,16 @@ def test_values_and_gradients_of_each_rank_equal_those_of_the_composition(
     ranks: Any, collective: Collective, shapes: Any, save: bool
 ) -> None:
     assert differences(ranks, collective, shapes, save).max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("collective", "shapes"),
+    [case for case in CASES if case.values[0].name != "all_reduce" and case.values[0].dim < 2],
+)
+def test_the_engine_of_fused_operators_has_the_numbers_of_the_composition_too(
+    ranks: Any, collective: Collective, shapes: Any
+) -> None:
+    assert differences(ranks, collective, shapes, True, "on symmetric memory").max() < 1e-10
 
 
 def test_a_wrong_factor_which_types_do_not_see_is_seen_in_numbers(ranks: Any) -> None:
