@@ -31,6 +31,8 @@ BACKWARD: Final = {**FORWARD, V: frozenset({V, R, K, Z})}
 """The same for cotangents: one cotangent for every rank is as good as one for each."""
 
 _EXTREMA: Final = ("max", "min")
+_SHARING: Final = frozenset({"same", "slice", "mask"})
+"""Moves whose result is a view of the operand, at least on some rank."""
 
 
 class AbstractBackend:
@@ -101,6 +103,10 @@ class AbstractBackend:
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Checks the operand's type exactly, and gives the result its own."""
+        with self._interpreter.insisting():
+            return self._run(move, collective, x)
+
+    def _run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         interpreter = self._interpreter
         site, backward = interpreter.site()
         forward = interpreter.forward_of_current_node() if backward else None
@@ -127,7 +133,7 @@ class AbstractBackend:
         with interpreter.paused():
             y = torch.empty(shape, dtype=x.dtype, device=x.device)
         made = interpreter.make(y, kinds, equation, [x])
-        if move == "same" and not backward:
+        if move in _SHARING and not backward:
             self._seal(cell, made, shown)
         interpreter.add(equation)
         interpreter.observer.moved(move, wanted, x, y)

@@ -83,12 +83,13 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
             )
         if not _fits(have[axis], wanted):
             cell = interpreter.cell(interpreter.adopt(x))
-            raise report.error(
+            wrong = report.error(
                 interpreter,
                 f"assert_type expects {wanted} over {axis!r}, but the value is {have[axis]}.",
                 [f"  the value is from {cell.origin()}"],
                 "",
             )
+            interpreter.numbers.branches.insist(wrong)
     return x
 
 

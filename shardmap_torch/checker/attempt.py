@@ -152,6 +152,7 @@ class _Verification:
             back = PullBack(this.call, interpreter, backend, locals_)
             try:
                 back.run(result)
+                self._branches.require()
             except ShardTypeError as error:
                 if self._uncommitted.met and self._uncommitted.kind == K:
                     raise _RetryError(error) from None
@@ -174,8 +175,7 @@ class _Verification:
         recording = Recording(self._interpreter, self._this.start, self._inner)
         call = replace(self._call, follow=lambda: recording)
         result = run_body(call, self._backend, list(locals_.values()))
-        if self._branches.refusal is not None:
-            raise self._branches.refusal
+        self._branches.require()
         return result
 
     @contextmanager
@@ -197,8 +197,7 @@ class _Verification:
         called = raw.named_in(self._call.name, error)
         if called is not None:
             raise called from error
-        if branches.refusal is not None:
-            raise branches.refusal from None
+        branches.require()
         in_words = str(error)
         if isinstance(error, ShardMapError) or not (branches.taken or name in in_words):
             raise error

@@ -8,10 +8,11 @@ one first. An answer that follows from earlier ones is no branch.
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NoReturn, TypeVar
 
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.where import Site, call_site
 
 T = TypeVar("T")
@@ -93,16 +94,33 @@ class Branches:
         self.taken: list[Branch] = []
         self._known: list[tuple[Condition, bool]] = []
         self._ended = False
-        self.refusal: ShardTypeError | None = None
+        self.refusal: ShardTypeError | TransformError | None = None
 
     def refuse(self, what: str, advice: str) -> NoReturn:
         """Insists on an error at the user's line."""
         self.insist(ShardTypeError(f"{self.name}: {what}\n  at {call_site()}\nFix: {advice}"))
 
     def insist(self, error: ShardTypeError) -> NoReturn:
-        """Notes an error before it raises it: code that asks for a number may swallow it."""
-        self.refusal = error
-        raise error
+        """Notes an error before it raises it: the body may catch it."""
+        with self.insisting():
+            raise error
+
+    @contextmanager
+    def insisting(self) -> Iterator[None]:
+        """An error of the checker in here is one also where the body catches it.
+
+        A run, which has no types, would not raise it, and do what was not checked.
+        """
+        try:
+            yield
+        except (ShardTypeError, TransformError) as error:
+            self.refusal = error
+            raise
+
+    def require(self) -> None:
+        """Raises the error that was insisted on, if there is one."""
+        if self.refusal is not None:
+            raise self.refusal from None
 
     def again(self) -> "Branches":
         """Others for the same way."""

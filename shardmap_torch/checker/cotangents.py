@@ -1,14 +1,11 @@
 """The cotangents that a backward in a body starts from, and the gradients that it ends with."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from shardmap_torch.checker import report
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.lattice import accepts, plain
-from shardmap_torch.checker.memory import SEED
 from shardmap_torch.types import I, K, Partial, R, V
 
 
@@ -36,15 +33,7 @@ def seed(interpreter: Interpreter, output: Tensor, given: Tensor | None) -> Tens
     if own != cotangents:
         given = given.clone()
         interpreter.cell(given).kinds = own
-    interpreter.cell(given).task = SEED
     return given
-
-
-def unseed(interpreter: Interpreter, seeds: Sequence[Tensor | None]) -> None:
-    """Ends what `seed` began."""
-    for tensor in seeds:
-        if tensor is not None:
-            interpreter.cell(tensor).task = -1
 
 
 def check_gradient(

@@ -159,11 +159,12 @@ class Recording:
         found = tuple(known[axis] for axis in axes)
         self.meet((_TYPE, axes), x)
         if self._at.kinds not in ((), found):
-            raise ShardTypeError(
+            unlike = ShardTypeError(
                 f"{interpreter.name}: the value at {call_site()} is {list(self._at.kinds)} over "
                 f"{list(axes)} on one way through the body and {list(found)} on another, and a run "
                 "cannot tell which it takes. Say the type with src=."
             )
+            interpreter.numbers.branches.insist(unlike)
         self._at.kinds = found
         return found
 

@@ -20,7 +20,6 @@ from shardmap_torch.backend import Form
 from shardmap_torch.checker.calls import Types
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.lattice import plain
-from shardmap_torch.checker.memory import SEED
 from shardmap_torch.checker.program import Equation, Held, use_of
 from shardmap_torch.checker.table import table_version
 from shardmap_torch.errors import ShardTypeError
@@ -231,14 +230,14 @@ class _Comparison:
     def _seed(self, out: Tensor, kinds: Types) -> Tensor:
         with self._interpreter.paused():
             seed = torch.empty_like(out)
-        self._interpreter.bring(seed, kinds, "a cotangent").task = SEED
+        self._interpreter.bring(seed, kinds, "a cotangent")
         return seed
 
     def _gradients(
         self, outs: Sequence[Tensor], asked: Sequence[int], seeds: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         leaves = [self.leaves[at] for at in asked]
-        with self._interpreter.differentiating():
+        with self._interpreter.differentiating(seeds):
             return torch.autograd.grad(outs, leaves, seeds, retain_graph=True, allow_unused=True)
 
     def _tried(self, run: Callable[[], Sequence[X]]) -> tuple[Sequence[X], Sequence[Equation]]:

@@ -93,7 +93,8 @@ class Inner:
                 found[position] = found.get(position, ()) + made
         if problems:
             head = f"{call.name}: the result does not fit out_specs:"
-            raise ShardTypeError("\n".join([head, *problems]))
+            wrong = ShardTypeError("\n".join([head, *problems]))
+            self._interpreter.numbers.branches.insist(wrong)
         return found
 
     def _note(
@@ -171,7 +172,8 @@ class Open:
             if axis not in self.open_axes or have == Z:
                 continue
             if not accepts(K, have):
-                raise report.cotangent(interpreter, at, K, cell, self.what)
+                wrong = report.cotangent(interpreter, at, K, cell, self.what)
+                interpreter.numbers.branches.insist(wrong)
             varies = plain(have) in (V, Partial)
             self.told(axis, _SUMMED if varies else (), self.what)
             summed += [axis] * varies

@@ -1,7 +1,7 @@
 """Runs a body on fake tensors and types every operation, collective and derived cotangent."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
@@ -61,9 +61,12 @@ class Interpreter(Memory):
         self.batches = True
         self._made_by: dict[int, Equation] = {}
         self._sequence = 0
-        self._running = 0
         self._count = 0
         self._places = Places()
+
+    def insisting(self) -> AbstractContextManager[None]:
+        """An error of the checker in here is one also where the body catches it."""
+        return self.numbers.branches.insisting()
 
     def begin(self) -> None:
         """Autograd nodes that are there already are not the body's."""
@@ -72,12 +75,13 @@ class Interpreter(Memory):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Operations in here are typed, but are no part of the program."""
-        before = self.equations, self.observer, self.batches, self._count
+        branches = self.numbers.branches
+        before = self.equations, self.observer, self.batches, self._count, branches.refusal
         self.equations, self.observer = [], UNOBSERVED
         try:
             yield
         finally:
-            self.equations, self.observer, self.batches, self._count = before
+            self.equations, self.observer, self.batches, self._count, branches.refusal = before
 
     # -------------------------------------------------------------------------- operations
 
@@ -144,11 +148,10 @@ class Interpreter(Memory):
         self, tensor: Tensor, kinds: Types, equation: Equation, operands: Sequence[Tensor]
     ) -> Cell:
         """Types a new tensor that an equation makes of its operands."""
-        task = torch._C._current_graph_task_id()
-        descends = task != -1 and any(self._is_cotangent(self.cell(x)) for x in operands)
+        tasks = self._tasks(map(self.cell, operands))
         tokens = frozenset(t for x in operands for t in self._tokens(x) if t.alive)
         storage = tensor.untyped_storage()
-        cell = Cell(kinds, equation, "", storage, task=task if descends else -1)
+        cell = Cell(kinds, equation, "", storage, tasks=tasks)
         self._cells[storage._cdata] = cell
         if is_real(tensor.dtype):
             cell.tokens = tokens
@@ -156,28 +159,17 @@ class Interpreter(Memory):
         equation.results = (self._result(tensor),)
         return cell
 
-    @property
-    def is_differentiating(self) -> bool:
-        """Whether a backward runs whose seeds have been checked."""
-        return self._running > 0
-
-    @contextmanager
-    def differentiating(self) -> Iterator[None]:
-        """A backward runs in here, whose seeds have been checked."""
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-
     def _type(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> list[Types]:
         made = [*_results(out)] or [*enumerate(_written(op, arguments))]
         smooth = any(is_real(tensor.dtype) for _, tensor in made)
 
         def read(tensor: Tensor) -> Types:
             kinds = self.kinds(tensor)
-            # A result that is no number of its own right has no derivative to get wrong.
-            return kinds if smooth else tuple(K if k in (I, R) else k for k in kinds)
+            # A result that is no number of its own right has no derivative to get wrong, but it
+            # may decide what a derivative is.
+            if smooth or self._is_cotangent(self.cell(tensor)):
+                return kinds
+            return tuple(K if k in (I, R) else k for k in kinds)
 
         kinds = []
         for outcome in type_call(op, arguments, read, len(self.axes)):
@@ -235,8 +227,7 @@ class Interpreter(Memory):
         ]
         read = [t for value in arguments.values() for t in tensors_of(value)]
         tokens = frozenset(t for tensor in read for t in self._tokens(tensor) if t.alive)
-        task = torch._C._current_graph_task_id()
-        descends = task != -1 and any(self._is_cotangent(use.cell) for use in operands)
+        tasks = self._tasks(use.cell for use in operands)
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)
         equation.literals = self._literals(op, arguments)
@@ -244,11 +235,12 @@ class Interpreter(Memory):
         kinds_written = self._kinds_written(op, arguments, written, kinds)
         for tensor, kind in zip(written, kinds_written, strict=True):
             self._write(op, arguments, tensor, kind, equation, tokens)
+            self.cell(tensor).tasks |= tasks
         for index, tensor in _results(out):
             kind = kinds[index % len(kinds)] if kinds else (K,) * len(self.axes)
             storage = tensor.untyped_storage()
             if storage._cdata not in self._cells:
-                cell = Cell(kind, equation, "", storage, task=task if descends else -1)
+                cell = Cell(kind, equation, "", storage, tasks=tasks)
                 self._cells[storage._cdata] = cell
             if is_real(tensor.dtype):
                 self._cells[storage._cdata].tokens |= tokens
@@ -307,8 +299,8 @@ class Interpreter(Memory):
         tokens: frozenset[Token],
     ) -> None:
         cell = self.cell(tensor)
-        whole = tensor.numel() * tensor.element_size() == cell.storage.nbytes()
-        if not whole:
+        # What the same operation has written there is still to be seen: a list may name it twice.
+        if cell.made is equation or not _is_whole(tensor, cell.storage):
             kinds = self._joined(op, arguments, tensor, cell, kinds)
         pairs = zip(cell.kinds, kinds, strict=True)
         if any(new.varies and not old.varies for old, new in pairs):
@@ -363,6 +355,18 @@ class Interpreter(Memory):
 def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
     for name in writes_of(op, arguments):
         yield from tensors_of(arguments[name])
+
+
+def _is_whole(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor has every entry of its storage, and not some of them twice."""
+    if tensor.numel() * tensor.element_size() != storage.nbytes():
+        return False
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _results(out: Any) -> Iterator[tuple[int, Tensor]]:

@@ -6,9 +6,9 @@ transform that has not ended; in doubt it flows. Cotangents keep their types in 
 their backward runs: a sum of contributions of type I and V is an error, not a V.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ from shardmap_torch.types import I, K, R
 from shardmap_torch.where import call_site
 
 _functorch = torch._C._functorch
-SEED: Final = -2
-"""The task of cotangents that a backward is about to start from."""
 
 
 class Token:
@@ -66,6 +64,8 @@ class Memory:
         self._cells: dict[int, Cell] = {}
         self._paused = False
         self._differentiated: set[int] = set()
+        self._running: list[int] = []
+        self._num_tasks = 0
 
     @property
     def is_paused(self) -> bool:
@@ -156,9 +156,45 @@ class Memory:
         """The types of any tensor in the body, as an operation would read it."""
         return self.kinds(base_of(self.adopt(tensor)))
 
+    # ------------------------------------------------------------------------ cotangents
+
+    @contextmanager
+    def differentiating(self, seeds: Sequence[Tensor | None]) -> Iterator[None]:
+        """A backward runs in here from cotangents that have been checked.
+
+        What descends from them keeps its types, also in backwards that custom ones start.
+        """
+        self._num_tasks += 1
+        task = self._num_tasks
+        cells = [self.cell(seed) for seed in seeds if seed is not None]
+        for cell in cells:
+            cell.tasks |= {task}
+        self._running.append(task)
+        try:
+            yield
+        finally:
+            self._running.remove(task)
+            for cell in cells:
+                cell.tasks -= {task}
+
+    def goes_on(self, seeds: Sequence[Tensor | None]) -> bool:
+        """Whether a backward from these cotangents is part of one that runs.
+
+        So it is in a custom backward that computes its forward again, and for the backward of the
+        whole body, whose seeds the checker makes.
+        """
+        return bool(seeds) and all(
+            seed is not None and self._is_cotangent(self.cell(seed)) for seed in seeds
+        )
+
     def _is_cotangent(self, cell: Cell) -> bool:
-        task = torch._C._current_graph_task_id()
-        return cell.task == SEED or (task != -1 and cell.task == task)
+        return not cell.tasks.isdisjoint(self._running)
+
+    def _tasks(self, cells: Iterable[Cell]) -> frozenset[int]:
+        """The differentiations that run now and whose cotangents are among the cells."""
+        return frozenset(task for cell in cells for task in cell.tasks if task in self._running)
+
+    # --------------------------------------------------------------------------- adoption
 
     def base(self, tensor: Tensor) -> Tensor:
         """The fake under all transforms."""

@@ -98,7 +98,8 @@ class _Operations(TorchDispatchMode):
             return args[0].fake_device
         if func in MEANINGS:
             return interpreted(func, args, kwargs or {}, self)
-        return self._interpreter.call(func, args, kwargs or {})
+        with self._interpreter.insisting():
+            return self._interpreter.call(func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):
@@ -109,7 +110,10 @@ class _Functions(TorchFunctionMode):
         self._interpreter = interpreter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with self._interpreter.insisting():
+            return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
@@ -137,8 +141,8 @@ class _Functions(TorchFunctionMode):
                     self._interpreter.mark_constant(tensor)
 
 
-HANDS_ON: Final = _Functions.__torch_function__.__code__
-"""Stands between a body and every function of torch that it calls, written in Python or not."""
+HANDS_ON: Final = (_Functions.__torch_function__.__code__, _Functions._call.__code__)
+"""Stand between a body and every function of torch that it calls, written in Python or not."""
 
 
 def _forget(found: Sequence[Any]) -> None:
@@ -164,8 +168,6 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    if interpreter.is_differentiating:  # the checker's own, of the whole body
-        return func(*args, **kwargs)
     names = ("outputs", "inputs", "grad_outputs")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     rest = args[len(names) :]
@@ -173,15 +175,16 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     told = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
     if len(told) == 1:
         told = told * len(outputs) if told[0] is None else told
+    if interpreter.goes_on(told):
+        return func(*args, **kwargs)
     seeds = tuple(map(partial(cotangents.seed, interpreter), outputs, told))
     given["outputs"], given["grad_outputs"] = outputs, seeds
     interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
     watch(interpreter, outputs)
-    with interpreter.differentiating():
+    with interpreter.differentiating(seeds):
         gradients = func(
             given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
         )
-    cotangents.unseed(interpreter, seeds)
     inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
     for operand, gradient in zip(inputs, gradients, strict=True):
         cotangents.check_gradient(interpreter, operand, gradient, "the value it is the gradient of")
@@ -199,16 +202,34 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
             "closed-over tensor. Pass the tensor as an argument, and return its gradient."
         )
     told = given.pop("gradient", None)
+    if interpreter.goes_on([told]):
+        func(*args, **kwargs)
+        return
     seed = cotangents.seed(interpreter, output, told)
     interpreter.batches = False
     watch(interpreter, [output])
-    with interpreter.differentiating():
+    with interpreter.differentiating([seed]):
         func(output, seed, *args[2:], **given)
-    cotangents.unseed(interpreter, [seed])
     for leaf in leaves:
         cotangents.check_gradient(interpreter, leaf, leaf.grad, "the value it is the gradient of")
     gradients = [leaf.grad for leaf in leaves]
     interpreter.observer.differentiated([output], [told], leaves, gradients)
+
+
+def _set_data(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    raise ShardTypeError(
+        f"{interpreter.name}: .data of a tensor is set at {call_site()}: it gives the tensor other "
+        "memory, which types belong to.\nFix: give the new value a name of its own."
+    )
+
+
+def _grad_field(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    if not isinstance(base_of(args[0]), FakeTensor):
+        raise ShardTypeError(
+            f"{interpreter.name}: .grad of a closed-over tensor is used at {call_site()}.\n"
+            "Fix: pass the tensor, or its gradient, as an argument."
+        )
+    return func(*args, **kwargs)
 
 
 def _leaves(output: Tensor) -> Iterator[Tensor]:
@@ -229,5 +250,8 @@ _SPECIAL: Final[Mapping[Any, Any]] = {
     Tensor.requires_grad_: _requires_grad,
     torch.autograd.grad: _grad,
     Tensor.backward: _backward,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # torch's stubs: a tensor
+    Tensor.grad.__get__: _grad_field,  # type: ignore[union-attr]
+    Tensor.grad.__set__: _grad_field,  # type: ignore[union-attr]
     **values.FUNCTIONS,
 }

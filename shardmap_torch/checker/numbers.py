@@ -85,12 +85,12 @@ class Numbers:
 
 
 def _stand_in(value: Any, kinds: set[type]) -> Any:
-    if isinstance(value, list | tuple) and any(isinstance(v, SymbolicNumber) for v in value):
-        return type(value)(_stand_in(item, kinds) for item in value)
+    if isinstance(value, list | tuple):
+        found = [_stand_in(item, kinds) for item in value]
+        changed = any(map(operator.is_not, found, value))
+        return type(value)(found) if changed else value
     if type(value) is not SymbolicNumber:
         return value
-    if value.kind is bool:
-        return bool(value)
     kinds.add(value.kind)
     return value.stand_in
 
@@ -131,8 +131,6 @@ def _binary(symbol: str, operation: Callable[[Any, Any], Any]) -> Any:
 
 def _unary(name: str, operation: Callable[..., Any]) -> Any:
     def method(self: "SymbolicNumber", *args: Any) -> Any:
-        if self.kind is bool:
-            return operation(bool(self), *args)
         inner = ", ".join([self.text, *map(str, args)])
         kind = type(operation(self.stand_in, *args))
         return self.owner.make(f"{name}({inner})", kind)
@@ -147,6 +145,13 @@ def _comparison(symbol: str) -> Any:
         if isinstance(other, _KNOWN):
             return self.owner.branches.decide(Condition(self.text, self.kind, symbol, other))
         return NotImplemented
+
+    return method
+
+
+def _escaping(what: str) -> Any:
+    def method(self: "SymbolicNumber", *others: Any) -> NoReturn:
+        self._escape(what)
 
     return method
 
@@ -180,13 +185,11 @@ class SymbolicNumber:
         raise ShardTypeError("A number of an interpreted body is used after its check has ended.")
 
     def _combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        sides = [_plain_bool(a), _plain_bool(b)]
+        sides = (a, b)
         if not all(type(x) is SymbolicNumber or isinstance(x, _KNOWN) for x in sides):
             return NotImplemented  # a tensor, which takes it with a stand-in
         texts = [x.text if type(x) is SymbolicNumber else repr(x) for x in sides]
         values = [x.stand_in if type(x) is SymbolicNumber else x for x in sides]
-        if not any(type(x) is SymbolicNumber for x in sides):
-            return operation(*sides)
         return self.owner.make(f"({texts[0]} {symbol} {texts[1]})", _kind(operation, values))
 
     __add__, __radd__ = _binary("+", operator.add)
@@ -206,7 +209,11 @@ class SymbolicNumber:
     __lt__, __le__ = _comparison("<"), _comparison("<=")
     __gt__, __ge__ = _comparison(">"), _comparison(">=")
     __eq__, __ne__ = _comparison("=="), _comparison("!=")
-    __hash__ = object.__hash__
+    __divmod__ = __rdivmod__ = _escaping("divmod()")
+    __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __invert__ = _escaping("its bits")
+    __rand__ = __ror__ = __rxor__ = __rlshift__ = __rrshift__ = __and__
+    # Equal numbers must have one hash, and here nobody knows which are equal.
+    __hash__ = _escaping("a set or the key of a dict")
 
     def __getattr__(self, name: str) -> Any:
         """What a Python number has and this one has not."""
@@ -254,10 +261,6 @@ class SymbolicNumber:
         return f"<{self.text}>"
 
     __repr__ = __str__
-
-
-def _plain_bool(value: Any) -> Any:
-    return bool(value) if type(value) is SymbolicNumber and value.kind is bool else value
 
 
 def _kind(operation: Callable[[Any, Any], Any], values: Sequence[Any]) -> type:

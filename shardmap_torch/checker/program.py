@@ -25,7 +25,7 @@ class Cell:
         storage: held, so that its address stays its own while the program is interpreted.
         leaf: the position of the input that it is; None for all else.
         sealed: why it must not be written to; None where it may.
-        task: the backward run whose cotangent it is; see `memory`.
+        tasks: the differentiations whose cotangents it descends from; see `memory`.
         tokens: the differentiations that its tensors descend from.
         written: those that came in by writes.
     """
@@ -36,7 +36,7 @@ class Cell:
     storage: torch.UntypedStorage
     sealed: str | None = None
     leaf: int | None = None
-    task: int = -1
+    tasks: frozenset[int] = frozenset()
     tokens: frozenset[Any] = frozenset()
     written: frozenset[Any] = frozenset()
 

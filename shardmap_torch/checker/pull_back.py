@@ -13,7 +13,6 @@ from shardmap_torch.checker.crossing import enters_as, seeded_as
 from shardmap_torch.checker.functions import watch
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.lattice import accepts, plain
-from shardmap_torch.checker.memory import SEED
 from shardmap_torch.checker.ways import Need, Where
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
@@ -60,7 +59,7 @@ class PullBack:
             return
         seeds = [self._seed(value, spec) for value, spec in outputs]
         watch(interpreter, [value for value, _ in outputs])
-        with interpreter.differentiating():
+        with interpreter.differentiating(seeds):
             gradients = torch.autograd.grad(
                 [value for value, _ in outputs], [*leaves, *closures], seeds, allow_unused=True
             )
@@ -74,8 +73,7 @@ class PullBack:
         with interpreter.paused():
             seed = torch.empty_like(value)
         kinds = tuple(seeded_as(spec, axis) for axis in interpreter.axes)
-        cell = interpreter.bring(seed, kinds, "the cotangent of a result")
-        cell.task = SEED
+        interpreter.bring(seed, kinds, "the cotangent of a result")
         return seed
 
     def _commit(self, gradients: dict[int, Tensor | None]) -> None:

@@ -138,13 +138,14 @@ def _check_result(interpreter: Interpreter, name: str, tensor: Tensor, spec: P) 
         if interpreter.mesh.shape[axis] > 1 and plain(kind) not in _ALLOWED.get(
             wanted, _ALLOWED["I"]
         ):
-            raise report.error(
+            wrong = report.error(
                 interpreter,
                 f"local_region {name}: over {axis!r} a result is {kind}, and {spec!r} promises "
                 + _promise(wanted),
                 [f"  it is from {interpreter.cell(tensor).origin()}"],
                 f"cut it over {axis!r} in out_types, or name {axis!r} in its partial=.",
             )
+            interpreter.numbers.branches.insist(wrong)
 
 
 def _promise(wanted: str) -> str:

@@ -124,6 +124,16 @@ def _item(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0] if args else kwargs["input"]
     if tensor.numel() != 1 or is_batched(tensor):
         return func(*args, **kwargs)  # torch says what is wrong
+    return _number(interpreter, interpreter.base(tensor))
+
+
+def _number(interpreter: "Interpreter", tensor: Tensor) -> Any:
+    """What `.item()` gives; a bool is a branch at once, since `x is True` would not ask for it."""
+    value = _taken(interpreter, tensor)
+    return bool(value) if tensor.dtype == torch.bool else value
+
+
+def _taken(interpreter: "Interpreter", tensor: Tensor) -> Any:
     if tensor.is_complex():
         escape(interpreter, "complex() takes")
     return take(interpreter, ITEM, {"self": interpreter.base(tensor)})
@@ -153,12 +163,35 @@ def _plain(what: str, advice: Mapping[type, str] | None = None) -> Callable[...,
     """Python makes an exact float or int of whatever these functions return: nothing follows it."""
 
     def take_plain(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
-        value = _item(interpreter, Tensor.item, args, kwargs)
+        tensor = args[0]
+        if tensor.numel() != 1 or is_batched(tensor):
+            return func(*args, **kwargs)  # torch says what is wrong
+        value = _taken(interpreter, tensor)
         if type(value) is SymbolicNumber:
             escape(interpreter, what, *([] if advice is None else [advice[value.kind]]))
         return func(*args, **kwargs)
 
     return take_plain
+
+
+def _list(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if is_batched(tensor):
+        return func(*args, **kwargs)  # torch says what is wrong
+    return _listed(interpreter, interpreter.base(tensor))
+
+
+def _listed(interpreter: "Interpreter", tensor: Tensor) -> Any:
+    if tensor.ndim == 0:
+        return _number(interpreter, tensor)
+    return [_listed(interpreter, row) for row in tensor.unbind(0)]
+
+
+def _leaving(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    interpreter.numbers.branches.refuse(
+        f"{func.__name__} takes the numbers of a tensor out of torch, where nothing follows them.",
+        "compute with torch; pass what is known before the call as a static argument.",
+    )
 
 
 def _format(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> str:
@@ -172,6 +205,8 @@ FUNCTIONS: Final[Mapping[Any, Any]] = {
     Tensor.__bool__: _bool,
     torch.is_nonzero: _bool,
     Tensor.is_nonzero: _bool,
+    Tensor.tolist: _list,
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _leaving),
     Tensor.__float__: _plain("float() or math takes", _FLOAT),
     Tensor.__int__: _plain("int() takes", _INT),
     Tensor.__index__: _plain("a size, a position or a number of steps takes"),

@@ -221,7 +221,7 @@ def is_raised_by_body(error: BaseException) -> bool:
     want of data; how it would go on with data is not known.
     """
     frames = list(walk_tb(error.__traceback__))
-    codes = [frame.f_code for frame, _ in frames if frame.f_code is not modes.HANDS_ON]
+    codes = [frame.f_code for frame, _ in frames if frame.f_code not in modes.HANDS_ON]
     if not codes or any(code.co_filename == _CHECKER for code in codes):
         return False
     last = _last(error)
