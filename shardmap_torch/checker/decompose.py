@@ -19,8 +19,9 @@ def register_decomposition(op: OpOverload, f: Callable[..., Any]) -> None:
 
     Wherever the operator is met, in a forward or in a backward, the checker interprets `f` in its
     place: all types come from that, `Partial` and under global strictness `S(dim)` included. That
-    `f` computes what the operator computes is believed; shapes and dtypes are compared. Runs use
-    the operator. A single row says less, and is quicker: see `register_rule`.
+    `f` computes what the operator computes is believed: hold it against numbers with
+    `validate_rule`, in a test. Shapes and dtypes are compared. Runs use the operator. A single row
+    says less, and is quicker: see `register_rule`.
 
     Args:
         op: one overload, as in `torch.ops.mylib.rope.default`, that writes into no argument.

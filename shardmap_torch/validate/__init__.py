@@ -6,9 +6,10 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from shardmap_torch.checker.table import row_of
+from shardmap_torch.checker.table import MEANINGS, row_of
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.tree import flatten
+from shardmap_torch.validate.decompositions import try_values
 from shardmap_torch.validate.regions import try_region
 from shardmap_torch.validate.report import Validation
 from shardmap_torch.validate.typings import Operation, try_types
@@ -25,15 +26,16 @@ def validate_rule(
 ) -> Validation:
     """Tries what was told to the checker, forward and backward, on simulated ranks.
 
-    The checker believes a rule of `register_rule`, and the types of a `local_region`. This holds
-    both against numbers:
+    The checker believes a rule of `register_rule`, a function of `register_decomposition`, and the
+    types of a `local_region`. This holds them against numbers:
 
     * An operator that has a rule, or a function of local operations that have. For each way to give
       its tensors the types I, R, V and P, the checker says the types of the results, and those of
       the gradients for cotangents that the results accept. The ranks then compute both on random
       values of these types. Where the type is I, R or K they must agree; where it is Z there must
       be zeros; where it is P the sum must depend on the operands' sums alone, and be what one rank
-      gets from the sums. V, and what the checker refuses, claim nothing.
+      gets from the sums. V, and what the checker refuses, claim nothing. An operator that has a
+      decomposition must also give what that gives; its gradients are its own.
     * A function wrapped in `local_region`. It must give the same values and the same gradients of
       all arguments, in float64, whether every axis of its types has one rank or `num_ranks`. What
       is a sum enters as random addends.
@@ -84,7 +86,11 @@ def validate_rule(
         )
     if hasattr(target, "_shardmap_region"):
         return try_region(name, target._shardmap_region, args, kwargs, counts, seed).report()
-    return try_types(Operation.of(target, name, args, kwargs), counts, seed).report()
+    operation = Operation.of(target, name, args, kwargs)
+    findings = try_types(operation, counts, seed)
+    if isinstance(target, OpOverload) and target in MEANINGS:
+        try_values(operation, MEANINGS[target], seed, findings)
+    return findings.report()
 
 
 def _name_of(target: Any) -> str:
@@ -99,9 +105,10 @@ def _name_of(target: Any) -> str:
             f"validate_rule: {target} names several overloads; choose one of: {choices}."
         )
     if isinstance(target, OpOverload):
-        if row_of(target) is None:
+        if row_of(target) is None and target not in MEANINGS:
             raise ShardTypeError(
-                f"validate_rule: {target} has no rule; give it one with register_rule."
+                f"validate_rule: {target} has no rule; give it one with register_rule or "
+                "register_decomposition."
             )
         return str(target)
     if not callable(target):

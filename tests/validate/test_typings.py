@@ -216,7 +216,8 @@ def test_report_prints_one_claim_a_line() -> None:
 
 def test_operator_without_a_rule_is_an_error() -> None:
     assert message(test.unknown.default, X) == (
-        "validate_rule: validate_test.unknown.default has no rule; give it one with register_rule."
+        "validate_rule: validate_test.unknown.default has no rule; give it one with register_rule "
+        "or register_decomposition."
     )
 
 
