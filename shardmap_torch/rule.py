@@ -421,8 +421,10 @@ class FunctorchForm(TypedFunction):
         x_dim, _, _, *marker_dims = in_dims
         own = [level for level, dim in enumerate(marker_dims) if dim is not None]
         if own:
-            done: tuple[Tensor, int | None] = backend.resolve(operation, x, x_dim, markers, own[0])
-            return done
+            y, y_dim = backend.resolve(operation, x, x_dim, markers, own[0])
+            # An operand that is returned as it is loses, at the levels below, how it was made:
+            # torch.func's levels of gradients take a view of it without a graph.
+            return (x.view_as(x) if y is x else y), y_dim
         if x_dim is None:
             return FunctorchForm.apply(x, operation, backend, *markers), None
         # Dims are counted from the front, so a batch dim at the end disturbs none of them.

@@ -178,6 +178,28 @@ def test_transform_in_the_body(transform: str, kind: str, gloo: Gloo) -> None:
     run_on(kind, _Inside(transform), gloo)
 
 
+def after_a_step(f: F) -> F:
+    """What differs after a step along a gradient whose cotangents depend on `w`."""
+    return lambda w: w - torch.func.grad(lambda w: f(w) ** 3)(w)
+
+
+def outside_of_a_gradient_inside(mesh: Mesh) -> None:
+    def step(x: Tensor, w: Tensor) -> Any:
+        return after_a_step(lambda w: whole_body(x, w))(w)
+
+    f = shard_map(step, mesh=mesh, in_specs=(P("tp"), P(invariant="tp")), out_specs=P())
+    one = after_a_step(lambda w: reference(X, w))
+    expected = torch.func.grad(lambda w: (one(w) ** 2).sum())(W)
+    same(torch.func.grad(lambda w: (f(X, w) ** 2).sum())(W), expected)
+    leaf = W.clone().requires_grad_()
+    same(torch.autograd.grad((f(X, leaf) ** 2).sum(), leaf)[0], expected)
+
+
+@ON_EVERY_MESH
+def test_a_gradient_from_outside_goes_through_one_in_the_body(kind: str, gloo: Gloo) -> None:
+    run_on(kind, outside_of_a_gradient_inside, gloo)
+
+
 @ON_PROCESSES_OR_VMAP
 @pytest.mark.parametrize("transform", FORWARD)
 def test_forward_mode_in_the_body(transform: str, kind: str, gloo: Gloo) -> None:
