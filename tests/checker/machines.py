@@ -69,14 +69,16 @@ class Notes:
         gradients: types of loss, operand and gradient, for each gradient taken inside.
         inputs: types of each input.
         values: types of each step's value.
+        read: types of each input and value as an operation reads them, K where nothing flows.
     """
 
     gradients: list[tuple[Types, Types, Types]] = field(default_factory=list)
     inputs: list[Types] = field(default_factory=list)
     values: list[Types] = field(default_factory=list)
+    read: list[Types] = field(default_factory=list)
 
     def clear(self) -> None:
-        for each in (self.gradients, self.inputs, self.values):
+        for each in (self.gradients, self.inputs, self.values, self.read):
             each.clear()
 
 
@@ -85,6 +87,13 @@ def types_of(value: Tensor) -> Types:
     interpreter = current_interpreter()
     assert interpreter is not None
     return interpreter.cell(value).kinds
+
+
+def types_as_read(value: Tensor) -> Types:
+    """The same as an operation reads it: I and R are K where no gradient flows."""
+    interpreter = current_interpreter()
+    assert interpreter is not None
+    return interpreter.kinds_of(value)
 
 
 @dataclass

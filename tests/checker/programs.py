@@ -27,7 +27,16 @@ from shardmap_torch.checker.calls import Types
 from shardmap_torch.checker.modes import current_interpreter
 from shardmap_torch.types import AxisType, K, Z
 from tests.checker.communicate import CONVERSIONS, Communication
-from tests.checker.machines import HOW, LENGTH, AllRanks, Machine, Notes, OnMesh, types_of
+from tests.checker.machines import (
+    HOW,
+    LENGTH,
+    AllRanks,
+    Machine,
+    Notes,
+    OnMesh,
+    types_as_read,
+    types_of,
+)
 from tests.checker.steps import (
     BINARY,
     CURVED,
@@ -76,6 +85,7 @@ class Program:
             outs = self.run(machine, inputs)
             if interpreted:
                 notes.inputs[:], notes.values[:] = map(types_of, inputs), map(types_of, outs)
+                notes.read[:] = map(types_as_read, [*inputs, *outs])
             return tuple(outs[: len(self.out_specs)])
 
         return shard_map(body, mesh=mesh, in_specs=self.in_specs, out_specs=self.out_specs)
@@ -412,7 +422,7 @@ def _grow(growth: Growth, draw: Draw, shape: Sequence[int]) -> None:
 def broken(rng: random.Random, program: Program, notes: Notes) -> Program | None:
     """The program with a step, or an output, that the rules forbid for the types it has."""
     ways: dict[AxisType, list[Program]] = {}
-    for place, kinds in enumerate([*notes.inputs, *notes.values]):
+    for place, kinds in enumerate(notes.read):
         number = place - len(program.in_specs)
         for axis, kind in zip(program.axes, kinds, strict=True):
             found = [_with_step(program, step) for step in _forbidden(kind, axis, place)]
