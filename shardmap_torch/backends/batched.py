@@ -19,9 +19,13 @@ from shardmap_torch.backends.stacked import MOVES, Stack
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective, FunctorchForm, unshared
+from shardmap_torch.types import Partial, R, V
 
 EQUAL: Final = frozenset({"sum", "max", "min", "gather", "broadcast"})
 """Moves whose result is the same on all ranks."""
+
+SPREAD: Final = frozenset({(R, V), (R, Partial)})
+"""Types between which a value stays as it is, and may then be written to as one that varies."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,10 @@ class BatchedBackend:
             else Staged(operation, tuple(operation.axes), ())
         )
         move: str = staged.operation.move
-        if move == "same":
-            return unshared(x), x_dim
         axis = staged.pending[level]
+        if move == "same":
+            others = (*markers[:level], *markers[level + 1 :])
+            return self._same(staged.operation, x, x_dim, axis, others)
         if x_dim is not None:
             x = x.movedim(x_dim, 0)
         opened = Staged(
@@ -97,6 +102,18 @@ class BatchedBackend:
         rest = (*markers[:level], *markers[level + 1 :])
         out = self._open_next(opened, x, rest) if rest else self._complete(opened, x)
         return out, None if move in EQUAL else 0
+
+    def _same(
+        self, operation: Any, x: Tensor, x_dim: int | None, axis: str, others: Sequence[Tensor]
+    ) -> tuple[Tensor, int | None]:
+        """The value itself; one that is equal on all ranks and varies from now on is batched."""
+        if (operation.src, operation.dst) not in SPREAD:
+            return unshared(x), x_dim
+        if x_dim is None:
+            x, x_dim = x.expand(self.mesh.shape[axis], *x.shape), 0
+        for marker in others:
+            x = torch.where(marker >= 0, x, x)
+        return unshared(x), x_dim
 
     def _open_next(self, staged: Staged, x: Tensor, markers: tuple[Tensor, ...]) -> Tensor:
         out: Tensor = FunctorchForm.apply(x, staged, self, *markers)

@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import P, R, TransformError, all_gather, all_reduce, make_mesh
+from shardmap_torch import (
+    P,
+    Partial,
+    R,
+    TransformError,
+    V,
+    all_gather,
+    all_reduce,
+    make_mesh,
+    reinterpret,
+)
 from tests.programs.everywhere import same
 from tests.programs.everywhere import unchecked as shard_map
 from tests.programs.harness import random
@@ -57,3 +67,22 @@ def test_values_that_are_equal_on_all_ranks_are_computed_once() -> None:
         y = shard_map(body, mesh=MESH, in_specs=(P("tp"), P()), out_specs=P(replicate="tp"))(x, w)
     same(y, x @ w)
     assert shapes == [(4, 2)]
+
+
+@pytest.mark.parametrize("axes", [("tp",), ("dp", "tp")], ids=str)
+@pytest.mark.parametrize("dst", [V, Partial], ids=str)
+def test_what_varies_from_now_on_can_be_written_to(axes: tuple[str, ...], dst: Any) -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        own = reinterpret(w * w, axes, src=R, dst=dst).clone()
+        return own.add_(x)
+
+    def derived(simulate: Any) -> list[Tensor]:
+        mesh = make_mesh((2,) * len(axes), axes, kind="simulated", simulate=simulate)
+        specs = (P(axes), P(replicate=set(axes)))
+        mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(partial=set(axes)))
+        x, w = (random((count,), 0).requires_grad_() for count in (2 * 2 ** len(axes), 2))
+        y = mapped(x, w)
+        return [y.detach(), *torch.autograd.grad((y**2).sum(), (x, w))]
+
+    for actual, expected in zip(derived("vmap"), derived("ranks"), strict=True):
+        same(actual, expected)
