@@ -2,7 +2,7 @@
 
 Grad mode is off in the forward of an `autograd.Function`, so mixing I and V is no error there: the
 backward may take the sum that is missing. Whether it does is seen when it runs, and told with the
-line of the forward. Under torch.func transforms the forward is judged like any code.
+line of the forward. torch.func transforms make a Function of their own of it at each level.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,6 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch._functorch import autograd_function
+from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker import report
@@ -26,11 +28,12 @@ if TYPE_CHECKING:  # for annotations; what starts a backward calls this module
 
 def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
     """Checks the user's own backwards when a backward from `outputs` comes to them."""
-    for node in _own(outputs):
-        node.register_hook(partial(_check, interpreter, node))
+    for node, name in _own(outputs):
+        node.register_hook(partial(_check, interpreter, node, name))
 
 
-def _own(outputs: Sequence[Any]) -> Iterator[Node]:
+def _own(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
+    """Nodes of Functions of the user's own, and their names."""
     seen: set[Node] = set()
     pending = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
     while pending:
@@ -38,14 +41,27 @@ def _own(outputs: Sequence[Any]) -> Iterator[Node]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        function = getattr(node, "_forward_cls", None)
+        function = _applied(getattr(node, "_forward_cls", None))
         if function is not None and not function.__module__.startswith("shardmap_torch."):
-            yield node
+            yield node, function.__name__
         pending += [parent for parent, _ in node.next_functions]
 
 
+def _applied(function: type | None) -> type | None:
+    """The Function, or that of which a transform has made it."""
+    if function is None or function.__module__ != autograd_function.__name__:
+        return function
+    cells = getattr(function.backward, "__closure__", None) or ()  # type: ignore[attr-defined]
+    found = (cell.cell_contents for cell in cells)
+    return next((f for f in found if isinstance(f, type) and issubclass(f, Function)), None)
+
+
 def _check(
-    interpreter: "Interpreter", node: Node, gradients: Sequence[Any], seeds: Sequence[Any]
+    interpreter: "Interpreter",
+    node: Node,
+    name: str,
+    gradients: Sequence[Any],
+    seeds: Sequence[Any],
 ) -> None:
     for gradient, (producer, number) in zip(gradients, node.next_functions, strict=False):
         operand = _operand(interpreter, producer, number)
@@ -54,7 +70,7 @@ def _check(
         cell = interpreter.cell(base_of(gradient))
         for axis, kind, have in zip(interpreter.axes, operand.kinds, cell.kinds, strict=True):
             if kind == I and plain(have) in (V, Partial):
-                raise _wrong(interpreter, node, axis, operand, have, cell)
+                raise _wrong(interpreter, node, name, axis, operand, have, cell)
 
 
 def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> Use | None:
@@ -68,9 +84,8 @@ def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> 
 
 
 def _wrong(
-    interpreter: "Interpreter", node: Node, axis: str, operand: Use, have: Any, cell: Any
+    interpreter: "Interpreter", node: Node, name: str, axis: str, operand: Use, have: Any, cell: Any
 ) -> ShardTypeError:
-    name = type(node).__name__.removesuffix("Backward")
     applied = interpreter.equation_of(node)
     site = applied.site if applied is not None else None
     found = ShardTypeError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardmap_torch.checker.calls import Types, tensors_of
@@ -32,9 +33,14 @@ class Token:
         self._witness = witness
 
     @property
+    def level(self) -> int:
+        """That of the transform; none of those there are once it has ended."""
+        return int(_functorch.maybe_get_level(self._witness))
+
+    @property
     def alive(self) -> bool:
         """Whether the transform has not ended."""
-        return bool(_functorch.maybe_get_level(self._witness) > 0)
+        return self.level > 0
 
 
 def closed_over_outer(name: str, does: str) -> TransformError:
@@ -52,6 +58,14 @@ def is_real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def _outer_grad_mode() -> bool:
+    """Grad mode outside of all transforms that differentiate."""
+    for transform in retrieve_all_functorch_interpreters():
+        if isinstance(transform, GradInterpreter):
+            return bool(transform.prev_grad_mode())
+    return torch.is_grad_enabled()
+
+
 class Memory:
     """The types of all tensors of one interpretation, which views of one storage share."""
 
@@ -63,6 +77,8 @@ class Memory:
         self.closures: dict[int, Tensor] = {}
         self._cells: dict[int, Cell] = {}
         self._paused = False
+        self._applies = False
+        self._ending: frozenset[int] = frozenset()
         self._differentiated: set[int] = set()
         self._running: list[int] = []
         self._num_tasks = 0
@@ -103,9 +119,40 @@ class Memory:
         """Whether a gradient can flow through a base tensor."""
         if not is_real(tensor.dtype):
             return False
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return True
-        return any(token.alive for token in self._tokens(tensor))
+        if torch.is_grad_enabled():
+            if tensor.requires_grad:
+                return True
+        elif self._applies:
+            return False  # the forward of a Function, whose backward says what flows
+        return any(t.alive and t.level not in self._ending for t in self._tokens(tensor))
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """In here a Function is applied under torch.func transforms.
+
+        Its forward runs below them all, with grad mode off. Other code that transforms call, such
+        as the Function's `vmap`, runs in the mode that was on outside of the first of them; where
+        that was off, the two cannot be told apart.
+        """
+        before, self._applies = self._applies, _outer_grad_mode()
+        try:
+            yield
+        finally:
+            self._applies = before
+
+    @contextmanager
+    def ending(self, level: int | None) -> Iterator[None]:
+        """In here the transform of this level takes its gradient, and then ends.
+
+        So that its own backward is not differentiated by it, whatever it records.
+        """
+        before = self._ending
+        if level is not None:
+            self._ending |= {level}
+        try:
+            yield
+        finally:
+            self._ending = before
 
     def _tokens(self, tensor: Tensor) -> frozenset[Token]:
         cell = self._cells.get(tensor.untyped_storage()._cdata)

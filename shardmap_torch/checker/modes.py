@@ -7,14 +7,18 @@ can flow through.
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call
+from torch._functorch.eager_transforms import _autograd_grad
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -32,6 +36,8 @@ from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.where import call_site
 
 _functorch = torch._C._functorch
+_PLAINLY: Final = nullcontext()
+_TAKES_GRADIENT: Final = _autograd_grad.__code__
 _DEVICE: Final = torch.ops.prim.device.default
 
 
@@ -124,7 +130,8 @@ class _Functions(TorchFunctionMode):
         given = numbers.stand_ins(func, args, kwargs) if numbers.any else None
         if given is not None:
             args, kwargs = given
-        out = func(*args, **kwargs)
+        with self._interpreter.applying() if func is custom_function_call else _PLAINLY:
+            out = func(*args, **kwargs)
         if isinstance(out, Tensor | tuple | list):
             self._note(args, out)
         if given is not None:
@@ -181,7 +188,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     given["outputs"], given["grad_outputs"] = outputs, seeds
     interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
     watch(interpreter, outputs)
-    with interpreter.differentiating(seeds):
+    with interpreter.differentiating(seeds), interpreter.ending(_ending(outputs)):
         gradients = func(
             given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
         )
@@ -190,6 +197,16 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
         cotangents.check_gradient(interpreter, operand, gradient, "the value it is the gradient of")
     interpreter.observer.differentiated(outputs, told, inputs, gradients)
     return gradients
+
+
+def _ending(outputs: Sequence[Any]) -> int | None:
+    """The level of the transform that takes its gradient, or None where the body takes it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
+        frame = frame.f_back
+    if frame is None or frame.f_back is None or frame.f_back.f_code is not _TAKES_GRADIENT:
+        return None
+    return max(int(_functorch.maybe_get_level(x)) for x in outputs)
 
 
 def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Functions of the user's own in a checked body: right backwards pass, wrong ones are told."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 import shardmap_torch
-from shardmap_torch import I, P, all_reduce
+from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
 from shardmap_torch.rule import TypedFunction
 from tests.checker.test_bugs import U, X, assert_right, numbers, rejection
 
@@ -118,15 +119,94 @@ def test_a_backward_that_forgets_the_sum_is_told_with_the_forward_s_line(functio
     ]
 
 
-def test_under_torch_func_the_forward_is_judged() -> None:
-    def body(x: Tensor, w: Tensor) -> Tensor:
-        grad: Tensor = torch.func.grad(lambda x: SetUp.apply(x, w).sum())(x)
-        return grad
+# ------------------------------------------------------------------------ under torch.func
 
-    text = rejection(body, X.detach(), W.detach(), in_specs=COLUMNS["in_specs"], out_specs=P())
-    assert "mm over axis 'tp' of I and V" in text
+
+def gradients(function: Any) -> Callable[..., Any]:
+    """Gradients that are taken in the body, of a loss that all ranks share."""
+
+    def body(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(x: Tensor, w: Tensor) -> Tensor:
+            y = torch.tanh(function.apply(torch.sin(x), w))
+            return all_reduce(y.square().sum(), "tp", dst=I)
+
+        grads: tuple[Tensor, Tensor] = torch.func.grad(loss, (0, 1))(x, w)
+        return grads
+
+    return body
+
+
+def one_loss(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(torch.sin(x) @ w).square().sum()
+
+
+GRADIENTS: dict[str, Any] = {**COLUMNS, "out_specs": (P(), P(None, "tp"))}
+
+
+RANKS = make_mesh((4,), ("tp",), kind="simulated", simulate="ranks")
+
+
+def test_under_torch_func_a_function_whose_backward_sums_is_right() -> None:
+    found = shard_map(gradients(Summing), mesh=RANKS, **GRADIENTS)(X.detach(), W.detach())
+    expected = torch.func.grad(one_loss, (0, 1))(X.detach(), W.detach())
+    torch.testing.assert_close(found, expected)
+
+
+class Batched(Summing):
+    """The same for torch.func.vmap."""
+
+    generate_vmap_rule = True
+
+
+def test_so_it_is_for_each_item_of_a_batch() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            y: Tensor = Batched.apply(x.unsqueeze(0), w)
+            return all_reduce(y.square().sum(), "tp", dst=I)
+
+        out: Tensor = torch.func.vmap(torch.func.grad(loss))(x)
+        return out
+
+    specs: dict[str, Any] = {**COLUMNS, "out_specs": P()}
+    found = shard_map(body, mesh=RANKS, **specs)(X.detach(), W.detach())
+    torch.testing.assert_close(found, 2 * X.detach() @ W.detach() @ W.detach().mT)
+
+
+def test_under_torch_func_a_backward_that_forgets_the_sum_is_told() -> None:
+    text = rejection(gradients(SetUp), X.detach(), W.detach(), **GRADIENTS)
+    assert text.startswith(
+        "body: over 'tp', an operand of SetUp is I and its backward gives it a gradient that is V"
+    )
     line = SetUp.forward.__code__.co_firstlineno + 2
     assert f"  at test_functions.py:{line}: return x @ w" in text
+
+
+def test_a_backward_that_is_right_only_once_is_rejected_where_it_is_differentiated() -> None:
+    """What `Summing` gives `w` mixes I and V, and nothing sums that gradient's gradient."""
+    body = gradients(Summing)
+
+    def twice(x: Tensor, w: Tensor) -> Tensor:
+        grad: Tensor = torch.func.grad(lambda x: body(x, w)[1].square().sum())(x)
+        return grad
+
+    def by_hand(x: Tensor, w: Tensor) -> Tensor:
+        def inner(x: Tensor, w: Tensor) -> Tensor:
+            y: Tensor = Summing.apply(x, w)
+            (grad,) = torch.autograd.grad(y.square().sum(), w, create_graph=True)
+            return grad.square().sum()
+
+        grads: tuple[Tensor, Tensor] = torch.func.grad(inner, (0, 1))(x, w)
+        return grads[0]
+
+    specs: dict[str, Any] = {"in_specs": COLUMNS["in_specs"], "out_specs": P()}
+    texts = [
+        rejection(twice, X.detach(), W.detach(), **specs),
+        rejection(by_hand, X.detach(), W.detach(), **specs),
+        rejection(body, X, W, **GRADIENTS),  # differentiated from outside
+    ]
+    for text in texts:
+        assert "mm over axis 'tp' of I and V: the I operand's gradient would differ" in text
+        assert "\n  in the backward of test_functions.py:" in text
 
 
 def test_a_backward_in_the_body_is_watched_too() -> None:
