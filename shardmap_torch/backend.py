@@ -113,8 +113,8 @@ class Follower(Protocol):
         """
         ...
 
-    def end(self) -> None:
-        """Hears that the code has ended."""
+    def end(self, leaves: Sequence[object] = ()) -> None:
+        """Hears that the code has ended, with these results."""
         ...
 
 

@@ -146,7 +146,7 @@ def _leave(call: Call, follower: Follower | None, fit: Fit, leaves: list[Any]) -
         return call.exits
     if call.follow is None:
         return follower.leave(("return", fit.specs), call, fit, leaves)
-    follower.end()
+    follower.end(leaves)
     return call.exits
 
 

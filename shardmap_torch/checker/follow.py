@@ -6,7 +6,7 @@ what the body asks of its mesh, and each run is compared with the notes before a
 The notes are a tree: code that may take one of several ways has one branch for each.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -14,11 +14,14 @@ from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardmap_torch.backend import Follower
 from shardmap_torch.boundary import Call
 from shardmap_torch.checker.inner import Crossing, Inner
 from shardmap_torch.checker.interpret import Interpreter
+from shardmap_torch.checker.memory import kept
+from shardmap_torch.checker.observe import base_of
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.fit import Fit
 from shardmap_torch.rule import Operation
@@ -127,9 +130,9 @@ class Fork:
         """Who follows the code when it runs again."""
         return self._followed(kind)
 
-    def end(self) -> None:
+    def end(self, leaves: Sequence[object] = ()) -> None:
         """As its origin."""
-        self._origin.end()
+        self._origin.end(leaves)
 
 
 class Recording:
@@ -192,7 +195,7 @@ class Recording:
         """None: nothing runs again that was not forked."""
         return None
 
-    def end(self) -> None:
+    def end(self, leaves: Sequence[object] = ()) -> None:
         """Notes that the code may end here."""
         self._at.last = True
 
@@ -253,6 +256,8 @@ class Following:
                 x is None or (x.shape == step.shape and x.dtype is step.dtype)
             ):
                 self._at = step
+                if type(x) is FakeTensor:
+                    raise kept(f"{what} is called at {call_site()} on")
                 return
         self._miss(what, x)
 
@@ -300,8 +305,11 @@ class Following:
         """None: nothing runs again that was not forked."""
         return None
 
-    def end(self) -> None:
-        """Requires that the program may end here."""
+    def end(self, leaves: Sequence[object] = ()) -> None:
+        """Requires that the program may end here, with results that have data."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and isinstance(base_of(leaf), FakeTensor):
+                raise kept("a checked body returns")
         if not self._at.last:
             self._differ("the end")
 
@@ -329,5 +337,5 @@ class _Part(_Again):
             at = at.next[0]
         self._at = at.then(what, x)
 
-    def end(self) -> None:
+    def end(self, leaves: Sequence[object] = ()) -> None:
         pass

@@ -15,12 +15,13 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker import report
+from shardmap_torch.checker.calls import Types
 from shardmap_torch.checker.lattice import plain
 from shardmap_torch.checker.observe import base_of
 from shardmap_torch.checker.program import Equation, Use, use_of
 from shardmap_torch.checker.repair import propose
 from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.types import I, Partial, R, V
+from shardmap_torch.types import I, K, Partial, R, V
 
 if TYPE_CHECKING:  # for annotations; what starts a backward calls this module
     from shardmap_torch.checker.interpret import Interpreter
@@ -62,7 +63,9 @@ def _check(
     name: str,
     gradients: Sequence[Any],
     seeds: Sequence[Any],
-) -> None:
+) -> tuple[Any, ...]:
+    given = [interpreter.cell(base_of(seed)).kinds for seed in seeds if seed is not None]
+    gradients = tuple(_as_own(interpreter, gradient, given) for gradient in gradients)
     for gradient, (producer, number) in zip(gradients, node.next_functions, strict=False):
         operand = _operand(interpreter, producer, number)
         if gradient is None or operand is None or operand.shape != tuple(gradient.shape):
@@ -71,6 +74,27 @@ def _check(
         for axis, kind, have in zip(interpreter.axes, operand.kinds, cell.kinds, strict=True):
             if kind == I and plain(have) in (V, Partial):
                 raise _wrong(interpreter, node, name, axis, operand, have, cell)
+    return gradients
+
+
+def _as_own(interpreter: "Interpreter", gradient: Any, given: Sequence[Types]) -> Any:
+    """A gradient that does not come from the cotangents, such as a constant, is each rank's own.
+
+    Where the results are equal on all ranks, so is what the ranks have used: one computation. Else
+    each has used it for results of its own, and all of their gradients add up, also equal ones.
+    """
+    if gradient is None or interpreter.goes_on([gradient]):
+        return gradient
+    kinds = interpreter.cell(base_of(gradient)).kinds
+    own = tuple(
+        V if kind in (I, R, K) and any(plain(seed[at]) in (V, R) for seed in given) else kind
+        for at, kind in enumerate(kinds)
+    )
+    if own == kinds:
+        return gradient
+    gradient = gradient.clone()
+    interpreter.cell(base_of(gradient)).kinds = own
+    return gradient
 
 
 def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> Use | None:

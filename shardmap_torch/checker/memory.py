@@ -66,6 +66,15 @@ def _outer_grad_mode() -> bool:
     return torch.is_grad_enabled()
 
 
+def kept(does: str) -> ShardTypeError:
+    """The error for a tensor without data that is used where it was not made."""
+    return ShardTypeError(
+        f"{does} a tensor that has no data: it was kept when the body was checked, as in a cache "
+        "that is filled in it.\n"
+        "Fix: fill the cache before the first call, or compute its value in each."
+    )
+
+
 class Memory:
     """The types of all tensors of one interpretation, which views of one storage share."""
 
@@ -256,8 +265,12 @@ class Memory:
         """Makes a fake of a tensor that the body closes over, and types it K."""
         if isinstance(value, Tensor):
             # A transform's tensor has a fake underneath, or something that is met there.
-            fake = isinstance(base_of(value), FakeTensor)
-            return value if fake else self._adopt_tensor(value)
+            base = base_of(value)
+            if not isinstance(base, FakeTensor):
+                return self._adopt_tensor(value)
+            if base.fake_mode is not self.fake:
+                raise kept(f"{self.name}: at {call_site()} the body uses")
+            return value
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             return [self._adopt(item) for item in value]
         return value

@@ -182,12 +182,12 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     told = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
     if len(told) == 1:
         told = told * len(outputs) if told[0] is None else told
+    watch(interpreter, outputs)
     if interpreter.goes_on(told):
         return func(*args, **kwargs)
     seeds = tuple(map(partial(cotangents.seed, interpreter), outputs, told))
     given["outputs"], given["grad_outputs"] = outputs, seeds
     interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
-    watch(interpreter, outputs)
     with interpreter.differentiating(seeds), interpreter.ending(_ending(outputs)):
         gradients = func(
             given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
@@ -219,12 +219,12 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
             "closed-over tensor. Pass the tensor as an argument, and return its gradient."
         )
     told = given.pop("gradient", None)
+    watch(interpreter, [output])
     if interpreter.goes_on([told]):
         func(*args, **kwargs)
         return
     seed = cotangents.seed(interpreter, output, told)
     interpreter.batches = False
-    watch(interpreter, [output])
     with interpreter.differentiating([seed]):
         func(output, seed, *args[2:], **given)
     for leaf in leaves:

@@ -10,7 +10,6 @@ from shardmap_torch.checker import report
 from shardmap_torch.checker.abstract import AbstractBackend
 from shardmap_torch.checker.calls import Types
 from shardmap_torch.checker.crossing import enters_as, seeded_as
-from shardmap_torch.checker.functions import watch
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.lattice import accepts, plain
 from shardmap_torch.checker.ways import Need, Where
@@ -58,7 +57,6 @@ class PullBack:
             self._commit({})
             return
         seeds = [self._seed(value, spec) for value, spec in outputs]
-        watch(interpreter, [value for value, _ in outputs])
         with interpreter.differentiating(seeds):
             gradients = torch.autograd.grad(
                 [value for value, _ in outputs], [*leaves, *closures], seeds, allow_unused=True

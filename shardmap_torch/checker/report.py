@@ -125,7 +125,7 @@ def repairs_to(
     source = culprit(cell, axis, name)
     if source.made is not None:
         yield from _retype(source.made, kind)
-    elif source.leaf is not None and kind == R:
+    elif source.leaf is not None and kind == R and source.kinds[axis] in (I, K):
         text = f"replicate={{{name!r}}} in the spec of {source.label}"
         yield Repair(text, replicate={source.leaf: name})
 

@@ -5,12 +5,13 @@ followed again only where one has changed.
 """
 
 import dis
+import functools
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import repeat
 from operator import eq, getitem, is_
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,9 @@ _VERSIONS: Final = 16
 """How many states are known again."""
 _LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch", "shardmap_torch", "numpy"})
 _ABSENT: Final = object()
+_CACHE: Final = functools._lru_cache_wrapper
+_HIDDEN: Final = ("fget", "__func__", "func", "__wrapped__")
+"""Where objects of Python's own have the function of the user's that they call."""
 
 Table = Mapping[Any, Any]
 
@@ -31,7 +35,8 @@ class Surroundings:
     """What the code of a function refers to: closed-over values, defaults, globals, attributes.
 
     Functions and classes of the user's own are followed, and so are the names in modules of the
-    user's own that the code has, containers, modules of torch.nn, and the attributes of objects.
+    user's own that the code has or imports, containers, modules of torch.nn, and the attributes of
+    objects, tensors among them.
     Plain values count by value, tensors by what a verdict can depend on, the rest by identity.
     """
 
@@ -127,11 +132,12 @@ class _Walk:
             if not self._pending:
                 return
             value = self._pending.pop()
-            if isinstance(value, _PLAIN):
+            if isinstance(value, _PLAIN) and _is_library(type(value)):
                 yield type(value), value
             elif type(value) is Tensor or isinstance(value, nn.Parameter):
                 self.tensors.append(value)
                 yield value.shape, value.stride(), value.dtype, value.device, self._level(value)
+                yield self._enter_table(value.__dict__)
             elif id(value) in places:
                 yield places[id(value)]
             else:
@@ -147,7 +153,8 @@ class _Walk:
         """Follows what an object refers to; gives what tells it apart but for that."""
         for kinds, enter in _ENTRIES:
             if isinstance(value, kinds):
-                return enter(self, value)
+                own = enter in _OPEN and not _is_library(type(value))
+                return enter(self, value), self._enter_object(value) if own else None
         if not _is_library(type(value)):
             return self._enter_object(value)
         return self._keep(value)
@@ -172,8 +179,12 @@ class _Walk:
 
     def _enter_names(self, table: Table, code: CodeType) -> None:
         """Follows the globals of some code, and what it may take of the modules among them."""
-        globals_, attributes = _names_of(code)
+        globals_, attributes, imports = _names_of(code)
         tables = [(table, globals_)]
+        tables += [
+            (vars(module), tuple(name for name in attributes if name in vars(module)))
+            for module in self._imported(imports, table)
+        ]
         seen = {id(table)}
         while tables:
             table, names = tables.pop()
@@ -183,6 +194,15 @@ class _Walk:
                 if below and not _is_library(value) and id(below) not in seen:
                     seen.add(id(below))
                     tables.append((below, tuple(n for n in attributes if n in below)))
+
+    def _imported(self, names: Iterable[str], table: Table) -> Iterator[ModuleType]:
+        """The modules of the user's own that code imports when it runs, absolutely or not."""
+        for name in names:
+            for full in (name, f"{table.get('__package__')}.{name}"):
+                if full not in sys.modules:
+                    self._missing[id(sys.modules), full] = sys.modules
+                elif not _is_library(sys.modules[full]):
+                    yield sys.modules[full]
 
     def _enter_name(self, table: Table, name: str) -> Any:
         """A global that is not there may hide a builtin later."""
@@ -208,10 +228,13 @@ class _Walk:
                 self._enter_attribute(value, name)
         return self._enter_table(getattr(value, "__dict__", {}))
 
+    def _enter_plain(self, value: Any) -> Hashable:
+        return value  # type: ignore[no-any-return]  # a number or text of a user's own kind
+
     def _enter_class(self, value: type) -> Hashable:
         if _is_library(value):
             return self._keep(value)
-        self._pending += value.__bases__
+        self._pending += [*value.__bases__, type(value)]
         return self._enter_table(vars(value))
 
     def _enter_method(self, value: MethodType) -> Hashable:
@@ -223,7 +246,7 @@ class _Walk:
         return None
 
     def _enter_descriptor(self, value: Any) -> Hashable:
-        self._pending += [getattr(value, name, None) for name in ("fget", "__func__")]
+        self._pending += [getattr(value, name, None) for name in _HIDDEN]
         return None
 
     def _enter_sequence(self, value: Sequence[Any]) -> Hashable:
@@ -266,26 +289,38 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[_Walk, Any], Hashable]], ...]] = (
     (MethodType, _Walk._enter_method),
     (partial, _Walk._enter_partial),
     (property | staticmethod | classmethod, _Walk._enter_descriptor),
+    (functools.cached_property | _CACHE, _Walk._enter_descriptor),
+    (_PLAIN, _Walk._enter_plain),
     (tuple | list, _Walk._enter_sequence),
     (set | frozenset, _Walk._enter_set),
-    (dict, _Walk._enter_table),
+    (dict | MappingProxyType, _Walk._enter_table),
     (type, _Walk._enter_class),
     (nn.Module, _Walk._enter_object),
     (Tensor | ModuleType, _Walk._keep),
 )
 """How an object is followed, by its type: the first that fits."""
 
+_OPEN: Final = (
+    _Walk._enter_plain,
+    _Walk._enter_sequence,
+    _Walk._enter_set,
+    _Walk._enter_table,
+)
+"""Ways to follow objects of types that users derive classes from, with attributes and methods."""
+
 
 @lru_cache(maxsize=4096)
-def _names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The globals that the code, and the functions in it, look up, and all their other names."""
+def _names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The globals that the code, and the functions in it, look up, all names, and its imports."""
     globals_: dict[str, None] = {}
     names: dict[str, None] = {}
+    imports: dict[str, None] = {}
     for each in _codes(code):
         names |= dict.fromkeys(each.co_names)
-        loads = (i for i in dis.get_instructions(each) if i.opname in _LOADS)
-        globals_ |= dict.fromkeys(str(i.argval) for i in loads)
-    return tuple(globals_), tuple(names)
+        steps = list(dis.get_instructions(each))
+        globals_ |= dict.fromkeys(str(i.argval) for i in steps if i.opname in _LOADS)
+        imports |= dict.fromkeys(str(i.argval) for i in steps if i.opname == "IMPORT_NAME")
+    return tuple(globals_), tuple(names), tuple(imports)
 
 
 _LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})

@@ -6,6 +6,7 @@ Beside them what is right and looks like it, which is accepted and held against 
 import operator
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -23,10 +24,12 @@ from shardmap_torch import (
     assert_type,
     checkpoint,
     convert,
+    make_mesh,
     reinterpret,
+    shard_map,
 )
 from shardmap_torch.rule import TypedFunction
-from tests.checker.test_bugs import assert_right, numbers, rejection
+from tests.checker.test_bugs import RANKS, assert_right, numbers, rejection
 from tests.checker.test_ways import ways
 
 X, W = numbers(8, 6), numbers(6)
@@ -152,6 +155,56 @@ def test_what_is_made_of_the_sign_of_a_cotangent_has_its_type() -> None:
         return total
 
     assert "gets a gradient that is R" in rejection(body, W, X, **BOTH)
+
+
+class Constant(TypedFunction):
+    """Its gradient does not come from the cotangent, like that of an auxiliary loss."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        return w.sum() + x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.ones(6, dtype=torch.float64), None
+
+
+def test_a_constant_gradient_of_what_varies_is_each_rank_s_own() -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = all_reduce(Constant.apply(w, x), "tp", dst=I)
+        return y
+
+    mapped = shard_map(body, mesh=RANKS, **BOTH)
+    ones = torch.ones(6, dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(mapped(W, DATA), W)[0], 4 * ones)
+    text = rejection(body, W, DATA, in_specs=(P(invariant={"tp"}), P("tp")), out_specs=P())
+    assert "an operand of Constant is I and its backward gives it a gradient that is V" in text
+
+
+class InPlace(TypedFunction):
+    """Writes into its operand, which then varies."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        w.mul_(x.sum())
+        ctx.mark_dirty(w)
+        ctx.save_for_backward(x)
+        return w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad * x.sum(), None
+
+
+def test_a_function_that_writes_into_its_operand_is_typed_by_what_it_writes() -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = all_reduce(InPlace.apply(w * 1.0, x).sum(), "tp", dst=I)
+        return y
+
+    assert_right(body, lambda w, x: w.sum() * x.sum(), W, DATA, **BOTH)
+    text = rejection(body, W, DATA, in_specs=(P(invariant={"tp"}), P("tp")), out_specs=P())
+    assert "an operand of InPlace is I and its backward gives it a gradient that is V" in text
 
 
 # --------------------------------------------------------------------- errors that a body catches
@@ -327,6 +380,46 @@ def test_fields_of_tensors_that_no_operation_writes_are_left_alone(body: Any) ->
     assert type(KEPT) is Tensor
     torch.testing.assert_close(KEPT, torch.ones(6))
     assert PARAMETER.grad is None
+
+
+class Rotary(nn.Module):
+    """Fills a cache when it is first called."""
+
+    places: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.places is None:
+            self.places = torch.arange(6, dtype=x.dtype)
+        return x * self.places
+
+
+@pytest.mark.parametrize("simulate", ["ranks", "auto"])
+@pytest.mark.parametrize("body", ["summed", "local"])
+def test_a_cache_that_the_body_fills_is_told(simulate: Any, body: str) -> None:
+    rotate = Rotary()
+
+    @lru_cache
+    def places() -> Tensor:
+        return torch.arange(6, dtype=DATA.dtype)
+
+    def summed(x: Tensor) -> Tensor:
+        y: Tensor = rotate(x)
+        return all_reduce(y.sum(0), "tp", dst=I)
+
+    def local(x: Tensor) -> Tensor:
+        return all_reduce(x, "tp", dst=I)[:2].sum(0) * places()
+
+    mesh = make_mesh((4,), ("tp",), kind="simulated", simulate=simulate)
+    mapped = shard_map({"summed": summed, "local": local}[body], mesh=mesh, **ONE)
+    for _ in range(2):
+        with pytest.raises(ShardTypeError) as caught:
+            mapped(DATA)
+        assert "a tensor that has no data: it was kept when the body was" in str(caught.value)
+        assert "Fix: fill the cache before the first call" in str(caught.value)
+    rotate.places = None
+    places.cache_clear()
+    rotate(DATA), places()
+    assert mapped(DATA).shape == (6,)
 
 
 # ------------------------------------------------------------------------------- Python's values

@@ -1,10 +1,11 @@
 """A verdict is used again exactly as long as nothing that it depends on has changed."""
 
+import sys
 from array import array
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from types import ModuleType, SimpleNamespace
+from functools import cached_property, lru_cache, partial
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -124,7 +125,60 @@ def reduces(wanted: bool = True, *, also: bool = True) -> bool:
     return wanted and also
 
 
+class Options(dict[str, bool]):
+    """A dict with an attribute, and a method that refers to more."""
+
+    reduce = True
+
+    def wanted(self) -> bool:
+        return reduces()
+
+
+class Level(int):
+    def wanted(self) -> bool:
+        return reduces()
+
+
+class Kind(type):
+    @property
+    def wanted(cls) -> bool:
+        return reduces()
+
+
+class Plain(metaclass=Kind):
+    @cached_property
+    def wanted(self) -> bool:
+        return reduces()
+
+
+@lru_cache
+def remembered() -> bool:
+    return reduces()
+
+
+def forget(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reduces, "__defaults__", (False,))
+    remembered.cache_clear()
+
+
+def imports() -> bool:
+    import settings_of_a_user  # type: ignore[import-not-found]
+
+    return bool(settings_of_a_user.reduce)
+
+
+def imports_from() -> bool:
+    from settings_of_a_user import reduce
+
+    return bool(reduce)
+
+
+OPTIONS, LEVEL, WEIGHT = Options(), Level(3), nn.Parameter(torch.ones(2))
+WEIGHT.reduce = True  # type: ignore[attr-defined]
+SHOWN: dict[str, bool] = {"reduce": True}
+VIEW = MappingProxyType(SHOWN)
 SETTINGS = ModuleType("settings_of_a_user")
+sys.modules["settings_of_a_user"] = SETTINGS
 SETTINGS.reduce = True  # type: ignore[attr-defined]
 SLOTTED = Slotted()
 abs = True  # it hides a builtin, as users do
@@ -173,6 +227,47 @@ WAYS: dict[str, tuple[Callable[[], bool], Callable[[pytest.MonkeyPatch], None]]]
         ),
     ),
     "a slot": (lambda: SLOTTED.reduce, lambda patch: patch.setattr(SLOTTED, "reduce", False)),
+    "an attribute of a dict of a user's own kind": (
+        lambda: OPTIONS.reduce,
+        lambda patch: patch.setattr(OPTIONS, "reduce", False),
+    ),
+    "what a method of such a dict calls": (
+        lambda: OPTIONS.wanted(),
+        lambda patch: patch.setattr(reduces, "__defaults__", (False,)),
+    ),
+    "what a method of such a number calls": (
+        lambda: LEVEL.wanted(),
+        lambda patch: patch.setattr(reduces, "__defaults__", (False,)),
+    ),
+    "a metaclass": (
+        lambda: bool(Plain.wanted),
+        lambda patch: patch.setattr(reduces, "__defaults__", (False,)),
+    ),
+    "a cached property": (
+        lambda: Plain().wanted,
+        lambda patch: patch.setattr(reduces, "__defaults__", (False,)),
+    ),
+    "a cached function": (remembered, forget),
+    "what a read-only view shows": (
+        lambda: VIEW["reduce"],
+        lambda patch: patch.setitem(SHOWN, "reduce", False),
+    ),
+    "an attribute of a parameter": (
+        lambda: bool(vars(WEIGHT)["reduce"]),
+        lambda patch: patch.setattr(WEIGHT, "reduce", False),
+    ),
+    "an attribute of a parameter that was missing": (
+        lambda: not hasattr(WEIGHT, "stop"),
+        lambda patch: patch.setattr(WEIGHT, "stop", True, raising=False),
+    ),
+    "a module that code imports": (
+        imports,
+        lambda patch: patch.setattr(SETTINGS, "reduce", False),
+    ),
+    "a name that code imports": (
+        imports_from,
+        lambda patch: patch.setattr(SETTINGS, "reduce", False),
+    ),
     "an attribute of a module": (
         lambda: bool(SETTINGS.reduce),
         lambda patch: patch.setattr(SETTINGS, "reduce", False),
