@@ -194,14 +194,14 @@ class _Region:
         Nothing requires a gradient then, and inside other transforms nothing can be made to.
         """
         moving = [i for i, need in enumerate(needed) if need]
-        given = tuple(g for g in grads if g is not None)
 
-        def along(*primals: Tensor) -> tuple[Tensor, ...]:
+        def along(*primals: Tensor) -> Tensor:
+            """Has the wanted gradients; those of `vjp` come when its level has ended."""
             outputs = self.again(run, _put(saved, moving, primals))
-            return tuple(y for y, _ in self._select(outputs, grads))
+            return sum((_inner(y, g) for y, g in self._select(outputs, grads)), torch.zeros(()))
 
-        pull: Callable[[Any], Any] = torch.func.vjp(along, *[saved[i] for i in moving])[1]
-        return _put([None] * len(saved), moving, pull(given))
+        gradients = torch.func.grad(along, argnums=tuple(range(len(moving))))
+        return _put([None] * len(saved), moving, gradients(*[saved[i] for i in moving]))
 
     def _select(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
@@ -244,6 +244,12 @@ class _Region:
             pending += [parent for parent, _ in node.next_functions]
         if closed:
             raise TransformError(_closed_over(self.name, sorted(closed)))
+
+
+def _inner(y: Tensor, grad: Tensor) -> Tensor:
+    """A real number whose gradient pulls `grad` back from `y`."""
+    product = y * grad.conj()
+    return (product.real if product.is_complex() else product).sum()
 
 
 def _put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:

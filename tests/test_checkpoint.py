@@ -245,6 +245,33 @@ def test_second_derivatives_inside_the_body_are_those_without(strategy: Strategy
     same(compute)
 
 
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("max", torch.float64), ("sum", torch.complex128)], ids=str
+)
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_pulling_back_after_the_level_of_vjp_has_ended(
+    strategy: Strategy, op: Any, dtype: torch.dtype
+) -> None:
+    """A maximum's backward looks at what its forward has kept."""
+
+    def compute(call: Call) -> Any:
+        mesh = make_mesh((2,), ("dp",), kind="simulated", simulate=strategy)
+
+        @shard_map(mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check=False)
+        def run(x: Tensor) -> Tensor:
+            def inner(v: Tensor) -> Tensor:
+                reduced = call(lambda y: all_reduce(y, "dp", dst=R, op=op), v * x)
+                return reduced * v * reduced
+
+            y, pull = torch.func.vjp(inner, x.to(dtype))
+            (gradient,) = pull(torch.cos(y))
+            return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+        return run(X)
+
+    same(compute)
+
+
 def test_vmap_inside_the_body_passes_through() -> None:
     def compute(call: Call) -> Any:
         @shard_map(mesh=simulated("vmap"), in_specs=P("dp"), out_specs=P("dp"), check=False)
