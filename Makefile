@@ -21,6 +21,7 @@ fast: lint  ## every check and the tests that take seconds
 
 fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes docs/coverage.md
 	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/checker/test_rows.py tests/checker/test_whole.py
+	$(BIN)/python -m tests.checker.loosened
 	SHARDMAP_FUZZ=1 $(BIN)/pytest --timeout 3600 tests/checker/test_random_programs.py \
 		tests/checker/test_global_programs.py
 	$(BIN)/python -m tests.checker.fuzz_all

@@ -260,12 +260,13 @@ def test_pulling_back_after_the_level_of_vjp_has_ended(
         @shard_map(mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check=False)
         def run(x: Tensor) -> Tensor:
             def inner(v: Tensor) -> Tensor:
-                reduced = call(lambda y: all_reduce(y, "dp", dst=R, op=op), v * x)
+                reduced: Tensor = call(lambda y: all_reduce(y, "dp", dst=R, op=op), v * x)
                 return reduced * v * reduced
 
-            y, pull = torch.func.vjp(inner, x.to(dtype))
+            y, pull, *_ = torch.func.vjp(inner, x.to(dtype))
             (gradient,) = pull(torch.cos(y))
-            return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            found: Tensor = gradient
+            return torch.view_as_real(found) if found.is_complex() else found
 
         return run(X)
 

@@ -27,12 +27,17 @@ LINEAR: Final = merged(
     each(_lists(sums("self", "tensors1")), "_foreach_lerp.ScalarList"),
     each(
         _lists(Row(linear=(("self",), ("tensor1", "tensor2")))),
-        "_foreach_addcmul.Scalar _foreach_addcmul.ScalarList _foreach_addcmul.Tensor",
+        "_foreach_addcmul.Scalar _foreach_addcmul.ScalarList",
     ),
     each(
         _lists(sums("self", "tensor1")),
-        "_foreach_addcdiv.Scalar _foreach_addcdiv.ScalarList _foreach_addcdiv.Tensor",
+        "_foreach_addcdiv.Scalar _foreach_addcdiv.ScalarList",
     ),
+    each(
+        _lists(Row(linear=(("self",), ("tensor1", "tensor2", "scalars")))),
+        "_foreach_addcmul.Tensor",
+    ),
+    each(_lists(Row(linear=(("self",), ("tensor1", "scalars")))), "_foreach_addcdiv.Tensor"),
     each(_lists(sums("src", unread=("self",))), "_foreach_copy"),
     each(_lists(Row(zero=True, unread=("self",))), "_foreach_zero"),
 )

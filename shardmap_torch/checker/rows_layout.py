@@ -3,7 +3,7 @@
 from typing import Final
 
 from shardmap_torch.checker.row import Arguments, Row
-from shardmap_torch.checker.rows_common import GRAD, SELF, each, merged, sums
+from shardmap_torch.checker.rows_common import GRAD, SELF, each, merged, product, sums
 
 # Views proper share their storage and need no row; these are their copying forms. `view_copy.dtype`
 # is not among them: the bits of a sum still to be taken mean nothing.
@@ -49,8 +49,11 @@ READING: Final = merged(
     each(sums("self", "fill"), "_unsafe_masked_index"),
     each(sums("weight"), "embedding"),
     each(GRAD, "embedding_dense_backward masked_scatter_backward"),
-    each(sums("grad"), "_embedding_bag_backward _embedding_bag_dense_backward"),
-    each(sums("grad"), "_embedding_bag_per_sample_weights_backward"),
+    each(
+        product("grad", "per_sample_weights"),
+        "_embedding_bag_backward _embedding_bag_dense_backward",
+    ),
+    each(product("grad", "weight"), "_embedding_bag_per_sample_weights_backward"),
 )
 
 

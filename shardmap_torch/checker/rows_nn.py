@@ -11,14 +11,25 @@ NORMALISATION: Final = merged(
     each(GRAD, "_softmax_backward_data _log_softmax_backward_data _masked_softmax_backward"),
     each(
         # d input, d weight, d bias. The statistics are functions of the input and are read with it.
+        # The bias is there for its shape.
         Row(
             results=(
-                sums(*_OUT),
-                sums(*_OUT, unread=("weight",)),
-                sums(*_OUT, unread=("input", "mean", "rstd", "weight")),
+                product("grad_out", "weight", unread=("bias",)),
+                product("grad_out", "rstd", unread=("weight", "bias")),
+                sums("grad_out", unread=("input", "mean", "rstd", "weight", "bias")),
             )
         ),
-        "native_layer_norm_backward native_group_norm_backward",
+        "native_layer_norm_backward",
+    ),
+    each(
+        Row(
+            results=(
+                product("grad_out", "weight"),
+                product("grad_out", "rstd", unread=("weight",)),
+                sums("grad_out", unread=("input", "mean", "rstd", "weight")),
+            )
+        ),
+        "native_group_norm_backward",
     ),
     each(
         Row(results=(sums(*_OUT), sums(*_OUT, unread=("weight",)))),
@@ -39,16 +50,21 @@ _NLL_LOSS: Final = Row(
     results=(
         sums("self"),
         # The total weight of the targets.
-        Row(unread=("self",)),
+        sums("weight", unread=("self",)),
     )
 )
 
 LOSSES: Final = merged(
     each(GRAD, "mse_loss_backward smooth_l1_loss_backward huber_loss_backward"),
-    each(GRAD, "binary_cross_entropy_backward soft_margin_loss_backward"),
-    each(GRAD, "multi_margin_loss_backward multilabel_margin_loss_backward"),
+    each(GRAD, "soft_margin_loss_backward multilabel_margin_loss_backward"),
+    each(
+        product("grad_output", "weight"),
+        "binary_cross_entropy_backward multi_margin_loss_backward",
+    ),
     each(_NLL_LOSS, "nll_loss_forward nll_loss2d_forward"),
-    each(sums("grad_output", unread=("self",)), "nll_loss_backward nll_loss2d_backward"),
+    each(
+        product("grad_output", "weight", unread=("self",)), "nll_loss_backward nll_loss2d_backward"
+    ),
     each(sums("grad"), "_ctc_loss_backward _ctc_loss_backward.Tensor"),
     each(sums("grad"), "_cdist_backward _pdist_backward"),
 )
@@ -89,7 +105,7 @@ ATTENTION: Final = merged(
         "_scaled_dot_product_efficient_attention_backward _efficient_attention_backward",
     ),
     # Which kernel to take: decided by shapes, dtypes and settings.
-    each(Row(draws=never), "_fused_sdp_choice"),
+    each(Row(draws=never, unread=("query", "key", "value", "attn_mask")), "_fused_sdp_choice"),
 )
 
 DROPOUT: Final = merged(
@@ -111,11 +127,12 @@ POOLING: Final = merged(
     each(
         sums("grad_output", unread=("self",)),
         "avg_pool2d_backward avg_pool3d_backward "
-        "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward",
+        "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
+        # The indices say where the maxima were.
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
+        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
+        "fractional_max_pool2d_backward fractional_max_pool3d_backward",
     ),
-    each(GRAD, "max_pool2d_with_indices_backward max_pool3d_with_indices_backward"),
-    each(GRAD, "adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
-    each(GRAD, "fractional_max_pool2d_backward fractional_max_pool3d_backward"),
 )
 
 _GRID_BACKWARD: Final = Row(

@@ -19,7 +19,7 @@ def z(*shape: int) -> Tensor:
 
 
 def i(*values: int) -> Tensor:
-    return torch.tensor(values)
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def b(*values: int) -> Tensor:
@@ -66,6 +66,12 @@ CALLS: Final[dict[str, Callable[[], Sequence[Call]]]] = {
     "multi_margin_loss_backward.default": lambda: [
         c(t(), t(3, 4), i(0, 2, 3), 1, 1.0, positive(4), 1)
     ],
+    "native_layer_norm_backward.default": lambda: [
+        c(t(2, 3), t(2, 3), [3], t(2, 1), positive(2, 1), t(3), t(3), [True] * 3)
+    ],
+    "native_group_norm_backward.default": lambda: [
+        c(t(2, 4, 3), t(2, 4, 3), t(2, 2), positive(2, 2), t(4), 2, 4, 3, 2, [True] * 3)
+    ],
     "native_batch_norm_backward.default": lambda: [
         c(
             *(t(2, 3), t(2, 3), t(3), t(3), positive(3), t(3), positive(3)),
@@ -95,12 +101,23 @@ CALLS: Final[dict[str, Callable[[], Sequence[Call]]]] = {
     "multilabel_margin_loss_backward.default": lambda: [
         c(t(), t(1, 4), i(1, 3, -1, 0)[None], 1, torch.tensor([[0, 1, 0, 1]]).double())
     ],
-    "_embedding_bag_backward.default": lambda: [
-        c(
-            *(t(2, 3), i(0, 1, 2), i(0, 2), i(0, 0, 1), i(2, 1)),
-            *(torch.tensor([[0, 1, 0], [2, 2, 2]]), 4, False, mode, False, None),
-        )
-        for mode in (0, 1, 2)
+    "_embedding_bag_backward.default": lambda: (
+        [
+            c(
+                *(t(2, 3), i(0, 1, 2), i(0, 2), i(0, 0, 1), i(2, 1)),
+                *(torch.tensor([[0, 1, 0], [2, 2, 2]]), 4, False, mode, False, None),
+            )
+            for mode in (0, 1, 2)
+        ]
+        + [  # the bags are told by their offsets alone
+            c(
+                *(t(2, 3), i(0, 1, 2), i(0, 2), i(), i(2, 1), i()),
+                *(4, False, 0, False, positive(3)),
+            )
+        ]
+    ),
+    "_embedding_bag_per_sample_weights_backward.default": lambda: [
+        c(t(2, 3), t(4, 3), i(0, 1, 2), i(0, 2), i(), 0)
     ],
     "xlogy.Scalar_Other": lambda: [c(t(3), 2.5)],
     "squeeze_.default": lambda: [c(t(1, 3))],
@@ -202,7 +219,7 @@ CALLS: Final[dict[str, Callable[[], Sequence[Call]]]] = {
         c(t(4), t(4), t(5), how, offsets=i(0, 0, 1, 3, 5), initial=1) for how in ("sum", "prod")
     ],
     "_cdist_backward.default": lambda: [c(t(3, 4), t(3, 2), t(4, 2), 2.0, positive(3, 4))],
-    "_pdist_backward.default": lambda: [c(t(3), t(3, 2), 2.0, positive(3))],
+    "_pdist_backward.default": lambda: [c(t(3), t(3, 2), p, positive(3)) for p in (2.0, 3.0)],
     "_scaled_dot_product_flash_attention_for_cpu.default": lambda: [
         c(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8), 0.0, True),
         c(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8), attn_mask=t(4, 4)),
@@ -210,7 +227,9 @@ CALLS: Final[dict[str, Callable[[], Sequence[Call]]]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": lambda: [
         c(*(t(1, 2, 4, 8) for _ in range(5)), t(1, 2, 4), 0.0, False, attn_mask=t(4, 4)),
     ],
-    "_fused_sdp_choice.default": lambda: [c(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8))],
+    "_fused_sdp_choice.default": lambda: [
+        c(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8), mask) for mask in (None, t(4, 4))
+    ],
     "_upsample_nearest_exact3d.default": lambda: [c(t(1, 1, 2, 2, 2), [3, 3, 3])],
     "_upsample_nearest_exact3d_backward.default": lambda: [
         c(t(1, 1, 3, 3, 3), [3, 3, 3], [1, 1, 2, 2, 2])

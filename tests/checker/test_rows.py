@@ -1,11 +1,8 @@
 """Every row of the rule tables holds numerically, and every loosened row is caught."""
 
 import ast
-import os
 import random
-import warnings
-from collections.abc import Iterator, Sequence
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -20,32 +17,14 @@ from shardmap_torch.checker.rows_common import each, merged
 from shardmap_torch.checker.rows_nn import HIDDEN_WRITES
 from shardmap_torch.checker.table import TABLE
 from tests.checker.calls import Call, calls_of, overload, recorded
-from tests.checker.extra_calls import extra_calls
-from tests.checker.mutants import mutants
-from tests.checker.true_mutants import TRUE, UNTRIED
+from tests.checker.loosened import HOLDS, ROWS, UNSHOWN, calls_to_try, fate_of, fates, holding
+from tests.checker.true_mutants import TRUE
 from tests.checker.validate import missing, same, validate
 
-# Kernels that a CPU does not have; test_rows_gpu.py tries them.
-ON_GPU: Final = frozenset(
-    """_fused_rms_norm_backward.default cudnn_batch_norm_backward.default
-    _scaled_dot_product_flash_attention.default _flash_attention_forward.default
-    _scaled_dot_product_efficient_attention.default _efficient_attention_forward.default
-    _scaled_dot_product_cudnn_attention.default
-    _scaled_dot_product_flash_attention_backward.default _flash_attention_backward.default
-    _scaled_dot_product_cudnn_attention_backward.default
-    _scaled_dot_product_efficient_attention_backward.default _efficient_attention_backward.default
-    """.split()
-)
-
-ROWS: Final = {
-    str(op).removeprefix("aten."): (op, row)
-    for op, row in TABLE.items()
-    if row.refuse is None and str(op).removeprefix("aten.") not in ON_GPU
-}
+# Some overloads warn of their deprecation.
+pytestmark = pytest.mark.usefixtures("quiet")
 TENTH: Final = frozenset(random.Random(0).sample(sorted(ROWS), len(ROWS) // 10))
 FILES: Final = sorted(Path(table.__file__).parent.glob("rows_*.py"))
-FULL: Final = bool(os.environ.get("SHARDMAP_FUZZ"))
-"""Set by `make fuzz`: every mutant of every row."""
 
 
 def sampled() -> list[object]:
@@ -54,23 +33,6 @@ def sampled() -> list[object]:
         pytest.param(name, id=name, marks=[] if name in TENTH else [pytest.mark.slow])
         for name in ROWS
     ]
-
-
-@cache
-def calls_to_try(op: OpOverload) -> Sequence[Call]:
-    torch.manual_seed(0)
-    return [*calls_of(op), *extra_calls(op)]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Some overloads warn of their deprecation; one thread computes small tensors fastest."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", sampled())
@@ -116,26 +78,20 @@ def test_rows_speak_of_arguments_that_exist() -> None:
         assert len(row.results) in (0, len(op._schema.returns)), op
 
 
-def survivors(op: OpOverload, row: Row) -> tuple[set[str], int]:
-    """The mutants that no call refutes, and how many there are."""
-    tried = list(mutants(op, row))
-    calls = calls_to_try(op)
-    return {what for what, each in tried if not refuted(op, each, calls)}, len(tried)
-
-
-def refuted(op: OpOverload, row: Row, calls: Sequence[Call]) -> bool:
-    """Whether the validator finds a wrong claim."""
-    try:
-        return bool(validate(op, row, calls, stop=True).wrong)
-    except (RuntimeError, ValueError):  # the kernel itself refuses what the mutant allows
-        return True
-
-
-@pytest.mark.parametrize("name", sorted(ROWS) if FULL else sorted(TENTH))
+@pytest.mark.parametrize("name", sorted(TENTH))
 def test_loosened_row_is_caught_unless_it_is_true_as_well(name: str) -> None:
-    op, row = ROWS[name]
-    left, _ = survivors(op, row)
-    assert left <= TRUE.get(name, frozenset()) | UNTRIED.get(name, frozenset())
+    assert holding(fates(name)) == TRUE.get(name, {}).keys()
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_rows_that_may_be_loosened_are_those_that_are_listed(name: str) -> None:
+    assert holding(fates(name)) == TRUE[name].keys()
+
+
+def test_a_row_that_claims_what_no_call_shows_does_not_pass() -> None:
+    op, row = ROWS["_grouped_mm.default"]
+    assert fate_of(op, replace(row, unread=("bias",))) == UNSHOWN
+    assert fate_of(op, row) == HOLDS
 
 
 def test_what_a_schema_hides_is_written_is_listed() -> None:

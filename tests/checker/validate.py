@@ -23,8 +23,9 @@ from shardmap_torch.checker import calls as typing_of_calls
 from shardmap_torch.checker.calls import Refusal, name_arguments, type_call
 from shardmap_torch.checker.row import Row
 from shardmap_torch.types import AxisType, K, Partial, R, V, Z
-from shardmap_torch.validate.numbers import draw, is_real, refute, shifted, tolerance_of
+from shardmap_torch.validate.numbers import is_real, refute, shifted, tolerance_of
 from tests.checker.calls import Call
+from tests.checker.operands import drawn
 
 UNWRITTEN: Final = ("empty", "resize")
 """Memory not yet written: typed zero because nothing may be made of it."""
@@ -156,10 +157,7 @@ class Trial:
         kind = self.kinds[unit]
         if kind in (R, K):
             return base
-        if unit[0] == "lengths":
-            # Kernels write past their end where lengths add up to more than there is.
-            return base[torch.randperm(len(base), generator=self.generator)]
-        return torch.zeros_like(base) if kind == Z else draw(base, self.generator)
+        return torch.zeros_like(base) if kind == Z else drawn(unit[0], base, self.generator)
 
     def run(self, values: Mapping[Unit, Tensor], seed: int) -> list[Any]:
         torch.manual_seed(seed)
@@ -362,9 +360,10 @@ def _check_draws(
 ) -> None:
     """A draw is V whatever it reads; with equal seeds it still shows that it does not read."""
     for name in row.unread:
-        if not typing_of_calls.signature_of(op).random or not is_real(arguments[name]):
+        value = arguments[name]
+        if not typing_of_calls.signature_of(op).random or not isinstance(value, Tensor):
             continue
-        changed = {**arguments, name: draw(arguments[name], generator)}
+        changed = {**arguments, name: drawn(name, value, generator)}
         results = []
         for each in (arguments, changed):
             torch.manual_seed(0)
