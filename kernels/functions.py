@@ -17,7 +17,7 @@ from shardmap_torch.backend import Backend
 from shardmap_torch.kernels.cost import Fabric
 from shardmap_torch.kernels.engine import Engine, Scheduled
 from shardmap_torch.kernels.exchange import Choice
-from shardmap_torch.kernels.matmul import Cut
+from shardmap_torch.kernels.matmul import Cut, as_matrix
 from shardmap_torch.kernels.plan import (
     Family,
     Options,
@@ -233,7 +233,7 @@ class GatherMatmul:
         for (i, dy), dw in zip(dys.items(), found[1:], strict=True):
             result[1 + i] = dw
             if needed[1 + count + i]:
-                result[1 + count + i] = dy.reshape(-1, dy.shape[-1]).sum(0)
+                result[1 + count + i] = as_matrix(dy).sum(0)
         return result
 
 
@@ -342,7 +342,7 @@ class MatmulReduce:
         x, w = operands
         dz = bind(self.call.backend, self.call.collective.transpose, grads[0])  # type: ignore[arg-type]
         dx = dz @ w.t() if wanted[0] else None
-        dw = x.reshape(-1, x.shape[-1]).t() @ dz.reshape(-1, dz.shape[-1]) if wanted[1] else None
+        dw = as_matrix(x).t() @ as_matrix(dz) if wanted[1] else None
         return dx, dw
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardmap_torch.kernels.exchange import LOW_PRECISION, Choice, Consume, Produce
 from shardmap_torch.kernels.transport import Steps
-from shardmap_torch.kernels.whole import Halves, Network, gathering, scattering, summing
+from shardmap_torch.kernels.whole import Halves, Network, gathering, reducing, scattering, summing
 
 
 def multiply(transport: Network, a: Tensor, b: Tensor) -> Tensor:
@@ -57,6 +57,11 @@ def zeros_for_sum(like: Tensor, *shape: int) -> Tensor:
     return like.new_zeros(shape, dtype=dtype)
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    """All dims but the last as one; reshape(-1, ...) refuses a last dim of size 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a dim of a tensor cuts its matrix of tokens.
@@ -76,7 +81,7 @@ class Cut:
 
     def tokens(self, x: Tensor) -> Tensor:
         """The matrix of tokens; a copy of `x` unless the cut dim is outermost."""
-        return x.movedim(self.dim, 0).reshape(-1, x.shape[-1])
+        return as_matrix(x.movedim(self.dim, 0))
 
     def restore(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
         """The contiguous tensor of `shape` whose matrix of tokens is given."""
@@ -228,10 +233,10 @@ def _own_block(cut: Cut, matrix: Tensor, shape: Sequence[int], dim: int, num_ran
 
 def reduce_forward(transport: Network, x: Tensor, w: Tensor, choice: Choice) -> Steps[Tensor]:
     """`all_reduce(x @ w)`; the cut is by rows, wherever they fall."""
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens = as_matrix(x)
     out = x.new_empty(tokens.shape[0], w.shape[1])
     produce = Cut(0, by_features=False).sum_of_products(transport, [tokens], [w])
-    scatter = scattering(transport, "matmul_all_reduce", produce, out, tokens.shape[0], choice)
+    scatter = reducing(transport, "matmul_all_reduce", produce, out, choice)
     yield from scatter.start()
     total = yield from scatter.finish()
     return total.view(*x.shape[:-1], w.shape[1])

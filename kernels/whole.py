@@ -81,9 +81,17 @@ def gathering(
 def scattering(
     transport: Network, op: str, produce: Produce, out: Tensor, num_rows: int, choice: Choice
 ) -> Halves:
-    """`exchange.Scatter` on a transport, or one reduce-scatter or all-reduce."""
+    """`exchange.Scatter` of the own block on a transport, or one reduce-scatter."""
     if isinstance(transport, Collectives):
-        return _WholeScatter(transport, produce, out.shape[0] == num_rows, num_rows)
+        return _WholeScatter(transport, produce, num_rows, "reduce_scatter", V)
+    return Scatter(transport, op, produce, out, num_rows, choice)
+
+
+def reducing(transport: Network, op: str, produce: Produce, out: Tensor, choice: Choice) -> Halves:
+    """`exchange.Scatter` of all rows on a transport, or one all-reduce."""
+    num_rows = out.shape[0]
+    if isinstance(transport, Collectives):
+        return _WholeScatter(transport, produce, num_rows, "all_reduce", transport.reduced)
     return Scatter(transport, op, produce, out, num_rows, choice)
 
 
@@ -120,8 +128,9 @@ class _WholeGather:
 class _WholeScatter:
     network: Collectives
     produce: Produce
-    keeps_all: bool
     num_rows: int
+    name: str
+    dst: AxisType
 
     def start(self) -> Steps[None]:
         return _at_once()
@@ -129,9 +138,7 @@ class _WholeScatter:
     def finish(self) -> Steps[Tensor]:
         addend = self.produce(slice(0, self.num_rows))
         yield from _at_once()
-        if self.keeps_all:
-            return self.network.run("all_reduce", Partial, self.network.reduced, addend)
-        return self.network.run("reduce_scatter", Partial, V, addend)
+        return self.network.run(self.name, Partial, self.dst, addend)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 _SEEDS: Final[Mapping[AxisType, tuple[AxisType, ...]]] = {
     I: (I,),
     R: (V, Partial),
-    V: (V, R),
+    V: (V,),
     Partial: (R,),
     K: (I, V, Partial),
     Z: (V,),
@@ -201,11 +201,9 @@ class _Comparison:
         self.own = [*self.own, *self._pull_back(pairs, first, flowing)]
         for cotangents in others:
             self._pull_back(pairs, cotangents, flowing)
-        # A run may use any of the results and ask for any of the gradients; it does less then.
+        # A run may use any of the results; it does less then.
         for number in range(len(pairs) if len(pairs) > 1 else 0):
             self._pull_back(pairs[number : number + 1], first[number : number + 1], flowing)
-        for at in flowing if len(flowing) > 1 else ():
-            self._pull_back(pairs, first, [at])
 
     def _pull_back(
         self,

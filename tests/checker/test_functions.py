@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import shardmap_torch
-from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
+from shardmap_torch import I, P, R, all_reduce, convert, make_mesh, shard_map
 from shardmap_torch.rule import TypedFunction
 from tests.checker.test_bugs import U, X, assert_right, numbers, rejection
 
@@ -220,3 +220,30 @@ def test_a_backward_in_the_body_is_watched_too() -> None:
         body, U.detach(), W.detach(), in_specs=(P("tp"), P(None, "tp")), out_specs=P("tp")
     )
     assert "an operand of Plain is I and its backward gives it a gradient that is V" in text
+
+
+class Buffered(TypedFunction):
+    """Its gradients are collected in a buffer: that of the first result is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        return x * 2, x @ w
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        total = torch.zeros_like(x)
+        total += first
+        return total * 2 + second @ w.t(), x.t() @ second
+
+
+def test_a_whole_cotangent_stays_one_in_a_buffer() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        first, second = Buffered.apply(convert(x, "tp", src=I, dst=R), w)
+        loss: Tensor = first.sum() + all_reduce(second.sum(), "tp", dst=I)
+        return loss
+
+    text = rejection(body, X, W, in_specs=COLUMNS["in_specs"], out_specs=P())
+    assert "a value is needed both ways over 'tp'" in text
+    assert "one use gives a gradient that is I, from mul at" in text

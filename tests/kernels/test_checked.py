@@ -5,6 +5,7 @@ on the same typed collectives.
 """
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -81,6 +82,14 @@ COLUMN = (P("dp", "tp"), P(None, "tp")), P("dp", None, "tp")
 ROW = (P("dp", None, "tp"), P("tp")), P("dp", "tp")
 WHOLE = (P("dp", None, "tp"), P("tp")), P("dp")
 SHAPES = float32(4, 8, 16), float32(16, 32)
+
+
+def column(**options: Any) -> Body:
+    return lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, **options)
+
+
+def row(x: Tensor, w: Tensor) -> Tensor:
+    return matmul_reduce_scatter(x, w, "tp", scatter_dim=1)
 
 
 def reduced(dst: Any, **options: Any) -> Body:
@@ -214,6 +223,42 @@ def test_a_call_that_no_run_overlaps_is_not_held(body: Body) -> None:
     assert held_in(body, *COLUMN, *SHAPES) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("body", [column(), column(save_gathered=False), row])
+def test_operands_that_are_whole_over_another_axis_are_held_in_any_dtype(
+    body: Body, dtype: torch.dtype
+) -> None:
+    specs = (
+        ((P(None, "tp"), COLUMN[0][1]), P(None, None, "tp"))
+        if body is not row
+        else ((P(None, None, "tp"), P("tp")), P(None, "tp"))
+    )
+    x, w = (ShapeDtype(each.shape, dtype, requires_grad=True) for each in SHAPES)
+    assert held_in(body, *specs, x, w)
+
+
+def test_weights_that_are_cut_in_different_ways_are_held_together() -> None:
+    def body(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return all_gather_matmul(x, (w, v), "tp", gather_dim=1, bias=(None, b))
+
+    specs = (
+        (P(None, "tp"), P(), P(None, "dp"), P("dp")),
+        (P(partial="tp"), P(None, None, "dp", partial="tp")),
+    )
+    assert held_in(body, *specs, *SHAPES, SHAPES[1], float32(32))
+
+
+@pytest.mark.parametrize(
+    ("x", "w"), [((4, 8, 0), (0, 32)), ((4, 8, 16), (16, 0)), ((4, 0, 16), (16, 32))]
+)
+def test_operands_without_elements_are_held_like_any(
+    x: tuple[int, ...], w: tuple[int, ...]
+) -> None:
+    assert held_in(column(), *COLUMN, float32(*x), float32(*w))
+    assert held_in(row, *ROW, float32(*x), float32(*w))
+    assert held_in(reduced(I), *WHOLE, float32(*x), float32(*w))
+
+
 def test_nothing_is_held_over_axes_of_one_rank() -> None:
     mesh = make_mesh((2, 1), ("dp", "tp"), kind="abstract")
     body = lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1)  # noqa: E731
@@ -311,6 +356,71 @@ def test_operands_of_all_types_have_the_verdict_of_the_composition(name: str) ->
     assert any(found)
 
 
+def drawn(draw: random.Random) -> tuple[Callable[[str], Body], Any, P, list[ShapeDtype]]:
+    """A program that adds up the results of one call, its specs, and its operands."""
+    axes = draw.choice([("tp",), ("dp", "tp")])
+    num_ranks = 8 if "dp" in axes else 4
+    leading = [draw.choice([8, 16]) for _ in range(draw.randint(0, 2))]
+    dim, count = draw.randint(0, len(leading)), draw.randint(1, 3)
+    name = draw.choice(["gather", "scatter", "reduce"])
+    inner = 8 * num_ranks if name == "gather" and dim == len(leading) else 8
+    shapes = [(*leading, 8), *[(inner, draw.choice([8, 16]))] * (count if name == "gather" else 1)]
+    dst, save = draw.choice([R, I]), draw.random() < 0.5
+
+    def body_of(overlap: Any) -> Body:
+        def body(x: Tensor, *ws: Tensor) -> Tensor:
+            outs: Any
+            if name == "gather":
+                options = {"gather_dim": dim, "save_gathered": save, "overlap": overlap}
+                outs = all_gather_matmul(x, ws, axes, **options)
+            elif name == "scatter":
+                outs = [matmul_reduce_scatter(x, ws[0], axes, scatter_dim=dim, overlap=overlap)]
+            else:
+                outs = [matmul_all_reduce(x, ws[0], axes, dst=dst, overlap=overlap)]
+            return torch.stack([out.float().sum() for out in outs]).sum()
+
+        return body
+
+    specs, operands = [], []
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    for shape in shapes:
+        entries: list[list[str]] = [[] for _ in shape]
+        types: dict[str, Any] = {}
+        whole = list(shape)
+        for axis in ABSTRACT.axis_names:
+            kind = draw.choice(["V", "V", "V", "K", "R", "I", "P"] if axis in axes else ["V", "K"])
+            if kind == "V":
+                at = draw.randrange(len(shape))
+                entries[at].append(axis)
+                whole[at] *= ABSTRACT.shape[axis]
+            elif kind != "K":
+                key = {"R": "replicate", "I": "invariant", "P": "partial"}[kind]
+                types[key] = {*types.get(key, ()), axis}
+        specs.append(P(*(tuple(entry) or None for entry in entries), **types))
+        operands.append(ShapeDtype(tuple(whole), dtype, requires_grad=draw.random() < 0.8))
+    out = P(partial={"dp", "tp"}) if draw.random() < 0.8 else P()
+    return body_of, tuple(specs), out, operands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_random_calls_have_the_verdict_of_the_composition(seed: int) -> None:
+    draw, accepted = random.Random(seed), 0
+    for _ in range(40):
+        body_of, specs, out, operands = drawn(draw)
+        found = []
+        for overlap in ("auto", "off"):
+            mapped = shard_map(body_of(overlap), mesh=ABSTRACT, in_specs=specs, out_specs=out)
+            try:
+                trace(mapped, *operands)
+                found.append("")
+            except ShardTypeError as error:
+                found.append(str(error))
+        assert found[0] == found[1], (specs, out, operands)
+        accepted += not found[0]
+    assert accepted > 5
+
+
 # ---------------------------------------------------------------------------- planted mistakes
 
 Kernel = Callable[..., Any]
@@ -354,14 +464,6 @@ def swaps(kernel: Kernel, *args: Any) -> Any:
 def repeats(kernel: Kernel, transport: Any, x: Any, ws: Any, biases: Any, dim: int, _: Any) -> Any:
     _, gathered = yield from kernel(transport, x, ws, biases, dim, _)
     return [x.repeat(1, transport.num_ranks, 1) @ ws[0]], gathered
-
-
-def column(**options: Any) -> Body:
-    return lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, **options)
-
-
-def row(x: Tensor, w: Tensor) -> Tensor:
-    return matmul_reduce_scatter(x, w, "tp", scatter_dim=1)
 
 
 @pytest.mark.parametrize(
