@@ -17,11 +17,9 @@ from torch import Tensor
 from shardmap_torch import (
     I,
     P,
-    Partial,
     R,
     ShapeDtype,
     ShardTypeError,
-    V,
     checkpoint,
     convert,
     explain,
@@ -29,36 +27,19 @@ from shardmap_torch import (
     shard_map,
     trace,
 )
-from shardmap_torch.backend import current_scope
-from shardmap_torch.checker import hold
 from shardmap_torch.checker.program import Equation
 from shardmap_torch.kernels import (
     all_gather_matmul,
-    engine,
-    functions,
     last_plan,
-    matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
     prepare,
     symmetric,
 )
-from shardmap_torch.kernels.checked import typed_calls
-from shardmap_torch.kernels.functions import Unfused
-from shardmap_torch.kernels.plan import Options
-from shardmap_torch.memo import Memo
-from shardmap_torch.rule import Collective
 
 ABSTRACT = make_mesh((2, 4), ("dp", "tp"), kind="abstract")
 Body = Callable[..., Any]
 Forget = Callable[[], None]
-
-
-@pytest.fixture
-def forget() -> Iterator[Callable[[], None]]:
-    """Has everything held anew, where a test has changed the kernels."""
-    with mock.patch.object(hold, "_HELD", Memo[Any]()):
-        yield lambda: setattr(hold, "_HELD", Memo[Any]())
 
 
 def float32(*shape: int, requires_grad: bool = True) -> ShapeDtype:
@@ -419,268 +400,3 @@ def test_random_calls_have_the_verdict_of_the_composition(seed: int) -> None:
         assert found[0] == found[1], (specs, out, operands)
         accepted += not found[0]
     assert accepted > 5
-
-
-# ---------------------------------------------------------------------------- planted mistakes
-
-Kernel = Callable[..., Any]
-
-
-def forgets_the_scatter(kernel: Kernel, transport: Any, *rest: Any) -> Any:
-    dx, dws = yield from kernel(transport, *rest)
-    _, ws, dys, _, dim, _ = rest
-    whole = dys[0] @ ws[0].t()
-    return whole.narrow(dim, 0, dx.shape[dim]), dws
-
-
-def sums_twice(kernel: Kernel, transport: Any, *rest: Any) -> Any:
-    dx, dws = yield from kernel(transport, *rest)
-    return transport.run("all_reduce", Partial, R, dx), dws
-
-
-def takes_the_shard(kernel: Kernel, transport: Any, x: Any, *rest: Any) -> Any:
-    dx, dws = yield from kernel(transport, x, *rest)
-    _, (dy,), _, dim, *_ = rest
-    own = dy.narrow(dim, 0, x.shape[dim])
-    return dx, [x.flatten(0, 1).t() @ own.flatten(0, 1)] * len(dws)
-
-
-def forgets_the_gather(kernel: Kernel, transport: Any, x: Any, w: Any, dy: Any, *rest: Any) -> Any:
-    yield from ()
-    whole = dy.repeat(1, transport.num_ranks, 1)
-    return whole @ w.t(), x.flatten(0, 1).t() @ whole.flatten(0, 1)
-
-
-def forgets_the_sum(kernel: Kernel, transport: Any, x: Any, w: Any, dy: Any, *rest: Any) -> Any:
-    yield from ()
-    return dy @ w.t(), x.flatten(0, 1).t() @ dy.flatten(0, 1)
-
-
-def swaps(kernel: Kernel, *args: Any) -> Any:
-    dx, dw = yield from kernel(*args)
-    return dw, dx
-
-
-def repeats(kernel: Kernel, transport: Any, x: Any, ws: Any, biases: Any, dim: int, _: Any) -> Any:
-    _, gathered = yield from kernel(transport, x, ws, biases, dim, _)
-    return [x.repeat(1, transport.num_ranks, 1) @ ws[0]], gathered
-
-
-@pytest.mark.parametrize(
-    ("name", "mistake", "body", "specs", "what"),
-    [
-        pytest.param(
-            "gather_backward",
-            forgets_the_scatter,
-            column(),
-            COLUMN,
-            f"all_gather_matmul, overlapped: the gradient of operand 0 is made by no collective, "
-            f"and by {SCATTER}",
-            id="the reduce-scatter is forgotten",
-        ),
-        pytest.param(
-            "gather_backward",
-            sums_twice,
-            column(),
-            COLUMN,
-            f"all_gather_matmul, overlapped: the gradient of operand 0 is made by {SUM}, "
-            f"{SCATTER}, and by {SCATTER}",
-            id="summed twice",
-        ),
-        pytest.param(
-            "gather_backward_again",
-            takes_the_shard,
-            column(save_gathered=False),
-            COLUMN,
-            f"all_gather_matmul, overlapped: the gradient of operand 1 is made by no collective, "
-            f"and by {GATHER}",
-            id="the shard in place of the gathered",
-        ),
-        pytest.param(
-            "gather_forward",
-            repeats,
-            column(),
-            COLUMN,
-            f"all_gather_matmul, overlapped: result 0 is made by no collective, and by {GATHER}",
-            id="nothing is gathered",
-        ),
-        pytest.param(
-            "scatter_backward",
-            forgets_the_gather,
-            row,
-            ROW,
-            "matmul_reduce_scatter, overlapped: the gradient of operand 0 is made by no "
-            f"collective, and by {GATHER}",
-            id="the gather is forgotten",
-        ),
-        pytest.param(
-            "reduce_backward",
-            forgets_the_sum,
-            reduced(R),
-            WHOLE,
-            "matmul_all_reduce, overlapped: it fails (ShardTypeError: body: mm over axis 'tp' of P "
-            "and V: a sum over ranks can only be multiplied by what is equal on all ranks, R or "
-            "K.), which nothing does",
-            id="the sum is forgotten",
-        ),
-    ],
-)
-def test_a_mistake_in_a_kernel_is_caught(
-    name: str, mistake: Kernel, body: Body, specs: Any, what: str, forget: Forget
-) -> None:
-    kernel = getattr(engine, name)
-    assert held_in(body, *specs, *SHAPES)
-    forget()
-    with (
-        mock.patch.object(engine, name, lambda *args: mistake(kernel, *args)),
-        pytest.raises(ShardTypeError) as caught,
-    ):
-        held_in(body, *specs, *SHAPES)
-    first, site, _ = str(caught.value).splitlines()
-    assert first.endswith(f": {what} in the composition.")
-    assert site.startswith("  at test_checked.py:")
-
-
-def test_swapped_gradients_of_one_shape_are_caught(forget: Forget) -> None:
-    kernel = matmul.reduce_backward
-    body = lambda x, w: matmul_all_reduce(x, w, "tp", dst=R)  # noqa: E731
-    specs = (P("tp"), P(replicate="tp")), P(partial="tp")
-    shapes = float32(64, 16), float32(16, 16)
-    assert held_in(body, *specs, *shapes)
-    forget()
-    with (
-        mock.patch.object(engine, "reduce_backward", lambda *args: swaps(kernel, *args)),
-        pytest.raises(ShardTypeError, match=r"the gradient of operand [01] is"),
-    ):
-        held_in(body, *specs, *shapes)
-
-
-def test_summing_cotangents_that_are_whole_is_caught(forget: Forget) -> None:
-    forget()
-    with (
-        mock.patch.object(functions, "R", I),  # The backward for R is taken where it is for I.
-        pytest.raises(ShardTypeError) as caught,
-    ):
-        held_in(reduced(I), *WHOLE, *SHAPES)
-    assert "matmul_all_reduce, overlapped: it fails (ShardTypeError: " in str(caught.value)
-
-
-def test_a_forgotten_gradient_of_a_bias_is_caught(forget: Forget) -> None:
-    pull_back = functions.GatherMatmul.pull_back
-
-    def forgetful(*args: Any) -> Any:
-        return [*pull_back(*args)[:-1], None]
-
-    def body(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return all_gather_matmul(x, w, "tp", gather_dim=1, bias=b)
-
-    specs = ((*COLUMN[0], P("tp")), COLUMN[1])
-    (equation,) = held_in(body, *specs, *SHAPES, float32(32))
-    assert told(equation) == [GATHER, f"back: {SCATTER}"]
-    forget()
-    with (
-        mock.patch.object(functions.GatherMatmul, "pull_back", forgetful),
-        pytest.raises(ShardTypeError) as caught,
-    ):
-        held_in(body, *specs, *SHAPES, float32(32))
-    assert "the gradient of operand 2 is missing, and there in the composition." in str(
-        caught.value
-    )
-
-
-# ------------------------------------------------------------------------------- numbers
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Any:
-    return make_mesh((3,), ("tp",), kind="simulated", simulate="ranks")
-
-
-CASES: list[Any] = [
-    pytest.param(
-        Collective("all_gather", V, R, ("tp",), dim=dim),
-        [(2, 3, 4), *[(12 if dim == 2 else 4, m) for m in (2, 5)], (2,), (5,)],
-        id=f"gather dim {dim}",
-    )
-    for dim in (0, 1, 2)
-]
-CASES += [
-    pytest.param(
-        Collective("reduce_scatter", Partial, V, ("tp",), dim=dim),
-        [(3, 6, 4), (4, 3)],
-        id=f"scatter dim {dim}",
-    )
-    for dim in (0, 1, 2)
-]
-CASES += [
-    pytest.param(
-        Collective("all_reduce", Partial, dst, ("tp",)), [(2, 3, 4), (4, 5)], id=f"reduce to {dst}"
-    )
-    for dst in (R, I)
-]
-
-
-def results(runner: Any, name: str, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if name != "all_gather":
-        call = runner.scatter if name == "reduce_scatter" else runner.reduce
-        return (call(*operands),)
-    x, w1, w2, b1, b2 = operands
-    found: tuple[Tensor, ...] = runner.gather(x, [w1, w2], [b1, b2])
-    return found
-
-
-def differences(
-    mesh: Any, collective: Collective, shapes: Any, save: bool, engine: str = "overlapped"
-) -> Tensor:
-    """By rank: the largest difference of a result or gradient from the composition's."""
-
-    def body(*operands: Tensor) -> Tensor:
-        scope = current_scope()
-        assert scope is not None
-        options = Options(save_gathered=save)
-        kernels = typed_calls(scope.backend, collective, options, fused=True)
-        both = []
-        for runner in (kernels[engine], Unfused(scope.backend, collective)):
-            leaves = [each[0].detach().requires_grad_() for each in operands]
-            outs = results(runner, collective.name, leaves)
-            own = leaves[0].sum().detach()  # Different cotangents on each rank, but for an I.
-            weight = 1.0 if collective.dst is I else own
-            grads = torch.autograd.grad([(out.square() * weight).sum() for out in outs], leaves)
-            both.append([*outs, *grads])
-        found = [(a - b).abs().max() for a, b in zip(*both, strict=True)]
-        return torch.stack(found).max().detach().reshape(1)
-
-    mapped = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check=False)
-    generator = torch.Generator().manual_seed(0)
-    return mapped(
-        *(torch.randn(3, *shape, dtype=torch.float64, generator=generator) for shape in shapes)
-    )
-
-
-@pytest.mark.parametrize("save", [True, False])
-@pytest.mark.parametrize(("collective", "shapes"), CASES)
-def test_values_and_gradients_of_each_rank_equal_those_of_the_composition(
-    ranks: Any, collective: Collective, shapes: Any, save: bool
-) -> None:
-    assert differences(ranks, collective, shapes, save).max() < 1e-10
-
-
-@pytest.mark.parametrize(
-    ("collective", "shapes"),
-    [case for case in CASES if case.values[0].name != "all_reduce" and case.values[0].dim < 2],
-)
-def test_the_engine_of_fused_operators_has_the_numbers_of_the_composition_too(
-    ranks: Any, collective: Collective, shapes: Any
-) -> None:
-    assert differences(ranks, collective, shapes, True, "on symmetric memory").max() < 1e-10
-
-
-def test_a_wrong_factor_which_types_do_not_see_is_seen_in_numbers(ranks: Any) -> None:
-    collective, shapes = CASES[0].values
-
-    def doubles(*args: Any) -> Any:
-        dx, dws = yield from matmul.gather_backward(*args)
-        return 2 * dx, dws
-
-    with mock.patch.object(engine, "gather_backward", doubles):
-        assert differences(ranks, collective, shapes, True).min() > 0.1

@@ -1,0 +1,198 @@
+"""Mistakes planted in the kernels' own forward and backward, which the checker has to catch."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from shardmap_torch import I, P, Partial, R, ShardTypeError
+from shardmap_torch.kernels import (
+    all_gather_matmul,
+    engine,
+    functions,
+    matmul,
+    matmul_all_reduce,
+)
+from tests.kernels.test_checked import (
+    COLUMN,
+    GATHER,
+    ROW,
+    SCATTER,
+    SHAPES,
+    SUM,
+    WHOLE,
+    Body,
+    Forget,
+    column,
+    float32,
+    held_in,
+    reduced,
+    row,
+    told,
+)
+
+Kernel = Callable[..., Any]
+
+
+def forgets_the_scatter(kernel: Kernel, transport: Any, *rest: Any) -> Any:
+    dx, dws = yield from kernel(transport, *rest)
+    _, ws, dys, _, dim, _ = rest
+    whole = dys[0] @ ws[0].t()
+    return whole.narrow(dim, 0, dx.shape[dim]), dws
+
+
+def sums_twice(kernel: Kernel, transport: Any, *rest: Any) -> Any:
+    dx, dws = yield from kernel(transport, *rest)
+    return transport.run("all_reduce", Partial, R, dx), dws
+
+
+def takes_the_shard(kernel: Kernel, transport: Any, x: Any, *rest: Any) -> Any:
+    dx, dws = yield from kernel(transport, x, *rest)
+    _, (dy,), _, dim, *_ = rest
+    own = dy.narrow(dim, 0, x.shape[dim])
+    return dx, [x.flatten(0, 1).t() @ own.flatten(0, 1)] * len(dws)
+
+
+def forgets_the_gather(kernel: Kernel, transport: Any, x: Any, w: Any, dy: Any, *rest: Any) -> Any:
+    yield from ()
+    whole = dy.repeat(1, transport.num_ranks, 1)
+    return whole @ w.t(), x.flatten(0, 1).t() @ whole.flatten(0, 1)
+
+
+def forgets_the_sum(kernel: Kernel, transport: Any, x: Any, w: Any, dy: Any, *rest: Any) -> Any:
+    yield from ()
+    return dy @ w.t(), x.flatten(0, 1).t() @ dy.flatten(0, 1)
+
+
+def swaps(kernel: Kernel, *args: Any) -> Any:
+    dx, dw = yield from kernel(*args)
+    return dw, dx
+
+
+def repeats(kernel: Kernel, transport: Any, x: Any, ws: Any, biases: Any, dim: int, _: Any) -> Any:
+    _, gathered = yield from kernel(transport, x, ws, biases, dim, _)
+    return [x.repeat(1, transport.num_ranks, 1) @ ws[0]], gathered
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "body", "specs", "what"),
+    [
+        pytest.param(
+            "gather_backward",
+            forgets_the_scatter,
+            column(),
+            COLUMN,
+            f"all_gather_matmul, overlapped: the gradient of operand 0 is made by no collective, "
+            f"and by {SCATTER}",
+            id="the reduce-scatter is forgotten",
+        ),
+        pytest.param(
+            "gather_backward",
+            sums_twice,
+            column(),
+            COLUMN,
+            f"all_gather_matmul, overlapped: the gradient of operand 0 is made by {SUM}, "
+            f"{SCATTER}, and by {SCATTER}",
+            id="summed twice",
+        ),
+        pytest.param(
+            "gather_backward_again",
+            takes_the_shard,
+            column(save_gathered=False),
+            COLUMN,
+            f"all_gather_matmul, overlapped: the gradient of operand 1 is made by no collective, "
+            f"and by {GATHER}",
+            id="the shard in place of the gathered",
+        ),
+        pytest.param(
+            "gather_forward",
+            repeats,
+            column(),
+            COLUMN,
+            f"all_gather_matmul, overlapped: result 0 is made by no collective, and by {GATHER}",
+            id="nothing is gathered",
+        ),
+        pytest.param(
+            "scatter_backward",
+            forgets_the_gather,
+            row,
+            ROW,
+            "matmul_reduce_scatter, overlapped: the gradient of operand 0 is made by no "
+            f"collective, and by {GATHER}",
+            id="the gather is forgotten",
+        ),
+        pytest.param(
+            "reduce_backward",
+            forgets_the_sum,
+            reduced(R),
+            WHOLE,
+            "matmul_all_reduce, overlapped: it fails (ShardTypeError: body: mm over axis 'tp' of P "
+            "and V: a sum over ranks can only be multiplied by what is equal on all ranks, R or "
+            "K.), which nothing does",
+            id="the sum is forgotten",
+        ),
+    ],
+)
+def test_a_mistake_in_a_kernel_is_caught(
+    name: str, mistake: Kernel, body: Body, specs: Any, what: str, forget: Forget
+) -> None:
+    kernel = getattr(engine, name)
+    assert held_in(body, *specs, *SHAPES)
+    forget()
+    with (
+        mock.patch.object(engine, name, lambda *args: mistake(kernel, *args)),
+        pytest.raises(ShardTypeError) as caught,
+    ):
+        held_in(body, *specs, *SHAPES)
+    first, site, _ = str(caught.value).splitlines()
+    assert first.endswith(f": {what} in the composition.")
+    assert site.startswith("  at test_checked.py:")
+
+
+def test_swapped_gradients_of_one_shape_are_caught(forget: Forget) -> None:
+    kernel = matmul.reduce_backward
+    body = lambda x, w: matmul_all_reduce(x, w, "tp", dst=R)  # noqa: E731
+    specs = (P("tp"), P(replicate="tp")), P(partial="tp")
+    shapes = float32(64, 16), float32(16, 16)
+    assert held_in(body, *specs, *shapes)
+    forget()
+    with (
+        mock.patch.object(engine, "reduce_backward", lambda *args: swaps(kernel, *args)),
+        pytest.raises(ShardTypeError, match=r"the gradient of operand [01] is"),
+    ):
+        held_in(body, *specs, *shapes)
+
+
+def test_summing_cotangents_that_are_whole_is_caught(forget: Forget) -> None:
+    forget()
+    with (
+        mock.patch.object(functions, "R", I),  # The backward for R is taken where it is for I.
+        pytest.raises(ShardTypeError) as caught,
+    ):
+        held_in(reduced(I), *WHOLE, *SHAPES)
+    assert "matmul_all_reduce, overlapped: it fails (ShardTypeError: " in str(caught.value)
+
+
+def test_a_forgotten_gradient_of_a_bias_is_caught(forget: Forget) -> None:
+    pull_back = functions.GatherMatmul.pull_back
+
+    def forgetful(*args: Any) -> Any:
+        return [*pull_back(*args)[:-1], None]
+
+    def body(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return all_gather_matmul(x, w, "tp", gather_dim=1, bias=b)
+
+    specs = ((*COLUMN[0], P("tp")), COLUMN[1])
+    (equation,) = held_in(body, *specs, *SHAPES, float32(32))
+    assert told(equation) == [GATHER, f"back: {SCATTER}"]
+    forget()
+    with (
+        mock.patch.object(functions.GatherMatmul, "pull_back", forgetful),
+        pytest.raises(ShardTypeError) as caught,
+    ):
+        held_in(body, *specs, *SHAPES, float32(32))
+    assert "the gradient of operand 2 is missing, and there in the composition." in str(
+        caught.value
+    )
