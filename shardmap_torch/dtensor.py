@@ -3,64 +3,24 @@
 `DTensor.from_local` costs 27 us, its constructor with a spec that is already known a few.
 """
 
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as private
 
 from shardmap_torch.backend import Backend
 from shardmap_torch.conversions import apply, entry_cuts
 from shardmap_torch.errors import MeshError, SpecError, TransformError
-from shardmap_torch.memo import Memo, memo
+from shardmap_torch.memo import Memo
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.placements import Placements, placements_of, spec_of
 from shardmap_torch.rule import Collective, bind, collective_of
 from shardmap_torch.spec import P
 from shardmap_torch.types import I, R
-
-Placements: TypeAlias = tuple[Placement, ...]
-
-
-@memo
-def placements_of(mesh: Mesh, spec: P) -> Placements:
-    """One placement per mesh axis.
-
-    Example:
-        >>> from shardmap_torch import make_mesh
-        >>> mesh = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
-        >>> placements_of(mesh, P(None, "tp"))
-        (Replicate(), Shard(dim=1))
-    """
-    dims = {axis: dim for dim, axes in spec.cuts for axis in axes}
-    return tuple(
-        Shard(dims[axis]) if axis in dims else Partial() if axis in spec.partial else Replicate()
-        for axis in mesh.axis_names
-    )
-
-
-@memo
-def shard_order_of(mesh: Mesh, spec: P) -> Any:
-    """DTensor's shard order where it is not the mesh's, else None.
-
-    Placements alone say which axes cut a dim, not in which order, and torch takes the mesh's.
-
-    Raises:
-        SpecError: this torch cannot store another order.
-    """
-    order = list(mesh.axis_names)
-    cuts = {dim: tuple(order.index(axis) for axis in axes) for dim, axes in spec.cuts}
-    if all(list(axes) == sorted(axes) for axes in cuts.values()):
-        return None
-    entry = getattr(private, "ShardOrderEntry", None)
-    if entry is None:
-        raise SpecError(
-            f"{spec!r} cuts a dim over axes in another order than the mesh's {mesh.axis_names}, "
-            f"which DTensor of torch {torch.__version__} cannot store; write them in mesh order."
-        )
-    return tuple(entry(tensor_dim=dim, mesh_dims=axes) for dim, axes in sorted(cuts.items()))
-
+from shardmap_torch.types import Partial as PartialType
 
 _SPECS: Final = Memo[private.DTensorSpec]()
 
@@ -87,9 +47,7 @@ def _make_spec(
         ]
         strides = grown
     meta = private.TensorMeta(torch.Size(sizes), tuple(strides), dtype)
-    order = shard_order_of(mesh, spec)
-    extra = {} if order is None else {"shard_order": order}
-    return private.DTensorSpec(mesh.device_mesh, placements, tensor_meta=meta, **extra)
+    return private.DTensorSpec(mesh.device_mesh, placements, tensor_meta=meta)
 
 
 def _cut_by(mesh: Mesh, spec: P, dim: int) -> int:
@@ -103,38 +61,54 @@ def wrap(mesh: Mesh, spec: P, local: Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, _dtensor_spec(mesh, spec, local), requires_grad=False)
 
 
-@memo
-def _way_of(mesh: Mesh, spec: P) -> tuple[Placements, Any]:
-    return placements_of(mesh, spec), shard_order_of(mesh, spec)
-
-
 def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
-    """This rank's value of a DTensor, redistributed to `spec` first if it lies otherwise.
+    """This rank's value of a DTensor, redistributed first if it lies otherwise.
+
+    Where `spec` is partial and the DTensor is not, the value is whole over that axis; see `_added`.
 
     Raises:
         MeshError: it lives on another mesh.
-        SpecError: it is cut over the same axes in another order.
     """
     if x.device_mesh != mesh.device_mesh:
         raise MeshError(f"A DTensor on {x.device_mesh} cannot enter a function on the {mesh}.")
-    placements, wanted = _way_of(mesh, spec)
-    if x._spec.placements != placements:
-        x = x.redistribute(placements=placements)
-    have = getattr(x._spec, "shard_order", None)
-    if (wanted is not None and have != wanted) or (wanted is None and _reordered(have)):
-        raise SpecError(
-            f"A DTensor with shard order {have} cannot enter by {spec!r}; reorder it outside."
-        )
+    x = _by_placements(mesh, x)
+    wanted = placements_of(mesh, spec)
+    if x._spec.placements != wanted:
+        x = x.redistribute(placements=_whole_unless(wanted, x._spec.placements))
     local = x._local_tensor
     if isinstance(local, AsyncCollectiveTensor):  # torch may still be receiving it
         local = local.wait()
     return local.detach()
 
 
-def _reordered(order: Any) -> bool:
-    return order is not None and any(
-        list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order
+def _by_placements(mesh: Mesh, x: DTensor) -> DTensor:
+    """The same DTensor without an order that its placements do not say."""
+    order = getattr(x._spec, "shard_order", None) or ()
+    if all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order):
+        return x
+    spec = spec_of(x, mesh)
+    assert isinstance(spec, P)  # what has such an order is cut by plain shards
+    placements = placements_of(mesh, spec)
+    known = private.DTensorSpec(x.device_mesh, placements, tensor_meta=x._spec.tensor_meta)
+    return DTensor.__new__(DTensor, x._local_tensor, known, requires_grad=False)
+
+
+def _whole_unless(wanted: Placements, given: Placements) -> Placements:
+    """Whole where a sum is wanted that is not given: torch does not make any."""
+    return tuple(
+        Replicate() if to.is_partial() and to != placement else to
+        for to, placement in zip(wanted, given, strict=True)
     )
+
+
+def _added(mesh: Mesh, spec: P, given: Placements) -> tuple[Collective, ...]:
+    """What makes a DTensor partial that is whole: its value is kept on the first rank."""
+    if not spec.partial:
+        return ()
+    wanted = placements_of(mesh, spec)
+    kept = _whole_unless(wanted, given)
+    axes = tuple(a for a, to, k in zip(mesh.axis_names, wanted, kept, strict=True) if to != k)
+    return (collective_of("convert", I, PartialType, axes),) if axes else ()
 
 
 # The cotangent of a partial sum is R in the body and I outside. The casts between the two move
@@ -171,8 +145,10 @@ class Enter:
         self._given = None
         if isinstance(x, DTensor):
             self._given = tuple(x.placements)
-            return unwrap(self._mesh, self._spec, x)
-        for collective in entry_cuts(self._spec):
+            cuts, x = _added(self._mesh, self._spec, self._given), unwrap(self._mesh, self._spec, x)
+        else:
+            cuts = entry_cuts(self._spec)
+        for collective in cuts:
             x = backend.run(collective.move, collective, x)
         return x
 
@@ -280,9 +256,11 @@ def _leave_traced(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
 
 
 def _placements_in_order(mesh: Mesh, spec: P) -> Placements:
-    if shard_order_of(mesh, spec) is not None:
+    placements = placements_of(mesh, spec)
+    # torch cannot tell the global shape of strided shards.
+    if not all(isinstance(to, Shard | Replicate | Partial) for to in placements):
         raise SpecError(
             f"Under torch.compile {spec!r} cannot cut a dim over axes in another order than the "
             f"mesh's {mesh.axis_names}; write them in mesh order."
         )
-    return placements_of(mesh, spec)
+    return placements

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.placements import spec_of
 from shardmap_torch.spec import P, misfits
 
 T = TypeVar("T")
@@ -95,22 +96,10 @@ def _layout(x: Tensor | Sequence[int], mesh: Mesh | None, spec: P | None) -> tup
 
 
 def _spec_of(x: DTensor, mesh: Mesh) -> P:
-    cuts: list[list[str]] = [[] for _ in x.shape]
-    pending = []
-    for axis, placement in zip(mesh.axis_names, x.placements, strict=True):
-        if isinstance(placement, Shard):
-            cuts[placement.dim].append(axis)
-        elif isinstance(placement, Partial):
-            pending.append(axis)
-        elif not isinstance(placement, Replicate):
-            raise SpecError(f"visualize_sharding: no way to show the placement {placement}.")
-    # Placements do not say which of two axes of one dim is major; torch's private order does.
-    for order in getattr(x._spec, "shard_order", None) or ():
-        cuts[order.tensor_dim] = [mesh.axis_names[i] for i in order.mesh_dims]
-    entries = [axes[0] if len(axes) == 1 else tuple(axes) or None for axes in cuts]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries, partial=pending)
+    found = spec_of(x, mesh)
+    if isinstance(found, P):
+        return found
+    raise SpecError(f"visualize_sharding: no way to show the placement {found}.")
 
 
 def _shown_dims(spec: P, shape: tuple[int, ...]) -> tuple[int | None, int | None]:

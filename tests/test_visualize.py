@@ -153,7 +153,7 @@ def show_dtensors() -> list[list[list[str]]]:
 def show_strided() -> str:
     mesh = make_mesh((2, 2), ("dp", "tp")).device_mesh
     assert mesh is not None
-    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    placements = [_StridedShard(0, split_factor=4), Shard(0)]
     x = DTensor.from_local(torch.zeros(4), mesh, placements, run_check=False)
     with pytest.raises(SpecError) as error:
         visualize_sharding(x)
@@ -162,7 +162,7 @@ def show_strided() -> str:
 
 def test_a_placement_that_no_spec_can_say_is_rejected(gloo: Gloo) -> None:
     for text in gloo(4).run(show_strided):
-        assert text == "visualize_sharding: no way to show the placement _S(0, 2)."
+        assert text == "visualize_sharding: no way to show the placement _S(0, 4)."
 
 
 def test_a_dtensor_shows_as_it_lies_on_every_rank(gloo: Gloo) -> None:
