@@ -26,7 +26,7 @@ from tests.checker.global_programs import (
 from tests.checker.page import commit, write
 from tests.checker.score import EQUAL, MISSED, REFUSED
 
-SEEDS: Final = range(300)
+SEEDS: Final = range(150)
 ENDS: Final = (REFUSED, EQUAL, MISSED)
 
 
