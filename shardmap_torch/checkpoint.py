@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch._functorch.vmap import restore_vmap
 from torch.autograd.graph import Node
 
@@ -168,7 +169,7 @@ class _Region:
             # An alias of its own for each operand: only its use as this operand counts, and second
             # derivatives find their way on from it.
             operands = [x.view_as(x) if x.requires_grad else x for x in saved]
-            if any(need and not x.requires_grad for need, x in zip(needed, operands, strict=True)):
+            if any(need and not _is_tracked(x) for need, x in zip(needed, operands, strict=True)):
                 return self._pull_back_late(run, saved, grads, needed)
             outputs = self._select(self.again(run, operands), grads)
         pairs = [(y, g) for y, g in outputs if y.requires_grad]
@@ -244,6 +245,18 @@ class _Region:
             pending += [parent for parent, _ in node.next_functions]
         if closed:
             raise TransformError(_closed_over(self.name, sorted(closed)))
+
+
+def _is_tracked(x: Tensor) -> bool:
+    """Whether the innermost level differentiates it.
+
+    Under a level of vmap a level further out does not serve: it adds up what the ranks have.
+    """
+    top = torch._C._functorch.peek_interpreter_stack()
+    if top is None:
+        return x.requires_grad
+    tracked = top.key() == TransformType.Grad and torch._C._functorch.is_gradtrackingtensor(x)
+    return tracked and torch._C._functorch.maybe_get_level(x) == top.level() and x.requires_grad
 
 
 def _inner(y: Tensor, grad: Tensor) -> Tensor:

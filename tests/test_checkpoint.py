@@ -15,6 +15,7 @@ from shardmap_torch import (
     P,
     R,
     TransformError,
+    V,
     all_reduce,
     axis_index,
     checkpoint,
@@ -269,6 +270,28 @@ def test_pulling_back_after_the_level_of_vjp_has_ended(
             return torch.view_as_real(found) if found.is_complex() else found
 
         return run(X)
+
+    same(compute)
+
+
+@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
+def test_a_gradient_in_the_body_is_no_sum_over_ranks_where_one_outside_is_taken_too(
+    strategy: Strategy,
+) -> None:
+    def compute(call: Call) -> Any:
+        mesh = make_mesh((2,), ("dp",), kind="simulated", simulate=strategy)
+
+        @shard_map(mesh=mesh, in_specs=P(invariant="dp"), out_specs=P("dp"), check=False)
+        def run(x: Tensor) -> Tensor:
+            def loss(x: Tensor) -> Any:
+                own: Tensor = call(lambda x: convert(x, "dp", src=I, dst=R) ** 2, x)
+                return (own * (axis_index("dp") + 1)).sum()
+
+            y, pull, *_ = torch.func.vjp(lambda x: loss(x * 2), x)
+            (gradient,) = pull(torch.ones_like(y))
+            return convert(gradient, "dp", src=I, dst=V, dim=0)
+
+        return run(X.clone().requires_grad_()).detach()
 
     same(compute)
 
