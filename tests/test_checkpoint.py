@@ -289,7 +289,8 @@ def test_a_gradient_in_the_body_is_no_sum_over_ranks_where_one_outside_is_taken_
 
             y, pull, *_ = torch.func.vjp(lambda x: loss(x * 2), x)
             (gradient,) = pull(torch.ones_like(y))
-            return convert(gradient, "dp", src=I, dst=V, dim=0)
+            own: Tensor = convert(gradient, "dp", src=I, dst=V, dim=0)
+            return own
 
         return run(X.clone().requires_grad_()).detach()
 
