@@ -11,6 +11,7 @@ from shardmap_torch.checker import report
 from shardmap_torch.checker.hold import hold
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.lattice import plain
+from shardmap_torch.checker.moves import EXTREMA
 from shardmap_torch.checker.program import Cell, Equation, bytes_sent, use_of
 from shardmap_torch.checker.repair import NONE, Place, Places, Repair
 from shardmap_torch.checker.shapes import SHAPES
@@ -30,7 +31,6 @@ FORWARD: Final = {
 BACKWARD: Final = {**FORWARD, V: frozenset({V, R, K, Z})}
 """The same for cotangents: one cotangent for every rank is as good as one for each."""
 
-_EXTREMA: Final = ("max", "min")
 _SHARING: Final = frozenset({"same", "slice", "mask"})
 """Moves whose result is a view of the operand, at least on some rank."""
 
@@ -112,7 +112,7 @@ class AbstractBackend:
         forward = interpreter.forward_of_current_node() if backward else None
         place = None if backward else self._places.next(site)
         wanted = self._repaired(collective, forward, place)
-        if wanted is not None and move not in _EXTREMA:
+        if wanted is not None and move not in EXTREMA:
             move = wanted.move
         x = interpreter.adopt(x)
         cell = interpreter.cell(x)
@@ -155,7 +155,7 @@ class AbstractBackend:
         self, move: str, collective: Collective, equation: Equation, read: tuple[AxisType, ...]
     ) -> None:
         """`read` are the types as an operation reads them: K where no gradient flows."""
-        wanted = V if move in _EXTREMA else collective.src
+        wanted = V if move in EXTREMA else collective.src
         accepted = (BACKWARD if equation.backward else FORWARD)[plain(wanted)]
         for axis, kind, as_read in zip(
             self._interpreter.axes, equation.operands[0].kinds, read, strict=True
@@ -163,7 +163,7 @@ class AbstractBackend:
             fits = plain(kind) in accepted or as_read in accepted
             if axis in collective.axes and not fits:
                 raise report.source(self._interpreter, equation, axis, wanted)
-            if axis not in collective.axes and kind == Partial and move in _EXTREMA:
+            if axis not in collective.axes and kind == Partial and move in EXTREMA:
                 raise report.source(self._interpreter, equation, axis, V)
 
     def _result_kinds(
@@ -188,7 +188,7 @@ class AbstractBackend:
 def _shown(move: str, collective: Collective | None) -> str:
     if collective is None:
         return "nothing"
-    if move in _EXTREMA:
+    if move in EXTREMA:
         return f"all_reduce({report.axes(collective)}, V -> {collective.dst}, op={move!r})"
     return str(collective)
 

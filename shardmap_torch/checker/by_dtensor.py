@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardmap_torch.checker.calls import signature_of, writes_of
+from shardmap_torch.checker.moves import EXTREMA
 from shardmap_torch.checker.sharded import WRAP, Sharded, Step
 from shardmap_torch.checker.sharding import ANY, Dim, Piece, Shape, UnrelatedError, uncut
 
@@ -27,17 +28,11 @@ class _Slot:
     dim: int | None
 
 
-_EXTREMUM: Final = "wrap it and the all_reduce with op='max' or 'min' in one local_region."
-
-_PENDING: Final = {
-    "avg": (
-        "it averages over a cut dim, and the mean of a part is not the mean",
-        "take the sum, all_reduce it, and divide by the size on one device: x.shape[dim] * "
-        "axis_size(axis).",
-    ),
-    "max": ("it takes the maximum over a cut dim", _EXTREMUM),
-    "min": ("it takes the minimum over a cut dim", _EXTREMUM),
-}
+_AVERAGE: Final = (
+    "it averages over a cut dim, and the mean of a part is not the mean",
+    "take the sum, all_reduce it, and divide by the size on one device: x.shape[dim] * "
+    "axis_size(axis).",
+)
 
 
 def by_dtensor(step: Step) -> list[Sharded]:
@@ -54,6 +49,7 @@ def by_dtensor(step: Step) -> list[Sharded]:
         raise UnrelatedError("nothing is known about what it writes where operands are cut", WRAP)
     dims: list[list[Dim]] = [list(map(uncut, whole)) for _, whole in step.results]
     partial: list[set[str]] = [set() for _ in step.results]
+    extrema: list[set[tuple[str, str]]] = [set() for _ in step.results]
     for axis in axes:
         answers = _ask(step.op, _arguments_for(step, axis), step.sizes[axis])
         if len(answers) < len(step.results):
@@ -63,11 +59,12 @@ def by_dtensor(step: Step) -> list[Sharded]:
                 dims[result][answer] = _passed_on(axis, step, result, answer)
             elif answer == "sum":
                 partial[result].add(axis)
+            elif answer in EXTREMA:
+                extrema[result].add((axis, answer))
             elif answer is not None:
-                raise UnrelatedError(*_PENDING.get(answer, _UNKNOWN))
-    return [
-        Sharded(tuple(found), frozenset(sums)) for found, sums in zip(dims, partial, strict=True)
-    ]
+                raise UnrelatedError(*(_AVERAGE if answer == "avg" else _UNKNOWN))
+    columns = zip(dims, partial, extrema, strict=True)
+    return [Sharded(tuple(d), frozenset(p), frozenset(e)) for d, p, e in columns]
 
 
 _UNKNOWN: Final = ("its result would still have to be combined over the ranks", WRAP)

@@ -16,6 +16,8 @@ from shardmap_torch.checker.sharding import (
 )
 from shardmap_torch.rule import Collective
 
+EXTREMA: Final = ("max", "min")
+
 Axes: TypeAlias = tuple[str, ...]
 
 State: TypeAlias = tuple[tuple[Dim, ...], frozenset[str]]
@@ -119,7 +121,12 @@ def _per_rank(move: Move) -> State:
 
 
 def _extremum(move: Move) -> State:
-    raise UnrelatedError("it is a maximum or minimum over pieces", _WRAP)
+    """Over the ranks it is that over the entries if each rank has taken that of its part."""
+    if not set(move.axes).isdisjoint(move.x.axes):
+        raise UnrelatedError(
+            "it is a maximum or minimum over pieces", f"take that of each piece first, or {_WRAP}"
+        )
+    return move.x.dims, move.partial
 
 
 def _joined(move: Move, dim: int) -> tuple[Dim, ...]:

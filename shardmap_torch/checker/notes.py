@@ -34,10 +34,16 @@ class Sums:
     Attributes:
         partial: the value meant is the sum over the ranks.
         loose: each rank has its own, which means nothing on one device.
+        extrema: of these, those of which the largest or smallest is meant, with "max" or "min".
     """
 
     partial: Axes = NO_AXES
     loose: Axes = NO_AXES
+    extrema: frozenset[tuple[str, str]] = frozenset()
+
+    def over(self, kind: str) -> Axes:
+        """The axes over which that extremum is meant."""
+        return frozenset(axis for axis, each in self.extrema if each == kind)
 
 
 @dataclass
@@ -163,17 +169,31 @@ class Notes:
         """Whether its storage has been met before."""
         return self._storage(tensor) in self._sums
 
-    def set_sums(self, tensor: Tensor, partial: Axes, loose: Axes = NO_AXES) -> None:
+    def set_sums(
+        self,
+        tensor: Tensor,
+        partial: Axes,
+        loose: Axes = NO_AXES,
+        extrema: frozenset[tuple[str, str]] = frozenset(),
+    ) -> None:
         """Says so of a storage."""
-        self._sums[self._storage(tensor)] = Sums(partial & self._on, loose & self._on)
+        self._sums[self._storage(tensor)] = Sums(partial & self._on, loose & self._on, extrema)
 
-    def reject_loose(self, tensor: Tensor) -> None:
-        """Requires that a value means something on one device.
+    def reject_loose(self, tensor: Tensor, but: Axes = NO_AXES) -> None:
+        """Requires that a value means something on one device, `but` over these axes.
 
         Raises:
             UnrelatedError: it does not.
         """
-        loose = self.sums(tensor).loose
+        sums = self.sums(tensor)
+        loose = sums.loose - but
+        for axis, kind in sorted(sums.extrema):
+            if axis in loose:
+                raise UnrelatedError(
+                    f"over {axis!r} it is the {kind} of each rank's part, from "
+                    f"{self._interpreter.cell(tensor).origin()}",
+                    f"all_reduce it over {axis!r} with op={kind!r} first.",
+                )
         if loose:
             raise UnrelatedError(
                 f"over {min(loose)!r} every rank has a value of its own, from "

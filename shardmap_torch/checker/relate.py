@@ -19,7 +19,7 @@ from shardmap_torch.checker import report
 from shardmap_torch.checker.align import Alignment, PartedError, differing, shown
 from shardmap_torch.checker.calls import Refusal, Types, signature_of, type_call, writes_of
 from shardmap_torch.checker.interpret import Interpreter
-from shardmap_torch.checker.moves import Move, after
+from shardmap_torch.checker.moves import EXTREMA, Move, after
 from shardmap_torch.checker.notes import NO_AXES, Notes
 from shardmap_torch.checker.observe import (
     COLLECTIVE,
@@ -94,20 +94,24 @@ class Relation(Observer):
 
     def moved(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
         """A collective must put together what is one value on one device, or take it apart."""
-        with self._judged(str(collective), [("x", x)]) as live:
+        extremum = f"all_reduce with op={move!r}"
+        with self._judged(extremum if move in EXTREMA else str(collective), [("x", x)]) as live:
             if live:
                 event = self._take(COLLECTIVE)
                 ((number, whole),) = event.results
-                self._notes.reject_loose(x)
+                sums = self._notes.sums(x)
+                self._notes.reject_loose(x, sums.over(move))
                 piece = self._notes.find(x, event.arguments["x"], "its operand")
-                partial = self._notes.sums(x).partial
+                partial, loose = sums.partial, sums.loose
                 if collective is not None:
                     sizes = self._notes.sizes
                     axes = tuple(axis for axis in collective.axes if axis in sizes)
                     dims, partial = after(move, Move(collective, axes, piece, partial, sizes))
                     piece = fitted(dims, tuple(y.shape), whole)
+                    loose -= set(axes)
                 self._notes.note(y, number, piece)
-                self._notes.set_sums(y, partial)
+                extrema = frozenset(each for each in sums.extrema if each[0] in loose)
+                self._notes.set_sums(y, partial, loose, extrema)
 
     def taken(self, name: str, tensors: Sequence[Tensor]) -> None:
         """A Python value must come from what every rank has as a whole."""
@@ -208,7 +212,7 @@ class Relation(Observer):
         read = _read_names(op)
         for name, tensor in _tensors(arguments):
             if name in read:
-                self._notes.reject_loose(tensor)
+                self._notes.reject_loose(tensor, self._kept(op, tensor))
         pieces = {
             name: self._pieces(value, event.arguments.get(name), name)
             for name, value in arguments.items()
@@ -229,6 +233,11 @@ class Relation(Observer):
             number, shape = event.results[index]
             piece = fitted(sharded.dims, tuple(results[index].shape), shape)
             self._finish(op, arguments, results[index], number, piece, sharded, summed)
+
+    def _kept(self, op: OpOverload, tensor: Tensor) -> frozenset[str]:
+        """The axes over which the result is the extremum that the operand is."""
+        extrema = self._notes.sums(tensor).extrema if _is_view(op) else ()
+        return frozenset(axis for axis, _ in extrema)
 
     def _reject_hidden_writes(
         self,
@@ -307,6 +316,11 @@ class Relation(Observer):
         sharded: Sharded,
         summed: frozenset[str],
     ) -> None:
+        if sharded.partial and result.dtype == torch.bool:
+            raise UnrelatedError(
+                "whether any entry is true is no sum of whether any of a part is",
+                "count them: x.sum(dim), all_reduce the counts, and compare them with 0.",
+            )
         partial = summed | sharded.partial
         if not partial.isdisjoint(piece.axes):
             axis = min(partial & set(piece.axes))
@@ -321,7 +335,27 @@ class Relation(Observer):
             loose |= self._notes.sums(result).loose
         self._notes.note(result, number, piece)
         if not self._notes.knows_sums(result) or writes_of(op, arguments):
-            self._notes.set_sums(result, partial, loose)
+            self._notes.set_sums(result, partial, loose, self._extrema(arguments, sharded))
+
+    def _extrema(
+        self, arguments: Mapping[str, Any], sharded: Sharded
+    ) -> frozenset[tuple[str, str]]:
+        """The extrema that are left to take.
+
+        Raises:
+            UnrelatedError: a gradient flows, which equal entries share by ranks there.
+        """
+        if sharded.extrema and any(self._flows(x) for _, x in _tensors(arguments)):
+            raise UnrelatedError(
+                f"it takes the {min(sharded.extrema)[1]}imum over a cut dim, and a gradient flows "
+                "through it, which equal entries would share in other parts than on one device",
+                "detach its operand if it needs no gradient, or wrap it and the all_reduce with "
+                "op='max' or 'min' in one local_region.",
+            )
+        return sharded.extrema
+
+    def _flows(self, tensor: Tensor) -> bool:
+        return self._interpreter.flows(self._interpreter.base(tensor))
 
     def _is_overwritten(
         self, tensor: Tensor, number: int, piece: Piece, partial: frozenset[str]

@@ -15,10 +15,17 @@ WRAP: Final = "gather the operands first, or wrap per-rank code in local_region.
 
 @dataclass(frozen=True)
 class Sharded:
-    """A result: its cuts, and axes over which the ranks' values still have to be added."""
+    """A result: its cuts, and axes over which the ranks' values still have to be combined.
+
+    Attributes:
+        dims: the cuts.
+        partial: axes over which they have to be added.
+        extrema: axes over which the largest or smallest has to be taken, with "max" or "min".
+    """
 
     dims: tuple[Dim, ...]
     partial: frozenset[str] = frozenset()
+    extrema: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True)

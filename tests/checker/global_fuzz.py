@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
-from shardmap_torch import P, ShardMapError, make_mesh, shard_map
+from shardmap_torch import P, R, ShardMapError, all_reduce, make_mesh, shard_map
+from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.modes import current_interpreter
+from shardmap_torch.checker.relate import Relation
 from tests.checker.fuzz import Case, cases, written_in_place
 from tests.checker.fuzz_all import dtypes_of, name_of, runs_here
 from tests.checker.page import commit, write
@@ -97,11 +99,17 @@ def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
     """
     places = list(specs)
     found: list[P | None] = []
+    extrema: list[Extrema] = []  # what is left to take of each result
+    taken: list[Extrema] = []
 
     def body(*values: Tensor) -> tuple[Tensor, ...]:
         out = case.call(dict(zip(places, values, strict=True)))
         interpreter = current_interpreter()
-        if interpreter is not None and interpreter.observer.judges:
+        judged = interpreter is not None and interpreter.observer.judges
+        if interpreter is not None and judged:
+            extrema[:] = [_extrema(interpreter, y) for y in out]
+        out = [_finished(y, each) for y, each in zip(out, taken or [()] * len(out), strict=True)]
+        if interpreter is not None and judged:
             found[:] = [interpreter.observer.spec_of(interpreter.adopt(y)) for y in out]
         return tuple(out)
 
@@ -112,7 +120,11 @@ def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
     values = [case.leaves[i].clone().requires_grad_(grad and i in case.smooth) for i in places]
     in_specs = tuple(specs.values())
     try:
-        shard_map(probe, mesh=ABSTRACT, in_specs=in_specs, out_specs=P(), check="global")(*values)
+        probed = shard_map(probe, mesh=ABSTRACT, in_specs=in_specs, out_specs=P(), check="global")
+        probed(*values)
+        if any(extrema):
+            taken[:] = extrema
+            probed(*values)
         if not found or None in found:
             return "no result"
         outs = tuple(found)
@@ -124,6 +136,22 @@ def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
         return f"on pieces: {error}"  # of the operator itself
     _compare(got, case.call(dict(zip(places, values, strict=True))), values)
     return None
+
+
+Extrema = Sequence[tuple[str, str]]
+"""Axes, each with what is to be taken over its ranks, "max" or "min"."""
+
+
+def _extrema(interpreter: Interpreter, y: Tensor) -> Extrema:
+    observer = interpreter.observer
+    assert isinstance(observer, Relation)
+    return sorted(observer._notes.sums(interpreter.adopt(y)).extrema)
+
+
+def _finished(y: Tensor, extrema: Extrema) -> Tensor:
+    for axis, kind in extrema:
+        y = all_reduce(y, axis, dst=R, op=kind)  # type: ignore[arg-type]  # one of two
+    return y
 
 
 def _compare(got: Sequence[Tensor], want: Sequence[Tensor], operands: Sequence[Tensor]) -> None:

@@ -1,0 +1,119 @@
+"""Maxima and minima over a cut dim under check="global": of the parts first, then of the ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    all_reduce,
+    check_program,
+    local_region,
+)
+from tests.checker.other_programs import ARGS, Body, mapped
+from tests.checker.test_global import accepted
+
+
+def largest(x: Tensor, axis: Any = "tp", op: Any = "max") -> Tensor:
+    return all_reduce(x, axis, dst=R, op=op)
+
+
+def softmax(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    e = (h - largest(h.detach().amax(-1, keepdim=True))).exp()
+    return all_reduce((e / all_reduce(e.sum(-1, keepdim=True), "tp", dst=R)) @ w2, "tp", dst=I) + b2
+
+
+def viewed(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = (x @ w + b).unflatten(-1, (-1, 2))
+    m = largest(h.detach().amax((-1, -2)).unsqueeze(-1).unsqueeze(-1))
+    return all_reduce(torch.mm((h - m).flatten(-2), w2), "tp", dst=I) + b2
+
+
+def of_both_axes(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    whole = largest(h.detach().max(), ("dp", "tp"))
+    again = largest(largest(h.detach().min(), "dp", "min"), "tp", "min")
+    return all_reduce((whole - again) * h @ w2, "tp", dst=I) + b2
+
+
+def norm(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    largest_entry = largest(torch.linalg.vector_norm(h.detach(), torch.inf, -1, keepdim=True))
+    return all_reduce(torch.mm(h / largest_entry, w2), "tp", dst=I) + b2
+
+
+def integers(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    steps = largest((4 * h).long().amax(-1, keepdim=True))
+    return all_reduce((steps * h) @ w2, "tp", dst=I) + b2
+
+
+@pytest.mark.parametrize("body", [softmax, viewed, of_both_axes, norm, integers])
+def test_the_extremum_of_the_parts_extrema_is_that_of_one_device(body: Body) -> None:
+    accepted(body, P("dp"))
+
+
+def of_pieces(h: Tensor) -> Tensor:
+    return largest(h)
+
+
+def with_a_gradient(h: Tensor) -> Tensor:
+    return largest(h.amax(-1, keepdim=True))
+
+
+def of_another_kind(h: Tensor) -> Tensor:
+    return largest(h.detach().amax(-1, keepdim=True), op="min")
+
+
+def used_before(h: Tensor) -> Tensor:
+    return largest(h.detach().amax(-1, keepdim=True) + 1)
+
+
+def never_taken(h: Tensor) -> Tensor:
+    return h.detach().amax(-1, keepdim=True)
+
+
+def over_one_axis_only(h: Tensor) -> Tensor:
+    return largest(h.detach().max(), "dp")
+
+
+def in_a_region(h: Tensor) -> Any:
+    return local_region(lambda m: m, in_types=(P(),), out_types=P())(h.detach().max().clone())
+
+
+def rounded(h: Tensor) -> Tensor:
+    return largest((h > 0).any(-1, keepdim=True)).to(h.dtype)
+
+
+def counted(h: Tensor) -> Tensor:
+    """Every rank that has one counts once: 4 where one device has 1."""
+    return all_reduce((h > 0).any(-1, keepdim=True), "tp", dst=R).to(h.dtype)
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (of_pieces, "it is a maximum or minimum over pieces"),
+        (with_a_gradient, "it takes the maximum over a cut dim, and a gradient flows through it"),
+        (of_another_kind, "over 'tp' it is the max of each rank's part, from amax"),
+        (used_before, "add is not what .* over 'tp' it is the max of each rank's part"),
+        (never_taken, "over 'tp' it is the max of each rank's part(?s:.*)with op='max' first"),
+        (over_one_axis_only, "over 'tp' it is the max of each rank's part"),
+        (in_a_region, "it is the max of each rank's part"),
+        (rounded, "whether any entry is true is no sum of whether any of a part is"),
+        (counted, "whether any entry is true is no sum of whether any of a part is"),
+    ],
+)
+def test_other_programs_than_on_one_device_are_rejected(scale: Any, text: str) -> None:
+    def body(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        h = x @ w + b
+        return all_reduce(torch.mm(scale(h) * h, w2), "tp", dst=I) + b2
+
+    with pytest.raises(ShardTypeError, match=text):
+        check_program(mapped(body, P("dp")), *ARGS)
