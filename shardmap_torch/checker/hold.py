@@ -183,6 +183,7 @@ class _Comparison:
     def __init__(self, interpreter: Interpreter, name: str, leaves: Sequence[Tensor]) -> None:
         self._interpreter, self._name = interpreter, name
         self.leaves = leaves
+        self._flowing = [(at, leaf) for at, leaf in enumerate(leaves) if leaf.requires_grad]
         self.claims: list[_Claim] = []
         self.own: Sequence[Equation] = ()
 
@@ -196,33 +197,29 @@ class _Comparison:
         if not live:
             return
         pairs = [(found[at], expected[at]) for at in live]
-        flowing = [at for at, leaf in enumerate(self.leaves) if leaf.requires_grad]
         first, *others = _cotangents([self._interpreter.cell(out).kinds for _, out in pairs])
-        self.own = [*self.own, *self._pull_back(pairs, first, flowing)]
+        self.own = [*self.own, *self._pull_back(pairs, first)]
         for cotangents in others:
-            self._pull_back(pairs, cotangents, flowing)
+            self._pull_back(pairs, cotangents)
         # A run may use any of the results; it does less then.
-        for number in range(len(pairs) if len(pairs) > 1 else 0):
-            self._pull_back(pairs[number : number + 1], first[number : number + 1], flowing)
+        for pair, kinds in zip(pairs, first, strict=True) if len(pairs) > 1 else ():
+            self._pull_back([pair], [kinds])
 
     def _pull_back(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        cotangents: Sequence[Types],
-        asked: Sequence[int],
+        self, pairs: Sequence[tuple[Tensor, Tensor]], cotangents: Sequence[Types]
     ) -> Sequence[Equation]:
+        """Claims that the gradients are the same; gives what the form did for its own."""
         found, expected = zip(*pairs, strict=True)
         seeds = [self._seed(*pair) for pair in zip(expected, cotangents, strict=True)]
         try:
-            theirs = self._gradients(expected, asked, seeds)
+            theirs = self._gradients(expected, seeds)
         except ShardTypeError:
             return ()  # Nor will the body's own backward pass it.
-        ours, equations = self._tried(lambda: self._gradients(found, asked, seeds))
-        for at, found_one, expected_one in zip(asked, ours, theirs, strict=True):
-            kinds = self._interpreter.cell(self.leaves[at]).kinds
+        ours, equations = self._tried(lambda: self._gradients(found, seeds))
+        for (at, leaf), *pair in zip(self._flowing, ours, theirs, strict=True):
+            kinds = self._interpreter.cell(leaf).kinds
             alike = [_OWN if plain(kind) == V else frozenset[AxisType]() for kind in kinds]
-            what = f"the gradient of operand {at}"
-            self.claims.append(_Claim(what, found_one, expected_one, alike))
+            self.claims.append(_Claim(f"the gradient of operand {at}", pair[0], pair[1], alike))
         return equations
 
     def _seed(self, out: Tensor, kinds: Types) -> Tensor:
@@ -232,9 +229,9 @@ class _Comparison:
         return seed
 
     def _gradients(
-        self, outs: Sequence[Tensor], asked: Sequence[int], seeds: Sequence[Tensor]
+        self, outs: Sequence[Tensor], seeds: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        leaves = [self.leaves[at] for at in asked]
+        leaves = [leaf for _, leaf in self._flowing]
         with self._interpreter.differentiating(seeds):
             return torch.autograd.grad(outs, leaves, seeds, retain_graph=True, allow_unused=True)
 

@@ -196,3 +196,26 @@ def test_a_forgotten_gradient_of_a_bias_is_caught(forget: Forget) -> None:
     assert "the gradient of operand 2 is missing, and there in the composition." in str(
         caught.value
     )
+
+
+def test_a_gradient_that_goes_to_another_weight_where_one_result_is_used_is_caught(
+    forget: Forget,
+) -> None:
+    pull_back = functions.GatherMatmul.pull_back
+
+    def mistaken(self: Any, operands: Any, needed: Any, grads: Any) -> Any:
+        dx, *dws = pull_back(self, operands, needed, grads)
+        return [dx, *dws] if None not in grads[:2] else [dx, *sorted(dws, key=lambda d: d is None)]
+
+    def body(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        first, second = all_gather_matmul(x, (w, v), "tp", gather_dim=1)
+        return first * second
+
+    specs = ((*COLUMN[0], COLUMN[0][1]), COLUMN[1])
+    assert held_in(body, *specs, *SHAPES, SHAPES[1])
+    forget()
+    with (
+        mock.patch.object(functions.GatherMatmul, "pull_back", mistaken),
+        pytest.raises(ShardTypeError, match="operand 1 is there, and missing in the composition"),
+    ):
+        held_in(body, *specs, *SHAPES, SHAPES[1])
