@@ -31,6 +31,7 @@ from shardmap_torch.checker.calls import (
 from shardmap_torch.checker.lattice import Clash, add
 from shardmap_torch.checker.nodes import is_in_linear_backward
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
+from shardmap_torch.validate.numbers import draw
 
 NUM_RANKS: Final = 2
 SEED_OF: Final = {I: (I,), R: (V, Partial), V: (V,), Partial: (R,), Z: (K,), K: (I, V, Partial)}
@@ -147,8 +148,9 @@ class Case:
 
     @property
     def places(self) -> list[int]:
-        """Where the operands are that get types: floating tensors with elements."""
-        return [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and _is_real(x)]
+        """Where the operands are that get types: floating tensors, or all where there are none."""
+        tensors = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
+        return [i for i in tensors if _is_real(self.leaves[i])] or tensors
 
     def call(self, values: Mapping[int, Tensor]) -> list[Tensor]:
         """The floating results."""
@@ -173,7 +175,8 @@ def written_in_place(info: Any) -> Any:
 def cases(info: Any, dtype: torch.dtype, limit: int, op: Any = None) -> Iterator[Case]:
     """The first samples of an operator, or of `op` in its place."""
     torch.manual_seed(0)
-    made = info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd)
+    real = dtype.is_floating_point or dtype.is_complex
+    made = info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd and real)
     for number, sample in enumerate(made):
         if number >= limit:
             return
@@ -225,9 +228,13 @@ class Values:
         return self._spread(base, self.types.operands[place])
 
     def _noise(self, like: Tensor) -> Tensor:
+        if not _is_real(like):
+            return draw(like, self.generator)
         return torch.randn(like.shape, dtype=like.dtype, generator=self.generator)
 
     def _spread(self, base: Tensor, kind: AxisType) -> list[Tensor]:
+        if kind in (V, Partial) and not _is_real(base):
+            return [draw(base, self.generator) if base.numel() else base for _ in range(NUM_RANKS)]
         if kind == Partial:
             return [base * self._noise(base) for _ in range(NUM_RANKS)]
         if kind == V:  # near the sample, which may have to be positive definite, say

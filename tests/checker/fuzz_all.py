@@ -31,7 +31,19 @@ REASONS: Final = {
     DATA: "data-dependent",
     RANDOM: "random",
     LAYOUT: "not strided",
+    "_segment_reduce_backward": "its formula for ties is not linear",
     UNKNOWN: "unknown",
+}
+
+
+# Why nothing is tried, by a part of the name.
+NOT_RUN: Final = {
+    "jiterator": "needs a GPU",
+    "attention_forward": "needs a GPU",
+    "without_cudnn": "needs a GPU; elsewhere it is batch_norm",
+    "sparse": "its operands are not strided",
+    "_scaled_mm": "takes float8 only",
+    "broadcast_shapes": "takes no tensors",
 }
 
 
@@ -79,10 +91,16 @@ def runs_here(info: Any) -> bool:
     return bool({torch.float64, torch.complex128} & kinds) and "jiterator" not in info.name
 
 
+def runs_forward(info: Any) -> bool:
+    """Whether it takes integers only, or bools, so that there is a forward to fuzz."""
+    whole = torch.int64 in info.supported_dtypes("cpu") and "jiterator" not in info.name
+    return whole and not runs_here(info)
+
+
 def dtypes_of(info: Any, thorough: bool) -> Sequence[torch.dtype]:
-    """float64, and complex128 in a thorough run or where there is no other."""
+    """float64, and complex128 in a thorough run or where there is no other; else int64."""
     both = [d for d in (torch.float64, torch.complex128) if d in info.supported_dtypes("cpu")]
-    return both if thorough else both[:1]
+    return (both if thorough else both[:1]) or [torch.int64]
 
 
 def fuzz_operator(info: Any, samples: int, draws: int, thorough: bool = False) -> Summary:
@@ -124,6 +142,9 @@ def partials(summary: Summary) -> str:
 
 
 def _row(summary: Summary) -> str:
+    if level(summary) == "not run":
+        why = next((why for part, why in NOT_RUN.items() if part in summary.name), "")
+        return f"| `{summary.name}` | not run |  | {why} |"
     gaps = "; ".join(
         f"{kind}: {reason_of(summary.refused[kind])} (`{summary.refused[kind].split(':')[0]}`)"
         for kind in FLOORS
@@ -174,7 +195,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     summaries = [
         fuzz_operator(info, SAMPLES, DRAWS, thorough=True)
-        if runs_here(info)
+        if runs_here(info) or runs_forward(info)
         else Summary(name_of(info), info.supports_autograd)
         for info in op_db
     ]
