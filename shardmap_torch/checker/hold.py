@@ -10,6 +10,7 @@ stands for a sum still to be taken, types cannot tell whether it has been taken.
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
 import torch
@@ -59,15 +60,26 @@ def hold(
         ShardTypeError: it is not.
     """
     bases = [interpreter.base(operand) for operand in operands]
-    likes = tuple(_Like.of(interpreter, base) for base in bases)
-    mesh = interpreter.mesh
-    key = (what, mesh.axis_names, mesh.axis_sizes, likes, table_version())
-    name = str(what[0])
-    held = _HELD.get(key, lambda: _compare(interpreter, name, own, composition, likes))
+    name, mesh = str(what[0]), interpreter.mesh
+    found = []
+    for flowing in _flowing([interpreter.levels(base) for base in bases]):
+        pairs = zip(bases, flowing, strict=True)
+        likes = tuple(_Like.of(base, interpreter.kinds(base), flows) for base, flows in pairs)
+        key = (what, mesh.axis_names, mesh.axis_sizes, likes, table_version())
+        compare = partial(_compare, interpreter, name, own, composition, likes)
+        found.append(_HELD.get(key, compare))
     site, backward = interpreter.site()
     cells = [(base, interpreter.cell(base)) for base in bases]
     uses = tuple(use_of("", base, cell, cell.kinds) for base, cell in cells)
-    interpreter.add(Equation(name, uses, (), site, backward, held=held))
+    interpreter.add(Equation(name, uses, (), site, backward, held=found[0]))
+
+
+def _flowing(levels: Sequence[frozenset[int]]) -> Sequence[tuple[bool, ...]]:
+    """Through which operands a gradient flows: in all, then at each level where it is otherwise."""
+    all_levels = sorted(frozenset[int]().union(*levels))
+    ways = [tuple(map(bool, levels))]
+    ways += [tuple(level in operand for operand in levels) for level in all_levels]
+    return list(dict.fromkeys(ways))
 
 
 _HELD: Final = Memo[tuple[Held, ...]]()
@@ -85,8 +97,7 @@ class _Like:
     flows: bool
 
     @staticmethod
-    def of(interpreter: Interpreter, base: Tensor) -> "_Like":
-        kinds, flows = interpreter.kinds(base), interpreter.flows(base)
+    def of(base: Tensor, kinds: Types, flows: bool) -> "_Like":
         return _Like(base.shape, base.stride(), base.dtype, base.device, kinds, flows)
 
     def leaf(self, interpreter: Interpreter) -> Tensor:

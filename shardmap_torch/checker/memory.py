@@ -135,6 +135,13 @@ class Memory:
             return False  # the forward of a Function, whose backward says what flows
         return any(t.alive and t.level not in self._ending for t in self._tokens(tensor))
 
+    def levels(self, tensor: Tensor) -> frozenset[int]:
+        """Of the transforms whose gradient can flow through a base tensor; 0 for autograd's own."""
+        if not self.flows(tensor):
+            return frozenset()
+        alive = frozenset(t.level for t in self._tokens(tensor) if t.alive) - self._ending
+        return alive | {0} if torch.is_grad_enabled() and tensor.requires_grad else alive
+
     @contextmanager
     def applying(self) -> Iterator[None]:
         """In here a Function is applied under torch.func transforms.

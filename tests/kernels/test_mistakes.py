@@ -5,6 +5,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
 from shardmap_torch import I, P, Partial, R, ShardTypeError
@@ -219,3 +220,26 @@ def test_a_gradient_that_goes_to_another_weight_where_one_result_is_used_is_caug
         pytest.raises(ShardTypeError, match="operand 1 is there, and missing in the composition"),
     ):
         held_in(body, *specs, *SHAPES, SHAPES[1])
+
+
+def test_a_mistake_where_an_inner_gradient_needs_less_is_caught(forget: Forget) -> None:
+    """Only dw is asked for inside, and dx as well outside of the function."""
+    right = functions.GatherMatmulBackward._weights_only
+
+    def takes_the_shard(self: Any, x: Any, full: Any, dys: Any, wanted: Any) -> Any:
+        right(self, x, full, dys, wanted)
+        return (x.flatten(0, 1).t() @ dys[0].narrow(1, 0, x.shape[1]).flatten(0, 1),)
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        call = lambda w: all_gather_matmul(x, w, "tp", gather_dim=1).square().sum()  # noqa: E731
+        found: Tensor = torch.func.grad(call)(w)
+        return found
+
+    specs = COLUMN[0], P(None, "tp", partial="dp")
+    assert held_in(body, *specs, *SHAPES)
+    forget()
+    with (
+        mock.patch.object(functions.GatherMatmulBackward, "_weights_only", takes_the_shard),
+        pytest.raises(ShardTypeError, match="overlapped: the gradient of operand 1 is made by no"),
+    ):
+        held_in(body, *specs, *SHAPES)
