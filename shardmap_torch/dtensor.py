@@ -187,7 +187,10 @@ class Leave:
     def run(self, backend: Backend, x: Tensor) -> Tensor:
         """Wraps."""
         if self._beside is None:
-            return x if self._is_whole else wrap(self._mesh, self._spec, x)
+            if not self._is_whole:
+                return wrap(self._mesh, self._spec, x)
+            # Autograd forbids to write into what a Function returns as it was.
+            return x.clone() if x.requires_grad else x
         wanted = tuple(Replicate() if p.is_partial() else p for p in self._beside)
         wrapped = wrap(self._mesh, self._spec, x)
         if wrapped.placements == wanted:

@@ -13,6 +13,7 @@ from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.fit import check_inputs, crosses, is_spec, spec_of
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.rule import bind
+from shardmap_torch.run.apart import apart
 from shardmap_torch.spec import P
 from shardmap_torch.tree import Misfit, Placed, Tree, flatten, map_leaves, spread, unflatten
 
@@ -52,8 +53,11 @@ def device_put(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
     backend = ProcessGroupBackend(on)
 
     def put(leaf: Placed[P | None]) -> Tensor:
-        local = bind(backend, Enter(on, spec_of(leaf)), leaf.value)
-        return bind(backend, Leave(on, spec_of(leaf)), local)
+        spec = spec_of(leaf)
+        local = bind(backend, Enter(on, spec), leaf.value)
+        if spec.cuts:  # a view would keep the whole value, and write into it
+            (local,) = apart([local], [leaf.value])
+        return bind(backend, Leave(on, spec), local)
 
     return _replace(moved, placed, put)
 

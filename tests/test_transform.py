@@ -1,6 +1,7 @@
 """Transforms and nesting: what torch.func and autograd do to a shard_mapped function."""
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardmap_torch import (
     make_mesh,
     use_mesh,
 )
+from shardmap_torch import shard_map as checked
 from tests.pool import Gloo
 from tests.programs.everywhere import (
     ON_EVERY_MESH,
@@ -333,6 +335,41 @@ def closure(mesh: Mesh) -> None:
 @ON_EVERY_MESH
 def test_a_closure_that_is_used_as_one_value_gets_its_gradient(kind: str, gloo: Gloo) -> None:
     run_on(kind, closure, gloo)
+
+
+def closure_as_result(mesh: Mesh) -> None:
+    w = W.clone().requires_grad_()
+
+    def body(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, w
+
+    y, out = checked(body, mesh=mesh, in_specs=P("tp"), out_specs=(P("tp"), P()))(X)
+    same((y, out), (X * 2, W))
+
+
+@ON_EVERY_MESH
+def test_a_closed_over_tensor_can_be_a_result(kind: str, gloo: Gloo) -> None:
+    run_on(kind, closure_as_result, gloo)
+
+
+def searching_for_nan(mesh: Mesh) -> None:
+    x = X.clone().requires_grad_()
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("ignore")  # torch warns that it is slow
+        total = checked(
+            lambda x: all_reduce((x * x).sum(), "tp", dst=I),
+            mesh=mesh,
+            in_specs=P("tp"),
+            out_specs=P(),
+        )
+        total(x).backward()
+    assert x.grad is not None
+    same(x.grad, 2 * X)
+
+
+@ON_EVERY_MESH
+def test_anomaly_detection_does_not_disturb_the_checker(kind: str, gloo: Gloo) -> None:
+    run_on(kind, searching_for_nan, gloo)
 
 
 def test_rank_threads_refuse_a_closure_that_an_outer_transform_tracks() -> None:

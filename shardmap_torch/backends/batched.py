@@ -17,12 +17,16 @@ from torch import Tensor
 from shardmap_torch.backend import Scope
 from shardmap_torch.backends.stacked import MOVES, Stack
 from shardmap_torch.errors import TransformError
+from shardmap_torch.memory import memory_of
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective, FunctorchForm, unshared
 from shardmap_torch.types import Partial, R, V
 
 EQUAL: Final = frozenset({"sum", "max", "min", "gather", "broadcast"})
 """Moves whose result is the same on all ranks."""
+
+SENT: Final = frozenset({"gather", "exchange", "broadcast"})
+"""Moves that only send. Their results may be views here; real ranks have memory of their own."""
 
 SPREAD: Final = frozenset({(R, V), (R, Partial)})
 """Types between which a value stays as it is, and may then be written to as one that varies."""
@@ -133,6 +137,8 @@ class BatchedBackend:
             x = x.flatten(0, len(axes) - 1)
         stack = _StackRunner(self.mesh, varies, prod(sizes))
         y: Tensor = staged.operation.run(stack, x)
+        if staged.operation.move in SENT and memory_of(y) == memory_of(x):
+            y = y.clone()
         if staged.operation.move in EQUAL:
             return y
         y = y.unflatten(0, sizes)

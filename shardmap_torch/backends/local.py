@@ -25,7 +25,8 @@ def _pad(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
 
 
 def _mask(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
-    return x if index == c.source else torch.zeros_like(x)
+    # A copy on that rank too: none of them may share memory with the operand.
+    return x.clone() if index == c.source else torch.zeros_like(x)
 
 
 def _same(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:

@@ -16,6 +16,7 @@ from shardmap_torch.backends.vote import vote_against
 from shardmap_torch.backends.wire import TracedWire, Wire
 from shardmap_torch.errors import CommunicationError
 from shardmap_torch.memo import constant
+from shardmap_torch.memory import unviewed
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.rule import Collective
 
@@ -73,7 +74,8 @@ class ProcessGroupBackend(RankBackend):
             CollectiveMismatchError: a peer has left the program, and says so in a vote.
         """
         try:
-            return _on_wire(self.line(collective.axes), move, collective, x)
+            y = _on_wire(self.line(collective.axes), move, collective, x)
+            return y if torch.compiler.is_compiling() else unviewed(y)
         except RuntimeError as error:
             raise CommunicationError(
                 f"{collective} failed on rank {self.rank} of the {self.mesh}: {error}"

@@ -288,7 +288,8 @@ class Memory:
                 f"{self.name}: the body closes over a {type(real).__name__} at {call_site()}. "
                 "Pass it as an argument."
             )
-        with self.paused():
+        # torch looks at `.grad`, which a body may not.
+        with self.paused(), torch._C.DisableTorchFunction():
             fake = self.fake.from_tensor(real)
         if fake.untyped_storage()._cdata not in self._cells:
             label = f"a closed-over {type(real).__name__} of shape {list(real.shape)}"

@@ -12,6 +12,7 @@ from shardmap_torch.boundary import Call, Result, Untouched, is_checked, run_bod
 from shardmap_torch.errors import ShardTypeError, listing
 from shardmap_torch.fit import spec_of
 from shardmap_torch.layout import cut, join
+from shardmap_torch.run.apart import apart
 from shardmap_torch.spec import P
 from shardmap_torch.tree import Placed, Tree
 
@@ -50,8 +51,12 @@ def run(call: Call) -> Tree:
     leaves = list(result.leaves)
     if not is_checked(call):  # zeros_like of a varying value is batched too; types tell more
         _reject_varying(call, [result.outputs[i] for i in result.fit.crossing], stacked, axes)
-    for position, value in zip(result.fit.crossing, stacked, strict=True):
-        leaves[position] = join(value, result.fit.spec(position), call.mesh, axes)
+    joined = [
+        join(value, result.fit.spec(position), call.mesh, axes)
+        for position, value in zip(result.fit.crossing, stacked, strict=True)
+    ]
+    for position, value in zip(result.fit.crossing, apart(joined, call.leaves), strict=True):
+        leaves[position] = value
     return result.rebuild(leaves)
 
 

@@ -4,6 +4,7 @@ from shardmap_torch.backend import Backend
 from shardmap_torch.boundary import Call, Untouched, run_body
 from shardmap_torch.conversions import apply, entry_cuts, exit_joins
 from shardmap_torch.dtensor import enter, leave
+from shardmap_torch.run.apart import apart
 from shardmap_torch.tree import Tree
 
 
@@ -14,8 +15,9 @@ def run(call: Call, backend: Backend) -> Tree:
     result = run_body(call, backend, local)
     watch.check()
     leaves = list(result.leaves)
-    for i in result.fit.crossing:
-        leaves[i] = leave(backend, call.mesh, result.fit.spec(i), leaves[i])
+    values = apart([leaves[i] for i in result.fit.crossing], call.leaves)
+    for i, value in zip(result.fit.crossing, values, strict=True):
+        leaves[i] = leave(backend, call.mesh, result.fit.spec(i), value)
     return result.rebuild(leaves)
 
 

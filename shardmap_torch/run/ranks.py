@@ -17,6 +17,7 @@ from shardmap_torch.boundary import Call, Result, Untouched, run_body
 from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing
 from shardmap_torch.fit import can_receive_gradient, crosses
 from shardmap_torch.layout import global_of, locals_of
+from shardmap_torch.memory import unviewed
 from shardmap_torch.rule import TypedFunction
 from shardmap_torch.run.batched import unequal
 from shardmap_torch.run.closures import closed_over
@@ -86,7 +87,9 @@ class _Ranks:
         self.joined = self.results[0].fit.crossing
         self._reject_unequal()
         self.outputs = tuple(
-            global_of([value.detach() for value in self._values(i)], self._out_spec(i), mesh)
+            unviewed(
+                global_of([value.detach() for value in self._values(i)], self._out_spec(i), mesh)
+            )
             for i in self.joined
         )
         return self.outputs
