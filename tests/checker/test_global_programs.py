@@ -44,15 +44,19 @@ def test_accepted_programs_are_those_of_one_device(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [100, 101])
-def test_a_mutant_of_an_accepted_program_is_that_of_one_device_or_refused(seed: int) -> None:
-    inputs = drawn_inputs(seed)
-    program, _ = grown(seed, inputs)
-    assert is_right(program, seed)
-    truth = program.on_one_device(inputs)
-    rng = random.Random(seed)
-    for what, mutant in rng.sample(list(mutants(program, rng)), 10):
-        assert fate_of(mutant, inputs, truth) != MISSED, (what, mutant)
+def test_a_mutant_of_an_accepted_program_is_that_of_one_device_or_refused() -> None:
+    tried = 0
+    for seed in range(100, 105):
+        inputs = drawn_inputs(seed)
+        program, _ = grown(seed, inputs)
+        assert is_right(program, seed)
+        truth = program.on_one_device(inputs)
+        rng = random.Random(seed)
+        found = list(mutants(program, rng))  # as many as it has collectives
+        for what, mutant in rng.sample(found, min(6, len(found))):
+            assert fate_of(mutant, inputs, truth) != MISSED, (what, mutant)
+            tried += 1
+    assert tried >= 15
 
 
 def test_a_value_that_is_cut_behind_its_leading_digit_leaves_as_several_dims() -> None:
