@@ -28,6 +28,21 @@ class _Slot:
     dim: int | None
 
 
+aten = torch.ops.aten
+
+_MEANS: Final = frozenset(
+    {
+        aten.mean.default,
+        aten.mean.dim,
+        aten.mse_loss.default,
+        aten.huber_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.binary_cross_entropy.default,
+        aten.binary_cross_entropy_with_logits.default,
+    }
+)
+"""Averages over all entries; of others, such as those that ignore some, the parts may differ."""
+
 _AVERAGE: Final = (
     "it averages over a cut dim, and the mean of a part is not the mean",
     "take the sum, all_reduce it, and divide by the size on one device: x.shape[dim] * "
@@ -49,7 +64,7 @@ def by_dtensor(step: Step) -> list[Sharded]:
         raise UnrelatedError("nothing is known about what it writes where operands are cut", WRAP)
     dims: list[list[Dim]] = [list(map(uncut, whole)) for _, whole in step.results]
     partial: list[set[str]] = [set() for _ in step.results]
-    extrema: list[set[tuple[str, str]]] = [set() for _ in step.results]
+    pending: list[set[tuple[str, str]]] = [set() for _ in step.results]
     for axis in axes:
         answers = _ask(step.op, _arguments_for(step, axis), step.sizes[axis])
         if len(answers) < len(step.results):
@@ -59,15 +74,22 @@ def by_dtensor(step: Step) -> list[Sharded]:
                 dims[result][answer] = _passed_on(axis, step, result, answer)
             elif answer == "sum":
                 partial[result].add(axis)
-            elif answer in EXTREMA:
-                extrema[result].add((axis, answer))
             elif answer is not None:
-                raise UnrelatedError(*(_AVERAGE if answer == "avg" else _UNKNOWN))
-    columns = zip(dims, partial, extrema, strict=True)
+                pending[result].add((axis, _pending(step.op, answer)))
+    columns = zip(dims, partial, pending, strict=True)
     return [Sharded(tuple(d), frozenset(p), frozenset(e)) for d, p, e in columns]
 
 
 _UNKNOWN: Final = ("its result would still have to be combined over the ranks", WRAP)
+
+
+def _pending(op: OpOverload, answer: str) -> str:
+    """What has to be taken of the ranks' values, which are no addends."""
+    if answer in EXTREMA:
+        return answer
+    if answer == "avg" and op in _MEANS:
+        return "mean"
+    raise UnrelatedError(*(_AVERAGE if answer == "avg" else _UNKNOWN))
 
 
 def _passed_on(axis: str, step: Step, result: int, dim: int) -> Dim:

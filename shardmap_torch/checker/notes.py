@@ -34,16 +34,17 @@ class Sums:
     Attributes:
         partial: the value meant is the sum over the ranks.
         loose: each rank has its own, which means nothing on one device.
-        extrema: of these, those of which the largest or smallest is meant, with "max" or "min".
+        pending: of these, those over which the "max", the "min" or the "mean" is meant, or, after
+            the sum that begins a mean, the "share": the value divided by the number of ranks.
     """
 
     partial: Axes = NO_AXES
     loose: Axes = NO_AXES
-    extrema: frozenset[tuple[str, str]] = frozenset()
+    pending: frozenset[tuple[str, str]] = frozenset()
 
-    def over(self, kind: str) -> Axes:
-        """The axes over which that extremum is meant."""
-        return frozenset(axis for axis, each in self.extrema if each == kind)
+    def over(self, *kinds: str) -> Axes:
+        """The axes over which one of these is meant."""
+        return frozenset(axis for axis, kind in self.pending if kind in kinds)
 
 
 @dataclass
@@ -174,10 +175,10 @@ class Notes:
         tensor: Tensor,
         partial: Axes,
         loose: Axes = NO_AXES,
-        extrema: frozenset[tuple[str, str]] = frozenset(),
+        pending: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:
         """Says so of a storage."""
-        self._sums[self._storage(tensor)] = Sums(partial & self._on, loose & self._on, extrema)
+        self._sums[self._storage(tensor)] = Sums(partial & self._on, loose & self._on, pending)
 
     def reject_loose(self, tensor: Tensor, but: Axes = NO_AXES) -> None:
         """Requires that a value means something on one device, `but` over these axes.
@@ -187,12 +188,14 @@ class Notes:
         """
         sums = self.sums(tensor)
         loose = sums.loose - but
-        for axis, kind in sorted(sums.extrema):
+        for axis, kind in sorted(sums.pending):
             if axis in loose:
+                op = "mean" if kind == "share" else kind
+                what = "sum of the means of all parts" if op != kind else f"{kind} of a rank's part"
                 raise UnrelatedError(
-                    f"over {axis!r} it is the {kind} of each rank's part, from "
+                    f"over {axis!r} it is the {what}, from "
                     f"{self._interpreter.cell(tensor).origin()}",
-                    f"all_reduce it over {axis!r} with op={kind!r} first.",
+                    f"all_reduce it over {axis!r} with op={op!r} first.",
                 )
         if loose:
             raise UnrelatedError(

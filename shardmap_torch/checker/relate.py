@@ -8,6 +8,8 @@ program, and cotangents of the right types, its gradients are that program's.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from shardmap_torch.checker.align import Alignment, PartedError, differing, show
 from shardmap_torch.checker.calls import Refusal, Types, signature_of, type_call, writes_of
 from shardmap_torch.checker.interpret import Interpreter
 from shardmap_torch.checker.moves import EXTREMA, Move, after
-from shardmap_torch.checker.notes import NO_AXES, Notes
+from shardmap_torch.checker.notes import NO_AXES, Notes, Sums
 from shardmap_torch.checker.observe import (
     COLLECTIVE,
     GRADIENT,
@@ -100,18 +102,18 @@ class Relation(Observer):
                 event = self._take(COLLECTIVE)
                 ((number, whole),) = event.results
                 sums = self._notes.sums(x)
-                self._notes.reject_loose(x, sums.over(move))
+                means = sums.over("mean") if move == "sum" else NO_AXES
+                self._notes.reject_loose(x, means | sums.over(move))
                 piece = self._notes.find(x, event.arguments["x"], "its operand")
-                partial, loose = sums.partial, sums.loose
+                partial = sums.partial | means
                 if collective is not None:
                     sizes = self._notes.sizes
                     axes = tuple(axis for axis in collective.axes if axis in sizes)
                     dims, partial = after(move, Move(collective, axes, piece, partial, sizes))
                     piece = fitted(dims, tuple(y.shape), whole)
-                    loose -= set(axes)
+                    sums = _moved(sums, means & set(axes), frozenset(axes) - means)
                 self._notes.note(y, number, piece)
-                extrema = frozenset(each for each in sums.extrema if each[0] in loose)
-                self._notes.set_sums(y, partial, loose, extrema)
+                self._notes.set_sums(y, partial - means, sums.loose, sums.pending)
 
     def taken(self, name: str, tensors: Sequence[Tensor]) -> None:
         """A Python value must come from what every rank has as a whole."""
@@ -210,16 +212,17 @@ class Relation(Observer):
         results: Sequence[Tensor],
     ) -> None:
         read = _read_names(op)
+        shared, kept = self._shared(op, event, arguments)
         for name, tensor in _tensors(arguments):
             if name in read:
-                self._notes.reject_loose(tensor, self._kept(op, tensor))
+                self._notes.reject_loose(tensor, self._kept(op, tensor) | shared)
         pieces = {
             name: self._pieces(value, event.arguments.get(name), name)
             for name, value in arguments.items()
         }
         tensors = [tensor for _, tensor in _tensors(arguments)]
         plain = {name: value for name, value in arguments.items() if not tensors_in(value)}
-        whole = differing(plain, event)
+        whole = differing({} if shared else plain, event)
         shapes = [
             (tuple(tensor.shape), shape)
             for tensor, (_, shape) in zip(results, event.results, strict=True)
@@ -232,12 +235,31 @@ class Relation(Observer):
         for index, sharded in enumerate(propagate(step)):
             number, shape = event.results[index]
             piece = fitted(sharded.dims, tuple(results[index].shape), shape)
+            sharded = replace(sharded, pending=sharded.pending | kept)
             self._finish(op, arguments, results[index], number, piece, sharded, summed)
 
+    def _shared(
+        self, op: OpOverload, event: Event, arguments: Mapping[str, Any]
+    ) -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
+        """The unfinished axes of the sum of means that is divided here, and what stays of them."""
+        x, by, there = (*map(arguments.get, ("self", "other")), event.arguments.get("other"))
+        if (
+            op is torch.ops.aten.div.Tensor
+            and isinstance(x, Tensor)
+            and isinstance(by, int | float)
+        ):
+            sums = self._notes.sums(x)
+            axes = sums.over("share")
+            count = prod(self._notes.sizes[axis] for axis in axes)
+            if axes and isinstance(there, int | float) and by == there * count:
+                left = frozenset(each for each in sums.pending if each[1] == "mean")
+                return sums.over("share", "mean"), left
+        return NO_AXES, frozenset()
+
     def _kept(self, op: OpOverload, tensor: Tensor) -> frozenset[str]:
-        """The axes over which the result is the extremum that the operand is."""
-        extrema = self._notes.sums(tensor).extrema if _is_view(op) else ()
-        return frozenset(axis for axis, _ in extrema)
+        """The axes over which the result is as unfinished as the operand."""
+        pending = self._notes.sums(tensor).pending if _is_view(op) else ()
+        return frozenset(axis for axis, _ in pending)
 
     def _reject_hidden_writes(
         self,
@@ -335,24 +357,19 @@ class Relation(Observer):
             loose |= self._notes.sums(result).loose
         self._notes.note(result, number, piece)
         if not self._notes.knows_sums(result) or writes_of(op, arguments):
-            self._notes.set_sums(result, partial, loose, self._extrema(arguments, sharded))
+            self._reject_gradients(arguments, sharded)
+            self._notes.set_sums(result, partial, loose, sharded.pending)
 
-    def _extrema(
-        self, arguments: Mapping[str, Any], sharded: Sharded
-    ) -> frozenset[tuple[str, str]]:
-        """The extrema that are left to take.
-
-        Raises:
-            UnrelatedError: a gradient flows, which equal entries share by ranks there.
-        """
-        if sharded.extrema and any(self._flows(x) for _, x in _tensors(arguments)):
+    def _reject_gradients(self, arguments: Mapping[str, Any], sharded: Sharded) -> None:
+        """Refuses gradients through an extremum, which equal entries would share by ranks."""
+        extrema = [kind for _, kind in sharded.pending if kind in EXTREMA]
+        if extrema and any(self._flows(x) for _, x in _tensors(arguments)):
             raise UnrelatedError(
-                f"it takes the {min(sharded.extrema)[1]}imum over a cut dim, and a gradient flows "
+                f"it takes the {min(extrema)}imum over a cut dim, and a gradient flows "
                 "through it, which equal entries would share in other parts than on one device",
                 "detach its operand if it needs no gradient, or wrap it and the all_reduce with "
                 "op='max' or 'min' in one local_region.",
             )
-        return sharded.extrema
 
     def _flows(self, tensor: Tensor) -> bool:
         return self._interpreter.flows(self._interpreter.base(tensor))
@@ -410,6 +427,16 @@ class Relation(Observer):
         kind = str(tensor.dtype).removeprefix("torch.")
         origin = self._interpreter.cell(tensor).origin()
         return f"  {name}: {kind}{list(tensor.shape)}, cut {self.spec_of(tensor)!r}, from {origin}"
+
+
+def _moved(sums: Sums, summed: frozenset[str], taken: frozenset[str]) -> Sums:
+    """What is left after means over some axes have been summed, and extrema over others taken."""
+    pending = frozenset(
+        (axis, "share" if axis in summed else kind)
+        for axis, kind in sums.pending
+        if axis not in taken
+    )
+    return Sums(sums.partial, sums.loose - taken, pending)
 
 
 def _tensors(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

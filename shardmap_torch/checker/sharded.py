@@ -20,12 +20,12 @@ class Sharded:
     Attributes:
         dims: the cuts.
         partial: axes over which they have to be added.
-        extrema: axes over which the largest or smallest has to be taken, with "max" or "min".
+        pending: axes over which the "max", the "min" or the "mean" of them has to be taken.
     """
 
     dims: tuple[Dim, ...]
     partial: frozenset[str] = frozenset()
-    extrema: frozenset[tuple[str, str]] = frozenset()
+    pending: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True)

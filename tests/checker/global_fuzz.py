@@ -99,15 +99,15 @@ def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
     """
     places = list(specs)
     found: list[P | None] = []
-    extrema: list[Extrema] = []  # what is left to take of each result
-    taken: list[Extrema] = []
+    pending: list[Pending] = []  # what is left to take of each result
+    taken: list[Pending] = []
 
     def body(*values: Tensor) -> tuple[Tensor, ...]:
         out = case.call(dict(zip(places, values, strict=True)))
         interpreter = current_interpreter()
         judged = interpreter is not None and interpreter.observer.judges
         if interpreter is not None and judged:
-            extrema[:] = [_extrema(interpreter, y) for y in out]
+            pending[:] = [_pending(interpreter, y) for y in out]
         out = [_finished(y, each) for y, each in zip(out, taken or [()] * len(out), strict=True)]
         if interpreter is not None and judged:
             found[:] = [interpreter.observer.spec_of(interpreter.adopt(y)) for y in out]
@@ -122,8 +122,8 @@ def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
     try:
         probed = shard_map(probe, mesh=ABSTRACT, in_specs=in_specs, out_specs=P(), check="global")
         probed(*values)
-        if any(extrema):
-            taken[:] = extrema
+        if any(pending):
+            taken[:] = pending
             probed(*values)
         if not found or None in found:
             return "no result"
@@ -138,19 +138,19 @@ def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
     return None
 
 
-Extrema = Sequence[tuple[str, str]]
-"""Axes, each with what is to be taken over its ranks, "max" or "min"."""
+Pending = Sequence[tuple[str, str]]
+"""Axes, each with what is to be taken over its ranks, "max", "min" or "mean"."""
 
 
-def _extrema(interpreter: Interpreter, y: Tensor) -> Extrema:
+def _pending(interpreter: Interpreter, y: Tensor) -> Pending:
     observer = interpreter.observer
     assert isinstance(observer, Relation)
-    return sorted(observer._notes.sums(interpreter.adopt(y)).extrema)
+    return sorted(observer._notes.sums(interpreter.adopt(y)).pending)
 
 
-def _finished(y: Tensor, extrema: Extrema) -> Tensor:
-    for axis, kind in extrema:
-        y = all_reduce(y, axis, dst=R, op=kind)  # type: ignore[arg-type]  # one of two
+def _finished(y: Tensor, pending: Pending) -> Tensor:
+    for axis, kind in pending:
+        y = all_reduce(y, axis, dst=R, op=kind)  # type: ignore[arg-type]  # one of three
     return y
 
 

@@ -153,7 +153,7 @@ def steps_of_ranks(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> T
 def smoothing_over_vocabulary(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     logits = x @ w
     nats = all_reduce(logits.exp().sum(-1), "tp", dst=I).log()
-    return nats - all_reduce(logits.mean(-1), "tp", op="mean", dst=I)
+    return nats - all_reduce(logits.mean(-1), "tp", dst=I)
 
 
 def mean_all_reduce(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ WRONG = [
     (fused_bias_before_reduction, P("dp"), "counted once per rank"),
     (residual_before_reduction, P("dp"), "counted once per rank"),
     (softmax_over_cut, P("dp"), "softmax is not what it is on one device"),
-    (mean_over_cut, P("dp"), "averages over a cut dim"),
+    (mean_over_cut, P("dp"), "it is the mean of a rank's part"),
     (mean_by_local_size, P("dp"), "is 8 on a rank and 32 on one device"),
     (norm_over_cut, P("dp"), "on one device the body fails"),
     (norm_of_own_width, P("dp"), r"normalized_shape is \[8\] on a rank and"),
@@ -191,7 +191,7 @@ WRONG = [
     (filled_with_local_size, P("dp"), "is 8 on a rank and 32 on one device"),
     (norms_of_pieces, P("dp"), "reduces each tensor of a list"),
     (steps_of_ranks, P("dp"), "the ranks come to mul"),
-    (smoothing_over_vocabulary, P("dp"), "averages over a cut dim"),
+    (smoothing_over_vocabulary, P("dp"), "it is the sum of the means of all parts"),
     (mean_all_reduce, P("dp"), "is 4 on a rank and 1 on one device"),
     (write_of_another_cut, P("dp"), "one device"),
 ]

@@ -1,17 +1,20 @@
-"""Maxima and minima over a cut dim under check="global": of the parts first, then of the ranks."""
+"""Extrema and means over a cut dim under check="global": of the parts first, then of the ranks."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardmap_torch import (
     I,
     P,
     R,
     ShardTypeError,
+    all_gather,
     all_reduce,
+    axis_size,
     check_program,
     local_region,
 )
@@ -54,6 +57,35 @@ def integers(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return all_reduce((steps * h) @ w2, "tp", dst=I) + b2
 
 
+def mean(x: Tensor, axis: Any = "tp") -> Tensor:
+    return all_reduce(x, axis, dst=R, op="mean")
+
+
+def normalised(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    h = h - mean(h.mean(-1, keepdim=True))
+    h = h / mean(h.square().mean(-1)).sqrt().unsqueeze(-1)
+    return all_reduce(torch.mm(h, w2), "tp", dst=I) + b2
+
+
+def means_of_both_axes(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    joint = mean(h.mean(), ("dp", "tp"))
+    in_turn = mean(mean(functional.mse_loss(h, torch.zeros_like(h)), "dp"), "tp")
+    return all_reduce((joint * in_turn * h) @ w2, "tp", dst=I) + b2
+
+
+def mean_by_hand(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    scale = all_reduce(h.mean(-1).unsqueeze(-1), "tp", dst=R) / axis_size("tp")
+    return all_reduce((scale * h) @ w2, "tp", dst=I) + b2
+
+
+@pytest.mark.parametrize("body", [normalised, means_of_both_axes, mean_by_hand])
+def test_the_mean_of_the_parts_means_is_that_of_one_device(body: Body) -> None:
+    accepted(body, P("dp"))
+
+
 @pytest.mark.parametrize("body", [softmax, viewed, of_both_axes, norm, integers])
 def test_the_extremum_of_the_parts_extrema_is_that_of_one_device(body: Body) -> None:
     accepted(body, P("dp"))
@@ -84,11 +116,41 @@ def over_one_axis_only(h: Tensor) -> Tensor:
 
 
 def in_a_region(h: Tensor) -> Any:
-    return local_region(lambda m: m, in_types=(P(),), out_types=P())(h.detach().max().clone())
+    return local_region(lambda m: m, in_types=(P(),), out_types=P())(h.detach().max())
 
 
 def rounded(h: Tensor) -> Tensor:
     return largest((h > 0).any(-1, keepdim=True)).to(h.dtype)
+
+
+def sum_of_means(h: Tensor) -> Tensor:
+    return all_reduce(h.mean(-1, keepdim=True), "tp", dst=R)
+
+
+def divided_otherwise(h: Tensor) -> Tensor:
+    return all_reduce(h.mean(-1, keepdim=True), "tp", dst=R) / axis_size("dp")
+
+
+def divided_before(h: Tensor) -> Tensor:
+    return all_reduce(h.mean(-1, keepdim=True) / axis_size("tp"), "tp", dst=R)
+
+
+def mean_used_before(h: Tensor) -> Tensor:
+    return mean(h.mean(-1, keepdim=True).square())
+
+
+def mean_over_one_axis_only(h: Tensor) -> Tensor:
+    return mean(h.mean(), "dp")
+
+
+def largest_mean(h: Tensor) -> Tensor:
+    return largest(h.detach().mean(-1, keepdim=True))
+
+
+def mean_of_what_counts(h: Tensor) -> Tensor:
+    """Each rank's rows may have another number of targets that count."""
+    targets = torch.zeros(h.shape[:1], dtype=torch.int64)
+    return mean(functional.nll_loss(all_gather(h, "tp", dim=1, dst=R), targets), "dp")
 
 
 def counted(h: Tensor) -> Tensor:
@@ -101,11 +163,18 @@ def counted(h: Tensor) -> Tensor:
     [
         (of_pieces, "it is a maximum or minimum over pieces"),
         (with_a_gradient, "it takes the maximum over a cut dim, and a gradient flows through it"),
-        (of_another_kind, "over 'tp' it is the max of each rank's part, from amax"),
-        (used_before, "add is not what .* over 'tp' it is the max of each rank's part"),
-        (never_taken, "over 'tp' it is the max of each rank's part(?s:.*)with op='max' first"),
-        (over_one_axis_only, "over 'tp' it is the max of each rank's part"),
-        (in_a_region, "it is the max of each rank's part"),
+        (of_another_kind, "over 'tp' it is the max of a rank's part, from amax"),
+        (used_before, "add is not what .* over 'tp' it is the max of a rank's part"),
+        (never_taken, "over 'tp' it is the max of a rank's part(?s:.*)with op='max' first"),
+        (over_one_axis_only, "over 'tp' it is the max of a rank's part"),
+        (in_a_region, "it is the max of a rank's part"),
+        (sum_of_means, "over 'tp' it is the sum of the means of all parts(?s:.*)with op='mean'"),
+        (divided_otherwise, "over 'tp' it is the sum of the means of all parts"),
+        (divided_before, "div is not what .* over 'tp' it is the mean of a rank's part"),
+        (mean_used_before, "over 'tp' it is the mean of a rank's part"),
+        (mean_over_one_axis_only, "over 'tp' it is the mean of a rank's part"),
+        (largest_mean, "over 'tp' it is the mean of a rank's part"),
+        (mean_of_what_counts, "nll_loss_forward is not what it is on one device"),
         (rounded, "whether any entry is true is no sum of whether any of a part is"),
         (counted, "whether any entry is true is no sum of whether any of a part is"),
     ],
