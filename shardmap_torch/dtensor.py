@@ -70,7 +70,10 @@ def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
         MeshError: it lives on another mesh.
     """
     if x.device_mesh != mesh.device_mesh:
-        raise MeshError(f"A DTensor on {x.device_mesh} cannot enter a function on the {mesh}.")
+        raise MeshError(
+            f"A DTensor on {x.device_mesh} cannot enter a function on the {mesh}. Make the mesh of "
+            "that DeviceMesh, make_mesh(device_mesh), or pass x.full_tensor()."
+        )
     x = _by_placements(mesh, x)
     wanted = placements_of(mesh, spec)
     if x._spec.placements != wanted:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -211,7 +211,15 @@ def _leaf_problems(leaf: Placed[Spec], mesh: Mesh, mapped: Sequence[str]) -> lis
         cut = [f"is a number, which {leaf.spec!r} cannot cut"]
         return cut if leaf.spec.cuts or leaf.spec.partial else []
     kind = type(leaf.value).__name__
-    return [f"is a {kind}, no tensor; mark static arguments with None in in_specs"]
+    instead = _INSTEAD.get(kind, "mark static arguments with None in in_specs")
+    return [f"is a {kind}, no tensor; {instead}"]
+
+
+_INSTEAD: Final = {
+    "ndarray": "pass torch.from_numpy(x)",
+    "ShapeDtype": "it stands for one in check_program and its like, and on abstract meshes",
+}
+"""What to do about arguments of some types."""
 
 
 def _require_named(name: str, mapped: Sequence[str], placed: Sequence[Placed[Spec]]) -> None:

@@ -272,9 +272,9 @@ def _stop_process_group() -> None:
 def _check_world(names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     world = dist.get_world_size()
     if prod(sizes) != world:
-        product = "*".join(map(str, sizes))
+        product = f"{'*'.join(map(str, sizes))} = " * (len(sizes) > 1)
         raise MeshError(
-            f"The mesh {dict(zip(names, sizes, strict=True))} has {product} = {prod(sizes)} ranks, "
+            f"The mesh {dict(zip(names, sizes, strict=True))} has {product}{prod(sizes)} ranks, "
             f"but {world} processes were started."
         )
 

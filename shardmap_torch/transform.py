@@ -6,6 +6,7 @@ from functools import partial, wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.backend import Scope, current_scope
@@ -125,6 +126,7 @@ def shard_map(
         raise SpecError(
             f"in_specs takes one P for all arguments, a tuple with one spec per argument, or a "
             f"dict by parameter name, not {in_specs!r}."
+            + (f" Write P({in_specs!r})." if isinstance(in_specs, str) else "")
         )
     if check not in (True, False, "local", "global"):
         raise SpecError(f"check is True, False, 'local' or 'global', not {check!r}.")
@@ -168,6 +170,13 @@ class _Body:
         if scope is not None or not self._check or torch.compiler.is_compiling():
             infers = scope is not None and scope.follower is not None
             return _run(self._call(scope, args, kwargs, infers), scope, batches=False)
+        # Dynamo may have given the call up, for want of a named axis, and look into what runs then.
+        if get_eval_frame_callback() is not None:
+            uncompiled = torch.compiler.disable(self._run_checked)
+            return uncompiled(args, kwargs)
+        return self._run_checked(args, kwargs)
+
+    def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         call = self._call(None, args, kwargs, infers=True)
         if call.mesh.kind == "abstract":
             return shapes_of(self._checked.verdict(call))

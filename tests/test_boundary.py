@@ -11,6 +11,7 @@ from shardmap_torch import (
     I,
     Mesh,
     P,
+    ShapeDtype,
     ShardTypeError,
     SpecError,
     all_reduce,
@@ -60,6 +61,14 @@ ARGUMENTS: list[tuple[Callable[[], Any], list[str]]] = [
     (
         call((P(),), "mode"),
         ["x: is a str, no tensor; mark static arguments with None in in_specs"],
+    ),
+    (call((P(),), X.numpy()), ["x: is a ndarray, no tensor; pass torch.from_numpy(x)"]),
+    (
+        call((P(),), ShapeDtype((3,))),
+        [
+            "x: is a ShapeDtype, no tensor; it stands for one in check_program and its like, and "
+            "on abstract meshes"
+        ],
     ),
     (call((P(),), X, X), ["in_specs: has 1 specs for 2 arguments"]),
     (call((), X), ["in_specs: has 0 specs for 1 arguments"]),

@@ -1,5 +1,6 @@
 """shard_mapped functions under torch.compile(fullgraph=True) on process groups."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -193,6 +194,24 @@ def test_a_compiled_call_names_the_axes_that_only_the_checker_could_type(gloo: G
     for text in gloo(2).run(check_is_needed, "aot_eager", timeout=120):
         assert SpecError.__name__ in text
         assert "x: P() needs replicate={'tp'} or invariant={'tp'}" in text
+
+
+def runs_uncompiled(backend: str) -> list[str]:
+    """What torch warns of where a call that is to be checked is compiled as far as that goes."""
+    torch._dynamo.reset()
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+    f = shard_map(mlp, mesh=mesh, in_specs=(P(), *WEIGHTS), out_specs=P())
+    xs = [x.requires_grad_() for x in operands(mlp)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = torch.compile(f, backend=backend)(*xs)
+    torch.testing.assert_close(found, f(*xs))
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_call_that_does_not_name_its_axes_is_checked_and_runs_uncompiled(gloo: Gloo) -> None:
+    """Dynamo gives it up, and does not look into the checker."""
+    assert gloo(2).run(runs_uncompiled, "aot_eager", timeout=120) == [[], []]
 
 
 def dtensors(body: Body) -> int:

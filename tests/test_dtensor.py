@@ -235,7 +235,8 @@ def foreign(mesh: Mesh) -> None:
     with pytest.raises(MeshError) as caught:
         identity(mesh, P("tp"))(x)
     assert str(caught.value) == (
-        f"A DTensor on {other} cannot enter a function on the process_group mesh (tp=2)."
+        f"A DTensor on {other} cannot enter a function on the process_group mesh (tp=2). Make the "
+        "mesh of that DeviceMesh, make_mesh(device_mesh), or pass x.full_tensor()."
     )
     simulated = make_mesh((2,), ("tp",), kind="simulated")
     with pytest.raises(SpecError) as refused:

@@ -143,5 +143,7 @@ def _difference(name: str, odd: int, first: str, second: str) -> str:
     return (
         f"{name}: processes run different programs. The first difference:\n"
         f"  rank 0: {mine.strip()}\n"
-        f"  rank {odd}: {other.strip()}"
+        f"  rank {odd}: {other.strip()}\n"
+        "Fix: run the same code with the same Python values on every process. What depends on the "
+        "rank inside of a body is the tensor axis_index(axis)."
     )

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardmap_torch.checker.observe import REGION
 from shardmap_torch.checker.program import Equation, Held, Use, Way, show_kinds
 from shardmap_torch.checker.verify import Verdict
-from shardmap_torch.errors import ShardTypeError, TransformError
+from shardmap_torch.errors import ShardTypeError, SpecError, TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 from shardmap_torch.tree import Tree, map_leaves
@@ -36,6 +36,17 @@ class ShapeDtype:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     requires_grad: bool = False
+
+    def __post_init__(self) -> None:
+        """Looks at what it is made of, which torch would reject without a name."""
+        sizes = isinstance(self.shape, tuple | list) and all(
+            isinstance(size, int) and size >= 0 for size in self.shape
+        )
+        if not (sizes and isinstance(self.dtype, torch.dtype)):
+            raise SpecError(
+                "ShapeDtype takes a tuple of sizes and a torch.dtype, not "
+                f"{self.shape!r} and {self.dtype!r}."
+            )
 
 
 def stand_ins(tree: Tree) -> Tree:

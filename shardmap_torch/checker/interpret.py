@@ -45,6 +45,10 @@ from shardmap_torch.where import Site, call_site
 _SILENT: Final = ("prim", "profiler")  # they read no values
 _LITERAL: Final = torch.ops.aten.lift_fresh.default
 _BITS: Final = torch.ops.aten.view.dtype
+_ONE_DTYPE: Final = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
+)
+"""Operations that reject operands of several dtypes, but not where they have no data."""
 
 
 class Interpreter(Memory):
@@ -119,6 +123,11 @@ class Interpreter(Memory):
         return out
 
     def _run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        dtypes = {t.dtype for value in args for t in tensors_of(value)} if op in _ONE_DTYPE else ()
+        if len(dtypes) > 1:
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            head = f"{_name(op)} of {names}: torch multiplies tensors of one dtype only."
+            raise report.error(self, head, [], "cast one of them.")
         try:
             return op(*args, **kwargs)
         except (

@@ -20,6 +20,8 @@ EXTREMA: Final = ("max", "min")
 
 Axes: TypeAlias = tuple[str, ...]
 
+_USE: Final = {"R": "leave it R, as all_gather(..., dst=R) and to='reduced' in lax do"}
+
 State: TypeAlias = tuple[tuple[Dim, ...], frozenset[str]]
 """The cuts of the dims, and the axes over which the value is a sum still to be taken."""
 
@@ -111,7 +113,7 @@ def _same(move: Move) -> State:
     if collective.name == "reinterpret" and not is_sum:
         raise UnrelatedError(
             "it keeps the bits and changes the meaning, so that the value is another one",
-            f"use convert, or {_WRAP}",
+            f"{_USE.get(collective.src.kind, 'use convert')}, or {_WRAP}",
         )
     return move.x.dims, move.partial
 

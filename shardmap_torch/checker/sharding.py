@@ -140,7 +140,8 @@ def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> Piece:
         raise UnrelatedError(
             f"{twice[0]!r} cuts two dims of the result, of which the ranks then have blocks on the "
             "diagonal only",
-            f"gather one operand over {twice[0]!r} first.",
+            f"gather one operand over {twice[0]!r} first; wrap code that goes from block to block, "
+            "as a ring does, in local_region(f, in_types, out_types).",
         )
     return piece
 

@@ -385,5 +385,7 @@ def test_a_process_does_not_wait_for_a_message_that_is_not_sent(gloo: Gloo) -> N
         f"  rank 0: waits in ppermute('a', V -> V) at test_follow.py:{line}: "
         'return x if FLAG.get() == "none" else ppermute(x, "a", [(1, 0)])\n'
         "  rank 1: comes to the end, where the program has ppermute('a', V -> V) of float32[2] at "
-        f"test_follow.py:{line}",
+        f"test_follow.py:{line}\n"
+        "Fix: run the same code with the same Python values on every process. What depends on the "
+        "rank inside of a body is the tensor axis_index(axis).",
     ]

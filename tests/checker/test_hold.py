@@ -225,16 +225,21 @@ def doubles(backend: Backend, x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "w_spec", "what"),
     [
-        (repeats, COLUMNS, "made by no collective, and by all_gather('tp', V -> R)"),
-        (repeats, WHOLE, "V over 'tp', and R"),
-        (doubles, COLUMNS, "float64[8, 4], and float32[8, 4]"),
+        (repeats, COLUMNS, "result 0 is made by no collective, and by all_gather('tp', V -> R)"),
+        (repeats, WHOLE, "result 0 is V over 'tp', and R"),
+        (
+            doubles,
+            COLUMNS,
+            "it fails (ShardTypeError: body: mm of float32 and float64: torch multiplies tensors "
+            "of one dtype only.), which nothing does",
+        ),
     ],
 )
 def test_a_wrong_forward_is_refused(forward: Callable[..., Tensor], w_spec: P, what: str) -> None:
     with pytest.raises(ShardTypeError) as caught:
         check(forward, w_spec=w_spec)
     first, *_ = str(caught.value).splitlines()
-    assert first == f"{PRODUCT}result 0 is {what} in the composition."
+    assert first == f"{PRODUCT}{what} in the composition."
 
 
 def test_a_backward_is_held_only_where_a_gradient_flows() -> None:

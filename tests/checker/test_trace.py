@@ -15,6 +15,7 @@ from shardmap_torch import (
     S,
     ShapeDtype,
     ShardTypeError,
+    SpecError,
     TransformError,
     V,
     all_gather,
@@ -203,3 +204,32 @@ def test_only_a_shard_mapped_function_can_be_checked() -> None:
     assert str(caught.value) == (
         "check_program takes a shard_mapped function, not <built-in function len>."
     )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4, -1), torch.float32), ("4", torch.float32), ((4,), "float32")]
+)
+def test_what_is_no_shape_or_dtype_is_told_where_it_is_made(shape: Any, dtype: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        ShapeDtype(shape, dtype)
+    assert str(caught.value) == (
+        f"ShapeDtype takes a tuple of sizes and a torch.dtype, not {shape!r} and {dtype!r}."
+    )
+
+
+def test_a_product_of_several_dtypes_is_refused_as_with_data() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    mesh = make_mesh((2,), ("i",), kind="abstract")
+    f: Any = shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())
+    line = body.__code__.co_firstlineno + 1
+    for shape in ((4, 4), (2, 4, 4)):
+        with pytest.raises(ShardTypeError) as caught:
+            f(ShapeDtype(shape), ShapeDtype((4, 4), torch.bfloat16))
+        assert str(caught.value) == (
+            "body: mm of bfloat16 and float32: torch multiplies tensors of one dtype only.\n"
+            f"  at test_trace.py:{line}: return x @ w\nFix: cast one of them."
+        )
+    with torch.autocast("cpu"):
+        f(ShapeDtype((4, 4)), ShapeDtype((4, 4), torch.bfloat16))

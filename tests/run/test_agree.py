@@ -50,7 +50,9 @@ def test_the_first_difference_of_two_programs_is_told_on_every_rank(gloo: Gloo) 
     assert factor == (
         "other_factor: processes run different programs. The first difference:\n"
         f"  rank 0: %1: float32[1] {{i: V}} = mul(input x (P('i')); other=1.0)  {line}\n"
-        f"  rank 1: %1: float32[1] {{i: V}} = mul(input x (P('i')); other=2.0)  {line}"
+        f"  rank 1: %1: float32[1] {{i: V}} = mul(input x (P('i')); other=2.0)  {line}\n"
+        "Fix: run the same code with the same Python values on every process. What depends on the "
+        "rank inside of a body is the tensor axis_index(axis)."
     )
     assert more.splitlines()[1] == "  rank 0: backward:"
     assert more.splitlines()[2].startswith("  rank 1: %2: float32[1] {i: K} = sin(%1)  # ")
