@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.backend import Checker, Scope, current_scope
+from shardmap_torch.backend import Scope, current_scope, is_checker
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.checked import Checked, typed_calls
@@ -211,7 +211,7 @@ def _prepare(
     why = obstacle(situation)
     if why is not None:
         plan = _unfused_plan(situation, problem, why)
-        if not isinstance(backend, Checker) or obstacle(situation, of_place=False) is not None:
+        if not is_checker(backend) or obstacle(situation, of_place=False) is not None:
             return Prepared(collective, plan, unfused)
         fused = _may_be_fused(problem.op, collective, operands[0], options)
         kernels = typed_calls(backend, collective, options, fused=fused)
@@ -254,7 +254,7 @@ def _unfused_plan(situation: Situation, problem: Problem, why: str) -> Plan:
         KernelError: If overlap is required, and this is no check of what processes will run.
     """
     backend = situation.backend
-    if isinstance(backend, Checker) and backend.mesh.kind != "simulated":
+    if is_checker(backend) and backend.mesh.kind != "simulated":
         return Plan(problem.op, problem.axis, None, CHECKED)
     return obstructed(problem.op, problem.axis, situation.overlap, why)
 

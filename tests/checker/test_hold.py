@@ -23,7 +23,7 @@ from shardmap_torch import (
     shard_map,
     trace,
 )
-from shardmap_torch.backend import Backend, Checker, current_scope
+from shardmap_torch.backend import Backend, current_scope, is_checker
 from shardmap_torch.checker import hold
 from shardmap_torch.memo import Memo
 from shardmap_torch.rule import Collective, TypedFunction, bind
@@ -82,7 +82,7 @@ def check(
         scope = current_scope()
         assert scope is not None
         backend = scope.backend
-        if isinstance(backend, Checker):  # as on every mesh while a body is checked
+        if is_checker(backend):  # as on every mesh while a body is checked
             composition = lambda x, w: (product(backend, x, w),)  # noqa: E731
             backend.hold(
                 ("product, overlapped", forward, pull),
