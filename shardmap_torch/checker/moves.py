@@ -124,6 +124,12 @@ def _per_rank(move: Move) -> State:
 
 def _extremum(move: Move) -> State:
     """Over the ranks it is that over the entries if each rank has taken that of its part."""
+    if move.partial:
+        over = ", ".join(map(repr, sorted(move.partial)))
+        raise UnrelatedError(
+            f"its operand is a sum over {over} still to be taken, of which ranks have addends",
+            f"all_reduce or reduce_scatter it over {over} first.",
+        )
     if not set(move.axes).isdisjoint(move.x.axes):
         raise UnrelatedError(
             "it is a maximum or minimum over pieces", f"take that of each piece first, or {_WRAP}"

@@ -119,6 +119,18 @@ def in_a_region(h: Tensor) -> Any:
     return local_region(lambda m: m, in_types=(P(),), out_types=P())(h.detach().max())
 
 
+def of_addends(h: Tensor) -> Tensor:
+    return largest(h.detach().sum(-1, keepdim=True))
+
+
+def of_addends_with_a_gradient(h: Tensor) -> Tensor:
+    return largest(h.sum(-1, keepdim=True))
+
+
+def of_addends_over_another_axis(h: Tensor) -> Tensor:
+    return all_reduce(largest(h.detach().sum(), "dp"), "tp", dst=R)
+
+
 def rounded(h: Tensor) -> Tensor:
     return largest((h > 0).any(-1, keepdim=True)).to(h.dtype)
 
@@ -167,6 +179,9 @@ def counted(h: Tensor) -> Tensor:
         (used_before, "add is not what .* over 'tp' it is the max of a rank's part"),
         (never_taken, "over 'tp' it is the max of a rank's part(?s:.*)with op='max' first"),
         (over_one_axis_only, "over 'tp' it is the max of a rank's part"),
+        (of_addends, "its operand is a sum over 'tp' still to be taken"),
+        (of_addends_with_a_gradient, "its operand is a sum over 'tp' still to be taken"),
+        (of_addends_over_another_axis, "its operand is a sum over 'dp', 'tp' still to be taken"),
         (in_a_region, "it is the max of a rank's part"),
         (sum_of_means, "over 'tp' it is the sum of the means of all parts(?s:.*)with op='mean'"),
         (divided_otherwise, "over 'tp' it is the sum of the means of all parts"),
