@@ -35,7 +35,9 @@ def is_right(program: Program, seed: int) -> bool:
     return same(program.on_ranks(inputs, exits), program.on_one_device(inputs))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_accepted_programs_are_those_of_one_device(seed: int) -> None:
     program, refused = grown(seed, drawn_inputs(seed))
     assert len(program.steps) >= 4
