@@ -105,7 +105,7 @@ def dtypes_of(info: Any, thorough: bool) -> Sequence[torch.dtype]:
 
 def fuzz_operator(info: Any, samples: int, draws: int, thorough: bool = False) -> Summary:
     """All trials of one operator."""
-    summary = Summary(name_of(info), info.supports_autograd)
+    summary = Summary(name_of(info), info.supports_autograd and runs_here(info))
     rng = random.Random(info.name)
     for dtype in dtypes_of(info, thorough):
         for case in cases(info, dtype, samples):

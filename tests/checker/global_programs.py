@@ -37,7 +37,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.checker.modes import current_interpreter
 from shardmap_torch.checker.relate import Relation
-from shardmap_torch.checker.sharding import Dim
+from shardmap_torch.checker.sharding import Dim, UnrelatedError
 
 NAMES: Final = ("a", "b")
 SIZE: Final = 12
@@ -97,6 +97,8 @@ LOCAL: Final[dict[str, tuple[int, Run]]] = {
     "in place": (1, lambda x: x.clone().mul_(0.5).add_(x)),
     "relu": (1, torch.relu),
     "largest": (1, lambda x: x - x.amax(-1, keepdim=True).detach()),
+    "detached maximum": (1, lambda x: x.detach().amax(-1, keepdim=True)),
+    "row mean": (1, lambda x: x.mean(-1, keepdim=True)),
     "inner gradient": (2, _inner),
     "written": (2, _written),
     "same": (1, lambda x: x * 1),
@@ -104,6 +106,8 @@ LOCAL: Final[dict[str, tuple[int, Run]]] = {
 
 COLLECTIVES: Final[dict[str, Run]] = {
     "all_reduce": lambda x, axes, dim, dst: all_reduce(x, axes, dst=dst),
+    "mean": lambda x, axes, dim, dst: all_reduce(x, axes, dst=dst, op="mean"),
+    "max": lambda x, axes, dim, dst: all_reduce(x, axes, dst=dst, op="max"),
     "all_gather": lambda x, axes, dim, dst: all_gather(x, axes, dim=dim, dst=dst),
     "reduce_scatter": lambda x, axes, dim, dst: reduce_scatter(x, axes, dim=dim),
     "all_to_all": lambda x, axes, dim, dst: all_to_all(x, axes, split_dim=dim, concat_dim=1 - dim),
@@ -117,8 +121,6 @@ COLLECTIVES: Final[dict[str, Run]] = {
 
 # They do nothing on one rank, and are refused on more.
 FOREIGN: Final[dict[str, Run]] = {
-    "mean": lambda x, axes, dim, dst: all_reduce(x, axes, dst=dst, op="mean"),
-    "max": lambda x, axes, dim, dst: all_reduce(x, axes, dst=dst, op="max"),
     "mean_scatter": lambda x, axes, dim, dst: reduce_scatter(x, axes, dim=dim, op="mean"),
     "first": lambda x, axes, dim, dst: broadcast(x, axes, 0, dst=dst),
     "ring": lambda x, axes, dim, dst: ppermute(x, axes, _ring(axes)),
@@ -198,13 +200,26 @@ class Exit:
         return x.reshape([base // axis_size(axis) if axis else base for axis, base in digits])
 
 
+Exits = Sequence[Exit | None]
+
+
+def _specs(exits: Exits) -> tuple[P, ...]:
+    return tuple(each.spec() for each in exits if each is not None)
+
+
 def exit_of(relation: Relation, x: Tensor) -> Exit | None:
-    """How global strictness says that a value is cut; None where ranks have values of their own."""
+    """How global strictness says that a value is cut.
+
+    None where it is half of a maximum or a mean, of which the ranks have theirs: it may be read by
+    the collective that is the other half, and cannot leave.
+    """
     notes = relation._notes
     x = relation._interpreter.adopt(x)
     known, sums = notes._book.get(x), notes.sums(x)
-    if known is None or sums.loose:
+    if sums.loose and sums.loose == sums.over("max", "min", "mean", "share"):
         return None
+    if known is None or sums.loose:
+        raise UnrelatedError("it means nothing on one device")
     piece = next(iter(known.pieces.values()))
     return Exit(piece.dims, sums.partial)
 
@@ -231,7 +246,7 @@ class Program:
             values.append(step.run(values, erased))
         return values
 
-    def exits(self, inputs: Sequence[Tensor]) -> list[Exit] | None:
+    def exits(self, inputs: Sequence[Tensor]) -> Exits | None:
         """How the values leave, or None if the checker refuses the program."""
         told: list[Exit | None] = []
 
@@ -246,33 +261,34 @@ class Program:
         mesh = self.mesh("abstract")
         try:
             self._mapped(probe, mesh, P())(*inputs)
-            exits = [each for each in told if each is not None]
-            if len(exits) < len(told):
-                return None
-            self._mapped(self._body(exits), mesh, tuple(each.spec() for each in exits))(*leaves)
-        except (ShardMapError, RuntimeError, IndexError, ValueError):
+            self._mapped(self._body(told), mesh, _specs(told))(*leaves)
+        except (ShardMapError, UnrelatedError, RuntimeError, IndexError, ValueError):
             return None
-        return exits
+        return told
 
     def _mapped(self, body: Callable[..., Any], mesh: Mesh, outs: Any) -> Callable[..., Any]:
         return shard_map(body, mesh=mesh, in_specs=self.specs, out_specs=outs, check="global")
 
-    def _body(self, exits: Sequence[Exit]) -> Callable[..., tuple[Tensor, ...]]:
+    def _body(self, exits: Exits) -> Callable[..., tuple[Tensor, ...]]:
         def body(*inputs: Tensor) -> tuple[Tensor, ...]:
             pairs = zip(exits, self.values(inputs), strict=True)
-            return tuple(each.taken_apart(y) for each, y in pairs)
+            return tuple(each.taken_apart(y) for each, y in pairs if each is not None)
 
         return body
 
-    def on_ranks(self, inputs: Sequence[Tensor], exits: Sequence[Exit]) -> list[Tensor]:
-        """All values, and the gradients of their weighted sum, that rank threads give."""
-        outs = tuple(each.spec() for each in exits)
-        body = self._mapped(self._body(exits), self.mesh("simulated"), outs)
+    def on_ranks(self, inputs: Sequence[Tensor], exits: Exits) -> list[Tensor]:
+        """All values that leave, and the gradients of their weighted sum, of rank threads."""
+        body = self._mapped(self._body(exits), self.mesh("simulated"), _specs(exits))
         return _with_gradients(body, inputs)
 
-    def on_one_device(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def on_one_device(self, inputs: Sequence[Tensor], exits: Exits) -> list[Tensor]:
         """The same of the program without its collectives, in plain PyTorch."""
-        return _with_gradients(lambda *leaves: self.values(leaves, erased=True), inputs)
+
+        def erased(*leaves: Tensor) -> list[Tensor]:
+            pairs = zip(exits, self.values(leaves, erased=True), strict=True)
+            return [y for each, y in pairs if each is not None]
+
+        return _with_gradients(erased, inputs)
 
 
 def _with_gradients(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -280,7 +296,10 @@ def _with_gradients(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
     leaves = [x.clone().requires_grad_() for x in inputs]
     values = [y.flatten() for y in f(*leaves)]
     weights = [torch.linspace(0, 1, y.numel()).to(y) for y in values]
-    return [y.detach() for y in values] + list(torch.autograd.grad(values, leaves, weights))
+    pairs = [(y, w) for y, w in zip(values, weights, strict=True) if y.requires_grad]
+    smooth, cotangents = zip(*pairs, strict=True)
+    gradients = torch.autograd.grad(smooth, leaves, cotangents)
+    return [y.detach() for y in values] + list(gradients)
 
 
 def drawn_inputs(seed: int) -> list[Tensor]:
@@ -336,5 +355,5 @@ def _changed(step: Step, rng: random.Random) -> Iterator[tuple[str, Step]]:
     yield "another collective", replace(step, name=rng.choice(names))
 
 
-ASKED: Final = ("all_reduce", "all_gather", "slice", "part")
+ASKED: Final = ("all_reduce", "mean", "max", "all_gather", "slice", "part")
 CUTTING: Final = ("all_gather", "reduce_scatter", "all_to_all", "slice", "pad")

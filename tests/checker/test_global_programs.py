@@ -32,7 +32,7 @@ def is_right(program: Program, seed: int) -> bool:
     inputs = drawn_inputs(seed)
     exits = program.exits(inputs)
     assert exits is not None
-    return same(program.on_ranks(inputs, exits), program.on_one_device(inputs))
+    return same(program.on_ranks(inputs, exits), program.on_one_device(inputs, exits))
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,10 @@ def test_a_mutant_of_an_accepted_program_is_that_of_one_device_or_refused() -> N
         inputs = drawn_inputs(seed)
         program, _ = grown(seed, inputs)
         assert is_right(program, seed)
-        truth = program.on_one_device(inputs)
         rng = random.Random(seed)
         found = list(mutants(program, rng))  # as many as it has collectives
         for what, mutant in rng.sample(found, min(6, len(found))):
-            assert fate_of(mutant, inputs, truth) != MISSED, (what, mutant)
+            assert fate_of(mutant, inputs) != MISSED, (what, mutant)
             tried += 1
     assert tried >= 15
 
@@ -66,12 +65,13 @@ def test_a_value_that_is_cut_behind_its_leading_digit_leaves_as_several_dims() -
     program = Program((2, 3), (P(None, "a"), P()), steps)
     exits = program.exits(drawn_inputs(0))
     assert exits is not None
+    assert exits[3] is not None
     assert exits[3].digits == (((None, 12), ("a", 2), (None, 6)), ())
     assert exits[3].spec() == P(None, "a", None)
     assert is_right(program, 0)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", ["max", *FOREIGN])
 def test_a_collective_that_means_nothing_on_one_device_is_refused(name: str) -> None:
     for spec, dst in itertools.product((P("a"), P()), (I, R)):
         steps = (Step("matmul", (0, 1)), Step(name, (2,), ("a", 0, dst)))
