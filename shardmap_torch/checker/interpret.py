@@ -1,7 +1,7 @@
 """Runs a body on fake tensors and types every operation, collective and derived cotangent."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker import raw, report, values
-from shardmap_torch.checker.branches import Branches
+from shardmap_torch.checker.branches import Branches, Insisting
 from shardmap_torch.checker.calls import (
     BITS,
     INTEGER,
@@ -68,9 +68,9 @@ class Interpreter(Memory):
         self._count = 0
         self._places = Places()
 
-    def insisting(self) -> AbstractContextManager[None]:
+    def insisting(self) -> Insisting:
         """An error of the checker in here is one also where the body catches it."""
-        return self.numbers.branches.insisting()
+        return Insisting(self.numbers.branches)
 
     def begin(self) -> None:
         """Autograd nodes that are there already are not the body's."""

@@ -214,7 +214,7 @@ class Relation(Observer):
         read = _read_names(op)
         shared, kept = self._shared(op, event, arguments)
         for name, tensor in _tensors(arguments):
-            if name in read:
+            if name in read and self._notes.sums(tensor).loose:
                 self._notes.reject_loose(tensor, self._kept(op, tensor) | shared)
         pieces = {
             name: self._pieces(value, event.arguments.get(name), name)
@@ -235,7 +235,8 @@ class Relation(Observer):
         for index, sharded in enumerate(propagate(step)):
             number, shape = event.results[index]
             piece = fitted(sharded.dims, tuple(results[index].shape), shape)
-            sharded = replace(sharded, pending=sharded.pending | kept)
+            if kept:
+                sharded = replace(sharded, pending=sharded.pending | kept)
             self._finish(op, arguments, results[index], number, piece, sharded, summed)
 
     def _shared(
