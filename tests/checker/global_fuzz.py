@@ -222,7 +222,11 @@ DRAWN: Final = frozenset(
 )
 
 
-def section(scores: Sequence[Score], commit: str) -> str:
+SAMPLES: Final = 3
+DRAWS: Final = 20
+
+
+def section(scores: Sequence[Score], draws: int, commit: str) -> str:
     """What the page on coverage says of operators under global strictness."""
     never = [f"`{score.name}`" for score in scores if not score.cut]
     accepted = sum(score.accepted for score in scores)
@@ -234,9 +238,10 @@ def section(scores: Sequence[Score], commit: str) -> str:
             "",
             f"Generated at commit {commit} by `python -m tests.checker.global_fuzz`; do not edit.",
             "",
-            f"{len(scores)} operators were tried, their samples cut over axes of "
-            f"{' and '.join(map(str, SIZES.values()))} ranks: {accepted + refused} trials, "
-            f"{accepted} accepted, {sum(score.cut for score in scores)} of these with an operand "
+            f"{len(scores)} operators were tried, {SAMPLES} samples of each cut in at most {draws} "
+            f"ways over axes of {' and '.join(map(str, SIZES.values()))} ranks: "
+            f"{accepted + refused} trials, {accepted} accepted, "
+            f"{sum(score.cut for score in scores)} of these with an operand "
             "that is cut. Values and gradients on rank threads were held against the operator on "
             f"the whole samples: {wrong} were wrong.",
             "",
@@ -248,14 +253,17 @@ def section(scores: Sequence[Score], commit: str) -> str:
 
 
 def main() -> int:
-    """All of op_db."""
+    """All of op_db; a number on the command line says how many cuts are drawn."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    scores = [fuzz(info, 3, 20) for info in op_db if runs_here(info) and not is_drawn(info)]
+    draws = int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS
+    scores = [
+        fuzz(info, SAMPLES, draws) for info in op_db if runs_here(info) and not is_drawn(info)
+    ]
     for score in scores:
         for text in score.wrong:
             print(f"{score.name}: wrong: {text}")
-    write(section(scores, commit()))
+    write(section(scores, draws, commit()))
     return any(score.wrong for score in scores)
 
 
