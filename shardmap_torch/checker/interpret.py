@@ -128,6 +128,13 @@ class Interpreter(Memory):
             names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
             head = f"{_name(op)} of {names}: torch multiplies tensors of one dtype only."
             raise report.error(self, head, [], "cast one of them.")
+        out = self._run_fake(op, args, kwargs)
+        if any(made.layout is not torch.strided for _, made in _results(out)):
+            head = f"{_name(op)} gives a tensor that is not strided, and no other ones are typed."
+            raise report.error(self, head, [], "compute with strided tensors.")
+        return out
+
+    def _run_fake(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
             return op(*args, **kwargs)
         except (
@@ -223,7 +230,7 @@ class Interpreter(Memory):
             if cell is not None and cell.sealed is not None:
                 raise ShardTypeError(
                     f"{self.name}: {_name(op)} writes into a tensor that {cell.sealed}, at "
-                    f"{self.site()[0]}.\nFix: clone it first."
+                    f"{self.site()[0]}.\nFix: clone it first; return what is to be kept."
                 )
 
     def _store(

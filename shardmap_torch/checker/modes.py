@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.eager_transforms import _autograd_grad
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,6 +97,8 @@ def _differentiable_somewhere(tensor: Tensor) -> bool:
 class _Operations(TorchDispatchMode):
     """Hands every ATen operation to the interpreter."""
 
+    supports_higher_order_operators = True  # to say that they are not interpreted
+
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._interpreter = interpreter
@@ -107,7 +110,17 @@ class _Operations(TorchDispatchMode):
         if func in MEANINGS:
             return interpreted(func, args, kwargs or {}, self)
         with self._interpreter.insisting():
+            if isinstance(func, HigherOrderOperator):
+                raise _unknown(self._interpreter.name, func)
             return self._interpreter.call(func, args, kwargs or {})
+
+
+def _unknown(name: str, func: HigherOrderOperator) -> ShardTypeError:
+    return ShardTypeError(
+        f"{name}: {func} is called at {call_site()}, and operators that call functions are not "
+        "interpreted.\nFix: branch on x.item(), of which both ways are checked, write the loop in "
+        "Python, or use torch.where."
+    )
 
 
 class _Functions(TorchFunctionMode):

@@ -109,5 +109,11 @@ class PullBack:
                     f"{self._call.name}: a closed-over tensor of shape {list(closure.shape)} gets "
                     f"a gradient that is {kind} over {axis!r}: {report.wrong(I, kind)}.\n"
                     f"  the gradient is from {cell.origin()}\n"
-                    "Fix: pass the tensor as an argument."
+                    f"Fix: pass the tensor as an argument{_by_call(closure)}."
                 )
+
+
+def _by_call(closure: Tensor) -> str:
+    """How a module takes its parameters as arguments."""
+    is_parameter = isinstance(closure, torch.nn.Parameter)
+    return "; torch.func.functional_call(module, parameters, args) calls a module so" * is_parameter

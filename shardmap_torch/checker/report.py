@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch._ops import OpOverload
 
-from shardmap_torch.checker.calls import Refusal, tensors_of
+from shardmap_torch.checker.calls import BRANCH, Refusal, tensors_of
 from shardmap_torch.checker.lattice import COUNTED, MIXED, NONLINEAR, plain
 from shardmap_torch.checker.program import Cell, Equation, Use, use_of
 from shardmap_torch.checker.repair import Repair, propose
@@ -178,6 +178,11 @@ def _advice(refusal: Refusal, axis: str) -> str:
         )
     if reason in (NONLINEAR, COUNTED):
         return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
+    if reason == BRANCH:
+        return (
+            f"compute what it decides with torch.where or a mask, or make it equal on all ranks of "
+            f"{axis!r} first."
+        )
     return ""
 
 

@@ -367,6 +367,34 @@ def test_a_closed_over_parameter_whose_gradient_is_never_reduced_is_rejected() -
     assert text.splitlines()[-1] == "Fix: pass the tensor as an argument."
 
 
+def test_of_a_module_that_is_closed_over_the_way_to_call_it_is_told() -> None:
+    module = torch.nn.Linear(6, 6).double()
+
+    def body(x: Tensor) -> Tensor:
+        y: Tensor = module(x)
+        return y
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
+    assert text.splitlines()[-1] == (
+        "Fix: pass the tensor as an argument; torch.func.functional_call(module, parameters, args) "
+        "calls a module so."
+    )
+
+
+def test_operators_that_call_functions_are_refused() -> None:
+    def body(x: Tensor) -> Tensor:
+        y: Tensor = torch.cond(x.sum() > 0, lambda a: a, lambda a: -a, (x,))
+        return y
+
+    text = rejection(body, DATA, in_specs=P(), out_specs=P())
+    assert "and operators that call functions are not interpreted.\nFix: branch on x.item()" in text
+
+
+def test_tensors_that_are_not_strided_are_refused() -> None:
+    text = rejection(lambda x: x.to_sparse(), DATA, in_specs=P(), out_specs=P())
+    assert "_to_sparse gives a tensor that is not strided, and no other ones are typed." in text
+
+
 def test_a_closed_over_parameter_in_a_repeated_computation_is_accepted() -> None:
     def body(x: Tensor) -> Tensor:
         return all_reduce(x, "tp", dst=I) @ W

@@ -230,6 +230,8 @@ def test_a_branch_on_a_varying_value_is_rejected_with_a_reduction_that_was_tried
         f"  self: float64[], V, from sum at test_ways.py:{line}: total = (x @ w).sum()",
         f"  self varies because of mm at test_ways.py:{line}: total = (x @ w).sum() <- "
         "input x (P('tp'))",
+        "Fix: compute what it decides with torch.where or a mask, or make it equal on all ranks of "
+        "'tp' first.",
         "Tried, and well-typed: all_reduce(x, 'tp', dst=I) before its value is taken at "
         f"test_ways.py:{line + 1}",
     ]
