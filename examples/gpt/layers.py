@@ -66,15 +66,10 @@ def _own_embeddings(tokens: Tensor, table: Tensor) -> Tensor:
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [b, t, v/tp], targets [b, t] -> nats [b, t], never gathering the vocabulary."""
-    logits = logits - _largest(logits.detach()).unsqueeze(-1)
+    largest = all_reduce(logits.detach().amax(-1, keepdim=True), "tp", op="max", dst=R)
+    logits = logits - largest
     total = all_reduce(logits.exp().sum(-1), "tp", dst=I)
     return total.log() - all_reduce(_own_logits(logits, targets), "tp", dst=I)
-
-
-@local_region(in_types=(P("dp", None, "tp"),), out_types=P("dp"))
-def _largest(logits: Tensor) -> Tensor:
-    """Logits [b, t, v/tp] -> [b, t]."""
-    return all_reduce(logits.amax(-1), "tp", op="max", dst=R)
 
 
 @local_region(in_types=(P("dp", None, "tp"), P("dp")), out_types=P("dp", partial={"tp"}))

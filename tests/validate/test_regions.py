@@ -81,7 +81,6 @@ def message(*args: Any, **kwargs: Any) -> str:
     ("region", "args"),
     [
         (layers._own_embeddings, (TOKENS, TABLE)),
-        (layers._largest, (random(6, 2, 12),)),
         (layers._own_logits, (random(6, 2, 12), TOKENS)),
     ],
 )
