@@ -177,7 +177,10 @@ class _Body:
         return self._run_checked(args, kwargs)
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
-        call = self._call(None, args, kwargs, infers=True)
+        try:
+            call = self._call(None, args, kwargs, infers=True)
+        except SpecError as error:
+            self._checked.refuse(_resolve_mesh(self._mesh, None), error)
         if call.mesh.kind == "abstract":
             return shapes_of(self._checked.verdict(call))
         return self._checked.run(call, _run_alone)

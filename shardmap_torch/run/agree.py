@@ -10,12 +10,12 @@ from shardmap_torch.checker.follow import Difference
 from shardmap_torch.errors import ShardMapError
 
 
-def agree(name: str, found: Program | ShardMapError, left: Difference | None = None) -> None:
+def agree(name: str, found: Program | Exception, left: Difference | None = None) -> None:
     """Requires that every process has found the same about a call, at the same step.
 
     Args:
         name: of the function.
-        found: a typed program, or why there is none.
+        found: a typed program, or why there is none: an error, the checker's or the body's own.
         left: where the newest run has left its program; None before it starts.
 
     Raises:
@@ -26,7 +26,9 @@ def agree(name: str, found: Program | ShardMapError, left: Difference | None = N
     if isinstance(found, Program):
         ballot, text = f"{name} {found.fingerprint}", str(found)
     else:
-        ballot, text = f"{name} rejected", f"{name} is rejected: {found}"
+        known = isinstance(found, ShardMapError)
+        why = f"is rejected: {found}" if known else f"raises {type(found).__name__}: {found}"
+        ballot, text = f"{name} rejected", f"{name} {why}"
     if left is not None:
         text = f"comes to {left.found}, where the program has {left.expected}\n{text}"
     vote(name, depth, ballot, text)

@@ -22,6 +22,7 @@ from shardmap_torch.checker.values import is_batched
 from shardmap_torch.checker.verify import Verdict, verify
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.memo import Memo
+from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.agree import agree
 from shardmap_torch.run.changing import Changing
 from shardmap_torch.tree import Tree
@@ -89,6 +90,18 @@ class Checked:
         assert difference is not None  # or the first run would have returned
         self._stop(processes, _CHANGING, difference)
 
+    def refuse(self, mesh: Mesh, error: ShardMapError) -> NoReturn:
+        """Raises the error of a call that cannot be checked, where the others may be checking it.
+
+        Raises:
+            ShardMapError: the error, if all processes have met one.
+            CollectiveMismatchError: another process has not.
+        """
+        if mesh.kind == "process_group":
+            begin_call()
+            agree(self._name, error)
+        raise error
+
     def _find(self, key: Signature, call: Call) -> Verdict:
         return self._verdicts.get(key, lambda: self._verify(key, call))
 
@@ -103,7 +116,7 @@ class Checked:
         """The verdict, after all processes have found the same program at the same step."""
         try:
             verdict = self._find(key, call)
-        except ShardMapError as error:
+        except Exception as error:
             agree(self._name, error, left)
             raise
         if id(verdict) not in self._agreed_on:

@@ -35,15 +35,37 @@ def rejected_on_one(x: Tensor) -> Tensor:
     return x if torch.distributed.get_rank() == 1 else all_reduce(x, "i", dst=I)
 
 
+def raises_on_one(x: Tensor) -> Tensor:
+    if torch.distributed.get_rank() == 1:
+        raise KeyError("mode")
+    return all_reduce(x, "i", dst=I)
+
+
+def misfits_on_one() -> None:
+    mesh = make_mesh((2,), ("i",), kind="process_group")
+    size = 3 if torch.distributed.get_rank() == 1 else 2
+    known = shard_map(same, mesh=mesh, in_specs=P("i"), out_specs=P())
+    known(torch.ones(2))
+    known(torch.ones(size))  # rank 0 has checked it, and waits in the collective
+
+
+def test_an_argument_that_does_not_fit_on_one_process_is_told_on_every_one(gloo: Gloo) -> None:
+    first, second = (raised.text for raised in gloo(2).run(misfits_on_one, expect_error=True))
+    assert first == second
+    assert "  rank 0: waits in all_reduce('i', P -> I) at test_agree.py:" in first
+    assert "  rank 1: same is rejected: same: the arguments do not fit in_specs" in first
+
+
 def in_worker() -> list[str]:
     mesh = make_mesh((2,), ("i",), kind="process_group")
-    return [call(mesh, body) for body in (same, other_factor, one_more, rejected_on_one, same)]
+    bodies = (same, other_factor, one_more, rejected_on_one, raises_on_one, same)
+    return [call(mesh, body) for body in bodies]
 
 
 def test_the_first_difference_of_two_programs_is_told_on_every_rank(gloo: Gloo) -> None:
     first, second = gloo(2).run(in_worker)
     assert first == second
-    ran, factor, more, rejected, again = first
+    ran, factor, more, rejected, raised, again = first
     assert (ran, again) == ("ran", "ran")
     path = f"test_agree.py:{other_factor.__code__.co_firstlineno + 2}"
     line = "# " + path + ': return all_reduce(x * factor, "i", dst=I)'
@@ -57,3 +79,4 @@ def test_the_first_difference_of_two_programs_is_told_on_every_rank(gloo: Gloo) 
     assert more.splitlines()[1] == "  rank 0: backward:"
     assert more.splitlines()[2].startswith("  rank 1: %2: float32[1] {i: K} = sin(%1)  # ")
     assert "  rank 1: rejected_on_one is rejected: rejected_on_one: the result" in rejected
+    assert "  rank 1: raises_on_one raises KeyError: 'mode'" in raised
