@@ -29,7 +29,7 @@ from shardmap_torch.checker.calls import (
     type_call,
     writes_of,
 )
-from shardmap_torch.checker.lattice import Clash, add, join
+from shardmap_torch.checker.lattice import Clash, add, join, plain
 from shardmap_torch.checker.memory import Memory, Token, is_real
 from shardmap_torch.checker.nodes import is_in_linear_backward
 from shardmap_torch.checker.numbers import Numbers
@@ -39,12 +39,13 @@ from shardmap_torch.checker.repair import NONE, Places, Repair, propose
 from shardmap_torch.checker.table import row_of
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.types import I, K, Partial, R
+from shardmap_torch.types import I, K, Partial, R, V
 from shardmap_torch.where import Site, call_site
 
 _SILENT: Final = ("prim", "profiler")  # they read no values
 _LITERAL: Final = torch.ops.aten.lift_fresh.default
 _BITS: Final = torch.ops.aten.view.dtype
+_SEED: Final = torch.ops.aten.ones_like.default
 _ONE_DTYPE: Final = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 )
@@ -194,7 +195,15 @@ class Interpreter(Memory):
             kinds.append(outcome)
         if not is_in_linear_backward():
             self._reject_rounded(op, arguments, made, kinds)
-        return kinds
+        return self._as_seed(arguments["self"], kinds) if op is _SEED and self._running else kinds
+
+    def _as_seed(self, value: Tensor, kinds: Sequence[Types]) -> list[Types]:
+        """The cotangent from which a backward in a custom one starts: each rank's own, as in it.
+
+        Functions of torch are not seen there, as they are in the body; see `cotangents.seed`.
+        """
+        own = self.cell(value).kinds
+        return [tuple(V if plain(k) == V else kind for k, kind in zip(own, kinds[0], strict=True))]
 
     def _reject_rounded(
         self,

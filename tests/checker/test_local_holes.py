@@ -181,6 +181,36 @@ def test_a_constant_gradient_of_what_varies_is_each_rank_s_own() -> None:
     assert "an operand of Constant is I and its backward gives it a gradient that is V" in text
 
 
+class Auxiliary(TypedFunction):
+    """Adds the gradient of a loss that only its backward knows."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(w, x)
+        return w * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        w, x = ctx.saved_tensors
+        with torch.enable_grad():
+            w = w.detach().requires_grad_()
+            torch.autograd.backward(w.sum() + x.detach().sum())
+        assert w.grad is not None
+        return grad + w.grad, None
+
+
+def test_the_gradient_of_a_varying_loss_that_starts_in_a_backward_is_each_rank_s_own() -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = Auxiliary.apply(w, x).sum()
+        return y
+
+    ones = torch.ones(6, dtype=torch.float64)
+    mapped = shard_map(body, mesh=RANKS, **BOTH)
+    torch.testing.assert_close(torch.autograd.grad(mapped(W, DATA), W)[0], (1 + 4) * ones)
+    text = rejection(body, W, DATA, in_specs=(P(invariant={"tp"}), P("tp")), out_specs=P())
+    assert "is needed both ways over 'tp'" in text or "gives it a gradient that is V" in text
+
+
 class InPlace(TypedFunction):
     """Writes into its operand, which then varies."""
 
