@@ -162,7 +162,7 @@ def test_refused_operand_types_are_reported_as_refused() -> None:
 
 
 def test_the_coverage_page_is_of_all_operators_and_holds_the_floors() -> None:
-    page = DOCUMENT.read_text()
+    page = DOCUMENT.read_text().split("\n## ")[0]
     rows = re.findall(r"^\| `(.+)` \| (\w+(?: run)?) \|", page, flags=re.MULTILINE)
     assert sorted(name for name, _ in rows) == sorted(name_of(info) for info in op_db)
     share = re.search(r"differentiable operators \d+ \(([\d.]+) %\) are accepted", page)
