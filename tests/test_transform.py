@@ -352,6 +352,12 @@ def test_a_closed_over_tensor_can_be_a_result(kind: str, gloo: Gloo) -> None:
     run_on(kind, closure_as_result, gloo)
 
 
+def test_a_body_that_vmap_cannot_batch_runs_as_ranks() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    mapped = checked(lambda z: z.conj().imag * 2, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    same(mapped(torch.complex(X, X * 3)), X * -6)
+
+
 def searching_for_nan(mesh: Mesh) -> None:
     x = X.clone().requires_grad_()
     with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):

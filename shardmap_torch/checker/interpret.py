@@ -44,6 +44,8 @@ from shardmap_torch.where import Site, call_site
 
 _SILENT: Final = ("prim", "profiler")  # they read no values
 _LITERAL: Final = torch.ops.aten.lift_fresh.default
+_NOT_BATCHED: Final = torch.ops.aten._neg_view.default  # as in z.conj().imag; vmap lacks it
+
 _BITS: Final = torch.ops.aten.view.dtype
 _SEED: Final = torch.ops.aten.ones_like.default
 _ONE_DTYPE: Final = frozenset(
@@ -110,6 +112,7 @@ class Interpreter(Memory):
             value = values.take_for_torch(self, op, arguments)
             if value is not None:
                 return value
+        self.batches &= op is not _NOT_BATCHED
         writes = writes_of(op, arguments)
         for name in writes:
             self._reject_sealed(op, arguments[name])
