@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backend import Form
+from shardmap_torch.backends.batched import EQUAL, SPREAD
 from shardmap_torch.checker import report
 from shardmap_torch.checker.hold import hold
 from shardmap_torch.checker.interpret import Interpreter
@@ -133,11 +134,20 @@ class AbstractBackend:
         with interpreter.paused():
             y = torch.empty(shape, dtype=x.dtype, device=x.device)
         made = interpreter.make(y, kinds, equation, [x])
+        made.spread = self._spread(move, collective, made.spread)
         if move in _SHARING and not backward:
             self._seal(cell, made, shown)
         interpreter.add(equation)
         interpreter.observer.moved(move, wanted, x, y)
         return y
+
+    def _spread(self, move: str, collective: Collective, operand: frozenset[int]) -> frozenset[int]:
+        """The axes over which a batched body has the result batched, given the operand's."""
+        own = {self._interpreter.axes.index(axis) for axis in collective.axes}
+        if move in EQUAL:
+            return operand - own
+        stays = move == "same" and (collective.src, collective.dst) not in SPREAD
+        return operand if stays else operand | own
 
     def _repaired(
         self, collective: Collective, forward: Equation | None, place: Place | None

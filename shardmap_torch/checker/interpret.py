@@ -34,7 +34,7 @@ from shardmap_torch.checker.memory import Memory, Token, is_real
 from shardmap_torch.checker.nodes import is_in_linear_backward
 from shardmap_torch.checker.numbers import Numbers
 from shardmap_torch.checker.observe import UNOBSERVED, standing
-from shardmap_torch.checker.program import Cell, Equation, Use, use_of
+from shardmap_torch.checker.program import Cell, Equation, Use, use_of, varying
 from shardmap_torch.checker.repair import NONE, Places, Repair, propose
 from shardmap_torch.checker.table import row_of
 from shardmap_torch.errors import ShardTypeError
@@ -171,7 +171,8 @@ class Interpreter(Memory):
         tasks = self._tasks(map(self.cell, operands))
         tokens = frozenset(t for x in operands for t in self._tokens(x) if t.alive)
         storage = tensor.untyped_storage()
-        cell = Cell(kinds, equation, "", storage, tasks=tasks)
+        spread = frozenset[int]().union(*(self.cell(x).spread for x in operands))
+        cell = Cell(kinds, equation, "", storage, tasks=tasks, spread=spread)
         self._cells[storage._cdata] = cell
         if is_real(tensor.dtype):
             cell.tokens = tokens
@@ -256,19 +257,20 @@ class Interpreter(Memory):
         read = [t for value in arguments.values() for t in tensors_of(value)]
         tokens = frozenset(t for tensor in read for t in self._tokens(tensor) if t.alive)
         tasks = self._tasks(use.cell for use in operands)
+        spread = _spread(operands, kinds)
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)
         equation.literals = self._literals(op, arguments)
         written = list(_written(op, arguments))
         kinds_written = self._kinds_written(op, arguments, written, kinds)
         for tensor, kind in zip(written, kinds_written, strict=True):
-            self._write(op, arguments, tensor, kind, equation, tokens)
+            self._write(op, arguments, tensor, kind, equation, tokens, spread)
             self.cell(tensor).tasks |= tasks
         for index, tensor in _results(out):
             kind = kinds[index % len(kinds)] if kinds else (K,) * len(self.axes)
             storage = tensor.untyped_storage()
             if storage._cdata not in self._cells:
-                cell = Cell(kind, equation, "", storage, tasks=tasks)
+                cell = Cell(kind, equation, "", storage, tasks=tasks, spread=spread)
                 self._cells[storage._cdata] = cell
             if is_real(tensor.dtype):
                 self._cells[storage._cdata].tokens |= tokens
@@ -325,14 +327,14 @@ class Interpreter(Memory):
         kinds: Types,
         equation: Equation,
         tokens: frozenset[Token],
+        spread: frozenset[int],
     ) -> None:
         cell = self.cell(tensor)
         # What the same operation has written there is still to be seen: a list may name it twice.
         if cell.made is equation or not _is_whole(tensor, cell.storage):
             kinds = self._joined(op, arguments, tensor, cell, kinds)
-        pairs = zip(cell.kinds, kinds, strict=True)
-        if any(new.varies and not old.varies for old, new in pairs):
-            self.batches = False  # a batched value does not fit into one that is not
+        self.batches &= spread <= cell.spread  # what is batched does not fit into what is not
+        cell.spread |= spread
         cell.kinds, cell.made = kinds, equation
         cell.tokens |= tokens
         cell.written |= tokens
@@ -378,6 +380,16 @@ class Interpreter(Memory):
             return call_site(), False
         forward = self.forward_of_current_node()
         return (forward.site if forward is not None else None), True
+
+
+def _spread(operands: Sequence[Use], results: Sequence[Types]) -> frozenset[int]:
+    """The axes over which a batched body has the results of an operation batched.
+
+    They are its operands', and those over which it draws numbers of each rank's own.
+    """
+    before = frozenset[int]().union(*(varying(use.kinds) for use in operands))
+    drawn = frozenset[int]().union(*map(varying, results)) - before
+    return drawn.union(*(use.cell.spread for use in operands))
 
 
 def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:

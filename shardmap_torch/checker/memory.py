@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardmap_torch.checker.calls import Types, tensors_of
 from shardmap_torch.checker.observe import UNOBSERVED, Observer, base_of
-from shardmap_torch.checker.program import Cell
+from shardmap_torch.checker.program import Cell, varying
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.types import I, K, R
 from shardmap_torch.where import call_site
@@ -109,7 +109,7 @@ class Memory:
     def bring(self, tensor: Tensor, kinds: Types, label: str, sealed: str | None = None) -> Cell:
         """Types a tensor that comes from outside."""
         storage = base_of(tensor).untyped_storage()
-        cell = Cell(kinds, None, label, storage, sealed)
+        cell = Cell(kinds, None, label, storage, sealed, spread=varying(kinds))
         self._cells[storage._cdata] = cell
         return cell
 

@@ -14,6 +14,11 @@ from shardmap_torch.rule import Collective
 from shardmap_torch.where import Site
 
 
+def varying(kinds: Types) -> frozenset[int]:
+    """The axes, by position, over which the ranks may have different values."""
+    return frozenset(at for at, kind in enumerate(kinds) if kind.varies)
+
+
 @dataclass(eq=False)
 class Cell:
     """The local type of one storage, which all its views share.
@@ -28,6 +33,7 @@ class Cell:
         tasks: the differentiations whose cotangents it descends from; see `memory`.
         tokens: the differentiations that its tensors descend from.
         written: those that came in by writes.
+        spread: the axes, by position, over which a batched body has it batched, whatever its type.
     """
 
     kinds: Types
@@ -39,6 +45,7 @@ class Cell:
     tasks: frozenset[int] = frozenset()
     tokens: frozenset[Any] = frozenset()
     written: frozenset[Any] = frozenset()
+    spread: frozenset[int] = frozenset()
 
     def origin(self) -> str:
         """Where it comes from, in words."""
