@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardmap_torch.memory import memory_of
 
@@ -20,5 +21,6 @@ def apart(results: Sequence[Tensor], arguments: Iterable[Any]) -> list[Tensor]:
     """
     if torch.compiler.is_dynamo_compiling():
         return list(results)
-    given = {memory_of(x) for x in arguments if isinstance(x, Tensor)} - {None}
-    return [y.clone() if memory_of(y) in given else y for y in results]
+    plain = [x for x in arguments if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+    given = {memory_of(x) for x in plain} - {None}
+    return [y.clone() if given and memory_of(y) in given else y for y in results]
