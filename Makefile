@@ -8,7 +8,7 @@ FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < 
 
 BENCHMARKS := call_overhead simulated_mlp checker overlap_model overlap_auto overlap overlap_gpu
 
-.PHONY: demo test fast fuzz lint bench clean
+.PHONY: demo test fast fuzz faults lint bench clean
 
 demo: $(READY)  ## train the example GPT on a simulated mesh
 	$(BIN)/python examples/train_gpt.py
@@ -28,6 +28,9 @@ fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes 
 	$(BIN)/python -m tests.checker.score
 	$(BIN)/python -m tests.checker.global_fuzz
 	$(BIN)/python -m tests.checker.global_score
+
+faults: $(READY)  ## diverging, killed and frozen processes, killed training runs; minutes
+	SHARDMAP_FAULTS=1 $(BIN)/pytest --timeout 3600 tests/faults
 
 lint: $(READY)
 	$(BIN)/ruff check .

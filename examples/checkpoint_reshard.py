@@ -4,21 +4,16 @@
     torchrun --nproc-per-node 4 examples/checkpoint_reshard.py --mesh 1x4     # resumes
     python examples/checkpoint_reshard.py --mesh 1x1                          # on one device
 
-Every rank writes the pieces that it holds, and reads those that it needs: nothing is gathered.
+Every rank writes the shards that it holds, and reads those that it needs: nothing is gathered.
+A kill at any moment leaves a complete checkpoint or none.
 """
 
 import argparse
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import optree
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
@@ -27,6 +22,7 @@ from examples.gpt.model import Config
 from examples.gpt.optim import AdamW
 from examples.gpt.step import sharded_step
 from shardmap_torch import Mesh, P, device_put, make_mesh
+from shardmap_torch.saving import latest, load, save
 
 State: TypeAlias = Any
 """A pytree: parameters, and the optimiser's moments and step."""
@@ -45,35 +41,6 @@ def specs() -> State:
     """How they are cut, whatever the mesh."""
     params = model.specs(CONFIG)
     return {"params": params, "optimizer": OPTIMIZER.specs(params)}
-
-
-def save(state: State, folder: Path) -> None:
-    """Writes every leaf under its path; each piece by one of the ranks that hold it."""
-    with _one_process_is_fine():
-        state_dict_saver.save(_by_path(state), checkpoint_id=folder)
-
-
-def load(folder: Path, mesh: Mesh, like: State) -> State:
-    """Reads a state of the shapes of `like`, cut for `mesh`."""
-    empty = optree.tree_map(torch.empty_like, like)
-    state = device_put(empty, mesh, specs())
-    # Filling memory that nothing else refers to: from outside this is a pure function.
-    with _one_process_is_fine():
-        state_dict_loader.load(_by_path(state), checkpoint_id=folder)
-    return state
-
-
-@contextmanager
-def _one_process_is_fine() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
-
-
-def _by_path(state: State) -> dict[str, Tensor]:
-    paths, leaves = optree.tree_paths(state), optree.tree_leaves(state)
-    named = zip(paths, leaves, strict=True)
-    return {".".join(map(str, path)): leaf for path, leaf in named}
 
 
 def train(state: State, mesh: Mesh, steps: int) -> tuple[State, list[float]]:
@@ -98,11 +65,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("out/checkpoint"))
     options = parser.parse_args(arguments)
     mesh = make_mesh([int(size) for size in options.mesh.split("x")], ("dp", "tp"))
-    latest = max(options.folder.glob("step-*"), default=None)
-    start = load(latest, mesh, init()) if latest else device_put(init(), mesh, specs())
-    first = int(start["optimizer"]["step"])
+    start = device_put(init(), mesh, specs())
+    first = latest(options.folder) or 0
+    if first:
+        start = load(start, options.folder, first)
     state, losses = train(start, mesh, options.steps)
-    save(state, options.folder / f"step-{first + options.steps:06}")
+    save(state, options.folder, first + options.steps)
     if mesh.rank == 0:
         for number, loss in enumerate(losses, start=first + 1):
             print(f"{mesh} step {number} loss {loss:.6f}")

@@ -3,6 +3,7 @@
     python examples/train_gpt.py                        # 2x4 simulated ranks in this process
     torchrun --nproc-per-node 2 examples/train_gpt.py --mesh 1x2     # the same on two processes
     torchrun ... --overlap                              # with overlapped matmuls where they pay
+    torchrun --max-restarts 3 ... --checkpoint out/run --resume      # goes on after a crash
 
 The model is `examples/gpt/model.py`, its parallel layers `layers.py`, the train step `step.py`.
 """
@@ -13,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,6 +37,7 @@ from examples.gpt.step import (
     sharded_step,
 )
 from shardmap_torch import Mesh, P, device_put, make_mesh, visualize_sharding
+from shardmap_torch.saving import latest, load, save
 
 LAST = 20  # the final loss is the mean over so many steps
 
@@ -95,11 +98,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=240, help="bytes written at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for results")
+    parser.add_argument("--checkpoint", type=Path, help="folder to save the training state in")
+    parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     for name, default in sizes().items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1")
+    if options.resume and options.checkpoint is None:
+        parser.error("--resume needs --checkpoint")
     return options
 
 
@@ -139,26 +147,36 @@ def check(run: Run, sharded: LossAndGrads, step: int, params: Params) -> None:
         )
 
 
-def train(run: Run, params: Params) -> tuple[Params, list[float]]:
-    """Trains; the first steps are checked."""
-    optimizer = AdamW(run.options.steps)
-    step_cuts = optimizer.specs(model.specs(run.config))
-    state = device_put(optimizer.init(params), run.mesh, step_cuts)
+def initial(run: Run, optimizer: AdamW) -> dict[str, Any]:
+    """The state of training before its first step: what a checkpoint holds."""
+    weights = model.init(run.config, run.options.seed, getattr(torch, run.options.dtype))
+    cuts = model.specs(run.config)
+    params = device_put(weights, run.mesh, cuts)
+    moments = device_put(optimizer.init(params), run.mesh, optimizer.specs(cuts))
+    losses = torch.full([run.options.steps], torch.nan, dtype=torch.float64)
+    return {"params": params, "optimizer": moments, "losses": losses}
+
+
+def train(run: Run, optimizer: AdamW, state: dict[str, Any], done: int) -> None:
+    """Trains from step `done` on, and changes the state; the first steps are checked."""
     step = sharded_step(run.mesh, run.config, optimizer)
     sharded = sharded_loss_and_grads(run.mesh, run.config)
-    losses: list[float] = []
     tokens = run.options.batch * run.config.length
     with progress_bar(run.console) as progress:
-        task = progress.add_task("train", total=run.options.steps, loss=float("nan"), rate=0)
-        for number in range(run.options.steps):
+        total = run.options.steps
+        task = progress.add_task("train", total=total, completed=done, loss=float("nan"), rate=0)
+        for number in range(done, total):
             if number < run.options.check:
-                check(run, sharded, number, params)
+                check(run, sharded, number, state["params"])
             began = time.perf_counter()
-            params, state, loss = step(params, state, run.batch(number))
-            losses.append(loss.item())
+            batch = run.batch(number)
+            params, moments, loss = step(state["params"], state["optimizer"], batch)
+            state.update(params=params, optimizer=moments)
+            state["losses"][number] = loss.item()
             rate = tokens / (time.perf_counter() - began)
-            progress.update(task, advance=1, loss=losses[-1], rate=rate)
-    return params, losses
+            progress.update(task, advance=1, loss=state["losses"][number].item(), rate=rate)
+            if run.options.checkpoint and (number + 1) % run.options.every == 0:
+                save(state, run.options.checkpoint, number + 1, keep=2)
 
 
 def held_out_loss(run: Run, params: Params, num_batches: int = 8) -> float:
@@ -207,14 +225,17 @@ def report(run: Run, params: Params, losses: list[float]) -> None:
 def main(arguments: list[str] | None = None) -> list[float]:
     """Runs the demo and returns the loss of every step."""
     run = start(parse(arguments))
-    dtype = getattr(torch, run.options.dtype)
-    params = device_put(
-        model.init(run.config, run.options.seed, dtype), run.mesh, model.specs(run.config)
-    )
+    optimizer = AdamW(run.options.steps)
+    state = initial(run, optimizer)
     run.console.print(f"{run.mesh}, {run.config}, {len(run.text):,} bytes of text")
-    show_sharding(run, params)
-    params, losses = train(run, params)
-    report(run, params, losses)
+    done = latest(run.options.checkpoint) if run.options.resume else None
+    if done is not None:
+        state = load(state, run.options.checkpoint, done)
+        run.console.print(f"resumed after step {done}")
+    show_sharding(run, state["params"])
+    train(run, optimizer, state, done or 0)
+    losses: list[float] = state["losses"].tolist()
+    report(run, state["params"], losses)
     return losses
 
 

@@ -9,6 +9,7 @@ from shardmap_torch.checker.row import Row
 from shardmap_torch.checker.table import register_rule
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.errors import (
+    CheckpointError,
     CollectiveError,
     CollectiveMismatchError,
     CommunicationError,
@@ -46,6 +47,7 @@ from shardmap_torch.visualize import visualize_sharding
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "CollectiveError",
     "CollectiveMismatchError",
     "CommunicationError",

@@ -43,6 +43,10 @@ class KernelError(ShardMapError):
     """An overlapped kernel cannot run as it was asked to."""
 
 
+class CheckpointError(ShardMapError):
+    """A checkpoint cannot be saved or loaded: incomplete, damaged, or of another tree."""
+
+
 def listing(head: str, problems: Sequence[str]) -> str:
     """Joins a headline and its offenders, one line each.
 

@@ -1,5 +1,6 @@
 """Fixtures and settings shared by all tests."""
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -14,11 +15,14 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    missing = {
+        "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
+        "faults": None if "SHARDMAP_FAULTS" in os.environ else "run by `make faults`",
+    }
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for name, reason in missing.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

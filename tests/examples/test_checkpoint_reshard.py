@@ -8,8 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from examples import checkpoint_reshard
-from examples.checkpoint_reshard import State, init, load, save, specs, train
-from shardmap_torch import device_put, full, make_mesh
+from examples.checkpoint_reshard import State, init, specs, train
+from shardmap_torch import Mesh, device_put, full, make_mesh
+from shardmap_torch.saving import load, save
 from tests.pool import Gloo
 
 AXES = ("dp", "tp")
@@ -22,20 +23,24 @@ def train_and_save(sizes: tuple[int, int], folder: Path) -> State:
     """Returns the whole state as it was saved."""
     mesh = make_mesh(sizes, AXES)
     state, _ = train(device_put(init(), mesh, specs()), mesh, STEPS)
-    save(state, folder)
+    save(state, folder, STEPS)
     return full(state)
+
+
+def load_on(mesh: Mesh, folder: Path) -> State:
+    return load(device_put(init(), mesh, specs()), folder)
 
 
 def load_whole(sizes: tuple[int, int], folder: Path) -> tuple[State, int]:
     """The whole state as it was read, and how many of its leaves are cut."""
-    state = load(folder, make_mesh(sizes, AXES), init())
+    state = load_on(make_mesh(sizes, AXES), folder)
     leaves = optree.tree_leaves(state)
     return full(state), sum(isinstance(leaf, DTensor) for leaf in leaves)
 
 
 def resume(sizes: tuple[int, int], folder: Path) -> list[float]:
     mesh = make_mesh(sizes, AXES)
-    return train(load(folder, mesh, init()), mesh, STEPS)[1]
+    return train(load_on(mesh, folder), mesh, STEPS)[1]
 
 
 def assert_bit_equal(actual: State, expected: State) -> None:

@@ -1,0 +1,202 @@
+"""Storage of torch.distributed.checkpoint without pickle: one file of raw bytes per rank, and JSON.
+
+`torch.distributed.checkpoint` plans who writes and who reads what. Its own file format keeps the
+plan in a pickle, `.metadata`, which runs code when it is loaded.
+"""
+
+import ctypes
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardmap_torch.errors import CheckpointError
+from shardmap_torch.saving import manifest
+from shardmap_torch.saving.manifest import Chunk, Entry, Manifest, Value
+
+
+class RankFiles(StorageWriter):
+    """Writes this rank's chunks into a file of its own, and on rank 0 the manifest."""
+
+    def __init__(self, folder: Path, step: int, values: Mapping[str, Value]) -> None:
+        """Takes a folder that exists; `values` are the leaves that are no tensors."""
+        self._folder, self._step, self._values = folder, step, values
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Names the file of each rank."""
+        return [replace(plan, storage_data=f"rank-{r:05}.bin") for r, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes the chunks that are planned for this rank."""
+        done: Future[list[WriteResult]] = Future()
+        results: list[WriteResult] = []
+        if plan.items:
+            with (self._folder / plan.storage_data).open("xb") as stream:
+                results = [self._write(stream, plan, planner, item) for item in plan.items]
+                stream.flush()
+                os.fsync(stream.fileno())
+        done.set_result(results)
+        return done
+
+    def _write(
+        self, stream: IO[bytes], plan: SavePlan, planner: SavePlanner, item: WriteItem
+    ) -> WriteResult:
+        assert item.tensor_data is not None  # only tensors are given to the planner
+        value, start = planner.resolve_data(item), stream.tell()
+        assert isinstance(value, Tensor)
+        data = _bytes_of(value)
+        stream.write(data)
+        block = item.tensor_data.chunk
+        crc = zlib.crc32(data)
+        chunk = Chunk(tuple(block.offsets), tuple(block.sizes), plan.storage_data, start, crc)
+        return WriteResult(item.index, len(data), chunk)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the manifest, after all ranks have written their files."""
+        chunks: dict[str, list[Chunk]] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            chunks.setdefault(result.index.fqn, []).append(result.storage_data)
+        tensors = {}
+        for path, known in metadata.state_dict_metadata.items():
+            assert isinstance(known, TensorStorageMetadata)  # only tensors are saved
+            shape = tuple(known.size)
+            tensors[path] = Entry(known.properties.dtype, shape, tuple(chunks.get(path, ())))
+        text = Manifest(self._step, tensors, self._values).to_json()
+        with (self._folder / manifest.FILE).open("x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    # The rest of the interface, of which nothing is needed here.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Keeps the folder."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the plan."""
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accepts any folder."""
+        return True
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Returns None."""
+        return None
+
+
+class RankFilesReader(StorageReader):
+    """Reads the chunks that a rank needs, of any mesh."""
+
+    def __init__(self, folder: Path, found: Manifest) -> None:
+        """`found` is the validated manifest of the folder."""
+        self._folder, self._found = folder, found
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the manifest as the planner knows it."""
+        tensors: dict[str, Any] = {
+            path: TensorStorageMetadata(
+                TensorProperties(dtype=entry.dtype),
+                torch.Size(entry.shape),
+                [
+                    ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
+                    for chunk in entry.chunks
+                ],
+            )
+            for path, entry in self._found.tensors.items()
+        }
+        return Metadata(tensors, storage_meta=StorageMeta())
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what is planned for this rank, into the tensors of the planner."""
+        chunks = {
+            (path, chunk.offset): (entry, chunk)
+            for path, entry in self._found.tensors.items()
+            for chunk in entry.chunks
+        }
+        read: dict[MetadataIndex, Tensor] = {}
+        for item in plan.items:
+            index = item.storage_index
+            if index not in read:
+                # Items come tensor by tensor; one chunk is in memory at a time.
+                entry, chunk = chunks[index.fqn, tuple(index.offset or ())]
+                read = {index: self._read(index.fqn, entry, chunk)}
+            block = read[index]
+            for dim, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                block = block.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(block)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, path: str, entry: Entry, chunk: Chunk) -> Tensor:
+        with (self._folder / chunk.file).open("rb") as stream:
+            stream.seek(chunk.start)
+            data = bytearray(stream.read(entry.num_bytes(chunk)))
+        if zlib.crc32(data) != chunk.crc:
+            raise CheckpointError(
+                f"{path}: its bytes in {self._folder / chunk.file} from {chunk.start} on are not "
+                "those that were saved (CRC). The file is damaged; load another step."
+            )
+        if not data:  # which torch.frombuffer refuses
+            return torch.empty(chunk.shape, dtype=entry.dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(entry.dtype).reshape(chunk.shape)
+
+    # The rest of the interface, of which nothing is needed here.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Keeps the folder."""
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Does nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Returns the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Returns the plans."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accepts any folder."""
+        return True
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    """Returns the values, row-major; torch has no other way to bytes than NumPy, if it is there."""
+    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""
