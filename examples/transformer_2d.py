@@ -34,6 +34,7 @@ from shardmap_torch import (
     make_mesh,
     reduce_scatter,
     shard_map,
+    value_and_grad,
     visualize_sharding,
 )
 
@@ -119,18 +120,19 @@ def outputs_and_grads(
     params: Params, x: Tensor, mesh: Mesh | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Outputs, and gradients of a function of all of them; on one device without a mesh."""
-    leaves = {name: p.clone().requires_grad_() for name, p in {**params, "x": x}.items()}
-    weights = {name: leaves[name] for name in params}
-    if mesh is None:
-        outputs = plain_layer(weights, leaves["x"])
-    else:
-        sharded = shard_map(
-            layer, mesh=mesh, in_specs=(SPECS, RESIDUAL, None), out_specs=(RESIDUAL, CACHE, CACHE)
-        )
-        outputs = full(sharded(weights, leaves["x"], x.shape[-1]))
-    named = dict(zip(("out", "keys", "values"), outputs, strict=True))
-    torch.stack([y.square().sum() for y in named.values()]).sum().backward()
-    return named, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    sharded = shard_map(
+        layer, mesh=mesh, in_specs=(SPECS, RESIDUAL, None), out_specs=(RESIDUAL, CACHE, CACHE)
+    )
+
+    def total(params: Params, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if mesh is None:
+            outputs = plain_layer(params, x)
+        else:
+            outputs = full(sharded(params, x, x.shape[-1]))
+        return torch.stack([y.square().sum() for y in outputs]).sum(), outputs
+
+    (_, outputs), (grads, x_grad) = value_and_grad(total, (0, 1), has_aux=True)(params, x)
+    return dict(zip(("out", "keys", "values"), outputs, strict=True)), {**grads, "x": x_grad}
 
 
 def example(sizes: Sizes, seed: int = 0) -> tuple[Params, Tensor]:

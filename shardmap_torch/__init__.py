@@ -21,6 +21,7 @@ from shardmap_torch.errors import (
     TransformError,
 )
 from shardmap_torch.function import Function
+from shardmap_torch.gradients import grad, value_and_grad, vjp
 from shardmap_torch.mesh import Mesh, current_mesh, make_mesh, use_mesh
 from shardmap_torch.ops import (
     all_gather,
@@ -83,6 +84,7 @@ __all__ = [
     "explain",
     "from_local",
     "full",
+    "grad",
     "lax",
     "local_region",
     "make_mesh",
@@ -99,5 +101,7 @@ __all__ = [
     "typeof",
     "use_mesh",
     "validate_rule",
+    "value_and_grad",
     "visualize_sharding",
+    "vjp",
 ]

@@ -93,6 +93,10 @@ class Follower(Protocol):
         """Sees that the type of `x` along `axes` is asked for, and tells it."""
         ...
 
+    def recall(self, what: object, find: Callable[[], bool]) -> bool:
+        """While a body is checked, notes what `find` finds; at run time tells what was noted."""
+        ...
+
     def enter(self, what: object, call: "Call") -> "Mapping[int, tuple[Operation, ...]]":
         """Sees that an inner function begins, and tells what its inputs go through."""
         ...

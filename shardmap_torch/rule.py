@@ -286,7 +286,7 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
     `forward(ctx, ...)` form, and both cost more than a plain call: take the cheapest that serves.
     """
     markers = backend.markers(operation.axes)
-    if markers or _transformed():
+    if markers or is_transformed():
         out: Tensor = FunctorchForm.apply(x, operation, backend, *markers)
         return out
     if x.requires_grad and torch.is_grad_enabled():
@@ -302,7 +302,8 @@ def issue(scope: Scope, operation: Operation, x: Tensor) -> Tensor:
     return bind(scope.backend, operation, x)
 
 
-def _transformed() -> bool:
+def is_transformed() -> bool:
+    """Whether a torch.func transform or forward mode is active; not while Dynamo traces."""
     if torch.compiler.is_dynamo_compiling():
         _reject_transforms()
         return False

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from examples.gpt import model
 from examples.gpt.model import Config, Params
 from examples.gpt.optim import AdamW, State, clip
-from shardmap_torch import I, Mesh, P, all_gather, shard_map
+from shardmap_torch import I, Mesh, P, all_gather, shard_map, value_and_grad
 from shardmap_torch.kernels import Overlap
 
 LossAndGrads = Callable[[Params, Tensor], tuple[Tensor, Params]]
@@ -20,7 +19,7 @@ def loss_and_grads(
     params: Params, batch: Tensor, overlap: Overlap = "off"
 ) -> tuple[Tensor, Params]:
     """The loss, and the whole gradient of this rank's piece of every parameter."""
-    grads, value = torch.func.grad_and_value(model.loss)(params, batch, overlap)
+    value, grads = value_and_grad(model.loss)(params, batch, overlap)
     return value, grads
 
 

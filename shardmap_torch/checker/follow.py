@@ -41,6 +41,7 @@ class Step:
         dtype: of its operand.
         depth: how many steps lead here.
         kinds: the answer, where it is the question for a type.
+        noted: the answer, where a run asks for what only the checker can find out.
         site: the line of it.
         next: what may follow, one for each way that the code may take.
         last: whether the code may end here.
@@ -53,6 +54,7 @@ class Step:
     dtype: torch.dtype | None = None
     depth: int = 0
     kinds: tuple[AxisType, ...] = ()
+    noted: bool = False
     site: Site | None = None
     next: "list[Step]" = field(default_factory=list)
     last: bool = False
@@ -112,6 +114,10 @@ class Fork:
         """As its origin."""
         return self._origin.kinds(axes, x)
 
+    def recall(self, what: object, find: Callable[[], bool]) -> bool:
+        """As its origin."""
+        return self._origin.recall(what, find)
+
     def enter(self, what: object, call: Call) -> Mapping[int, tuple[Operation, ...]]:
         """As its origin."""
         return self._origin.enter(what, call)
@@ -170,6 +176,12 @@ class Recording:
             interpreter.numbers.branches.insist(unlike)
         self._at.kinds = found
         return found
+
+    def recall(self, what: object, find: Callable[[], bool]) -> bool:
+        """Finds it and notes it; true where it is on any way that looks the same to a run."""
+        self.meet(what, None)
+        self._at.noted |= find()
+        return self._at.noted
 
     def enter(self, what: object, call: Call) -> Mapping[int, tuple[Operation, ...]]:
         """Notes that an inner function begins, and leaves open axes to its backward."""
@@ -275,6 +287,11 @@ class Following:
         """What the checker found there."""
         self.meet((_TYPE, axes), x)
         return self._at.kinds
+
+    def recall(self, what: object, find: Callable[[], bool]) -> bool:
+        """What was noted there."""
+        self.meet(what, None)
+        return self._at.noted
 
     def enter(self, what: object, call: Call) -> Mapping[int, tuple[Operation, ...]]:
         """What the checker found the inputs of an inner function to need."""
