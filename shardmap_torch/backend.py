@@ -73,6 +73,13 @@ def is_checker(backend: Backend) -> TypeGuard[Checker]:
     return hasattr(backend, "hold")
 
 
+@dataclass
+class Note:
+    """Something that a run asks for and only the checker can find out; it writes it down."""
+
+    value: bool = False
+
+
 class Follower(Protocol):
     """Sees what the code of a body asks of its mesh, in the order in which it does.
 
@@ -93,8 +100,8 @@ class Follower(Protocol):
         """Sees that the type of `x` along `axes` is asked for, and tells it."""
         ...
 
-    def recall(self, what: object, find: Callable[[], bool]) -> bool:
-        """While a body is checked, notes what `find` finds; at run time tells what was noted."""
+    def note(self, what: object) -> "Note":
+        """What the checker has found out at this step; while it checks, the place to write it."""
         ...
 
     def enter(self, what: object, call: "Call") -> "Mapping[int, tuple[Operation, ...]]":

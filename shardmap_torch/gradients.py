@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.backend import current_scope, is_checker
+from shardmap_torch.backend import Note, current_scope, is_checker
 from shardmap_torch.errors import TransformError, listing
 from shardmap_torch.fit import can_receive_gradient
 from shardmap_torch.rule import is_transformed
@@ -103,8 +103,7 @@ def value_and_grad(
     @wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         call = _Call(f, args, kwargs, _read_argnums(f, argnums, args), has_aux, scalar=True)
-        take = _gradients_by_autograd if _is_plain(call.leaves) else _gradients_by_functorch
-        outs, aux, gradients = take(call)
+        outs, aux, gradients = _gradients(call)
         value = call.result(outs, aux)
         return value, call.arguments(gradients, single=isinstance(argnums, int))
 
@@ -141,8 +140,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
         (tensor(6.), (tensor(3.), tensor(2.)))
     """
     call = _Call(f, primals, {}, tuple(range(len(primals))), has_aux, scalar=False)
-    make = _pull_back_by_autograd if _is_plain(call.leaves) else _pull_back_by_functorch
-    outs, aux, pull = make(call)
+    outs, aux, pull = _pulling_back(call)
 
     def pull_back(cotangents: Any) -> tuple[Any, ...]:
         gradients = pull(call.read_cotangents(cotangents))
@@ -245,8 +243,8 @@ class _Call:
         else:
             found = f"{str(out.dtype).removeprefix('torch.')}{list(out.shape)}"
         raise TransformError(
-            f"{self.verb} of {_name(self.f)}: it must return a floating scalar, a tensor of shape [], not "
-            f"{found}." + ("" if self.has_aux else " With has_aux=True it may return more.")
+            f"{self.verb} of {_name(self.f)}: it must return a floating scalar, a tensor of shape "
+            f"[], not {found}." + ("" if self.has_aux else " With has_aux=True it may return more.")
         )
 
     def result(self, outs: Sequence[Tensor], aux: Sequence[Tensor]) -> Any:
@@ -299,88 +297,87 @@ def _describe(leaf: Any) -> str:
     return f"a {type(leaf).__name__}"
 
 
-def _is_plain(leaves: Sequence[Tensor]) -> bool:
-    """Whether plain autograd on detached leaves may be used: nobody differentiates what it does.
+def _gradients(call: _Call) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
+    """The results of a call, and the gradients of its first one."""
+    note = _note(call)
+    if _is_plain(call, note):
+        leaves, outs, aux = _forward(call)
+        if not _is_attached(note, outs, aux, leaves):
+            return _detached(outs), _detached(aux), _pull(outs, leaves, None, again=False)
 
-    A checker must see the level of the transform, and a batched body is one.
-    """
-    if is_transformed() or torch.is_inference_mode_enabled():
-        return False
-    scope = current_scope()
-    if scope is not None and is_checker(scope.backend):
-        return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in leaves))
-
-
-def _note_attached(call: "_Call", attached: Callable[[], bool]) -> bool:
-    """Whether what has run depends on tensors that others differentiate, by `attached`.
-
-    In a checked body the checker has seen it, and to walk the graph in each run would cost more
-    than 2 us a node.
-    """
-    scope = current_scope()
-    if scope is None or scope.follower is None:
-        return attached()
-    return scope.follower.recall((call.verb, _name(call.f)), attached)
-
-
-def _gradients_by_functorch(call: _Call) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
     def run(leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         outs, aux = call.run(leaves)
         return outs[0], aux
 
     gradients, (value, aux) = torch.func.grad_and_value(run, has_aux=True)(call.leaves)
-    _note_attached(call, lambda: any(map(can_receive_gradient, (value, *aux, *gradients))))
+    _write(note, (value, *aux, *gradients))
     return [value], aux, gradients
 
 
-def _gradients_by_autograd(call: _Call) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor]]:
-    leaves, outs, aux, attached = _forward(call)
-    gradients = _pull(outs, leaves, None, create_graph=attached, retain_graph=attached)
-    return (outs, aux, gradients) if attached else (_detached(outs), _detached(aux), gradients)
+_functorch_vjp: Callable[..., Any] = torch.func.vjp
+_PullBack = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-_Pull = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+def _pulling_back(call: _Call) -> tuple[list[Tensor], list[Tensor], _PullBack]:
+    """The results of a call, and what pulls cotangents of the first ones back."""
+    note = _note(call)
+    if _is_plain(call, note):
+        leaves, outs, aux = _forward(call)
+        if not _is_attached(note, outs, aux, leaves):
+            return _detached(outs), _detached(aux), lambda gs: _pull(outs, leaves, gs, again=True)
+    outs, pull, aux = _functorch_vjp(call.run, call.leaves, has_aux=True)
+    _write(note, (*outs, *aux))
+    return outs, aux, lambda gs: pull(list(gs))[0]
 
 
-def _pull_back_by_functorch(call: _Call) -> tuple[list[Tensor], list[Tensor], _Pull]:
-    outs, pull, aux = torch.func.vjp(call.run, call.leaves, has_aux=True)
-    _note_attached(call, lambda: any(map(can_receive_gradient, (*outs, *aux))))
-
-    def pull_back(cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
-        found: Sequence[Tensor] = pull(list(cotangents))[0]
-        return found
-
-    return outs, aux, pull_back
+def _note(call: _Call) -> Note | None:
+    """Whether others differentiate what a call computes: the checker has seen it."""
+    scope = current_scope()
+    if scope is None or scope.follower is None:
+        return None
+    return scope.follower.note((call.verb, _name(call.f)))
 
 
-def _pull_back_by_autograd(call: _Call) -> tuple[list[Tensor], list[Tensor], _Pull]:
-    leaves, outs, aux, attached = _forward(call)
-
-    def pull_back(cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
-        follows = attached or any(map(can_receive_gradient, cotangents))
-        return _pull(outs, leaves, cotangents, create_graph=follows, retain_graph=True)
-
-    if attached:
-        return outs, aux, pull_back
-    return _detached(outs), _detached(aux), pull_back
+def _write(note: Note | None, results: Sequence[Tensor]) -> None:
+    scope = current_scope()
+    if note is not None and scope is not None and is_checker(scope.backend):
+        note.value |= any(map(can_receive_gradient, results))
 
 
-def _forward(call: _Call) -> tuple[list[Tensor], list[Tensor], list[Tensor], bool]:
-    """Runs the function on leaves of its own, and tells whether others differentiate it too."""
-    tracked = torch.is_grad_enabled()
+def _is_plain(call: _Call, note: Note | None) -> bool:
+    """Whether plain autograd may be used, as far as one can see before the call.
+
+    The checker must see the level of the transform, and a batched body is one.
+    """
+    if is_transformed() or torch.is_inference_mode_enabled() or (note is not None and note.value):
+        return False
+    scope = current_scope()
+    if scope is not None and is_checker(scope.backend):
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in call.leaves))
+
+
+def _forward(call: _Call) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Runs the function on leaves of its own."""
     leaves = [x.detach().requires_grad_() for x in call.leaves]
     with torch.enable_grad():
         outs, aux = call.run(leaves)
-    attached = _note_attached(call, lambda: tracked and _reaches_beyond((*outs, *aux), leaves))
-    return leaves, outs, aux, attached and tracked
+    return leaves, outs, aux
 
 
-def _reaches_beyond(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
-    """Whether the graph of `outs` leads to a tensor that is none of `leaves`."""
+def _is_attached(
+    note: Note | None, outs: Sequence[Tensor], aux: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> bool:
+    """Whether a graph of a function that is not checked leads to what others differentiate.
+
+    The walk costs more than 2 us a node. Where it finds something, the call is made again under
+    `torch.func`, whose results lead there and not to leaves that nobody knows.
+    """
+    if note is not None or not torch.is_grad_enabled():
+        return False
     own = {id(x) for x in leaves}
     seen: set[Node] = set()
-    pending: list[Node | None] = [y.grad_fn for y in outs]
+    pending: list[Node | None] = [y.grad_fn for y in (*outs, *aux)]
     while pending:
         node = pending.pop()
         if node is None or node in seen:
@@ -401,10 +398,9 @@ def _pull(
     outs: Sequence[Tensor],
     leaves: Sequence[Tensor],
     cotangents: Sequence[Tensor] | None,
-    create_graph: bool,
-    retain_graph: bool,
+    again: bool,
 ) -> Sequence[Tensor]:
-    """Gradients; zeros where nothing leads to a leaf."""
+    """Gradients; zeros where nothing leads to a leaf. `again`: it may be asked for once more."""
     seeds = [None] * len(outs) if cotangents is None else cotangents
     pairs = [(y, g) for y, g in zip(outs, seeds, strict=True) if y.requires_grad]
     if not pairs or not leaves:
@@ -414,7 +410,7 @@ def _pull(
         ys,
         leaves,
         gs,
-        create_graph=create_graph,
-        retain_graph=retain_graph,
+        create_graph=any(map(can_receive_gradient, gs)),
+        retain_graph=again,
         materialize_grads=True,
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardmap_torch.backend import Follower
+from shardmap_torch.backend import Follower, Note
 from shardmap_torch.boundary import Call
 from shardmap_torch.checker.inner import Crossing, Inner
 from shardmap_torch.checker.interpret import Interpreter
@@ -41,7 +41,7 @@ class Step:
         dtype: of its operand.
         depth: how many steps lead here.
         kinds: the answer, where it is the question for a type.
-        noted: the answer, where a run asks for what only the checker can find out.
+        note: the answer, where a run asks for what only the checker can find out.
         site: the line of it.
         next: what may follow, one for each way that the code may take.
         last: whether the code may end here.
@@ -54,7 +54,7 @@ class Step:
     dtype: torch.dtype | None = None
     depth: int = 0
     kinds: tuple[AxisType, ...] = ()
-    noted: bool = False
+    note: Note = field(default_factory=Note)
     site: Site | None = None
     next: "list[Step]" = field(default_factory=list)
     last: bool = False
@@ -114,9 +114,9 @@ class Fork:
         """As its origin."""
         return self._origin.kinds(axes, x)
 
-    def recall(self, what: object, find: Callable[[], bool]) -> bool:
+    def note(self, what: object) -> Note:
         """As its origin."""
-        return self._origin.recall(what, find)
+        return self._origin.note(what)
 
     def enter(self, what: object, call: Call) -> Mapping[int, tuple[Operation, ...]]:
         """As its origin."""
@@ -177,11 +177,10 @@ class Recording:
         self._at.kinds = found
         return found
 
-    def recall(self, what: object, find: Callable[[], bool]) -> bool:
-        """Finds it and notes it; true where it is on any way that looks the same to a run."""
+    def note(self, what: object) -> Note:
+        """One for all ways that look the same to a run."""
         self.meet(what, None)
-        self._at.noted |= find()
-        return self._at.noted
+        return self._at.note
 
     def enter(self, what: object, call: Call) -> Mapping[int, tuple[Operation, ...]]:
         """Notes that an inner function begins, and leaves open axes to its backward."""
@@ -288,10 +287,10 @@ class Following:
         self.meet((_TYPE, axes), x)
         return self._at.kinds
 
-    def recall(self, what: object, find: Callable[[], bool]) -> bool:
-        """What was noted there."""
+    def note(self, what: object) -> Note:
+        """What the checker has written there."""
         self.meet(what, None)
-        return self._at.noted
+        return self._at.note
 
     def enter(self, what: object, call: Call) -> Mapping[int, tuple[Operation, ...]]:
         """What the checker found the inputs of an inner function to need."""
