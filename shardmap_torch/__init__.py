@@ -1,6 +1,6 @@
 """A functional `shard_map` for PyTorch with typed, differentiable collectives."""
 
-from shardmap_torch import lax
+from shardmap_torch import lax, random
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
 from shardmap_torch.checker.decompose import register_decomposition
@@ -89,6 +89,7 @@ __all__ = [
     "local_region",
     "make_mesh",
     "ppermute",
+    "random",
     "redistribute",
     "reduce_scatter",
     "register_decomposition",

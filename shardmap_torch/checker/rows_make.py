@@ -2,6 +2,9 @@
 
 from typing import Final
 
+import torch
+
+import shardmap_torch.threefry  # noqa: F401 - defines the operator
 from shardmap_torch.checker.row import Row
 from shardmap_torch.checker.rows_common import ZERO, each, merged, sums
 
@@ -32,4 +35,7 @@ DRAWN: Final = merged(
     each(_SHAPE, "random_ random_.from random_.to cauchy_ log_normal_"),
 )
 
-ROWS: Final = merged(ZEROS, FILLED, DRAWN)
+# A function of its operands, and no draw: equal keys and counters give equal numbers.
+COUNTED: Final = {torch.ops.shardmap_torch.threefry.default: Row()}
+
+ROWS: Final = merged(ZEROS, FILLED, DRAWN, COUNTED)

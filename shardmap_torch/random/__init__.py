@@ -1,0 +1,28 @@
+"""Random numbers from explicit keys: equal on every mesh, and what ranks share is a type.
+
+A key is an int64 scalar tensor. Draws from a key of type K are equal on all ranks; from one that
+`fold_axis` has folded over an axis they vary over it; with `spec=` each rank draws its own shard of
+the global draw, which is bit-equal to the draw of one device.
+
+Source: `jax.random`, with partitionable Threefry; keys, bits and uniform numbers are equal to its.
+"""
+
+from shardmap_torch.random.draws import bernoulli, bits, normal, randint, uniform
+from shardmap_torch.random.dropout import dropout
+from shardmap_torch.random.keys import Key, fold_axis, fold_in, key, split
+from shardmap_torch.random.positions import positions
+
+__all__ = [
+    "Key",
+    "bernoulli",
+    "bits",
+    "dropout",
+    "fold_axis",
+    "fold_in",
+    "key",
+    "normal",
+    "positions",
+    "randint",
+    "split",
+    "uniform",
+]
