@@ -20,14 +20,14 @@ fast: lint  ## every check and the tests that take seconds
 	$(BIN)/pytest -m "not slow"
 
 fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes docs/coverage.md
-	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/checker/test_rows.py tests/checker/test_whole.py
-	$(BIN)/python -m tests.checker.loosened
-	SHARDMAP_FUZZ=1 $(BIN)/pytest --timeout 3600 tests/checker/test_random_programs.py \
-		tests/checker/test_global_programs.py
-	$(BIN)/python -m tests.checker.fuzz_all
-	$(BIN)/python -m tests.checker.score
-	$(BIN)/python -m tests.checker.global_fuzz
-	$(BIN)/python -m tests.checker.global_score
+	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/checker/rules/test_rules.py tests/checker/end_to_end/test_op_db.py
+	$(BIN)/python -m tests.checker.support.loosened
+	SHARDMAP_FUZZ=1 $(BIN)/pytest --timeout 3600 tests/checker/end_to_end/test_random_programs.py \
+		tests/checker/end_to_end/test_global_programs.py
+	$(BIN)/python -m tests.checker.support.fuzz_all
+	$(BIN)/python -m tests.checker.support.score
+	$(BIN)/python -m tests.checker.support.global_fuzz
+	$(BIN)/python -m tests.checker.support.global_score
 
 faults: $(READY)  ## diverging, killed and frozen processes, killed training runs; minutes
 	SHARDMAP_FAULTS=1 $(BIN)/pytest --timeout 3600 tests/faults

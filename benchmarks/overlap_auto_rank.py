@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.quiet import Mark, slowest, time_left
 from shardmap_torch import R, all_gather, all_reduce, make_mesh, reduce_scatter
-from shardmap_torch.backend import Scope, enter_scope
 from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.kernels import (
     all_gather_matmul,
     last_plan,

@@ -13,11 +13,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from shardmap_torch.kernels.algorithms import gather_backward, gather_forward, scatter_forward
 from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.exchange import Choice
-from shardmap_torch.kernels.matmul import gather_backward, gather_forward, scatter_forward
-from shardmap_torch.kernels.transport import Steps, Transport
+from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.transport_virtual import VirtualNetwork
+from shardmap_torch.kernels.transports.protocol import Steps, Transport
 
 # 989 Tflop/s dense bfloat16 and 4.8 TB/s by data sheet, 70 % and 80 % of them in practice, and 2 us
 # between kernels.

@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.overlap_variants import COMPUTE, OPERATIONS, Setting, Variant, exchange
 from benchmarks.quiet import Mark, slowest, time_left
 from shardmap_torch.kernels import calibrate
-from shardmap_torch.kernels.transport import run
-from shardmap_torch.kernels.transport_gloo import GlooTransport
+from shardmap_torch.kernels.transports.gloo import GlooTransport
+from shardmap_torch.kernels.transports.protocol import run
 
 Round: TypeAlias = dict[str, Any]
 

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.kernels.exchange import Choice
-from shardmap_torch.kernels.matmul import (
+from shardmap_torch.kernels.algorithms import (
     gather_backward,
     gather_backward_again,
     gather_forward,
@@ -21,8 +20,9 @@ from shardmap_torch.kernels.matmul import (
     scatter_backward,
     scatter_forward,
 )
+from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.schedule import Chunk, Message, split
-from shardmap_torch.kernels.transport import Channel, Handle, Steps, Transport
+from shardmap_torch.kernels.transports.protocol import Channel, Handle, Steps, Transport
 
 Kernel: TypeAlias = Callable[[Transport], Steps[Any]]
 

@@ -1,11 +1,11 @@
 """Tensor-parallel matmuls whose communication hides behind their own compute."""
 
-from shardmap_torch.kernels.overlapped import (
+from shardmap_torch.kernels.api import (
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from shardmap_torch.kernels.plan import Overlap, Plan, last_plan
+from shardmap_torch.kernels.planner import Overlap, Plan, last_plan
 
 __all__ = [
     "Overlap",

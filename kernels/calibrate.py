@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardmap_torch.kernels.algorithms import gather_forward
 from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.exchange import Choice, Gather
-from shardmap_torch.kernels.matmul import gather_forward
+from shardmap_torch.kernels.executor import Choice, Gather
 from shardmap_torch.kernels.schedule import Chunk, Message
-from shardmap_torch.kernels.transport import Channel, Handle, Steps, Transport, run
+from shardmap_torch.kernels.transports.protocol import Channel, Handle, Steps, Transport, run
 
 PROBE_BYTES = 2**20
 """Long enough that latency does not count, 17 ms at 500 Mbit/s."""

@@ -6,9 +6,7 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.exchange import Choice
-from shardmap_torch.kernels.matmul import (
+from shardmap_torch.kernels.algorithms import (
     gather_backward,
     gather_backward_again,
     gather_forward,
@@ -17,8 +15,10 @@ from shardmap_torch.kernels.matmul import (
     scatter_backward,
     scatter_forward,
 )
-from shardmap_torch.kernels.plan import Plan, Problem, decide
-from shardmap_torch.kernels.transport import run
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.planner import Plan, Problem, decide
+from shardmap_torch.kernels.transports.protocol import run
 from shardmap_torch.kernels.whole import Network
 
 CHECKED: Final = "the body is being checked, not run"

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmap_torch.kernels.algorithms import Cut
 from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.exchange import Choice
-from shardmap_torch.kernels.matmul import Cut
-from shardmap_torch.kernels.plan import Options, Plan, Problem
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.planner import Options, Plan, Problem
 
 CHOICE: Final = Choice("symmetric memory", 1)
 

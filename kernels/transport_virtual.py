@@ -21,8 +21,8 @@ from torch import Tensor
 
 from shardmap_torch.errors import KernelError, listing
 from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.streams import HOST_LANES, Lanes
-from shardmap_torch.kernels.transport import Envelope, Handle, Steps, TagCounter
+from shardmap_torch.kernels.transports.protocol import Envelope, Handle, Steps, TagCounter
+from shardmap_torch.kernels.transports.streams import HOST_LANES, Lanes
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ class VirtualNetwork:
 
     Example:
         >>> from shardmap_torch.kernels.schedule import Chunk, Message
-        >>> from shardmap_torch.kernels.transport import Channel
+        >>> from shardmap_torch.kernels.transports.protocol import Channel
         >>> def hello(transport):
         ...     channel = Channel.open(transport, "hello", num_parts=1)
         ...     message = Message(source=0, target=1, chunk=Chunk(0, 0), step=1)

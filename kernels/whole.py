@@ -11,10 +11,11 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from shardmap_torch.backend import Backend
-from shardmap_torch.kernels.exchange import Choice, Consume, Gather, Produce, Scatter, Sum
-from shardmap_torch.kernels.transport import Steps, Transport
-from shardmap_torch.rule import Collective, bind
+from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.kernels.executor import Choice, Consume, Gather, Produce, Scatter, Sum
+from shardmap_torch.kernels.transports.protocol import Steps, Transport
 from shardmap_torch.types import AxisType, Partial, R, V
 
 

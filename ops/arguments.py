@@ -6,10 +6,11 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.backend import Scope, scope_of
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.scope import Scope, scope_of
+from shardmap_torch.collectives.table import REDUCING
+from shardmap_torch.core.tree import Tree, map_leaves
 from shardmap_torch.errors import CollectiveError
-from shardmap_torch.rule import REDUCING, Collective
-from shardmap_torch.tree import Tree, map_leaves
 from shardmap_torch.types import AxisType, TypeLike, as_type
 
 Axis: TypeAlias = str | Sequence[str]

@@ -6,11 +6,13 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
+from shardmap_torch.collectives.autograd import issue
+from shardmap_torch.collectives.operations import collective_of
+from shardmap_torch.collectives.table import lookup
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import Axis, check_divides, each_leaf, read_axes, read_dim
 from shardmap_torch.ops.gather import all_gather, all_to_all
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
-from shardmap_torch.rule import collective_of, issue, lookup
 from shardmap_torch.types import AxisType, TypeLike, V, as_type
 
 X = TypeVar("X")

@@ -6,6 +6,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shardmap_torch.collectives.autograd import issue
+from shardmap_torch.collectives.operations import collective_of
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import (
     Axis,
@@ -19,7 +21,6 @@ from shardmap_torch.ops.arguments import (
     shown,
 )
 from shardmap_torch.ops.reduce import check_split
-from shardmap_torch.rule import collective_of, issue
 from shardmap_torch.types import I, R, TypeLike, V
 
 X = TypeVar("X")

@@ -24,7 +24,7 @@ def axis_index(axis: Axis) -> Tensor:
         tensor([0, 1, 2, 3])
     """
     axes, scope = read_axes("axis_index", axis)
-    scope.meet(("axis_index", axes))
+    scope.on_operation(("axis_index", axes))
     return scope.backend.index(axes)
 
 

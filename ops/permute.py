@@ -5,9 +5,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardmap_torch.collectives.autograd import issue
+from shardmap_torch.collectives.operations import collective_of
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import Axis, check_comm_dtype, each_leaf, read_axes, shown
-from shardmap_torch.rule import collective_of, issue
 from shardmap_torch.types import V
 
 X = TypeVar("X")

@@ -6,8 +6,10 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from shardmap_torch.collectives.autograd import issue
+from shardmap_torch.collectives.operations import Collective, Extremum, collective_of
+from shardmap_torch.core.caching import memo
 from shardmap_torch.errors import CollectiveError
-from shardmap_torch.memo import memo
 from shardmap_torch.ops.arguments import (
     Axis,
     check_comm_dtype,
@@ -20,7 +22,6 @@ from shardmap_torch.ops.arguments import (
     read_type,
     shown,
 )
-from shardmap_torch.rule import Collective, Extremum, collective_of, issue
 from shardmap_torch.types import AxisType, I, Partial, R, TypeLike, V
 
 X = TypeVar("X")

@@ -18,11 +18,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.backend import scope_of
+from shardmap_torch.collectives.autograd import issue
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.scope import scope_of
+from shardmap_torch.collectives.table import TABLE, Row
 from shardmap_torch.errors import CollectiveError, SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.arguments import check_comm_dtype, each_leaf
-from shardmap_torch.rule import TABLE, Collective, Row, issue
 from shardmap_torch.spec import P, misfits
 from shardmap_torch.types import AxisType, I, Partial, R, V
 

@@ -3,10 +3,10 @@
 from shardmap_torch import lax, random
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
-from shardmap_torch.checker.decompose import register_decomposition
+from shardmap_torch.checker.interpreter.decompositions import register_decomposition
 from shardmap_torch.checker.region import local_region
-from shardmap_torch.checker.row import Row
-from shardmap_torch.checker.table import register_rule
+from shardmap_torch.checker.rules.registry import register_rule
+from shardmap_torch.checker.rules.rule import Row
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.errors import (
     CheckpointError,

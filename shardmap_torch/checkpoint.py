@@ -19,12 +19,12 @@ from torch._C._functorch import TransformType
 from torch._functorch.vmap import restore_vmap
 from torch.autograd.graph import Node
 
-from shardmap_torch.backend import Scope, current_scope, enter_scope
-from shardmap_torch.backends.batched import markers_of, rebound
 from shardmap_torch.backends.threads import handing_over
+from shardmap_torch.backends.vmap import markers_of, rebound
+from shardmap_torch.boundary.matching import can_receive_gradient
+from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.errors import TransformError, listing
-from shardmap_torch.fit import can_receive_gradient
-from shardmap_torch.tree import flatten, unflatten
 
 Y = TypeVar("Y")
 Run = Callable[..., tuple[Tensor, ...]]
@@ -149,7 +149,7 @@ class _Region:
         if self.scope is None:
             yield
             return
-        first, self.scope = self.scope, self.scope.again("again")
+        first, self.scope = self.scope, self.scope.rerun("again")
         try:
             yield
             self.scope.end()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import CtxWithSavedTensors
 
-from shardmap_torch.backend import Scope, current_scope, enter_scope
-from shardmap_torch.backends.batched import BatchedBackend, markers_of, rebound
+from shardmap_torch.backends.vmap import BatchedBackend, markers_of, rebound
+from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 
@@ -132,7 +132,7 @@ def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
         if scope is None:
             return method(ctx, *args)
         # What is asked for may differ from one backward to the next, and with it what it does.
-        again = scope.again((method.__name__, ctx.needs_input_grad, *[g is None for g in args]))
+        again = scope.rerun((method.__name__, ctx.needs_input_grad, *[g is None for g in args]))
         with enter_scope(again):
             found = method(ctx, *args)
         again.end()
@@ -190,7 +190,7 @@ def _reopened(ctx: Any) -> "_Context":
     if isinstance(ctx, CtxWithSavedTensors):
         backend = _Late(scope.backend.mesh, scope.backend.axis_markers, markers)
         backend.function = ctx.shardmap_function.__name__
-        object.__setattr__(own, "shardmap_scope", Scope(backend, scope.axes, scope.follower))
+        object.__setattr__(own, "shardmap_scope", Scope(backend, scope.axes, scope.monitor))
     return own
 
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.backend import Note, current_scope, is_checker
+from shardmap_torch.boundary.matching import can_receive_gradient
+from shardmap_torch.collectives.autograd import is_transformed
+from shardmap_torch.collectives.protocol import Note, is_checker
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.tree import NAMESPACE, Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError, listing
-from shardmap_torch.fit import can_receive_gradient
-from shardmap_torch.rule import is_transformed
-from shardmap_torch.tree import NAMESPACE, Structure, Tree, flatten, unflatten
 
 
 def grad(
@@ -333,9 +334,9 @@ def _pulling_back(call: _Call) -> tuple[list[Tensor], list[Tensor], _PullBack]:
 def _note(call: _Call) -> Note | None:
     """Whether others differentiate what a call computes: the checker has seen it."""
     scope = current_scope()
-    if scope is None or scope.follower is None:
+    if scope is None or scope.monitor is None:
         return None
-    return scope.follower.note((call.verb, _name(call.f)))
+    return scope.monitor.note((call.verb, _name(call.f)))
 
 
 def _write(note: Note | None, results: Sequence[Tensor]) -> None:

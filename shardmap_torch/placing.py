@@ -8,14 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.dtensor import Enter, Leave
+from shardmap_torch.boundary.dtensor import Enter, Leave
+from shardmap_torch.boundary.matching import check_inputs, crosses, is_spec, spec_of
+from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.core.tree import Misfit, Placed, Tree, flatten, map_leaves, spread, unflatten
 from shardmap_torch.errors import SpecError, listing
-from shardmap_torch.fit import check_inputs, crosses, is_spec, spec_of
 from shardmap_torch.mesh import Mesh, as_mesh
-from shardmap_torch.rule import bind
-from shardmap_torch.run.apart import apart
+from shardmap_torch.run.aliasing import apart
 from shardmap_torch.spec import P
-from shardmap_torch.tree import Misfit, Placed, Tree, flatten, map_leaves, spread, unflatten
 
 X = TypeVar("X")
 

@@ -9,20 +9,26 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardmap_torch.backend import Scope, current_scope
-from shardmap_torch.backends.batched import BatchedBackend
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.boundary import Call
+from shardmap_torch.backends.vmap import BatchedBackend
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.boundary.matching import (
+    Fit,
+    check_inputs,
+    input_signature,
+    is_spec,
+    place_arguments,
+)
 from shardmap_torch.checker.api import shapes_of, stand_ins
-from shardmap_torch.checker.attempt import Strictness
-from shardmap_torch.checker.verify import Verdict
+from shardmap_torch.checker.verify.path import Strictness
+from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.collectives.scope import Scope, current_scope
+from shardmap_torch.core.caching import Memo, constant
+from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import MeshError, SpecError, TransformError
-from shardmap_torch.fit import Fit, check_inputs, input_signature, is_spec, place_arguments
-from shardmap_torch.memo import Memo, constant
 from shardmap_torch.mesh import Mesh, as_mesh
-from shardmap_torch.run import batched, process, ranks
+from shardmap_torch.run import process_group, threads, vmap
 from shardmap_torch.run.checked import Checked
-from shardmap_torch.tree import Tree, flatten
 
 Check: TypeAlias = bool | Strictness
 """How strict `shard_map` is; True is "local"."""
@@ -168,7 +174,7 @@ class _Body:
         # An inner function is checked as part of the body around it. Dynamo traces a body that
         # names its axes, unchecked.
         if scope is not None or not self._check or torch.compiler.is_compiling():
-            infers = scope is not None and scope.follower is not None
+            infers = scope is not None and scope.monitor is not None
             return _run(self._call(scope, args, kwargs, infers), scope, batches=False)
         # Dynamo may have given the call up, for want of a named axis, and look into what runs then.
         if get_eval_frame_callback() is not None:
@@ -266,16 +272,16 @@ def _run(call: Call, scope: Scope | None, batches: bool) -> Tree:
     """Runs a call on its mesh; `batches`: the checker found that one batched program can do it."""
     if scope is not None:
         if isinstance(scope.backend, BatchedBackend):
-            return batched.run(call)
-        return process.run_inside(call, scope.backend)
+            return vmap.run(call)
+        return process_group.run_inside(call, scope.backend)
     if call.mesh.kind == "process_group":
-        return process.run(call, _process_backend(call.mesh))
+        return process_group.run(call, _process_backend(call.mesh))
     if call.mesh.kind == "abstract":
         raise MeshError(f"{call.name}: an abstract mesh has no data to run on; use check=True.")
     if torch.compiler.is_compiling():
         _reject_compiled(call.name)
     batches = call.mesh.simulate == "vmap" or (call.mesh.simulate == "auto" and batches)
-    return batched.run(call) if batches else ranks.run(call)
+    return vmap.run(call) if batches else threads.run(call)
 
 
 # A constant, so that Dynamo raises the error itself; one that it traces loses its text.

@@ -10,9 +10,9 @@ from rich.text import Text
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardmap_torch.boundary.placements import spec_of
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
-from shardmap_torch.placements import spec_of
 from shardmap_torch.spec import P, misfits
 
 T = TypeVar("T")

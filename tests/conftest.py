@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.pool import Gloo, Pool
+from tests.support.pool import Gloo, Pool
 
 # No deadline: on a busy machine it measures the neighbours, and pytest-timeout catches a hang.
 hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)

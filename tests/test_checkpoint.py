@@ -24,7 +24,7 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.mesh import Mesh
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 # torch compiles its forward-mode decompositions when the first one is used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

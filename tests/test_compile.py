@@ -27,7 +27,7 @@ from shardmap_torch import (
     reduce_scatter,
     shard_map,
 )
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 # Dynamo itself instantiates the class, and torch warns of that.
 pytestmark = pytest.mark.filterwarnings(

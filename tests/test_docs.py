@@ -1,12 +1,12 @@
 """docs/collectives.md says what the table says."""
 
 from shardmap_torch import ops
-from shardmap_torch.rule import ROWS, TABLE
-from tests.collectives_page import MOVES, PAGE, page
+from shardmap_torch.collectives.table import ROWS, TABLE
+from tests.support.collectives_page import MOVES, PAGE, page
 
 
 def test_the_page_of_the_collectives_is_up_to_date() -> None:
-    assert PAGE.read_text() == page(), "run python -m tests.collectives_page"
+    assert PAGE.read_text() == page(), "run python -m tests.support.collectives_page"
 
 
 def test_the_page_has_every_row_both_ways_and_every_function() -> None:

@@ -22,9 +22,9 @@ from shardmap_torch import (
     reduce_scatter,
     shard_map,
 )
-from shardmap_torch.backend import current_scope
+from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.mesh import Mesh
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 # torch compiles its forward-mode decompositions when the first one is used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -28,7 +28,7 @@ from shardmap_torch import (
     value_and_grad,
     vjp,
 )
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 Params = dict[str, Any]
 

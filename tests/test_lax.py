@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardmap_torch import CollectiveError, P, lax, make_mesh, shard_map
 from shardmap_torch.mesh import Mesh
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 Strategy = Literal["vmap", "ranks"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Gloo, Pool, WorkerError
+from tests.support.pool import Gloo, Pool, WorkerError
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def test_an_interrupted_run_leaves_no_answer_for_the_next_one(
 
     pool.run(process_id)
     with monkeypatch.context() as patch:
-        patch.setattr("tests.pool.wait", interrupt)
+        patch.setattr("tests.support.pool.wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pool.run(process_id)
     assert pool.run(rank_times, Scaled(2)) == [Scaled(0), Scaled(2)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import readme
+from tests.support import readme
 
 REPO = Path(__file__).parent.parent
 PAGES = [*REPO.glob("README.md"), *sorted(REPO.glob("docs/**/*.md"))]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmap_torch import I, P, Partial, R, S, SpecError
+from shardmap_torch.core.tree import flatten
 from shardmap_torch.spec import misfits
-from shardmap_torch.tree import flatten
 
 AXES = ("a", "b", "c", "d")
 

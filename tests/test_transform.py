@@ -26,8 +26,7 @@ from shardmap_torch import (
     use_mesh,
 )
 from shardmap_torch import shard_map as checked
-from tests.pool import Gloo
-from tests.programs.everywhere import (
+from tests.programs.support.everywhere import (
     ON_EVERY_MESH,
     ON_PROCESSES_OR_VMAP,
     ON_REAL_RANKS,
@@ -35,8 +34,9 @@ from tests.programs.everywhere import (
     run_on,
     same,
 )
-from tests.programs.everywhere import unchecked as shard_map
-from tests.programs.harness import random
+from tests.programs.support.everywhere import unchecked as shard_map
+from tests.programs.support.harness import random
+from tests.support.pool import Gloo
 
 # torch's own forward mode scripts some decompositions when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardmap_torch import Mesh, P, SpecError, device_put, make_mesh, use_mesh, visualize_sharding
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 MESH = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
 

@@ -6,8 +6,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.stacked import fill, place
-from shardmap_torch.rule import Collective
+from shardmap_torch.backends.reference import fill, place
+from shardmap_torch.collectives.operations import Collective
 
 
 def _slice(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmap_torch.backends.communicator import TracedWire, Wire
+from shardmap_torch.backends.consensus import vote_against
 from shardmap_torch.backends.local import LOCAL
-from shardmap_torch.backends.lookout import OvertakenError
-from shardmap_torch.backends.spmd import RankBackend
-from shardmap_torch.backends.stacked import gather, scatter
-from shardmap_torch.backends.vote import vote_against
-from shardmap_torch.backends.wire import TracedWire, Wire
+from shardmap_torch.backends.rank import RankBackend
+from shardmap_torch.backends.reference import gather, scatter
+from shardmap_torch.backends.watchdog import OvertakenError
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.caching import constant
+from shardmap_torch.core.storage import unviewed
 from shardmap_torch.errors import CommunicationError
-from shardmap_torch.memo import constant
-from shardmap_torch.memory import unviewed
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.rule import Collective
 
 _WIRE: Final = {
     torch.bool: torch.uint8,

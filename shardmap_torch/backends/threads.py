@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shardmap_torch.backends.spmd import RankBackend
-from shardmap_torch.backends.stacked import MOVES, Stack
+from shardmap_torch.backends.rank import RankBackend
+from shardmap_torch.backends.reference import MOVES, Stack
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.source_location import call_site
 from shardmap_torch.errors import CollectiveMismatchError, TransformError, listing
 from shardmap_torch.mesh import Mesh, current_mesh, use_mesh
-from shardmap_torch.rule import Collective
-from shardmap_torch.where import call_site
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class Rendezvous:
             error.add_note(f"Raised on rank {rank} ({place}) of the {self.mesh}.")
             self._failure = error
 
-    def meet(self, rank: int, post: Post) -> Tensor:
+    def on_operation(self, rank: int, post: Post) -> Tensor:
         """Brings `post`, waits for the other members, and returns this rank's result."""
         self._waiting[rank] = post
         posts = [self._waiting.get(member) for member in post.members]
@@ -221,7 +221,7 @@ class ThreadBackend(RankBackend):
         pauses = list(_PAUSES.stack)
         for leave, _ in reversed(pauses):
             leave()
-        received = self.rendezvous.meet(self.rank, post)
+        received = self.rendezvous.on_operation(self.rank, post)
         for _, back in pauses:
             back()
         return received

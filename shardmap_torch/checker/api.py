@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardmap_torch.checker.observe import REGION
-from shardmap_torch.checker.program import Equation, Held, Use, Way, show_kinds
-from shardmap_torch.checker.verify import Verdict
+from shardmap_torch.checker.interpreter.observer import REGION
+from shardmap_torch.checker.ir.program import Equation, Held, Use, Way, show_kinds
+from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.core.tree import Tree, map_leaves
 from shardmap_torch.errors import ShardTypeError, SpecError, TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
-from shardmap_torch.tree import Tree, map_leaves
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from shardmap_torch.checker import report
-from shardmap_torch.checker.interpret import Interpreter
-from shardmap_torch.checker.lattice import plain
-from shardmap_torch.checker.modes import current_interpreter
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V, Z, as_type
 
@@ -83,7 +83,7 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
             )
         if not _fits(have[axis], wanted):
             cell = interpreter.cell(interpreter.adopt(x))
-            wrong = report.error(
+            wrong = messages.error(
                 interpreter,
                 f"assert_type expects {wanted} over {axis!r}, but the value is {have[axis]}.",
                 [f"  the value is from {cell.origin()}"],

@@ -6,15 +6,15 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
-from shardmap_torch.checker import report
-from shardmap_torch.checker.interpret import Interpreter
-from shardmap_torch.checker.lattice import plain
-from shardmap_torch.checker.modes import current_interpreter
-from shardmap_torch.checker.observe import UNOBSERVED
-from shardmap_torch.checker.program import Cell, Equation, use_of
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.interpreter.observer import UNOBSERVED
+from shardmap_torch.checker.ir.program import Cell, Equation, use_of
+from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.tree import Misfit, Placed, Tree, spread
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.spec import P
-from shardmap_torch.tree import Misfit, Placed, Tree, spread
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
 A = ParamSpec("A")
@@ -138,7 +138,7 @@ def _check_result(interpreter: Interpreter, name: str, tensor: Tensor, spec: P) 
         if interpreter.mesh.shape[axis] > 1 and plain(kind) not in _ALLOWED.get(
             wanted, _ALLOWED["I"]
         ):
-            wrong = report.error(
+            wrong = messages.error(
                 interpreter,
                 f"local_region {name}: over {axis!r} a result is {kind}, and {spec!r} promises "
                 + _promise(wanted),

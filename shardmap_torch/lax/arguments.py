@@ -9,10 +9,10 @@ from typing import Any, Final, TypeAlias, TypeVar
 from torch import Tensor
 
 from shardmap_torch import ops
-from shardmap_torch.backend import Scope
+from shardmap_torch.collectives.scope import Scope
+from shardmap_torch.core.tree import map_leaves
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import Axis, each_leaf, read_axes, shown
-from shardmap_torch.tree import map_leaves
 from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V
 
 X = TypeVar("X")
@@ -65,7 +65,7 @@ class Arguments:
         """The type of an operand: as it is said, or else as the checker found it, or else V."""
         if self.src is not None:
             return Source(self.axes, (self.src,) * len(self.axes))
-        found = self.scope.kinds(self.axes, x)
+        found = self.scope.types_of(self.axes, x)
         return Source(self.axes, (V,) * len(self.axes) if found is None else found)
 
     def varying(self, x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: TypeLike | None = None) -
 
 def _source_of_cast(given: Arguments, target: AxisType, x: Tensor) -> Source:
     """What is equal on all ranks and neither I nor R yet, becomes the one that commits less."""
-    found = None if given.src is not None else given.scope.kinds(given.axes, x)
+    found = None if given.src is not None else given.scope.types_of(given.axes, x)
     if found is None:
         kind = given.src or (V if target == Partial else I)
         return Source(given.axes, (kind,) * len(given.axes))

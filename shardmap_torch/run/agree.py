@@ -4,9 +4,9 @@ Processes that run different programs would wait for one another in collectives 
 and then know nothing about why.
 """
 
-from shardmap_torch.backends.vote import vote
+from shardmap_torch.backends.consensus import vote
 from shardmap_torch.checker.api import Program
-from shardmap_torch.checker.follow import Difference
+from shardmap_torch.checker.guards.replay import Difference
 from shardmap_torch.errors import ShardMapError
 
 

@@ -10,22 +10,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NoReturn
 
-from shardmap_torch.backends.vote import begin_call
-from shardmap_torch.boundary import Call
+from shardmap_torch.backends.consensus import begin_call
+from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import program_of
-from shardmap_torch.checker.attempt import Strictness
-from shardmap_torch.checker.follow import Departure, Difference
-from shardmap_torch.checker.memory import closed_over_outer
-from shardmap_torch.checker.signature import Signature, parts, signature
-from shardmap_torch.checker.surroundings import Surroundings
-from shardmap_torch.checker.values import is_batched
-from shardmap_torch.checker.verify import Verdict, verify
+from shardmap_torch.checker.guards.cache_key import Signature, parts, signature
+from shardmap_torch.checker.guards.captured_state import Surroundings
+from shardmap_torch.checker.guards.replay import Departure, Difference
+from shardmap_torch.checker.interpreter.scalars import is_batched
+from shardmap_torch.checker.interpreter.state import closed_over_outer
+from shardmap_torch.checker.verify.path import Strictness
+from shardmap_torch.checker.verify.verdict import Verdict, verify
+from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import ShardMapError, ShardTypeError
-from shardmap_torch.memo import Memo
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.agree import agree
-from shardmap_torch.run.changing import Changing
-from shardmap_torch.tree import Tree
+from shardmap_torch.run.retrace_warning import Changing
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says whether a batched body can do it."""

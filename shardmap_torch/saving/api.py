@@ -15,11 +15,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Partial
 
+from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
 from shardmap_torch.errors import CheckpointError, CommunicationError, listing
 from shardmap_torch.saving import folders, manifest
 from shardmap_torch.saving.manifest import Entry, Manifest, Value
 from shardmap_torch.saving.storage import RankFiles, RankFilesReader
-from shardmap_torch.tree import NAMESPACE, Tree, flatten, unflatten
 
 T = TypeVar("T")
 X = TypeVar("X")

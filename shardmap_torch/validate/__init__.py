@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from shardmap_torch.checker.table import MEANINGS, row_of
+from shardmap_torch.checker.rules.registry import MEANINGS, row_of
+from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardTypeError, SpecError
-from shardmap_torch.tree import flatten
 from shardmap_torch.validate.decompositions import try_values
 from shardmap_torch.validate.regions import try_region
 from shardmap_torch.validate.report import Validation

@@ -7,12 +7,12 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.tree import Misfit, Placed, Structure, Tree, flatten, spread, unflatten
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh, make_mesh
 from shardmap_torch.ops import reinterpret
 from shardmap_torch.spec import P, misfits
 from shardmap_torch.transform import shard_map
-from shardmap_torch.tree import Misfit, Placed, Structure, Tree, flatten, spread, unflatten
 from shardmap_torch.types import Partial, V
 from shardmap_torch.validate.numbers import is_real, tolerance_of, unequal
 from shardmap_torch.validate.report import Findings

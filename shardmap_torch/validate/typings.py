@@ -18,12 +18,12 @@ from torch._ops import OpOverload
 
 from shardmap_torch.checker.api import ShapeDtype, check_program
 from shardmap_torch.checker.assertions import typeof
-from shardmap_torch.checker.lattice import plain
+from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.tree import Placed, Structure, flatten, spread, unflatten
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.mesh import make_mesh
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
-from shardmap_torch.tree import Placed, Structure, flatten, spread, unflatten
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 from shardmap_torch.validate.numbers import draw, is_real, refute, shifted, tolerance_of, total
 from shardmap_torch.validate.report import Findings

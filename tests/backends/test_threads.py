@@ -21,7 +21,7 @@ from shardmap_torch import (
     make_mesh,
     ppermute,
 )
-from tests.programs.everywhere import unchecked as shard_map
+from tests.programs.support.everywhere import unchecked as shard_map
 
 MESH = make_mesh((3,), ("tp",), kind="simulated", simulate="ranks")
 GRID = make_mesh((2, 2), ("dp", "tp"), kind="simulated", simulate="ranks")

@@ -11,7 +11,7 @@ from examples import checkpoint_reshard
 from examples.checkpoint_reshard import State, init, specs, train
 from shardmap_torch import Mesh, device_put, full, make_mesh
 from shardmap_torch.saving import load, save
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 AXES = ("dp", "tp")
 STEPS = 2

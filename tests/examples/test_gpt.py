@@ -15,9 +15,9 @@ from examples.gpt import data, layers, model, optim, plain, step
 from examples.gpt.check import compare, tolerance
 from examples.gpt.model import Config, Params
 from shardmap_torch import Mesh, P, R, ShardTypeError, check_program, full, make_mesh, shard_map
-from shardmap_torch.kernels import Overlap, Plan, functions, last_plan, prepare
-from shardmap_torch.kernels.plan import record
-from tests.pool import Gloo
+from shardmap_torch.kernels import Overlap, Plan, autograd, dispatch, last_plan
+from shardmap_torch.kernels.planner import record
+from tests.support.pool import Gloo
 
 CONFIG = Config(vocabulary=32, length=8, width=16, heads=4, hidden=24, layers=2)
 AXES = ("dp", "tp")
@@ -216,8 +216,8 @@ def train_overlapped(sizes: tuple[int, int]) -> tuple[list[float], list[float], 
         return record(plan)
 
     with (
-        mock.patch.object(functions, "record", recorded),
-        mock.patch.object(prepare, "record", recorded),
+        mock.patch.object(autograd, "record", recorded),
+        mock.patch.object(dispatch, "record", recorded),
     ):
         losses = train(mesh, overlap="require")
     assert (last := last_plan()) is not None

@@ -10,7 +10,7 @@ import pytest
 
 from examples import train_gpt
 from shardmap_torch.kernels import last_plan
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 REPO = Path(__file__).parent.parent.parent
 SMALL = "--length 16 --width 16 --heads 4 --hidden 32 --layers 1 --batch 8".split()

@@ -9,7 +9,7 @@ from torch import Tensor
 from examples import transformer_2d
 from examples.transformer_2d import AXES, Sizes, example, outputs_and_grads
 from shardmap_torch import make_mesh
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 # No two sizes alike, so that exchanged dims cannot hide.
 SIZES = Sizes(batch=4, time=6, embed=24, heads=16, query=2, hidden=5)

@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 
-from shardmap_torch.checker import hold
-from shardmap_torch.memo import Memo
+from shardmap_torch.checker.interpreter import equivalence
+from shardmap_torch.core.caching import Memo
 
 
 @pytest.fixture
 def forget() -> Iterator[Callable[[], None]]:
     """Has everything held anew, where a test has changed the kernels."""
-    with mock.patch.object(hold, "_HELD", Memo[Any]()):
-        yield lambda: setattr(hold, "_HELD", Memo[Any]())
+    with mock.patch.object(equivalence, "_HELD", Memo[Any]()):
+        yield lambda: setattr(equivalence, "_HELD", Memo[Any]())

@@ -17,19 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch import make_mesh
-from shardmap_torch.backend import Scope, enter_scope
 from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.kernels import last_plan, symmetric
-from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
-from shardmap_torch.kernels.exchange import Choice
-from shardmap_torch.kernels.matmul import gather_forward, reduce_forward, scatter_forward
-from shardmap_torch.kernels.streams import CudaLanes, Lane
-from shardmap_torch.kernels.transport import run
-from shardmap_torch.kernels.transport_nccl import NcclTransport, Work
-from shardmap_torch.kernels.transport_staged import StagedTransport, pinned
-from tests.kernels.test_overlapped import CALLS, SHAPES, body, values_and_gradients
+from shardmap_torch.kernels.algorithms import gather_forward, reduce_forward, scatter_forward
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.transports.endpoint import Endpoint, endpoint_of
+from shardmap_torch.kernels.transports.nccl import NcclTransport, Work
+from shardmap_torch.kernels.transports.protocol import run
+from shardmap_torch.kernels.transports.staged import StagedTransport, pinned
+from shardmap_torch.kernels.transports.streams import CudaLanes, Lane
+from tests.kernels.test_api import CALLS, SHAPES, body, values_and_gradients
 from tests.kernels.test_symmetric import gather_of, scatter_of
-from tests.pool import Gloo, Pool
+from tests.support.pool import Gloo, Pool
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(

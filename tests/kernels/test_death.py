@@ -18,13 +18,13 @@ from shardmap_torch import R
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels import (
     all_gather_matmul,
-    exchange,
+    executor,
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
 from shardmap_torch.kernels.schedule import Chunk
-from tests.kernels.test_overlapped import body
-from tests.pool import Gloo, WorkerError
+from tests.kernels.test_api import body
+from tests.support.pool import Gloo, WorkerError
 
 TIMEOUT = 1.5  # Twice that is what the pool waits for the others after a death.
 MIDDLE = 3  # The chunk at which rank 1 dies: messages have been sent, and others are missing.
@@ -72,7 +72,7 @@ def rank_1_dies(call: Callable[[Tensor, Tensor], Tensor], backward: bool, folder
         call(x, w)  # Connections are up.
         y = call(x, w) if backward else None
         if dist.get_rank() == 1:
-            for kind in (exchange.Gather, exchange.Scatter, exchange.Sum):
+            for kind in (executor.Gather, executor.Scatter, executor.Sum):
                 mock.patch.object(kind, "multiply", killed_at(MIDDLE, kind.multiply)).start()
         begin = time.monotonic()
         try:

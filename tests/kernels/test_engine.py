@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.exchange import Choice, Gather
-from shardmap_torch.kernels.matmul import (
+from shardmap_torch.kernels.algorithms import (
     gather_backward,
     gather_backward_again,
     gather_forward,
@@ -19,9 +17,11 @@ from shardmap_torch.kernels.matmul import (
     scatter_backward,
     scatter_forward,
 )
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.executor import Choice, Gather
 from shardmap_torch.kernels.schedule import Chunk, Message
-from shardmap_torch.kernels.transport import Channel, Steps, Transport
 from shardmap_torch.kernels.transport_virtual import VirtualNetwork, VirtualTransport
+from shardmap_torch.kernels.transports.protocol import Channel, Steps, Transport
 
 INSTANT = Fabric(latency=1e-6, bandwidth=1e9, flops=1e9)
 RANKS = range(1, 17)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from shardmap_torch import I, P, Partial, R, ShardTypeError
 from shardmap_torch.kernels import (
+    algorithms,
     all_gather_matmul,
+    autograd,
     engine,
-    functions,
-    matmul,
     matmul_all_reduce,
 )
-from tests.kernels.test_checked import (
+from tests.kernels.test_typed import (
     COLUMN,
     GATHER,
     ROW,
@@ -149,11 +149,11 @@ def test_a_mistake_in_a_kernel_is_caught(
         held_in(body, *specs, *SHAPES)
     first, site, _ = str(caught.value).splitlines()
     assert first.endswith(f": {what} in the composition.")
-    assert site.startswith("  at test_checked.py:")
+    assert site.startswith("  at test_typed.py:")
 
 
 def test_swapped_gradients_of_one_shape_are_caught(forget: Forget) -> None:
-    kernel = matmul.reduce_backward
+    kernel = algorithms.reduce_backward
     body = lambda x, w: matmul_all_reduce(x, w, "tp", dst=R)  # noqa: E731
     specs = (P("tp"), P(replicate="tp")), P(partial="tp")
     shapes = float32(64, 16), float32(16, 16)
@@ -169,7 +169,7 @@ def test_swapped_gradients_of_one_shape_are_caught(forget: Forget) -> None:
 def test_summing_cotangents_that_are_whole_is_caught(forget: Forget) -> None:
     forget()
     with (
-        mock.patch.object(functions, "R", I),  # The backward for R is taken where it is for I.
+        mock.patch.object(autograd, "R", I),  # The backward for R is taken where it is for I.
         pytest.raises(ShardTypeError) as caught,
     ):
         held_in(reduced(I), *WHOLE, *SHAPES)
@@ -177,7 +177,7 @@ def test_summing_cotangents_that_are_whole_is_caught(forget: Forget) -> None:
 
 
 def test_a_forgotten_gradient_of_a_bias_is_caught(forget: Forget) -> None:
-    pull_back = functions.GatherMatmul.pull_back
+    pull_back = autograd.GatherMatmul.pull_back
 
     def forgetful(*args: Any) -> Any:
         return [*pull_back(*args)[:-1], None]
@@ -190,7 +190,7 @@ def test_a_forgotten_gradient_of_a_bias_is_caught(forget: Forget) -> None:
     assert told(equation) == [GATHER, f"back: {SCATTER}"]
     forget()
     with (
-        mock.patch.object(functions.GatherMatmul, "pull_back", forgetful),
+        mock.patch.object(autograd.GatherMatmul, "pull_back", forgetful),
         pytest.raises(ShardTypeError) as caught,
     ):
         held_in(body, *specs, *SHAPES, float32(32))
@@ -202,7 +202,7 @@ def test_a_forgotten_gradient_of_a_bias_is_caught(forget: Forget) -> None:
 def test_a_gradient_that_goes_to_another_weight_where_one_result_is_used_is_caught(
     forget: Forget,
 ) -> None:
-    pull_back = functions.GatherMatmul.pull_back
+    pull_back = autograd.GatherMatmul.pull_back
 
     def mistaken(self: Any, operands: Any, needed: Any, grads: Any) -> Any:
         dx, *dws = pull_back(self, operands, needed, grads)
@@ -216,7 +216,7 @@ def test_a_gradient_that_goes_to_another_weight_where_one_result_is_used_is_caug
     assert held_in(body, *specs, *SHAPES, SHAPES[1])
     forget()
     with (
-        mock.patch.object(functions.GatherMatmul, "pull_back", mistaken),
+        mock.patch.object(autograd.GatherMatmul, "pull_back", mistaken),
         pytest.raises(ShardTypeError, match="operand 1 is there, and missing in the composition"),
     ):
         held_in(body, *specs, *SHAPES, SHAPES[1])
@@ -224,7 +224,7 @@ def test_a_gradient_that_goes_to_another_weight_where_one_result_is_used_is_caug
 
 def test_a_mistake_where_an_inner_gradient_needs_less_is_caught(forget: Forget) -> None:
     """Only dw is asked for inside, and dx as well outside of the function."""
-    right = functions.GatherMatmulBackward._weights_only
+    right = autograd.GatherMatmulBackward._weights_only
 
     def takes_the_shard(self: Any, x: Any, full: Any, dys: Any, wanted: Any) -> Any:
         right(self, x, full, dys, wanted)
@@ -239,7 +239,7 @@ def test_a_mistake_where_an_inner_gradient_needs_less_is_caught(forget: Forget) 
     assert held_in(body, *specs, *SHAPES)
     forget()
     with (
-        mock.patch.object(functions.GatherMatmulBackward, "_weights_only", takes_the_shard),
+        mock.patch.object(autograd.GatherMatmulBackward, "_weights_only", takes_the_shard),
         pytest.raises(ShardTypeError, match="overlapped: the gradient of operand 1 is made by no"),
     ):
         held_in(body, *specs, *SHAPES)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch.kernels.streams import Lane
-from tests.kernels.races import RaceDetector, RaceError
+from shardmap_torch.kernels.transports.streams import Lane
+from tests.kernels.support.races import RaceDetector, RaceError
 
 COMPUTE, TRANSFER, HOST = Lane.COMPUTE, Lane.TRANSFER, Lane.HOST
 

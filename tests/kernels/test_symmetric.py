@@ -20,10 +20,10 @@ from shardmap_torch.kernels import (
     symmetric,
 )
 from shardmap_torch.kernels.cost import ASSUMED_GPU
-from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
 from shardmap_torch.kernels.symmetric import SIGNATURES, Place, accepts
-from tests.kernels.test_overlapped import body, normal, values_and_gradients
-from tests.pool import Gloo
+from shardmap_torch.kernels.transports.endpoint import Endpoint, endpoint_of
+from tests.kernels.test_api import body, normal, values_and_gradients
+from tests.support.pool import Gloo
 
 GATHER, SCATTER = SIGNATURES
 

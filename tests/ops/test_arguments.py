@@ -29,10 +29,10 @@ from shardmap_torch import (
     reinterpret,
     shift,
 )
-from shardmap_torch.backend import current_scope
-from tests.pool import Gloo
-from tests.programs.everywhere import ON_EVERY_MESH, run_on, same
-from tests.programs.everywhere import unchecked as shard_map
+from shardmap_torch.collectives.scope import current_scope
+from tests.programs.support.everywhere import ON_EVERY_MESH, run_on, same
+from tests.programs.support.everywhere import unchecked as shard_map
+from tests.support.pool import Gloo
 
 HALF = torch.float16
 DIVIDE = "which does not divide over the 2 ranks of 'tp' (3 = 1*2 + 1). Pass sizes=, or pad it."

@@ -26,10 +26,10 @@ from shardmap_torch import (
     reduce_scatter,
     shift,
 )
-from tests.pool import Gloo
-from tests.programs.everywhere import ON_EVERY_MESH, SIMULATED, run_on, same
-from tests.programs.everywhere import unchecked as shard_map
-from tests.programs.harness import random
+from tests.programs.support.everywhere import ON_EVERY_MESH, SIMULATED, run_on, same
+from tests.programs.support.everywhere import unchecked as shard_map
+from tests.programs.support.harness import random
+from tests.support.pool import Gloo
 
 NAMES = ("a", "b", "c")
 

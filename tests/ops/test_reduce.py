@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardmap_torch import I, Mesh, P, R, all_reduce, make_mesh, reduce_scatter
-from tests.pool import Gloo
-from tests.programs.everywhere import ON_EVERY_MESH, SIMULATED, run_on, same
-from tests.programs.everywhere import unchecked as shard_map
-from tests.programs.harness import random, whole
+from tests.programs.support.everywhere import ON_EVERY_MESH, SIMULATED, run_on, same
+from tests.programs.support.everywhere import unchecked as shard_map
+from tests.programs.support.harness import random, whole
+from tests.support.pool import Gloo
 
 INF = math.inf
 

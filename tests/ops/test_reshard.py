@@ -23,7 +23,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.reshard import Step, plan
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 Strategy = Literal["vmap", "ranks"]
 Case = tuple[P, P, tuple[int, ...]]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.pool import Gloo
-from tests.programs.generated import programs
-from tests.programs.harness import Program, assert_same, in_worker, one_device, simulated
+from tests.programs.support.generated import programs
+from tests.programs.support.harness import Program, assert_same, in_worker, one_device, simulated
+from tests.support.pool import Gloo
 
 # torch's own forward mode scripts some decompositions when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

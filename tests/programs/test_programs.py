@@ -6,9 +6,16 @@ from typing import Literal
 import pytest
 
 from shardmap_torch import P, make_mesh
-from tests.pool import Gloo
-from tests.programs.bodies import PROGRAMS
-from tests.programs.harness import Program, assert_same, in_worker, on_mesh, one_device, simulated
+from tests.programs.support.bodies import PROGRAMS
+from tests.programs.support.harness import (
+    Program,
+    assert_same,
+    in_worker,
+    on_mesh,
+    one_device,
+    simulated,
+)
+from tests.support.pool import Gloo
 
 # torch's own forward mode scripts some decompositions when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shardmap_torch import CollectiveError, Mesh, P, ShardMapError, make_mesh, random, shard_map
-from tests.pool import Gloo
-from tests.programs.everywhere import ON_EVERY_MESH, run_on
-from tests.programs.harness import whole
+from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
+from tests.programs.support.harness import whole
+from tests.support.pool import Gloo
 
 
 def test_seeds_of_any_size_give_keys() -> None:

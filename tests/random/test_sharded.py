@@ -25,9 +25,9 @@ from shardmap_torch import (
     shard_map,
     typeof,
 )
-from tests.pool import Gloo
-from tests.programs.everywhere import ON_EVERY_MESH, run_on
-from tests.programs.harness import whole
+from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
+from tests.programs.support.harness import whole
+from tests.support.pool import Gloo
 
 SHAPE = (8, 4, 6)
 SPECS = [

@@ -11,7 +11,7 @@ import torch
 
 from shardmap_torch import I, P, all_reduce, device_put, full, make_mesh, shard_map
 from shardmap_torch.saving import api, folders, latest, load, save, storage
-from tests.pool import Gloo, WorkerError
+from tests.support.pool import Gloo, WorkerError
 
 STEPS = 6
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shardmap_torch import CheckpointError, P, device_put, from_local, full, make_mesh
 from shardmap_torch.saving import latest, load, manifest, save
 from shardmap_torch.saving.manifest import Manifest
-from tests.pool import Gloo
+from tests.support.pool import Gloo
 
 AXES = ("dp", "tp")
 SPECS = [P("dp"), P(("dp", "tp")), P(("tp", "dp")), P("tp", "dp"), P(None, ("tp", "dp")), P()]

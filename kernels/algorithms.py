@@ -1,0 +1,392 @@
+"""The overlapped matmuls, forward and backward, as kernels over any transport.
+
+On the mesh's typed collectives (`whole.Collectives`) they are the same code without chunks, which
+the checker interprets.
+
+Every function here is per-rank code on plain tensors. A tensor whose last dim is contracted is
+seen as a matrix of *tokens*, one row for each index of the other dims. The dim that is gathered or
+scattered cuts that matrix either by rows or by features (`Cut`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.kernels.executor import LOW_PRECISION, Choice, Consume, Produce
+from shardmap_torch.kernels.transports.protocol import Steps
+from shardmap_torch.kernels.whole import Halves, Network, gathering, reducing, scattering, summing
+
+
+def multiply(transport: Network, a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, charged to the transport's clock."""
+    _charge(transport, a, b)
+    return a @ b
+
+
+def multiply_into(
+    transport: Network, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
+) -> None:
+    """`out = a @ b + bias` in place."""
+    _charge(transport, a, b)
+    if bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
+def accumulate(transport: Network, total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b`; the product is rounded to its own dtype before it meets a wider total."""
+    _charge(transport, a, b)
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _charge(transport: Network, a: Tensor, b: Tensor) -> None:
+    outputs = a.shape[0] * b.shape[1]
+    traffic = (a.numel() + b.numel() + outputs) * a.element_size()
+    transport.charge(2.0 * outputs * a.shape[1], float(traffic))
+
+
+def zeros_for_sum(like: Tensor, *shape: int) -> Tensor:
+    """An accumulator over chunks: float32 where `like` is of lower precision."""
+    dtype = torch.float32 if like.dtype in LOW_PRECISION else like.dtype
+    return like.new_zeros(shape, dtype=dtype)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """All dims but the last as one; reshape(-1, ...) refuses a last dim of size 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a dim of a tensor cuts its matrix of tokens.
+
+    The *cut matrix* has the cut dim as its rows, so that a chunk is contiguous: the matrix of
+    tokens itself, with `dim` outermost, or its transpose when the last dim is cut.
+    """
+
+    dim: int
+    by_features: bool
+
+    @classmethod
+    def of(cls, dim: int, ndim: int) -> "Cut":
+        """The cut along `dim`, negative dims included, of a tensor of `ndim` dims."""
+        dim %= ndim
+        return cls(0 if dim == ndim - 1 else dim, dim == ndim - 1)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """The matrix of tokens; a copy of `x` unless the cut dim is outermost."""
+        return as_matrix(x.movedim(self.dim, 0))
+
+    def restore(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
+        """The contiguous tensor of `shape` whose matrix of tokens is given."""
+        outermost = [shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :]]
+        return tokens.reshape(outermost).movedim(0, self.dim).contiguous()
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """The cut matrix, contiguous."""
+        return self.flip(self.tokens(x)).contiguous()
+
+    def flip(self, matrix: Tensor) -> Tensor:
+        """Tokens to cut matrix and back."""
+        return matrix.t() if self.by_features else matrix
+
+    def times(self, transport: Network, w: Tensor, bias: Tensor | None, out: Tensor) -> Consume:
+        """Consumes cut rows of x into the tokens of `out`, which become x @ w + bias."""
+
+        def rows_times(rows: slice, tile: Tensor) -> None:
+            multiply_into(transport, out[rows], tile, w, bias)
+
+        def features_times(rows: slice, tile: Tensor) -> None:
+            accumulate(transport, out, tile.t(), w[rows])
+
+        return features_times if self.by_features else rows_times
+
+    def left_gradient(self, transport: Network, dy: Tensor, out: Tensor) -> Consume:
+        """Consumes cut rows of x into xᵀ @ dy; `out` starts at zero."""
+
+        def rows_gradient(rows: slice, tile: Tensor) -> None:
+            accumulate(transport, out, tile.t(), dy[rows])
+
+        def features_gradient(rows: slice, tile: Tensor) -> None:
+            out[rows] = multiply(transport, tile, dy)
+
+        return features_gradient if self.by_features else rows_gradient
+
+    def right_gradient(self, transport: Network, x: Tensor, out: Tensor) -> Consume:
+        """Consumes cut rows of dy into xᵀ @ dy; `out` starts at zero."""
+
+        def rows_gradient(rows: slice, tile: Tensor) -> None:
+            accumulate(transport, out, x[rows].t(), tile)
+
+        def features_gradient(rows: slice, tile: Tensor) -> None:
+            out[:, rows] = multiply(transport, x.t(), tile.t())
+
+        return features_gradient if self.by_features else rows_gradient
+
+    def sum_of_products(
+        self, transport: Network, xs: Sequence[Tensor], ws: Sequence[Tensor]
+    ) -> Produce:
+        """Produces cut rows of the sum of x @ w over pairs, from the tokens of each x."""
+
+        def operands(x: Tensor, w: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            return (w[:, rows].t(), x.t()) if self.by_features else (x[rows], w)
+
+        def produce(rows: slice) -> Tensor:
+            tile = multiply(transport, *operands(xs[0], ws[0], rows))
+            for x, w in zip(xs[1:], ws[1:], strict=True):
+                accumulate(transport, tile, *operands(x, w, rows))
+            return tile
+
+        return produce
+
+
+def with_dim(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    """The shape with another size at `dim`."""
+    dim %= len(shape)
+    return [*shape[:dim], size, *shape[dim + 1 :]]
+
+
+def _both(consumers: Sequence[Consume]) -> Consume:
+    def consume(rows: slice, tile: Tensor) -> None:
+        for consumer in consumers:
+            consumer(rows, tile)
+
+    return consume
+
+
+def gather_forward(
+    transport: Network,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    dim: int,
+    choice: Choice,
+) -> Steps[tuple[list[Tensor], Tensor]]:
+    """`all_gather(x) @ w + bias` for each pair of w and bias, with one gather.
+
+    Returns the products, and the cut matrix of the gathered x for the backward.
+    """
+    cut = Cut.of(dim, x.ndim)
+    full_shape = with_dim(x.shape, dim, x.shape[dim] * transport.num_ranks)
+    num_tokens = torch.Size(full_shape[:-1]).numel()
+    products = list(zip(ws, biases, strict=True))
+    sums = [_tokens_out(cut, x, num_tokens, w.shape[1], bias) for w, bias in products]
+    consume = _both(
+        [cut.times(transport, *pair, out) for pair, out in zip(products, sums, strict=True)]
+    )
+    gather = gathering(transport, "all_gather_matmul", cut.matrix(x), consume, choice)
+    yield from gather.start()
+    gathered = yield from gather.finish()
+    outs = [cut.restore(out.to(x.dtype), [*full_shape[:-1], out.shape[1]]) for out in sums]
+    return outs, gathered
+
+
+def _tokens_out(
+    cut: Cut, like: Tensor, num_tokens: int, columns: int, bias: Tensor | None = None
+) -> Tensor:
+    """Output tokens: written once each when cut by rows, else a sum over chunks and the bias."""
+    if not cut.by_features:
+        return like.new_empty(num_tokens, columns)
+    total = zeros_for_sum(like, num_tokens, columns)
+    return total if bias is None else total + bias
+
+
+def scatter_forward(
+    transport: Network, x: Tensor, w: Tensor, dim: int, choice: Choice
+) -> Steps[Tensor]:
+    """`reduce_scatter(x @ w)`."""
+    cut = Cut.of(dim, x.ndim)
+    produce = cut.sum_of_products(transport, [cut.tokens(x)], [w])
+    shape = [*x.shape[:-1], w.shape[1]]
+    scatter = _scatter(transport, "matmul_reduce_scatter", produce, shape, x, dim, choice)
+    yield from scatter.start()
+    total = yield from scatter.finish()
+    return _own_block(cut, total, shape, dim, transport.num_ranks)
+
+
+def _scatter(
+    transport: Network,
+    op: str,
+    produce: Produce,
+    shape: Sequence[int],
+    like: Tensor,
+    dim: int,
+    choice: Choice,
+) -> Halves:
+    """A reduce-scatter along `dim` of a tensor of `shape`."""
+    cut = Cut.of(dim, len(shape))
+    num_tokens = torch.Size(shape[:-1]).numel()
+    num_rows, columns = (shape[-1], num_tokens) if cut.by_features else (num_tokens, shape[-1])
+    out = like.new_empty(num_rows // transport.num_ranks, columns)
+    return scattering(transport, op, produce, out, num_rows, choice)
+
+
+def _own_block(cut: Cut, matrix: Tensor, shape: Sequence[int], dim: int, num_ranks: int) -> Tensor:
+    return cut.restore(cut.flip(matrix), with_dim(shape, dim, shape[dim] // num_ranks))
+
+
+def reduce_forward(transport: Network, x: Tensor, w: Tensor, choice: Choice) -> Steps[Tensor]:
+    """`all_reduce(x @ w)`; the cut is by rows, wherever they fall."""
+    tokens = as_matrix(x)
+    out = x.new_empty(tokens.shape[0], w.shape[1])
+    produce = Cut(0, by_features=False).sum_of_products(transport, [tokens], [w])
+    scatter = reducing(transport, "matmul_all_reduce", produce, out, choice)
+    yield from scatter.start()
+    total = yield from scatter.finish()
+    return total.view(*x.shape[:-1], w.shape[1])
+
+
+def gather_backward(
+    transport: Network,
+    gathered: Tensor | None,
+    ws: Sequence[Tensor],
+    dys: Sequence[Tensor],
+    wanted: Sequence[bool],
+    dim: int,
+    choice: Choice,
+) -> Steps[tuple[Tensor, list[Tensor | None]]]:
+    """Gradients of `gather_forward` from its gathered cut matrix: (dx, the wanted dws).
+
+    `gathered` may be None where no dw is wanted.
+
+    The sum of dy @ wᵀ is reduce-scattered while it is produced, and what is still on its way then
+    moves while the weight gradients are computed.
+    """
+    cut = Cut.of(dim, dys[0].ndim)
+    tokens = [cut.tokens(dy) for dy in dys]
+    scatter, shape = _input_gradient(transport, cut, tokens, ws, dys[0], dim, choice)
+    yield from scatter.start()
+    dws = [
+        multiply(transport, cut.flip(gathered).t(), dy) if want and gathered is not None else None
+        for dy, want in zip(tokens, wanted, strict=True)
+    ]
+    total = yield from scatter.finish()
+    return _own_block(cut, total, shape, dim, transport.num_ranks), dws
+
+
+def _input_gradient(
+    transport: Network,
+    cut: Cut,
+    tokens: Sequence[Tensor],
+    ws: Sequence[Tensor],
+    dy: Tensor,
+    dim: int,
+    choice: Choice,
+) -> tuple[Halves, list[int]]:
+    """The reduce-scatter of the sum of dy @ wᵀ, and the shape of the sum."""
+    produce = cut.sum_of_products(transport, tokens, [w.t() for w in ws])
+    shape = [*dy.shape[:-1], ws[0].shape[0]]
+    op = "all_gather_matmul backward"
+    return _scatter(transport, op, produce, shape, dy, dim, choice), shape
+
+
+def gather_backward_again(
+    transport: Network,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    dys: Sequence[Tensor],
+    wanted: Sequence[bool],
+    dim: int,
+    choice: Choice,
+    gather_choice: Choice,
+) -> Steps[tuple[Tensor, list[Tensor | None]]]:
+    """As `gather_backward` from the shard alone: x is gathered again.
+
+    The own block is on its way while dy @ wᵀ is produced; the weight gradients consume the gather
+    while the last addends move.
+    """
+    cut = Cut.of(dim, x.ndim)
+    tokens = [cut.tokens(dy) for dy in dys]
+    scatter, shape = _input_gradient(transport, cut, tokens, ws, dys[0], dim, choice)
+    sums = [
+        zeros_for_sum(w, *w.shape) if want else None for w, want in zip(ws, wanted, strict=True)
+    ]
+    consume = _both(
+        [
+            cut.left_gradient(transport, dy, dw)
+            for dy, dw in zip(tokens, sums, strict=True)
+            if dw is not None
+        ]
+    )
+    op = "all_gather_matmul backward"
+    gather = gathering(transport, op, cut.matrix(x), consume, gather_choice)
+    yield from gather.start()
+    yield from scatter.start()
+    yield from gather.finish()
+    total = yield from scatter.finish()
+    dws = [None if dw is None else dw.to(x.dtype) for dw in sums]
+    return _own_block(cut, total, shape, dim, transport.num_ranks), dws
+
+
+def scatter_backward(
+    transport: Network,
+    x: Tensor,
+    w: Tensor,
+    dy: Tensor,
+    wanted: tuple[bool, bool],
+    dim: int,
+    choice: Choice,
+) -> Steps[tuple[Tensor | None, Tensor | None]]:
+    """The wanted gradients of `scatter_forward`: (dx, dw).
+
+    One gather of dy feeds both, chunk by chunk.
+    """
+    cut = Cut.of(dim, x.ndim)
+    gradients = _Gradients(transport, cut, x, w, wanted)
+    op = "matmul_reduce_scatter backward"
+    gather = gathering(transport, op, cut.matrix(dy), gradients.consume, choice)
+    yield from gather.start()
+    yield from gather.finish()
+    return gradients.results()
+
+
+def reduce_backward(
+    transport: Network,
+    x: Tensor,
+    w: Tensor,
+    dy: Tensor,
+    wanted: tuple[bool, bool],
+    choice: Choice,
+) -> Steps[tuple[Tensor | None, Tensor | None]]:
+    """The wanted gradients of `reduce_forward` where the ranks' cotangents add up: (dx, dw).
+
+    Each chunk of the sum of dy feeds both as soon as it is finished.
+    """
+    cut = Cut(0, by_features=False)
+    gradients = _Gradients(transport, cut, x, w, wanted)
+    op = "matmul_all_reduce backward"
+    total = summing(transport, op, cut.matrix(dy), gradients.consume, choice)
+    yield from total.start()
+    yield from total.finish()
+    return gradients.results()
+
+
+class _Gradients:
+    """The wanted gradients of x @ w, from chunks of the cut matrix of its cotangent."""
+
+    def __init__(
+        self, transport: Network, cut: Cut, x: Tensor, w: Tensor, wanted: tuple[bool, bool]
+    ) -> None:
+        self._cut, self._shape, self._wanted = cut, x.shape, wanted
+        tokens = cut.tokens(x)
+        self._dx = _tokens_out(cut, x, tokens.shape[0], x.shape[-1])
+        self._dw = zeros_for_sum(w, *w.shape)
+        self._dtype = x.dtype
+        consumers = (
+            cut.times(transport, w.t(), None, self._dx),
+            cut.right_gradient(transport, tokens, self._dw),
+        )
+        self.consume = _both([each for each, want in zip(consumers, wanted, strict=True) if want])
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        """(dx, dw), once every chunk has been consumed."""
+        return (
+            self._cut.restore(self._dx.to(self._dtype), self._shape) if self._wanted[0] else None,
+            self._dw.to(self._dtype) if self._wanted[1] else None,
+        )

@@ -1,0 +1,219 @@
+"""The public operations: typed, differentiable, and unfused wherever overlap cannot pay.
+
+They are typed as their unfused compositions, against which the checker holds what they do instead,
+forward and backward.
+"""
+
+from collections.abc import Sequence
+from typing import overload
+
+from torch import Tensor
+
+from shardmap_torch.kernels.dispatch import (
+    pairs,
+    prepare_gather,
+    prepare_reduce,
+    prepare_scatter,
+    prepared,
+)
+from shardmap_torch.kernels.planner import Overlap, Schedule
+from shardmap_torch.ops.arguments import Axis
+from shardmap_torch.types import TypeLike
+
+
+@overload
+def all_gather_matmul(
+    x: Tensor,
+    w: Tensor,
+    axis: Axis,
+    *,
+    gather_dim: int = 0,
+    bias: Tensor | None = None,
+    chunks: int | None = None,
+    schedule: Schedule | None = None,
+    save_gathered: bool = True,
+    overlap: Overlap = "auto",
+) -> Tensor: ...
+
+
+@overload
+def all_gather_matmul(
+    x: Tensor,
+    w: Sequence[Tensor],
+    axis: Axis,
+    *,
+    gather_dim: int = 0,
+    bias: Sequence[Tensor | None] | None = None,
+    chunks: int | None = None,
+    schedule: Schedule | None = None,
+    save_gathered: bool = True,
+    overlap: Overlap = "auto",
+) -> tuple[Tensor, ...]: ...
+
+
+def all_gather_matmul(
+    x: Tensor,
+    w: Tensor | Sequence[Tensor],
+    axis: Axis,
+    *,
+    gather_dim: int = 0,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    chunks: int | None = None,
+    schedule: Schedule | None = None,
+    save_gathered: bool = True,
+    overlap: Overlap = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """`all_gather(x, axis, dim=gather_dim, dst=R) @ w + bias`, multiplying chunks as they arrive.
+
+    Shape: x [..., k] with `gather_dim` of size d, w [k, m] gives [..., m] with n*d there; with
+    `gather_dim` last, w is [n*k, m]. Types: as its unfused composition: x is S(gather_dim) or V.
+    Backward, overlapped too: dx is reduce-scattered while it is produced and while dw is computed.
+    Sends (n-1) * x.nbytes per rank forward and as much backward, and again as much backward with
+    `save_gathered=False`.
+
+    Args:
+        x: this rank's shard.
+        w: a 2-D weight, or several that share one gather (q, k, v; gate, up).
+        axis: an axis name, or several that act as one.
+        gather_dim: the dim of x that is gathered.
+        bias: added to each row of the product; one per weight where there are several.
+        chunks: chunks into which each rank's shard is cut; by default as the cost model says, of
+            at least 128 rows and at most 8.
+        schedule: "ring" sends blocks to the next rank only, "two-way" half of the way to either
+            side; by default as the cost model says. The backward of a ring is a ring.
+        save_gathered: keep the gathered x for the backward (n * x.nbytes beside x and w), or gather
+            it again under the input gradient (nothing beside x and w until then, and n * x.nbytes
+            for the time of the backward).
+        overlap: "auto" overlaps where the cost model predicts a gain of at least 3 %, "require"
+            wherever possible or raises, "off" never. `last_plan()` tells what ran and why. In a
+            body that torch.compile traces, "auto" is the composition, which inductor can fuse, and
+            "require" an opaque operator that saves the gathered x and cannot be differentiated
+            twice. On a GPU only "require" overlaps, by code that has never run on one.
+
+    Raises:
+        KernelError: shapes that do not fit, chunks that the shard has no rows for, overlap
+            required but impossible, or a peer that is gone.
+        CollectiveError: outside a body, or an unknown axis.
+
+    Source: Wang et al. 2023, "Overlap communication with dependent computation via
+    decomposition"; Megatron-LM's sequence-parallel linear layer.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x, w: all_gather_matmul(x, w, "tp")
+        >>> g = shard_map(f, mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+        >>> g(torch.arange(4.0).reshape(4, 1), torch.tensor([[1.0, 10.0]])).tolist()
+        [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]
+    """
+    ws, biases = pairs("all_gather_matmul", w, bias)
+    asked = gather_dim, overlap, schedule, chunks, save_gathered
+    ready = prepared(prepare_gather, axis, asked, (x, ws, biases))
+    outs = ready.runner.gather(x, ws, biases)
+    return outs[0] if isinstance(w, Tensor) else outs
+
+
+def matmul_reduce_scatter(
+    x: Tensor,
+    w: Tensor,
+    axis: Axis,
+    *,
+    scatter_dim: int = 0,
+    bias: Tensor | None = None,
+    chunks: int | None = None,
+    schedule: Schedule | None = None,
+    overlap: Overlap = "auto",
+) -> Tensor:
+    """`reduce_scatter(x @ w, axis, dim=scatter_dim) + bias`, sending chunks as they are made.
+
+    Each addend travels once, straight to its owner, which adds them in rank order: results are
+    equal from run to run. bfloat16 and float16 addends are added in float32 and rounded once.
+
+    Shape: x [..., k], w [k, m] gives [..., m] with `scatter_dim` of size d cut to d/n. Types: as
+    its unfused composition: the product is P (or V), the result S(scatter_dim). Backward: one
+    gather of dy feeds dx and dw, chunk by chunk. Sends (n-1)/n * y.nbytes per rank forward and
+    backward, y being the product.
+
+    Args:
+        x: this rank's features.
+        w: this rank's rows of the weight, 2-D.
+        axis: an axis name, or several that act as one.
+        scatter_dim: the dim of the product that is cut.
+        bias: added once, after the reduction.
+        chunks: as in `all_gather_matmul`, of each rank's block of the result.
+        schedule: "direct", the default, or "ring" where only neighbours have a link: sums travel to
+            the next rank, in the order of travel and rounded at each hop. The backward of a ring is
+            a ring.
+        overlap: as in `all_gather_matmul`.
+
+    Raises:
+        KernelError: shapes that do not fit, chunks that the block has no rows for, overlap
+            required but impossible, or a peer that is gone.
+        CollectiveError: outside a body, unknown axis, or a size that does not divide.
+
+    Source: as `all_gather_matmul`; the direct exchange from PyTorch's async tensor parallelism.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x, w: matmul_reduce_scatter(x, w, "tp")
+        >>> g = shard_map(f, mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"))
+        >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
+        [[1.0], [5.0]]
+    """
+    asked = scatter_dim, overlap, schedule, chunks
+    ready = prepared(prepare_scatter, axis, asked, (x, w, bias))
+    y = ready.runner.scatter(x, w)
+    return y if bias is None else y + bias
+
+
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    axis: Axis,
+    *,
+    dst: TypeLike,
+    bias: Tensor | None = None,
+    chunks: int | None = None,
+    overlap: Overlap = "auto",
+) -> Tensor:
+    """`all_reduce(x @ w, axis, dst=dst) + bias`, a chunk at a time.
+
+    While one chunk is multiplied, the one before is added on its owner (in rank order, bfloat16
+    and float16 in float32) and sent to everyone. Equal on all ranks, bit for bit.
+
+    Shape: x [..., k], w [k, m] gives [..., m]. Types: as its unfused composition: the product is P
+    (or V), the result `dst`, R or I. Backward: for R an all-reduce of the cotangent, each finished
+    chunk of which feeds dx and dw at once; for I there is nothing to send. Sends
+    2(n-1)/n * y.nbytes per rank, for R as much backward.
+
+    Args:
+        x: this rank's features.
+        w: this rank's rows of the weight, 2-D.
+        axis: an axis name, or several that act as one.
+        dst: R when the ranks use the result in different ways, I when all repeat one computation.
+        bias: added once, after the reduction.
+        chunks: as in `all_gather_matmul`, of each rank's share of the rows.
+        overlap: as in `all_gather_matmul`.
+
+    Raises:
+        KernelError: shapes that do not fit, chunks that the share has no rows for, overlap
+            required but impossible, or a peer that is gone.
+        CollectiveError: outside a body, or an unknown axis.
+
+    Source: as `matmul_reduce_scatter`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x, w: matmul_all_reduce(x, w, "tp", dst=I)
+        >>> g = shard_map(f, mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P())
+        >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
+        [[1.0], [5.0]]
+    """
+    ready = prepared(prepare_reduce, axis, (dst, overlap, chunks), (x, w, bias))
+    y = ready.runner.reduce(x, w)
+    return y if bias is None else y + bias

@@ -1,0 +1,289 @@
+"""From the arguments of a call to what runs it: checked, sized, decided, and remembered.
+
+Reading the arguments and asking the model takes 20 us, a third of the smallest exchange on gloo, so
+what was decided is kept for calls that are alike in all that decides it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.protocol import is_checker
+from shardmap_torch.collectives.scope import Scope, current_scope
+from shardmap_torch.core.caching import Memo
+from shardmap_torch.errors import KernelError
+from shardmap_torch.kernels.algorithms import Cut
+from shardmap_torch.kernels.autograd import Call, Runner, Unfused, block_rows
+from shardmap_torch.kernels.custom_ops import compiled_call
+from shardmap_torch.kernels.engine import CHECKED, Engine, Scheduled
+from shardmap_torch.kernels.planner import (
+    Options,
+    Overlap,
+    Plan,
+    Problem,
+    Schedule,
+    candidates,
+    check_overlap,
+    obstructed,
+    record,
+    schedules,
+)
+from shardmap_torch.kernels.symmetric import Operators, Symmetric, unsuited
+from shardmap_torch.kernels.transports.endpoint import (
+    Endpoint,
+    Situation,
+    endpoint_of,
+    is_ordinary,
+    obstacle,
+)
+from shardmap_torch.kernels.typed import Checked, typed_calls
+from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_dim, read_type, shown
+from shardmap_torch.types import I, Partial, R, TypeLike, V
+
+Biases: TypeAlias = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What runs a call, and why that."""
+
+    collective: Collective
+    plan: Plan
+    runner: Runner
+
+
+_READY: Final = Memo[Prepared]()
+
+
+def prepared(
+    prepare: Callable[..., Prepared], axis: Axis, asked: tuple[Any, ...], operands: tuple[Any, ...]
+) -> Prepared:
+    """`prepare(axis, *operands, *asked)`, or its result of an earlier call that was alike.
+
+    `operands` are tensors, sequences of them, or None. Records the plan.
+    """
+    scope = current_scope()
+    if scope is None or not is_ordinary(scope.backend):
+        ready = prepare(axis, *operands, *asked)
+    else:
+        key = (prepare, scope.backend, scope.axes, axis, asked, *map(_look, operands))
+        known = True
+
+        def make() -> Prepared:
+            nonlocal known
+            known = False
+            return prepare(axis, *operands, *asked)
+
+        ready = _READY.get(key, make)
+        if known:  # Whoever prepares meets the scope, before the fabric is measured.
+            scope.on_operation(ready.collective, operands[0])
+    record(ready.plan)
+    return ready
+
+
+def _look(operand: Any) -> Any:
+    """All of an operand that decides anything."""
+    if isinstance(operand, Tensor):
+        return operand.shape, operand.dtype, operand.device
+    return None if operand is None else tuple(map(_look, operand))
+
+
+def prepare_gather(
+    axis: Axis,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Biases,
+    gather_dim: int,
+    overlap: Overlap,
+    schedule: Schedule | None,
+    chunks: int | None,
+    save_gathered: bool,
+) -> Prepared:
+    """Of `all_gather_matmul`."""
+    op = "all_gather_matmul"
+    axes, scope = read_axes(op, axis)
+    dim = read_dim(op, "gather_dim", gather_dim, x.ndim)
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    for each, addend in zip(ws, biases, strict=True):
+        inner = x.shape[-1] * (num_ranks if dim == x.ndim - 1 else 1)
+        _check_weight(op, each, inner)
+        _check_bias(op, addend, each.shape[1])
+    problem = Problem(
+        op=op,
+        axis=shown(axes),
+        num_ranks=num_ranks,
+        schedules=schedules(op, "gather", schedule),
+        block_rows=block_rows(x, dim),
+        block_bytes=x.nbytes,
+        flops=sum(2.0 * x.numel() * num_ranks * each.shape[1] for each in ws),
+    )
+    present = [addend for addend in biases if addend is not None]
+    collective = Collective("all_gather", V, R, axes, dim=dim)
+    options = Options(overlap, schedule, chunks, save_gathered)
+    return _prepare(scope, collective, problem, (x, *ws, *present), options)
+
+
+def prepare_scatter(
+    axis: Axis,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scatter_dim: int,
+    overlap: Overlap,
+    schedule: Schedule | None,
+    chunks: int | None,
+) -> Prepared:
+    """Of `matmul_reduce_scatter`."""
+    op = "matmul_reduce_scatter"
+    axes, scope = read_axes(op, axis)
+    dim = read_dim(op, "scatter_dim", scatter_dim, x.ndim)
+    _check_weight(op, w, x.shape[-1])
+    shape = torch.Size((*x.shape[:-1], w.shape[1]))
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    check_divides(op, "scatter_dim", shape[dim], axes, num_ranks)
+    by_features = dim == len(shape) - 1
+    _check_bias(op, bias, shape[-1] // (num_ranks if by_features else 1))
+    rows = shape[-1] if by_features else shape[:-1].numel()
+    problem = Problem(
+        op=op,
+        axis=shown(axes),
+        num_ranks=num_ranks,
+        schedules=schedules(op, "scatter", schedule),
+        block_rows=rows // num_ranks,
+        block_bytes=shape.numel() * x.element_size() / num_ranks,
+        flops=2.0 * x.numel() * w.shape[1],
+    )
+    collective = Collective("reduce_scatter", Partial, V, axes, dim=dim)
+    return _prepare(scope, collective, problem, (x, w), Options(overlap, schedule, chunks))
+
+
+def prepare_reduce(
+    axis: Axis,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    dst: TypeLike,
+    overlap: Overlap,
+    chunks: int | None,
+) -> Prepared:
+    """Of `matmul_all_reduce`."""
+    op = "matmul_all_reduce"
+    axes, scope = read_axes(op, axis)
+    to = read_type(op, dst, "dst", (R, I))
+    _check_weight(op, w, x.shape[-1])
+    _check_bias(op, bias, w.shape[1])
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    num_tokens = x.shape[:-1].numel()
+    problem = Problem(
+        op=op,
+        axis=shown(axes),
+        num_ranks=num_ranks,
+        schedules=schedules(op, "reduce", None),
+        block_rows=num_tokens // num_ranks,
+        block_bytes=num_tokens * w.shape[1] * x.element_size() / num_ranks,
+        flops=2.0 * x.numel() * w.shape[1],
+        passes=2,
+    )
+    collective = Collective("all_reduce", Partial, to, axes)
+    return _prepare(scope, collective, problem, (x, w), Options(overlap, chunks=chunks))
+
+
+def _prepare(
+    scope: Scope,
+    collective: Collective,
+    problem: Problem,
+    operands: Sequence[Tensor],
+    options: Options,
+) -> Prepared:
+    """The call of the kernel, or none where the unfused composition runs, and why."""
+    check_overlap(problem.op, options.overlap)
+    scope.on_operation(collective, operands[0])
+    backend = scope.backend
+    if options.chunks is not None:
+        candidates(problem, options.chunks)  # Wrong on every mesh, or on none.
+    unfused = Unfused(backend, collective)
+    situation = Situation(problem.op, backend, collective.axes, options.overlap, operands)
+    why = obstacle(situation)
+    if why is not None:
+        plan = _unfused_plan(situation, problem, why)
+        if not is_checker(backend) or obstacle(situation, of_place=False) is not None:
+            return Prepared(collective, plan, unfused)
+        fused = _may_be_fused(problem.op, collective, operands[0], options)
+        kernels = typed_calls(backend, collective, options, fused=fused)
+        return Prepared(collective, plan, Checked(backend, kernels, unfused, plan))
+    if torch.compiler.is_compiling():
+        compiled, plan = compiled_call(backend, collective, problem, options)
+        return Prepared(collective, plan, compiled)
+    assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
+    x = operands[0]
+    endpoint = endpoint_of(backend, collective.axes, x.device)
+    engine = _engine(endpoint, problem.op, Cut.of(collective.dim, x.ndim).by_features, options)
+    fabric = partial(endpoint.fabric, x.dtype)
+    plan = engine.plan(problem, fabric, options.chunks, forced=options.overlap == "require")
+    if plan.choice is None:
+        return Prepared(collective, plan, unfused)
+    call = Call(backend, engine, endpoint.fabric, collective, plan.choice, options)
+    return Prepared(collective, plan, call)
+
+
+def _may_be_fused(op: str, collective: Collective, x: Tensor, options: Options) -> bool:
+    """Whether some group may run it on symmetric memory."""
+    by_features = Cut.of(collective.dim, x.ndim).by_features
+    return x.device.type == "cuda" and unsuited(op, by_features, options) is None
+
+
+def _engine(endpoint: Endpoint, op: str, by_features: bool, options: Options) -> Engine:
+    """Symmetric memory where a GPU's call suits it and the group offers it, else our schedules."""
+    if endpoint.device.type == "cpu":
+        return Scheduled(endpoint.transport)
+    why = unsuited(op, by_features, options) or endpoint.refusal()
+    if why is None:
+        return Symmetric(Operators(str(endpoint.group.group_name)))
+    return Scheduled(endpoint.transport, f"not on symmetric memory: {why}")
+
+
+def _unfused_plan(situation: Situation, problem: Problem, why: str) -> Plan:
+    """The plan where the composition runs whatever the sizes are.
+
+    Raises:
+        KernelError: If overlap is required, and this is no check of what processes will run.
+    """
+    backend = situation.backend
+    if is_checker(backend) and backend.mesh.kind != "simulated":
+        return Plan(problem.op, problem.axis, None, CHECKED)
+    return obstructed(problem.op, problem.axis, situation.overlap, why)
+
+
+def pairs(
+    op: str, w: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor | None] | None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The weights and the bias of each."""
+    ws = [w] if isinstance(w, Tensor) else list(w)
+    if bias is None:
+        return ws, [None] * len(ws)
+    biases: list[Tensor | None] = [bias] if isinstance(bias, Tensor) else list(bias)
+    if len(biases) != len(ws) or not ws:
+        raise KernelError(f"{op}: {len(ws)} weights and {len(biases)} biases; pass one for each.")
+    return ws, biases
+
+
+def _check_weight(op: str, w: Tensor, inner: int) -> None:
+    if w.ndim != 2 or w.shape[0] != inner:
+        raise KernelError(
+            f"{op}: w has shape {list(w.shape)}, but the rows it multiplies have {inner} features; "
+            f"pass [{inner}, m] (a torch.nn.Linear keeps [m, {inner}]: pass weight.t())."
+        )
+
+
+def _check_bias(op: str, bias: Tensor | None, columns: int) -> None:
+    if bias is not None and bias.shape != (columns,):
+        raise KernelError(
+            f"{op}: bias has shape {list(bias.shape)}, but the result has {columns} columns here; "
+            f"pass [{columns}]."
+        )

@@ -1,0 +1,255 @@
+"""Decides whether a call overlaps, and how: a cost model, and a record of the last decision."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, get_args
+
+from shardmap_torch.errors import KernelError
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.executor import Choice
+
+Overlap: TypeAlias = Literal["auto", "require", "off"]
+Schedule: TypeAlias = Literal["ring", "two-way", "direct"]
+Family: TypeAlias = Literal["gather", "scatter", "reduce", "sum"]
+
+FAMILIES: Final[Mapping[Family, tuple[Schedule, ...]]] = {
+    "gather": ("ring", "two-way"),
+    "scatter": ("direct", "ring"),
+    "reduce": ("direct",),
+    "sum": ("direct",),
+}
+"""The schedules of each kind of exchange; the first is the one that needs a reason not to run."""
+
+PICKED: Final[Mapping[Family, tuple[Schedule, ...]]] = {**FAMILIES, "scatter": ("direct",)}
+"""Those that the model chooses from by itself.
+
+scatter/ring rounds at every hop and adds in travelling order, and the direct exchange is never
+slower where any two ranks have a link; it is for machines on which only neighbours have one.
+"""
+
+MAX_PARTS = 8
+MIN_ROWS = 128
+"""Rows of a chunk below which matmuls lose more (41 to 45 % at 64 rows) than overlap wins."""
+
+MIN_GAIN = 0.03
+"""Predicted gain below which the unfused composition runs: the model is no better than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked of a call; None leaves a choice to the cost model."""
+
+    overlap: Overlap = "auto"
+    schedule: Schedule | None = None
+    chunks: int | None = None
+    save_gathered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a kernel has to do, as far as its time depends on it.
+
+    Attributes:
+        op: Name of the operation.
+        axis: Mesh axis, as the user wrote it.
+        num_ranks: Ranks on the axis.
+        schedules: The schedules that may run.
+        block_rows: Rows of a rank's block of the gathered or summed matrix.
+        block_bytes: Bytes of that block; each rank sends it to or through every other.
+        flops: Work that is pipelined with the communication.
+        tail_flops: Work that follows it and hides what is still on its way.
+        passes: Times that the blocks go round: 2 for an all-reduce.
+    """
+
+    op: str
+    axis: str
+    num_ranks: int
+    schedules: tuple[str, ...]
+    block_rows: int
+    block_bytes: float
+    flops: float
+    tail_flops: float = 0.0
+    passes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What ran, and why.
+
+    Attributes:
+        op: Name of the operation; the backward's ends in "backward".
+        axis: Mesh axis.
+        choice: Schedule and parts, or None: the unfused composition.
+        reason: Why.
+        unfused: Predicted seconds without overlap, if the model was asked.
+        overlapped: Predicted seconds with overlap, if the model was asked.
+    """
+
+    op: str
+    axis: str
+    choice: Choice | None
+    reason: str
+    unfused: float | None = None
+    overlapped: float | None = None
+
+    def __str__(self) -> str:
+        """One line for logs."""
+        return f"{self.op} over {self.axis}: {self.choice or 'unfused'} ({self.reason})"
+
+
+def unfused_seconds(problem: Problem, fabric: Fabric) -> float:
+    """One after the other: communication of whole blocks, then whole matmuls."""
+    compute = fabric.compute(problem.flops)
+    if problem.tail_flops:
+        compute += fabric.compute(problem.tail_flops)
+    return compute + problem.passes * (problem.num_ranks - 1) * fabric.transfer(problem.block_bytes)
+
+
+def schedules(op: str, family: Family, schedule: Schedule | None) -> tuple[str, ...]:
+    """The schedules that a call may run: the one that is named, or those to pick from.
+
+    Raises:
+        KernelError: If the family has no schedule of that name.
+    """
+    if schedule is None:
+        return tuple(f"{family}/{name}" for name in PICKED[family])
+    if schedule not in FAMILIES[family]:
+        raise KernelError(
+            f"{op}: schedule={schedule!r} is none of {', '.join(FAMILIES[family])}, nor None, "
+            "which leaves the choice to the cost model."
+        )
+    return (f"{family}/{schedule}",)
+
+
+def backward_schedules(family: Family, forward: Schedule | None) -> tuple[str, ...]:
+    """The schedules of a backward pass: a ring stays one, any other name is the forward's own."""
+    return schedules("backward", family, forward if forward == "ring" else None)
+
+
+def overlapped_seconds(problem: Problem, fabric: Fabric, choice: Choice) -> float:
+    """The longer of all the work, and all the messages beside the one chunk they cannot hide.
+
+    Where blocks go round twice, two parts cannot be hidden behind the work: the last finished
+    chunks, or the first addends. Of what all that hides, a fabric whose transfers need this rank's
+    own cores keeps its share.
+    """
+    num_parts = choice.num_parts
+    num_chunks = problem.num_ranks * num_parts
+    chunk = fabric.compute(problem.flops / num_chunks)
+    work = num_chunks * chunk
+    if problem.tail_flops:
+        work += fabric.compute(problem.tail_flops)
+    num_blocks = problem.num_ranks - 1
+    # Both directions at once: as many bytes over a rank's link, half of the waits for a message.
+    waits = problem.num_ranks // 2 if choice.schedule.endswith("/two-way") else num_blocks
+    part_travel = waits * fabric.transfer(0) + num_blocks * (
+        fabric.transfer(problem.block_bytes / num_parts) - fabric.transfer(0)
+    )
+    travel = problem.passes * num_parts * part_travel
+    trailing = (problem.passes - 1) * min(2, num_parts) * part_travel
+    ideal = max(work + trailing, travel + chunk)
+    return work + travel - fabric.overlap * (work + travel - ideal)
+
+
+def candidates(problem: Problem, chunks: int | None) -> tuple[int, ...]:
+    """Numbers of parts to choose from; none when even whole blocks are too small.
+
+    Raises:
+        KernelError: If `chunks` is no number of parts that the block has rows for.
+    """
+    if chunks is not None:
+        if not 1 <= chunks <= problem.block_rows:
+            raise KernelError(
+                f"{problem.op} over axis {problem.axis}: chunks={chunks} cuts a rank's block of "
+                f"{problem.block_rows} rows; it must be from 1 to {problem.block_rows}."
+            )
+        return (chunks,)
+    powers = (2**k for k in range(MAX_PARTS.bit_length()))
+    return tuple(parts for parts in powers if parts * MIN_ROWS <= problem.block_rows)
+
+
+def best(problem: Problem, fabric: Fabric, parts: Sequence[int]) -> tuple[Choice, float]:
+    """The choice with the shortest predicted time, and that time.
+
+    Fewer parts on a tie; another schedule than the first only for a gain that the model can tell.
+    """
+    seconds = {
+        Choice(schedule, num_parts): overlapped_seconds(
+            problem, fabric, Choice(schedule, num_parts)
+        )
+        for schedule in problem.schedules
+        for num_parts in parts
+    }
+
+    def rank(choice: Choice) -> tuple[float, int]:
+        is_first = choice.schedule == problem.schedules[0]
+        return seconds[choice] * (1 if is_first else 1 + MIN_GAIN), choice.num_parts
+
+    choice = min(seconds, key=rank)
+    return choice, seconds[choice]
+
+
+def decide(
+    problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
+) -> Plan:
+    """Overlaps where the model predicts a gain of at least 3 %, or where `forced`.
+
+    The fabric is asked for only where there is something to decide: it may have to be measured.
+    """
+    options = candidates(problem, chunks) or ((1,) if forced else ())
+    if not options:
+        reason = f"a rank's block has {problem.block_rows} rows; a chunk needs {MIN_ROWS}"
+        return Plan(problem.op, problem.axis, None, reason)
+    speed = fabric()
+    before = unfused_seconds(problem, speed)
+    choice, after = best(problem, speed, options)
+    gain = before / after - 1
+    reason = f"the model predicts {gain:+.0%} from overlap" + (", required" if forced else "")
+    chosen = choice if forced or gain >= MIN_GAIN else None
+    return Plan(problem.op, problem.axis, chosen, reason, before, after)
+
+
+def obstructed(op: str, axis: str, overlap: Overlap, obstacle: str) -> Plan:
+    """The unfused composition, because of `obstacle`.
+
+    Raises:
+        KernelError: If overlap is required.
+    """
+    if overlap == "require":
+        raise KernelError(
+            f"{op} over axis {axis} cannot overlap: {obstacle}.\n"
+            'Fix: pass overlap="auto" to run the unfused composition where overlap is not possible.'
+        )
+    return Plan(op, axis, None, obstacle)
+
+
+def check_overlap(op: str, overlap: str) -> None:
+    """Requires one of the three modes."""
+    if overlap not in get_args(Overlap):
+        raise KernelError(f"{op}: overlap={overlap!r} is none of {', '.join(get_args(Overlap))}.")
+
+
+class _Record(threading.local):
+    last: Plan | None = None
+
+
+_RECORD = _Record()
+
+
+def record(plan: Plan) -> Plan:
+    """Remembers `plan` as this thread's last."""
+    _RECORD.last = plan
+    return plan
+
+
+def last_plan() -> Plan | None:
+    """What the last kernel call on this thread did and why; None before the first.
+
+    Example:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> with ThreadPoolExecutor() as another_thread:
+        ...     print(another_thread.submit(last_plan).result())
+        None
+    """
+    return _RECORD.last

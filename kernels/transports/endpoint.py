@@ -1,0 +1,208 @@
+"""Where a call stands: its axes, the group under them, and what keeps it from overlapping."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+
+from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.core.caching import constant
+from shardmap_torch.kernels import calibrate, symmetric
+from shardmap_torch.kernels.cost import ASSUMED_GPU, Fabric
+from shardmap_torch.kernels.planner import Overlap
+from shardmap_torch.kernels.transports.gloo import GlooTransport
+from shardmap_torch.kernels.transports.nccl import NcclTransport
+from shardmap_torch.kernels.transports.protocol import Transport, network_of
+from shardmap_torch.kernels.transports.staged import StagedTransport
+from shardmap_torch.kernels.transports.streams import CudaLanes
+
+FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """One device of this rank as an end of the network along some axes, and what is known of it."""
+
+    transport: Transport
+    group: dist.ProcessGroup
+    device: torch.device
+    _fabrics: dict[torch.dtype, Fabric] = field(default_factory=dict)
+    _refusals: list[str | None] = field(default_factory=list)
+
+    def fabric(self, dtype: torch.dtype) -> Fabric:
+        """Measured at the first call for a dtype, which every rank of the axes makes together.
+
+        Of a GPU nothing is measured; an H200's figures choose the number of parts.
+        """
+        if self.device.type != "cpu":
+            return self._fabrics.get(dtype, ASSUMED_GPU)
+        if dtype not in self._fabrics:
+            # torch.func.grad may be active; what is measured is none of its business.
+            with temporarily_clear_interpreter_stack():
+                self._fabrics[dtype] = calibrate.measure(self.transport, dtype)
+        return self._fabrics[dtype]
+
+    def assume(self, dtype: torch.dtype, fabric: Fabric) -> None:
+        """Takes `fabric` as measured, before the first call; every rank must assume the same."""
+        self._fabrics[dtype] = fabric
+
+    def refusal(self) -> str | None:
+        """Why there is no symmetric memory, asked once; never while a graph is captured."""
+        if not self._refusals and is_captured():
+            return "a CUDA graph is captured, and it was not looked for before"
+        if not self._refusals:
+            with temporarily_clear_interpreter_stack():
+                self._refusals.append(symmetric.refusal(self.group, self.device))
+        return self._refusals[0]
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph records what this thread issues, and the host may wait for nothing."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+_ENDPOINTS: dict[tuple[int, tuple[str, ...], torch.device], Endpoint] = {}
+CPU: Final = torch.device("cpu")
+
+
+def endpoint_of(
+    backend: ProcessGroupBackend, axes: tuple[str, ...], device: torch.device = CPU
+) -> Endpoint:
+    """The endpoint along `axes` of the backend's mesh, on a process group of the kernels' own."""
+    mesh = backend.mesh
+    group = mesh.group(axes, "kernels")
+    key = (id(mesh), axes, device)
+    endpoint = _ENDPOINTS.get(key)
+    if endpoint is None or endpoint.group is not group:
+        axis = axes[0] if len(axes) == 1 else str(axes)
+        endpoint = _ENDPOINTS[key] = Endpoint(_transport(group, axis, device), group, device)
+    return endpoint
+
+
+def _transport(group: dist.ProcessGroup, axis: str, device: torch.device) -> Transport:
+    if device.type == "cpu":
+        return GlooTransport(group, axis)
+    lanes = CudaLanes(device)
+    if network_of(group, device.type) == "nccl":
+        return NcclTransport.over(group, axis, lanes)
+    return StagedTransport(GlooTransport(group, axis), lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What decides whether a call may overlap, apart from its size."""
+
+    op: str
+    backend: Backend
+    axes: tuple[str, ...]
+    overlap: Overlap
+    operands: Sequence[Tensor]
+
+    @property
+    def device_type(self) -> str:
+        """Of the first operand."""
+        return self.operands[0].device.type
+
+
+def _is_transformed(s: Situation) -> bool:
+    """Under anything but torch.func.grad and vjp, which the kernels' Function knows."""
+    if torch.compiler.is_compiling():  # Dynamo cannot read either, and is told below.
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    others = any(level.key() != TransformType.Grad for level in levels)
+    return others or forward_ad._current_level >= 0
+
+
+def _is_left_to_inductor(s: Situation) -> bool:
+    return torch.compiler.is_compiling() and s.overlap != "require"
+
+
+def _has_no_processes(s: Situation) -> bool:
+    return not isinstance(s.backend, ProcessGroupBackend)
+
+
+def _is_out_of_order(s: Situation) -> bool:
+    return s.axes != tuple(axis for axis in s.backend.mesh.axis_names if axis in s.axes)
+
+
+def _is_elsewhere(s: Situation) -> bool:
+    devices = {operand.device for operand in s.operands}
+    return len(devices) > 1 or s.device_type not in ("cpu", "cuda")
+
+
+def _is_untried(s: Situation) -> bool:
+    return s.device_type == "cuda" and s.overlap != "require"
+
+
+def _is_compiled_for_gpu(s: Situation) -> bool:
+    return s.device_type == "cuda" and torch.compiler.is_compiling()
+
+
+@constant
+def _network(backend: Backend, axes: tuple[str, ...], device_type: str) -> str:
+    return network_of(backend.mesh.group(axes), device_type)
+
+
+def _lacks_network(s: Situation) -> bool:
+    networks = ("gloo",) if s.device_type == "cpu" else ("gloo", "nccl")
+    return _network(s.backend, s.axes, s.device_type) not in networks
+
+
+def _is_captured_over_gloo(s: Situation) -> bool:
+    return (
+        s.device_type == "cuda" and is_captured() and _network(s.backend, s.axes, "cuda") == "gloo"
+    )
+
+
+def _mixes_dtypes(s: Situation) -> bool:
+    dtype = s.operands[0].dtype
+    return dtype not in FLOATS or any(operand.dtype != dtype for operand in s.operands)
+
+
+OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
+    ("overlap is off", lambda s: s.overlap == "off"),
+    ("the mesh has no process groups here", _has_no_processes),
+    ("the axes have one rank", lambda s: s.backend.mesh.num_ranks(s.axes) == 1),
+    ("the axes are not in mesh order", _is_out_of_order),
+    ("a transform other than torch.func.grad and vjp is active", _is_transformed),
+    ("torch.compile is active, whose own fusions need the composition", _is_left_to_inductor),
+    ("the operands are not all on the CPU, nor all on one GPU", _is_elsewhere),
+    ("autocast is active", lambda s: torch.is_autocast_enabled(s.device_type)),
+    ('on a GPU the kernels have never run, and only overlap="require" takes them', _is_untried),
+    ("torch.compile is active, and its operators are for the CPU", _is_compiled_for_gpu),
+    ("the operands are not of one floating dtype", _mixes_dtypes),
+    ("the process group has neither gloo nor, for a GPU, NCCL", _lacks_network),
+    ("a CUDA graph is captured, and gloo would wait on the host", _is_captured_over_gloo),
+)
+"""Why a call runs unfused, first reason first; a later one may rely on those before it."""
+
+
+def is_ordinary(backend: Backend) -> bool:
+    """Whether a call is decided by its arguments alone: eager, on processes, no mode active."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(backend) is ProcessGroupBackend
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+        and not is_captured()
+    )
+
+
+OF_PLACE: Final = frozenset(
+    {_has_no_processes, _is_untried, _lacks_network, _is_captured_over_gloo}
+)
+"""Obstacles that another place may not have, where the same program runs."""
+
+
+def obstacle(situation: Situation, *, of_place: bool = True) -> str | None:
+    """The first obstacle, if there is one; without `of_place` the first that is one anywhere."""
+    rows = (row for row in OBSTACLES if of_place or row[1] not in OF_PLACE)
+    return next((why for why, holds in rows if holds(situation)), None)

@@ -1,0 +1,83 @@
+"""Calls in a body that is checked: the composition, which the kernel is held against."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.protocol import Backend, Checker, Form
+from shardmap_torch.kernels.autograd import Call, Operands, Runner, Unfused
+from shardmap_torch.kernels.cost import ASSUMED_GPU
+from shardmap_torch.kernels.engine import Engine, Typed
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.planner import Options, Plan, record
+from shardmap_torch.kernels.symmetric import Symmetric
+from shardmap_torch.kernels.whole import Collectives
+
+
+def typed_calls(
+    backend: Backend, collective: Collective, options: Options, *, fused: bool
+) -> dict[str, Call]:
+    """What a run may do, forward and backward, on typed collectives; by what errors call it.
+
+    `fused` where it may have the operators of symmetric memory.
+    """
+    collectives = Collectives(backend, collective.axes, collective.dst)
+    engines: dict[str, Engine] = {"overlapped": Typed(collectives)}
+    if fused:
+        engines["on symmetric memory"] = Symmetric(collectives)
+    choice = Choice("typed", 1)
+    return {
+        name: Call(backend, engine, lambda dtype: ASSUMED_GPU, collective, choice, options)
+        for name, engine in engines.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A call in a body that is checked, and that a run may overlap.
+
+    The composition gives the types of the results and the derived backward, for a run may take
+    either. What kernels do instead is held against it.
+    """
+
+    checker: Checker
+    kernels: Mapping[str, Call]
+    unfused: Unfused
+    plan: Plan
+
+    def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
+        """`all_gather(x) @ w + bias` for each w."""
+        count = len(ws)
+        biased = tuple(bias is not None for bias in biases)
+
+        def form(runner: Runner) -> Form:
+            def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+                given = iter(rest[count:])
+                addends = [next(given) if has_bias else None for has_bias in biased]
+                return runner.gather(x, rest[:count], addends)
+
+            return run
+
+        present = [bias for bias in biases if bias is not None]
+        self._hold(form, (x, *ws, *present), biased)
+        return self.unfused.gather(x, ws, biases)
+
+    def scatter(self, x: Tensor, w: Tensor) -> Tensor:
+        """`reduce_scatter(x @ w)`."""
+        self._hold(lambda runner: lambda x, w: (runner.scatter(x, w),), (x, w))
+        return self.unfused.scatter(x, w)
+
+    def reduce(self, x: Tensor, w: Tensor) -> Tensor:
+        """`all_reduce(x @ w)`."""
+        self._hold(lambda runner: lambda x, w: (runner.reduce(x, w),), (x, w))
+        return self.unfused.reduce(x, w)
+
+    def _hold(
+        self, form: Callable[[Runner], Form], operands: Sequence[Tensor], biased: Hashable = ()
+    ) -> None:
+        for name, kernel in self.kernels.items():
+            what = f"{self.plan.op}, {name}", kernel.collective, kernel.options, biased
+            self.checker.hold(what, form(kernel), form(self.unfused), operands)
+        record(self.plan)  # Their backwards have recorded their own.

@@ -1,0 +1,192 @@
+"""What each move does to the values of all ranks at once, stacked along a leading dimension.
+
+The reference meaning of every move, in differentiable tensor operations; both simulated strategies
+run it. A value that is equal on all ranks comes and goes without the leading dimension.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.collectives.operations import Collective
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The values of n ranks: `[n, *local]` where they vary, `local` where they are equal."""
+
+    value: Tensor
+    varies: bool
+    num_ranks: int
+
+    def every(self) -> Tensor:
+        """All ranks' values along dim 0; a view."""
+        return self.value if self.varies else self.value.expand(self.num_ranks, *self.value.shape)
+
+    def equal(self, value: Tensor) -> "Stack":
+        """A value that all ranks share."""
+        return Stack(value, False, self.num_ranks)
+
+    def varying(self, value: Tensor) -> "Stack":
+        """One value per rank along dim 0."""
+        return Stack(value, True, self.num_ranks)
+
+
+def _sum(c: Collective, x: Stack) -> Stack:
+    # torch promotes the sum of small integers; a collective keeps the dtype.
+    return x.equal(x.every().sum(0, dtype=x.value.dtype))
+
+
+def _max(c: Collective, x: Stack) -> Stack:
+    return x.equal(x.every().amax(0)) if x.varies else x
+
+
+def _min(c: Collective, x: Stack) -> Stack:
+    return x.equal(x.every().amin(0)) if x.varies else x
+
+
+def _gather(c: Collective, x: Stack) -> Stack:
+    return x.equal(gather(x.every(), c.dim, c.tiled, c.sizes))
+
+
+def gather(stacked: Tensor, dim: int, tiled: bool, sizes: Sequence[int] | None) -> Tensor:
+    """Joins `[n, *local]` along `dim` of the local shape, or as a new dim there."""
+    if sizes is not None:
+        parts = [stacked[r].narrow(dim, 0, size) for r, size in enumerate(sizes)]
+        return torch.cat(parts, dim)
+    placed = stacked.movedim(0, dim)
+    return placed.flatten(dim, dim + 1) if tiled else placed
+
+
+def scatter(
+    whole: Tensor, dim: int, tiled: bool, sizes: Sequence[int] | None, num_ranks: int
+) -> Tensor:
+    """Cuts `whole` along `dim` into `[n, *local]`; inverse of `gather`."""
+    if sizes is not None:
+        ends = [sum(sizes[: r + 1]) for r in range(num_ranks)]
+        parts = [
+            fill(whole.narrow(dim, end - size, size), dim, max(sizes))
+            for end, size in zip(ends, sizes, strict=True)
+        ]
+        return torch.stack(parts)
+    split = whole.unflatten(dim, (num_ranks, whole.shape[dim] // num_ranks)) if tiled else whole
+    return split.movedim(dim, 0)
+
+
+def fill(x: Tensor, dim: int, length: int) -> Tensor:
+    """Appends zeros along `dim` up to `length`."""
+    missing = length - x.shape[dim]
+    if missing == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def _slice(c: Collective, x: Stack) -> Stack:
+    if not x.varies:
+        return x.varying(scatter(x.value, c.dim, c.tiled, c.sizes, x.num_ranks))
+    own = [scatter(x.value[r], c.dim, c.tiled, c.sizes, x.num_ranks)[r] for r in range(x.num_ranks)]
+    return x.varying(torch.stack(own))
+
+
+def _pad(c: Collective, x: Stack) -> Stack:
+    own = [
+        place(local, c.dim, c.tiled, c.sizes, rank, x.num_ranks)
+        for rank, local in enumerate(x.every().unbind(0))
+    ]
+    return x.varying(torch.stack(own))
+
+
+def place(
+    local: Tensor, dim: int, tiled: bool, sizes: Sequence[int] | None, rank: int, num_ranks: int
+) -> Tensor:
+    """Puts a rank's shard at its place among zeros; the transpose of taking it out."""
+    if not tiled:
+        local = local.unsqueeze(dim)
+    length = local.shape[dim]
+    sizes = sizes if sizes is not None else (length,) * num_ranks
+    before, own, after = sum(sizes[:rank]), sizes[rank], sum(sizes[rank + 1 :])
+    parts = [_zeros_along(local, dim, before), local.narrow(dim, 0, own)]
+    return torch.cat([*parts, _zeros_along(local, dim, after)], dim)
+
+
+def _zeros_along(like: Tensor, dim: int, length: int) -> Tensor:
+    shape = list(like.shape)
+    shape[dim] = length
+    return like.new_zeros(shape)
+
+
+def _sum_scatter(c: Collective, x: Stack) -> Stack:
+    return _slice(c, _sum(c, x))
+
+
+def _exchange(c: Collective, x: Stack) -> Stack:
+    # An all-to-all gives what gathering along one dim and slicing along the other gives.
+    gather_dim, split_dim = untiled_dims(c) if not c.tiled else (c.concat_dim, c.dim)
+    whole = gather(x.every(), gather_dim, c.tiled, c.concat_sizes)
+    return x.varying(scatter(whole, split_dim, c.tiled, c.sizes, x.num_ranks))
+
+
+def untiled_dims(c: Collective) -> tuple[int, int]:
+    """Where the new dim goes while the split one is still there, and where that one then is."""
+    if c.concat_dim <= c.dim:
+        return c.concat_dim, c.dim + 1
+    return c.concat_dim + 1, c.dim
+
+
+def _permute(c: Collective, x: Stack) -> Stack:
+    every = x.every()
+    source = {target: source for source, target in c.perm}
+    index = torch.tensor([source.get(r, 0) for r in range(x.num_ranks)], device=every.device)
+    moved = every.index_select(0, index)
+    if len(source) == x.num_ranks:
+        return x.varying(moved)
+    hit = [r in source for r in range(x.num_ranks)]
+    return x.varying(_only(moved, torch.tensor(hit, device=every.device)))
+
+
+def _only(every: Tensor, ranks: Tensor) -> Tensor:
+    mask = ranks.reshape(-1, *[1] * (every.ndim - 1))
+    return torch.where(mask, every, every.new_zeros(()))
+
+
+def _broadcast(c: Collective, x: Stack) -> Stack:
+    return x.equal(x.every()[c.source])
+
+
+def _mask(c: Collective, x: Stack) -> Stack:
+    every = x.every()
+    ranks = torch.arange(x.num_ranks, device=every.device) == c.source
+    return x.varying(_only(every, ranks))
+
+
+def _sum_mask(c: Collective, x: Stack) -> Stack:
+    return _mask(c, _sum(c, x))
+
+
+def _same(c: Collective, x: Stack) -> Stack:
+    return x
+
+
+MOVES: Final[Mapping[str, Callable[[Collective, Stack], Stack]]] = MappingProxyType(
+    {
+        "sum": _sum,
+        "max": _max,
+        "min": _min,
+        "gather": _gather,
+        "slice": _slice,
+        "pad": _pad,
+        "sum_scatter": _sum_scatter,
+        "exchange": _exchange,
+        "permute": _permute,
+        "broadcast": _broadcast,
+        "mask": _mask,
+        "sum_mask": _sum_mask,
+        "same": _same,
+    }
+)

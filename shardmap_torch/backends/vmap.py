@@ -1,0 +1,188 @@
+"""Simulated ranks as one program under nested `torch.func.vmap`, one level per mesh axis.
+
+A value is batched at an axis' level exactly when it varies over that axis, so values that are equal
+on all ranks are computed once. Each level has a marker, `arange(size)` batched there alone, and
+every collective takes the markers of its axes as operands: a level at which a marker is batched is
+the collective's own, any other (another mesh axis, the user's own vmap) is passed through.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backends.reference import MOVES, Stack
+from shardmap_torch.collectives.autograd import FunctorchForm, unshared
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.scope import Scope
+from shardmap_torch.core.storage import memory_of
+from shardmap_torch.errors import TransformError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.types import Partial, R, V
+
+EQUAL: Final = frozenset({"sum", "max", "min", "gather", "broadcast"})
+"""Moves whose result is the same on all ranks."""
+
+SENT: Final = frozenset({"gather", "exchange", "broadcast"})
+"""Moves that only send. Their results may be views here; real ranks have memory of their own."""
+
+SPREAD: Final = frozenset({(R, V), (R, Partial)})
+"""Types between which a value stays as it is, and may then be written to as one that varies."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """An operation some of whose axes' levels have been opened.
+
+    Attributes:
+        operation: the operation as the body called it.
+        pending: axes whose level is still closed, in the order of their markers.
+        opened: axes whose level is open, newest first, and whether the operand varies there; it
+            has one leading dim for each axis over which it varies, in this order.
+    """
+
+    operation: Any
+    pending: tuple[str, ...]
+    opened: tuple[tuple[str, bool], ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes whose markers still travel along."""
+        return self.pending
+
+
+class BatchedBackend:
+    """All ranks at once; `axes` are the vmap levels that are open around the body."""
+
+    def __init__(self, mesh: Mesh, axes: Mapping[str, Tensor]) -> None:
+        """`axes` maps each axis name to its marker."""
+        self.mesh = mesh
+        self.axis_markers = dict(axes)
+
+    def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
+        """The markers of these axes."""
+        return tuple(self.axis_markers[axis] for axis in axes)
+
+    def needs_ranks(self) -> None:
+        """Nothing to do about it: the strategy was asked for."""
+
+    def index(self, axes: Sequence[str]) -> Tensor:
+        """Varies over each of `axes`, as a rank's index does."""
+        index = torch.zeros((), dtype=torch.int64)
+        for axis in axes:
+            index = index * self.mesh.shape[axis] + self.axis_markers[axis]
+        return index
+
+    def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        """Never reached in the body: the levels are resolved before."""
+        raise TransformError(
+            f"{collective} ran after the batched body had ended, where its ranks exist no more. "
+            'Use make_mesh(..., simulate="ranks") for code that runs backward by itself.'
+        )
+
+    def resolve(
+        self, operation: Any, x: Tensor, x_dim: int | None, markers: Sequence[Tensor], level: int
+    ) -> tuple[Tensor, int | None]:
+        """Opens one level: the vmap rule of every collective at one of its own axes."""
+        staged = (
+            operation
+            if isinstance(operation, Staged)
+            else Staged(operation, tuple(operation.axes), ())
+        )
+        move: str = staged.operation.move
+        axis = staged.pending[level]
+        if move == "same":
+            others = (*markers[:level], *markers[level + 1 :])
+            return self._same(staged.operation, x, x_dim, axis, others)
+        if x_dim is not None:
+            x = x.movedim(x_dim, 0)
+        opened = Staged(
+            staged.operation,
+            staged.pending[:level] + staged.pending[level + 1 :],
+            ((axis, x_dim is not None), *staged.opened),
+        )
+        rest = (*markers[:level], *markers[level + 1 :])
+        out = self._open_next(opened, x, rest) if rest else self._complete(opened, x)
+        return out, None if move in EQUAL else 0
+
+    def _same(
+        self, operation: Any, x: Tensor, x_dim: int | None, axis: str, others: Sequence[Tensor]
+    ) -> tuple[Tensor, int | None]:
+        """The value itself; one that is equal on all ranks and varies from now on is batched."""
+        if (operation.src, operation.dst) not in SPREAD:
+            return unshared(x), x_dim
+        if x_dim is None:
+            x, x_dim = x.expand(self.mesh.shape[axis], *x.shape), 0
+        for marker in others:
+            x = torch.where(marker >= 0, x, x)
+        return unshared(x), x_dim
+
+    def _open_next(self, staged: Staged, x: Tensor, markers: tuple[Tensor, ...]) -> Tensor:
+        out: Tensor = FunctorchForm.apply(x, staged, self, *markers)
+        return out
+
+    def _complete(self, staged: Staged, x: Tensor) -> Tensor:
+        """All levels are open: moves the data of all ranks, in the order of the axes' tuple."""
+        axes: tuple[str, ...] = tuple(staged.operation.axes)
+        opened = [axis for axis, _ in staged.opened]
+        sizes = [self.mesh.shape[axis] for axis in axes]
+        order = [opened.index(axis) for axis in axes]
+        varies = any(varying for _, varying in staged.opened)
+        if varies:
+            x = self._expand(staged, x).permute(
+                *order, *range(len(axes), len(axes) + self._local_ndim(staged, x))
+            )
+            x = x.flatten(0, len(axes) - 1)
+        stack = _StackRunner(self.mesh, varies, prod(sizes))
+        y: Tensor = staged.operation.run(stack, x)
+        if staged.operation.move in SENT and memory_of(y) == memory_of(x):
+            y = y.clone()
+        if staged.operation.move in EQUAL:
+            return y
+        y = y.unflatten(0, sizes)
+        back = [axes.index(axis) for axis in opened]
+        return y.permute(*back, *range(len(axes), y.ndim))
+
+    def _local_ndim(self, staged: Staged, x: Tensor) -> int:
+        return x.ndim - sum(varying for _, varying in staged.opened)
+
+    def _expand(self, staged: Staged, x: Tensor) -> Tensor:
+        """Gives `x` a leading dim for every opened axis."""
+        for position, (axis, varying) in enumerate(staged.opened):
+            if not varying:
+                shape = list(x.shape)
+                shape.insert(position, self.mesh.shape[axis])
+                x = x.unsqueeze(position).expand(shape)
+        return x
+
+
+def markers_of(scope: Scope | None) -> tuple[Tensor, ...]:
+    """The markers of all axes that are bound in a batched body; none elsewhere."""
+    if scope is None or not isinstance(scope.backend, BatchedBackend):
+        return ()
+    return tuple(scope.backend.axis_markers.values())
+
+
+def rebound(scope: Scope | None, markers: Sequence[Tensor]) -> Scope | None:
+    """The scope with other markers: those of levels that were opened anew.
+
+    What runs a body's code again, in backward, passes the markers along as operands and comes here
+    with what arrived: the levels that the first run had opened are gone by then.
+    """
+    if scope is None or not isinstance(scope.backend, BatchedBackend):
+        return scope
+    named = dict(zip(scope.backend.axis_markers, markers, strict=True))
+    return Scope(BatchedBackend(scope.backend.mesh, named), scope.axes, scope.monitor)
+
+
+class _StackRunner:
+    """A backend whose local value is the stack of all ranks' values."""
+
+    def __init__(self, mesh: Mesh, varies: bool, num_ranks: int) -> None:
+        self.mesh, self._varies, self._num_ranks = mesh, varies, num_ranks
+
+    def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        return MOVES[move](collective, Stack(x, self._varies, self._num_ranks)).value

@@ -1,0 +1,186 @@
+"""The boundary of a shard_mapped function: one call of it, and one run of its body.
+
+Every way of running a call goes through `run_body`; what differs between meshes is only how global
+values are cut into local ones and put together again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.boundary.casts import apply
+from shardmap_torch.boundary.matching import Fit, Spec, place_results
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.protocol import Backend, Casts, Edge, Monitor
+from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.core.caching import Memo, lazy
+from shardmap_torch.core.tree import Placed, Structure, Tree, flatten, unflatten
+from shardmap_torch.errors import ShardTypeError, listing
+from shardmap_torch.mesh import Mesh
+
+
+@dataclass(eq=False)  # not frozen: that would add a microsecond to each call
+class Call:
+    """One call of a shard_mapped function, its arguments checked; nobody changes it.
+
+    Attributes:
+        function: the body.
+        name: what errors call it.
+        mesh: the mesh of this call.
+        bound: all axes bound in the body, those of outer bodies included.
+        mapped: the axes that this call binds.
+        leaves: every leaf of the arguments.
+        fit: their paths and specs.
+        structure: puts leaves back into `(args, kwargs)`.
+        out_specs: prefix tree of the specs of the result.
+        out_fits: remembers how results fitted.
+        exits: for results by position, conversions to the type that the spec promises, which the
+            checker found necessary.
+        follow: makes what compares one run of the body with the checked program; None where the
+            checker has not seen the call, or not by itself.
+    """
+
+    function: Callable[..., Tree]
+    name: str
+    mesh: Mesh
+    bound: frozenset[str]
+    mapped: tuple[str, ...]
+    leaves: Sequence[Any]
+    fit: Fit
+    structure: Structure
+    out_specs: Tree
+    out_fits: Memo[Fit]
+    exits: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
+    follow: Callable[[], Monitor] | None = None
+
+    @lazy
+    def inputs(self) -> tuple[Placed[Spec], ...]:
+        """Every leaf with its path and spec."""
+        return self.fit.place(self.leaves)
+
+    @property
+    def crossing(self) -> tuple[int, ...]:
+        """Positions of the leaves that are tensors and cross by a spec."""
+        return self.fit.crossing
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run of a body returned, as in `Call`."""
+
+    leaves: Sequence[Any]
+    fit: Fit
+    structure: Structure
+
+    @lazy
+    def outputs(self) -> tuple[Placed[Spec], ...]:
+        """Every leaf with its path and spec."""
+        return self.fit.place(self.leaves)
+
+    def rebuild(self, leaves: Sequence[Any]) -> Tree:
+        """Puts other leaves in the places of these."""
+        return unflatten(self.structure, leaves)
+
+
+def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
+    """Runs the body on local values: types them, calls the function, checks and types the result.
+
+    Args:
+        call: the checked call.
+        backend: runs the collectives in it.
+        tensors: the local values of the leaves that cross, in order.
+    """
+    monitor = _monitor(call)
+    with enter_scope(Scope(backend, call.bound, monitor)):
+        values = list(call.leaves)
+        for position, casts, local in zip(
+            call.fit.crossing, call.fit.entries, tensors, strict=True
+        ):
+            values[position] = apply(backend, casts, local)
+        for position, found in _enter(call, monitor).items():
+            values[position] = apply(backend, found, values[position])
+        args, kwargs = unflatten(call.structure, values)
+        out = call.function(*args, **kwargs)
+        leaves, structure = flatten(out)
+        key = (structure, call.mapped, *map(_output_signature, leaves))
+        fit = call.out_fits.get(key, lambda: _place(call, out))
+        exits = _leave(call, monitor, fit, leaves)
+        for position, casts in zip(fit.crossing, fit.exits, strict=True):
+            promised = exits.get(position, ())
+            leaves[position] = apply(backend, (*casts, *promised), leaves[position])
+    return Result(leaves, fit, structure)
+
+
+def _place(call: Call, out: Tree) -> Fit:
+    return place_results(call.name, call.mesh, call.mapped, call.out_specs, out)
+
+
+def _monitor(call: Call) -> Monitor | None:
+    """What follows the body: an inner one is part of the program around it."""
+    if call.follow is not None:
+        return call.follow()
+    scope = current_scope()
+    return None if scope is None else scope.monitor
+
+
+def is_checked(call: Call) -> bool:
+    """Whether the checker has seen the call, by itself or as part of the program around it."""
+    scope = current_scope()
+    return call.follow is not None or (scope is not None and scope.monitor is not None)
+
+
+def _enter(call: Call, monitor: Monitor | None) -> Casts:
+    if call.follow is not None or monitor is None:
+        return _NONE
+    return monitor.enter(
+        ("shard_map", call.mapped, call.fit.specs), _edge(call, call.fit, call.leaves)
+    )
+
+
+def _leave(call: Call, monitor: Monitor | None, fit: Fit, leaves: list[Any]) -> Casts:
+    if monitor is None:
+        return call.exits
+    if call.follow is None:
+        return monitor.leave(("return", fit.specs), _edge(call, fit, leaves))
+    monitor.end(leaves)
+    return call.exits
+
+
+def _edge(call: Call, fit: Fit, leaves: Sequence[Any]) -> Edge:
+    return Edge(call.name, call.mapped, leaves, fit.paths, fit.specs, fit.crossing)
+
+
+_NONE: Final[Casts] = {}
+
+
+def _output_signature(leaf: Any) -> Any:
+    return leaf.ndim if isinstance(leaf, Tensor) else type(leaf)
+
+
+class Untouched:
+    """Sees whether a body wrote into its inputs, which views of a slice would carry outside."""
+
+    def __init__(self, call: Call, tensors: Sequence[Tensor]) -> None:
+        """Notes the versions of the tensors that cross, before the body runs."""
+        self._name = call.name
+        paths = [call.fit.paths[i] for i in call.crossing]
+        self._seen = [(p, x, _version(x)) for p, x in zip(paths, tensors, strict=True)]
+
+    def check(self) -> None:
+        """Compares the versions after the body.
+
+        Raises:
+            ShardTypeError: names every input that was written to.
+        """
+        written = [path for path, x, version in self._seen if _version(x) != version]
+        if written:
+            head = f"{self._name}: the body wrote into its inputs, which are read-only; clone them:"
+            raise ShardTypeError(listing(head, written))
+
+
+def _version(value: Tensor) -> int:
+    # Under torch.compile versions are not known yet; there the writes are not seen.
+    return 0 if torch.compiler.is_dynamo_compiling() or value.is_inference() else value._version

@@ -1,0 +1,51 @@
+"""What a spec stands for at the boundary: conversions and collectives on the values that cross."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.collectives.operations import Collective, Operation
+from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.core.caching import memo
+from shardmap_torch.spec import P
+from shardmap_torch.types import I, Partial, R, V
+
+
+def apply(backend: Backend, operations: Sequence[Operation], x: Tensor) -> Tensor:
+    """Applies one operation after the other."""
+    for operation in operations:
+        x = bind(backend, operation, x)
+    return x
+
+
+@memo
+def entry_cuts(spec: P) -> tuple[Collective, ...]:
+    """The conversions that cut a value which is whole on every rank, or make it partial."""
+    cuts = [Collective("convert", I, V, axes, dim=dim) for dim, axes in spec.cuts]
+    partial = tuple(sorted(spec.partial))
+    if partial:
+        cuts.append(Collective("convert", I, Partial, partial))
+    return tuple(cuts)
+
+
+def entry_casts(spec: P) -> tuple[Collective, ...]:
+    """The conversion that makes an invariant value replicate."""
+    axes = tuple(sorted(spec.replicate))
+    return (Collective("convert", I, R, axes),) if axes else ()
+
+
+def exit_casts(spec: P) -> tuple[Collective, ...]:
+    """The conversion that makes a replicate result invariant."""
+    axes = tuple(sorted(spec.replicate))
+    return (Collective("convert", R, I, axes),) if axes else ()
+
+
+@memo
+def exit_joins(spec: P) -> tuple[Collective, ...]:
+    """The collectives that make a result whole on every rank."""
+    joins = [Collective("all_gather", V, I, axes, dim=dim) for dim, axes in reversed(spec.cuts)]
+    partial = tuple(sorted(spec.partial))
+    if partial:
+        joins.insert(0, Collective("all_reduce", Partial, I, partial))
+    return tuple(joins)

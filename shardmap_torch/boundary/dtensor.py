@@ -1,0 +1,283 @@
+"""Crossing between local tensors and DTensors; the one file that touches DTensor's internals.
+
+`DTensor.from_local` costs 27 us, its constructor with a spec that is already known a few.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import _dtensor_spec as private
+
+from shardmap_torch.boundary.casts import entry_cuts
+from shardmap_torch.boundary.placements import Placements, placements_of, spec_of
+from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.collectives.operations import (
+    Bind,
+    Collective,
+    Linear,
+    Mover,
+    Saved,
+    collective_of,
+)
+from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.core.caching import Memo
+from shardmap_torch.errors import MeshError, SpecError, TransformError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.spec import P
+from shardmap_torch.types import I, R
+from shardmap_torch.types import Partial as PartialType
+
+_SPECS: Final = Memo[private.DTensorSpec]()
+
+
+def _dtensor_spec(mesh: Mesh, spec: P, x: Tensor) -> private.DTensorSpec:
+    shape, stride = x.shape, x.stride()
+    # Meshes of one layout are equal, yet each has groups of its own.
+    key = (id(mesh), mesh, spec, shape, stride, x.dtype)
+    return _SPECS.get(key, lambda: _make_spec(mesh, spec, shape, stride, x.dtype))
+
+
+def _make_spec(
+    mesh: Mesh, spec: P, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> private.DTensorSpec:
+    assert mesh.device_mesh is not None  # only process-group meshes come here
+    placements = placements_of(mesh, spec)
+    sizes = [size * _cut_by(mesh, spec, dim) for dim, size in enumerate(shape)]
+    strides = list(stride)
+    for dim, axes in spec.cuts:
+        # Dims that lie outside the cut one in memory move apart by as much as it grows.
+        grown = [
+            s * mesh.num_ranks(axes) if s > stride[dim] or (s == stride[dim] and k < dim) else s
+            for k, s in enumerate(strides)
+        ]
+        strides = grown
+    meta = private.TensorMeta(torch.Size(sizes), tuple(strides), dtype)
+    return private.DTensorSpec(mesh.device_mesh, placements, tensor_meta=meta)
+
+
+def _cut_by(mesh: Mesh, spec: P, dim: int) -> int:
+    return next((mesh.num_ranks(axes) for cut, axes in spec.cuts if cut == dim), 1)
+
+
+def wrap(mesh: Mesh, spec: P, local: Tensor) -> DTensor:
+    """A DTensor of this rank's value."""
+    local = local.detach()
+    # `__init__` does nothing but step out of Dynamo, which costs as much as all the rest.
+    return DTensor.__new__(DTensor, local, _dtensor_spec(mesh, spec, local), requires_grad=False)
+
+
+def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
+    """This rank's value of a DTensor, redistributed first if it lies otherwise.
+
+    Where `spec` is partial and the DTensor is not, the value is whole over that axis; see `_added`.
+
+    Raises:
+        MeshError: it lives on another mesh.
+    """
+    if x.device_mesh != mesh.device_mesh:
+        raise MeshError(
+            f"A DTensor on {x.device_mesh} cannot enter a function on the {mesh}. Make the mesh of "
+            "that DeviceMesh, make_mesh(device_mesh), or pass x.full_tensor()."
+        )
+    x = _by_placements(mesh, x)
+    wanted = placements_of(mesh, spec)
+    if x._spec.placements != wanted:
+        x = x.redistribute(placements=_whole_unless(wanted, x._spec.placements))
+    local = x._local_tensor
+    if isinstance(local, AsyncCollectiveTensor):  # torch may still be receiving it
+        local = local.wait()
+    return local.detach()
+
+
+def _by_placements(mesh: Mesh, x: DTensor) -> DTensor:
+    """The same DTensor without an order that its placements do not say."""
+    order = getattr(x._spec, "shard_order", None) or ()
+    if all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order):
+        return x
+    spec = spec_of(x, mesh)
+    assert isinstance(spec, P)  # what has such an order is cut by plain shards
+    placements = placements_of(mesh, spec)
+    known = private.DTensorSpec(x.device_mesh, placements, tensor_meta=x._spec.tensor_meta)
+    return DTensor.__new__(DTensor, x._local_tensor, known, requires_grad=False)
+
+
+def _whole_unless(wanted: Placements, given: Placements) -> Placements:
+    """Whole where a sum is wanted that is not given: torch does not make any."""
+    return tuple(
+        Replicate() if to.is_partial() and to != placement else to
+        for to, placement in zip(wanted, given, strict=True)
+    )
+
+
+def _added(mesh: Mesh, spec: P, given: Placements) -> tuple[Collective, ...]:
+    """What makes a DTensor partial that is whole: its value is kept on the first rank."""
+    if not spec.partial:
+        return ()
+    wanted = placements_of(mesh, spec)
+    kept = _whole_unless(wanted, given)
+    axes = tuple(a for a, to, k in zip(mesh.axis_names, wanted, kept, strict=True) if to != k)
+    return (collective_of("convert", I, PartialType, axes),) if axes else ()
+
+
+# The cotangent of a partial sum is R in the body and I outside. The casts between the two move
+# nothing; what they say is how the cotangent is differentiated in its turn.
+
+
+def _shared(spec: P) -> tuple[Collective, ...]:
+    axes = tuple(sorted(spec.partial))
+    return (collective_of("convert", I, R, axes),) if axes else ()
+
+
+def _finished(spec: P) -> tuple[Collective, ...]:
+    axes = tuple(sorted(spec.partial))
+    return (collective_of("convert", R, I, axes),) if axes else ()
+
+
+class Enter(Linear):
+    """From outside into a body: a DTensor gives its local tensor, a plain tensor its slice.
+
+    Made anew for each call: which of the two it was is seen in `run`, where functorch has
+    unwrapped the value, and decides what the cotangent becomes.
+    """
+
+    axes: tuple[str, ...] = ()
+    move = "enter"
+
+    def __init__(self, mesh: Mesh, spec: P) -> None:
+        """`spec` says what is local."""
+        self._mesh, self._spec = mesh, spec
+        self._given: Placements | None = None
+
+    def run(self, mover: Mover, x: Tensor) -> Tensor:
+        """Unwraps or slices."""
+        self._given = None
+        if isinstance(x, DTensor):
+            self._given = tuple(x.placements)
+            cuts, x = _added(self._mesh, self._spec, self._given), unwrap(self._mesh, self._spec, x)
+        else:
+            cuts = entry_cuts(self._spec)
+        for collective in cuts:
+            x = mover.run(collective.move, collective, x)
+        return x
+
+    def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
+        """Wraps the cotangent as what came was, or gathers it: a plain tensor's is global."""
+        if self._given is not None:
+            for collective in _finished(self._spec):
+                grad = bind(collective, grad)
+            return bind(Leave(self._mesh, P(*self._spec.entries), self._given), grad)
+        for collective in reversed(entry_cuts(self._spec)):
+            grad = bind(collective.transpose, grad)
+        return grad
+
+    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
+        """A tangent enters like its value."""
+        return bind(Enter(self._mesh, self._spec), tangent)
+
+
+class Leave(Linear):
+    """From a body outside: a DTensor, or the plain value where it is whole on every rank."""
+
+    axes: tuple[str, ...] = ()
+    move = "leave"
+
+    def __init__(self, mesh: Mesh, spec: P, beside: Placements | None = None) -> None:
+        """`spec` says how the local values make the global one.
+
+        `beside` makes a DTensor of it that lies as another one, whose cotangent it is: whole where
+        that one is partial.
+        """
+        self._mesh, self._spec, self._beside = mesh, spec, beside
+
+    @property
+    def _is_whole(self) -> bool:
+        return not (self._spec.cuts or self._spec.partial)
+
+    def run(self, mover: Mover, x: Tensor) -> Tensor:
+        """Wraps."""
+        if self._beside is None:
+            if not self._is_whole:
+                return wrap(self._mesh, self._spec, x)
+            # Autograd forbids to write into what a Function returns as it was.
+            return x.clone() if x.requires_grad else x
+        wanted = tuple(Replicate() if p.is_partial() else p for p in self._beside)
+        wrapped = wrap(self._mesh, self._spec, x)
+        if wrapped.placements == wanted:
+            return wrapped
+        return wrapped.redistribute(placements=wanted)
+
+    def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
+        """Enters the cotangent; that of a partial sum is the same on all ranks."""
+        grad = bind(Enter(self._mesh, P(*self._spec.entries)), grad)
+        for collective in _shared(self._spec):
+            grad = bind(collective, grad)
+        return grad
+
+    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
+        """A tangent leaves like its value.
+
+        Raises:
+            TransformError: torch has no plain forward mode for DTensors; batched, as in jacfwd, the
+                tangents are no DTensors for it.
+        """
+        if not self._is_whole and not _is_batched(tangent):
+            raise TransformError(
+                f"torch.func.jvp from outside cannot return a DTensor, here by {self._spec!r}: "
+                "torch has no forward mode for DTensors. Return a value that is whole on every "
+                "rank, call torch.func.jvp in the body, or use torch.func.jacfwd."
+            )
+        return bind(Leave(self._mesh, self._spec, self._beside), tangent)
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Whether it is at any functorch level."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def enter(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
+    """Brings a value into a body, differentiably; see `Enter`."""
+    if torch.compiler.is_dynamo_compiling() and isinstance(x, DTensor):
+        return _enter_traced(mesh, spec, x)
+    return bind(backend, Enter(mesh, spec), x)
+
+
+def leave(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
+    """Brings a value out of a body, differentiably; see `Leave`."""
+    if torch.compiler.is_dynamo_compiling() and (spec.cuts or spec.partial):
+        return _leave_traced(mesh, spec, x)
+    return bind(backend, Leave(mesh, spec), x)
+
+
+# Dynamo cannot make a DTensor from a spec, but knows torch's own ways in and out, with backward.
+
+
+def _enter_traced(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
+    placements = _placements_in_order(mesh, spec)
+    if tuple(x.placements) != placements:
+        x = x.redistribute(placements=placements)
+    grads = [Replicate() if placement.is_partial() else placement for placement in placements]
+    return x.to_local(grad_placements=grads)
+
+
+def _leave_traced(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
+    placements = _placements_in_order(mesh, spec)
+    return DTensor.from_local(x, mesh.device_mesh, placements, run_check=False)
+
+
+def _placements_in_order(mesh: Mesh, spec: P) -> Placements:
+    placements = placements_of(mesh, spec)
+    # torch cannot tell the global shape of strided shards.
+    if not all(isinstance(to, Shard | Replicate | Partial) for to in placements):
+        raise SpecError(
+            f"Under torch.compile {spec!r} cannot cut a dim over axes in another order than the "
+            f"mesh's {mesh.axis_names}; write them in mesh order."
+        )
+    return placements

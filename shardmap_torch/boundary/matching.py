@@ -1,0 +1,299 @@
+"""Arguments and results held against their specs, leaf by leaf."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.boundary.casts import entry_casts, exit_casts
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.caching import lazy
+from shardmap_torch.core.tree import Misfit, Placed, Tree, spread
+from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.spec import P, misfits
+
+Spec = P | None
+"""How one leaf crosses; None passes any Python value as it is."""
+
+
+def crosses(leaf: Placed[Spec]) -> bool:
+    """Whether the leaf is a tensor that is cut by a spec, rather than static."""
+    return leaf.spec is not None and isinstance(leaf.value, Tensor)
+
+
+def spec_of(leaf: Placed[Spec]) -> P:
+    """The spec of a leaf that crosses."""
+    assert leaf.spec is not None
+    return leaf.spec
+
+
+def is_spec(value: Any) -> bool:
+    """Whether `value` is a leaf of a spec tree."""
+    return value is None or isinstance(value, P)
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """The leaves of a tree held against their specs; one object for all calls of one signature.
+
+    Attributes:
+        paths: where each leaf stands, by the caller's names.
+        specs: how each leaf crosses.
+        crossing: positions of the leaves that are tensors and cross by a spec.
+        static: positions of those that are no tensors.
+    """
+
+    paths: tuple[str, ...]
+    specs: tuple[Spec, ...]
+    crossing: tuple[int, ...]
+    static: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(placed: Sequence[Placed[Spec]]) -> "Fit":
+        """Keeps all but the values."""
+        return Fit(
+            tuple(leaf.path for leaf in placed),
+            tuple(leaf.spec for leaf in placed),
+            tuple(position for position, leaf in enumerate(placed) if crosses(leaf)),
+            tuple(i for i, leaf in enumerate(placed) if not isinstance(leaf.value, Tensor)),
+        )
+
+    def spec(self, position: int) -> P:
+        """The spec of a leaf that crosses."""
+        spec = self.specs[position]
+        assert spec is not None
+        return spec
+
+    @lazy
+    def entries(self) -> "tuple[tuple[Collective, ...], ...]":
+        """The conversions of each leaf that crosses, where these are arguments."""
+        return tuple(entry_casts(self.spec(position)) for position in self.crossing)
+
+    @lazy
+    def exits(self) -> "tuple[tuple[Collective, ...], ...]":
+        """The same where these are results."""
+        return tuple(exit_casts(self.spec(position)) for position in self.crossing)
+
+    def place(self, leaves: Sequence[Any]) -> tuple[Placed[Spec], ...]:
+        """Gives other leaves of the same signature their paths and specs."""
+        return tuple(map(Placed, self.paths, leaves, self.specs))
+
+
+def place_arguments(
+    function: Callable[..., Tree],
+    signature: inspect.Signature | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    in_specs: Tree,
+) -> list[Placed[Spec] | Misfit]:
+    """Gives every argument leaf its path, by the caller's names, and its spec."""
+    found: list[Placed[Spec] | Misfit] = []
+    names = _positional_names(signature, len(args))
+    if isinstance(in_specs, tuple) and len(in_specs) < len(args) and not kwargs:
+        found.append(Misfit("in_specs", f"has {len(in_specs)} specs for {len(args)} arguments"))
+        return found
+    for position, (name, value) in enumerate(zip(names, args, strict=True)):
+        found += _place(in_specs, position, name, value)
+    positions = {name: i for i, name in enumerate(signature.parameters)} if signature else {}
+    for name in sorted(kwargs):
+        found += _place(in_specs, positions.get(name), name, kwargs[name])
+    found += _unused(in_specs, signature, len(args), kwargs)
+    return found
+
+
+def _place(
+    in_specs: Tree, position: int | None, name: str, value: Any
+) -> Iterator[Placed[Spec] | Misfit]:
+    if is_spec(in_specs):
+        yield from spread(in_specs, value, name, is_spec)
+    elif isinstance(in_specs, dict) and name in in_specs:
+        yield from spread(in_specs[name], value, name, is_spec)
+    elif isinstance(in_specs, tuple) and position is not None and position < len(in_specs):
+        yield from spread(in_specs[position], value, name, is_spec)
+    else:
+        yield Misfit(name, f"in_specs={in_specs!r} has no spec for this argument")
+
+
+def _positional_names(signature: inspect.Signature | None, count: int) -> list[str]:
+    names: list[str] = []
+    for parameter in signature.parameters.values() if signature else ():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}[{i}]" for i in range(count - len(names))]
+        elif parameter.kind in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            names.append(parameter.name)
+    names += [f"argument {i}" for i in range(len(names), count)]
+    return names[:count]
+
+
+def _unused(
+    in_specs: Tree,
+    signature: inspect.Signature | None,
+    num_args: int,
+    kwargs: Mapping[str, Any],
+) -> list[Misfit]:
+    """Specs of arguments that were not passed and have no default."""
+    if not isinstance(in_specs, tuple) or signature is None:
+        return []
+    parameters = list(signature.parameters.values())[: len(in_specs)]
+    missing = [
+        p.name
+        for p in parameters[num_args:]
+        if p.name not in kwargs
+        and p.default is inspect.Parameter.empty
+        and p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    extra = len(in_specs) - max(len(parameters), num_args)
+    found = [Misfit(name, "has a spec, but was not passed") for name in missing]
+    if extra > 0 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        found.append(Misfit("in_specs", f"has {extra} more specs than there are arguments"))
+    return found
+
+
+def input_signature(leaf: Any) -> Any:
+    """All that a leaf brings to `check_inputs` and to the checker, but for values of no tensor."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, can_receive_gradient(leaf)
+    return type(leaf)
+
+
+def check_inputs(
+    name: str,
+    mesh: Mesh,
+    mapped: Sequence[str],
+    found: Sequence[Placed[Spec] | Misfit],
+    infers: bool = False,
+) -> tuple[Placed[Spec], ...]:
+    """Requires that every leaf fits its spec; `infers` says that a checker types unnamed axes.
+
+    Raises:
+        SpecError: names every offender.
+    """
+    problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+    placed = tuple(leaf for leaf in found if isinstance(leaf, Placed))
+    device = mesh.device
+    for leaf in placed:
+        problems += [f"{leaf.path}: {p}" for p in _leaf_problems(leaf, mesh, mapped)]
+        if crosses(leaf):
+            device = device if device is not None else leaf.value.device
+            if leaf.value.device.type != device.type:
+                problems.append(f"{leaf.path}: is on {leaf.value.device}, the mesh on {device}")
+            if mesh.kind == "simulated" and type(leaf.value).__name__ == "DTensor":
+                problems.append(f"{leaf.path}: is a DTensor; a simulated mesh takes plain tensors")
+    if problems:
+        raise SpecError(
+            listing(
+                f"{name}: the arguments do not fit in_specs on the " + str(mesh) + ":", problems
+            )
+        )
+    if not infers:
+        _require_named(name, mapped, placed)
+    return placed
+
+
+def _leaf_problems(leaf: Placed[Spec], mesh: Mesh, mapped: Sequence[str]) -> list[str]:
+    if leaf.spec is None:
+        return []
+    unknown = sorted(leaf.spec.named - set(mapped))
+    if unknown:
+        names = ", ".join(map(repr, unknown))
+        return [f"{leaf.spec!r} names {names}, but the axes here are {', '.join(mapped)}"]
+    if isinstance(leaf.value, Tensor):
+        return misfits(leaf.spec, tuple(leaf.value.shape), mesh.shape)
+    if isinstance(leaf.value, Number):
+        cut = [f"is a number, which {leaf.spec!r} cannot cut"]
+        return cut if leaf.spec.cuts or leaf.spec.partial else []
+    kind = type(leaf.value).__name__
+    instead = _INSTEAD.get(kind, "mark static arguments with None in in_specs")
+    return [f"is a {kind}, no tensor; {instead}"]
+
+
+_INSTEAD: Final = {
+    "ndarray": "pass torch.from_numpy(x)",
+    "ShapeDtype": "it stands for one in check_program and its like, and on abstract meshes",
+}
+"""What to do about arguments of some types."""
+
+
+def _require_named(name: str, mapped: Sequence[str], placed: Sequence[Placed[Spec]]) -> None:
+    """Requires a type on every axis of what can receive a gradient.
+
+    Whether its gradient has to be summed over an unmentioned axis depends on the body.
+    """
+    problems = []
+    for leaf in placed:
+        if leaf.spec is None or not can_receive_gradient(leaf.value):
+            continue
+        missing = sorted(set(mapped) - leaf.spec.named)
+        if missing:
+            axes = "{" + ", ".join(map(repr, missing)) + "}"
+            problems.append(
+                f"{leaf.path}: {leaf.spec!r} needs replicate={axes} or invariant={axes}"
+            )
+    if problems:
+        head = (
+            f"{name}: these inputs can receive a gradient, so their specs must name every axis. "
+            "replicate= if the ranks use the value in different ways (gradients are summed over "
+            "the axis), invariant= if all repeat one computation (they are equal already):"
+        )
+        raise SpecError(listing(head, problems))
+
+
+def can_receive_gradient(value: Any) -> bool:
+    """Whether a gradient can flow into `value` in this call, at any functorch level."""
+    if not isinstance(value, Tensor) or not torch.is_grad_enabled():
+        return False
+    functorch = torch._C._functorch
+    while True:
+        if value.requires_grad:
+            return True
+        # Dynamo traces plain tensors only, and not this question.
+        if torch.compiler.is_dynamo_compiling() or not functorch.is_functorch_wrapped_tensor(value):
+            return False
+        value = functorch.get_unwrapped(value)
+
+
+def place_results(name: str, mesh: Mesh, mapped: Sequence[str], out_specs: Tree, out: Tree) -> Fit:
+    """Gives every leaf of the result its spec.
+
+    Raises:
+        SpecError: names every offender.
+    """
+    found = list(spread(out_specs, out, "out", is_spec))
+    problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+    placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+    for leaf in placed:
+        problems += [f"{leaf.path}: {p}" for p in _result_problems(leaf, mapped)]
+    if problems:
+        raise SpecError(
+            listing(
+                f"{name}: the result does not fit out_specs on the " + str(mesh) + ":",
+                problems,
+            )
+        )
+    return Fit.of(placed)
+
+
+def _result_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
+    spec = leaf.spec
+    if spec is None:
+        return []
+    unknown = sorted(spec.named - set(mapped))
+    if unknown:
+        names = ", ".join(map(repr, unknown))
+        return [f"{spec!r} names {names}, but the axes here are {', '.join(mapped)}"]
+    if isinstance(leaf.value, Tensor):
+        ndim = leaf.value.ndim
+        if len(spec.entries) > ndim:
+            return [f"{spec!r} has {len(spec.entries)} entries, but the value has {ndim} dims"]
+        return []
+    if isinstance(leaf.value, Number) and not (spec.cuts or spec.partial):
+        return []
+    return [f"is a {type(leaf.value).__name__}, no tensor, which {spec!r} cannot place"]

@@ -1,0 +1,88 @@
+"""Partition specs as the placements of DTensor, and back.
+
+Placements cut a dim by one mesh axis after the other, in mesh order. Where a spec names a later
+axis before an earlier one, the earlier is a strided shard, which leaves room for the blocks of the
+later. DTensor could say the same by its `shard_order`, but loses it in views, sums and `detach`.
+"""
+
+from typing import TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import placement_types as private
+
+from shardmap_torch.core.caching import memo
+from shardmap_torch.errors import SpecError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.spec import P
+
+Placements: TypeAlias = tuple[Placement, ...]
+
+
+@memo
+def placements_of(mesh: Mesh, spec: P) -> Placements:
+    """One placement per mesh axis.
+
+    Raises:
+        SpecError: this torch has no strided shards, and the spec needs one.
+
+    Example:
+        >>> from shardmap_torch import make_mesh
+        >>> mesh = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
+        >>> placements_of(mesh, P(None, "tp"))
+        (Replicate(), Shard(dim=1))
+    """
+    shards = {
+        axis: _shard(mesh, spec, dim, axes[:at], axis)
+        for dim, axes in spec.cuts
+        for at, axis in enumerate(axes)
+    }
+    others = {axis: Partial() for axis in spec.partial}
+    return tuple(shards.get(axis, others.get(axis, Replicate())) for axis in mesh.axis_names)
+
+
+def _shard(mesh: Mesh, spec: P, dim: int, major: tuple[str, ...], axis: str) -> Placement:
+    after = mesh.axis_names[mesh.axis_names.index(axis) :]
+    blocks = mesh.num_ranks([other for other in major if other in after])
+    if blocks == 1:
+        return Shard(dim)
+    strided = getattr(private, "_StridedShard", None)
+    if strided is None:
+        raise SpecError(
+            f"{spec!r} cuts a dim over axes in another order than the mesh's {mesh.axis_names}, "
+            f"which DTensor of torch {torch.__version__} cannot store; write them in mesh order."
+        )
+    placement: Placement = strided(dim, split_factor=blocks)
+    return placement
+
+
+def spec_of(x: DTensor, mesh: Mesh) -> P | Placement:
+    """How a DTensor lies, or a placement that no spec can say."""
+    cuts: list[list[str]] = [[] for _ in x.shape]
+    # From the last axis on, so that those for which an earlier one leaves room are there.
+    for axis, placement in reversed(list(zip(mesh.axis_names, x.placements, strict=True))):
+        if isinstance(placement, Replicate | Partial):
+            continue
+        at = _room(mesh, cuts, placement)
+        if at is None:
+            return placement
+        cuts[placement.dim].insert(at, axis)  # type: ignore[attr-defined]  # `_room` has seen it
+    for order in getattr(x._spec, "shard_order", None) or ():
+        cuts[order.tensor_dim] = [mesh.axis_names[i] for i in order.mesh_dims]
+    placed = zip(mesh.axis_names, x.placements, strict=True)
+    entries = [axes[0] if len(axes) == 1 else tuple(axes) or None for axes in cuts]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries, partial=[axis for axis, placement in placed if placement.is_partial()])
+
+
+def _room(mesh: Mesh, cuts: list[list[str]], placement: Placement) -> int | None:
+    """Where an axis stands among those that cut its dim already: behind so many blocks."""
+    if isinstance(placement, Shard):
+        return 0
+    blocks: int | None = getattr(placement, "split_factor", None)
+    if blocks is None:
+        return None
+    axes = cuts[placement.dim]  # type: ignore[attr-defined]  # it is a strided shard
+    found = range(len(axes) + 1)
+    return next((k for k in found if mesh.num_ranks(axes[:k]) == blocks), None)

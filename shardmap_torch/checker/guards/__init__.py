@@ -1,0 +1,1 @@
+"""Guards of a verdict: whether it still holds for the code, the values and the run at hand."""

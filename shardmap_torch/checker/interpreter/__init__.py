@@ -1,0 +1,1 @@
+"""Abstract interpretation of a body: the type of every value, forward and backward."""

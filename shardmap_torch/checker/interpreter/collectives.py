@@ -1,0 +1,218 @@
+"""The backend under which a body is interpreted: collectives are equations with exact types."""
+
+from collections.abc import Hashable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backends.vmap import EQUAL, SPREAD
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.equivalence import hold
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.shapes import SHAPES
+from shardmap_torch.checker.ir.program import Cell, Equation, bytes_sent, use_of
+from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
+from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.protocol import Form
+from shardmap_torch.collectives.table import EXTREMA
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
+
+FORWARD: Final = {
+    I: frozenset({I, K, Z}),
+    R: frozenset({R, K, Z}),
+    V: frozenset({V, Z}),
+    # V beside P in sums: the ranks' values are taken as addends, as in JAX.
+    Partial: frozenset({Partial, V, Z}),
+}
+"""What an operand's type may be where a row says the key."""
+
+BACKWARD: Final = {**FORWARD, V: frozenset({V, R, K, Z})}
+"""The same for cotangents: one cotangent for every rank is as good as one for each."""
+
+_SHARING: Final = frozenset({"same", "slice", "mask"})
+"""Moves whose result is a view of the operand, at least on some rank."""
+
+
+class AbstractBackend:
+    """Types collectives; their results have the right shape and no data."""
+
+    def __init__(self, interpreter: Interpreter, repair: Repair = NONE) -> None:
+        """One for each interpretation; `repair` is what it tries."""
+        self.mesh: Mesh = interpreter.mesh
+        self._interpreter, self._repair = interpreter, repair
+        self._places = Places()
+
+    def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
+        """None: a body is interpreted as one rank."""
+        return ()
+
+    def needs_ranks(self) -> None:
+        """Notes it, so that the mesh does not choose to batch the body."""
+        self._interpreter.batches = False
+
+    def hold(
+        self,
+        what: tuple[Hashable, ...],
+        own: Form,
+        composition: Form,
+        operands: Sequence[Tensor],
+    ) -> None:
+        """Holds what a run may do in place of a composition against it; see `hold`."""
+        before = self._repair, self._places
+        self._repair, self._places = NONE, Places()
+        try:
+            hold(self._interpreter, what, own, composition, operands)
+        finally:
+            self._repair, self._places = before
+
+    def index(self, axes: Sequence[str]) -> Tensor:
+        """Varies over `axes`, and is equal on the ranks of all others."""
+        interpreter = self._interpreter
+        with interpreter.paused():
+            index = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        names = axes[0] if len(axes) == 1 else tuple(axes)
+        kinds = tuple(V if axis in axes else K for axis in interpreter.axes)
+        cell = interpreter.bring(index, kinds, "")
+        site, backward = interpreter.site()
+        cell.made = Equation(
+            f"axis_index({names!r})", (), (use_of("", index, cell, kinds),), site, backward
+        )
+        interpreter.add(cell.made)
+        interpreter.observer.indexed(index, axes)
+        return index
+
+    def reduce_gradient(self, axes: Sequence[str], gradient: Tensor) -> None:
+        """Notes the all-reduce of an input's gradient that the boundary is told to make."""
+        interpreter = self._interpreter
+        collective = Collective("convert", I, R, tuple(axes)).transpose
+        cell = interpreter.cell(gradient)
+        kinds = tuple(
+            I if axis in axes else kind
+            for axis, kind in zip(interpreter.axes, cell.kinds, strict=True)
+        )
+        nbytes = gradient.numel() * gradient.element_size()
+        sent = bytes_sent(collective, nbytes, self.mesh.num_ranks(axes))
+        operand = use_of("x", gradient, cell, cell.kinds)
+        equation = Equation(str(collective), (operand,), (), None, True, collective, sent)
+        with interpreter.paused():
+            reduced = torch.empty_like(gradient)
+        interpreter.make(reduced, kinds, equation, [])
+        interpreter.add(equation)
+
+    def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        """Checks the operand's type exactly, and gives the result its own."""
+        with self._interpreter.insisting():
+            return self._run(move, collective, x)
+
+    def _run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        interpreter = self._interpreter
+        site, backward = interpreter.site()
+        forward = interpreter.forward_of_current_node() if backward else None
+        place = None if backward else self._places.next(site)
+        wanted = self._repaired(collective, forward, place)
+        if wanted is not None and move not in EXTREMA:
+            move = wanted.move
+        x = interpreter.adopt(x)
+        cell = interpreter.cell(x)
+        operand = use_of("x", x, cell, cell.kinds)
+        shown = _shown(move, wanted)
+        equation = Equation(shown, (operand,), (), site, backward, wanted, forward=forward)
+        kinds, shape = cell.kinds, tuple(x.shape)
+        if not backward:
+            equation.place, equation.written = place, collective
+        if wanted is not None:
+            with torch.enable_grad():  # off in the forward of a Function, whatever flows through it
+                read = interpreter.kinds(x)
+            self._check_source(move, wanted, equation, read)
+            kinds = self._result_kinds(wanted, forward, cell.kinds)
+            num_ranks = self.mesh.num_ranks(wanted.axes)
+            shape = SHAPES[move](wanted, shape, num_ranks)
+            equation.sent = bytes_sent(wanted, x.numel() * x.element_size(), num_ranks)
+        with interpreter.paused():
+            y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        made = interpreter.make(y, kinds, equation, [x])
+        made.spread = self._spread(move, collective, made.spread)
+        if move in _SHARING and not backward:
+            self._seal(cell, made, shown)
+        interpreter.add(equation)
+        interpreter.observer.moved(move, wanted, x, y)
+        return y
+
+    def _spread(self, move: str, collective: Collective, operand: frozenset[int]) -> frozenset[int]:
+        """The axes over which a batched body has the result batched, given the operand's."""
+        own = {self._interpreter.axes.index(axis) for axis in collective.axes}
+        if move in EQUAL:
+            return operand - own
+        stays = move == "same" and (collective.src, collective.dst) not in SPREAD
+        return operand if stays else operand | own
+
+    def _repaired(
+        self, collective: Collective, forward: Equation | None, place: Place | None
+    ) -> Collective | None:
+        """The collective here under the repair that is tried; None where it is left out."""
+        if place is not None:
+            return self._repair.collectives.get(place, collective)
+        if forward is None or forward.written is None or forward.written == forward.collective:
+            return collective
+        if collective != forward.written.transpose:
+            return collective
+        return None if forward.collective is None else forward.collective.transpose
+
+    def _check_source(
+        self, move: str, collective: Collective, equation: Equation, read: tuple[AxisType, ...]
+    ) -> None:
+        """`read` are the types as an operation reads them: K where no gradient flows."""
+        wanted = V if move in EXTREMA else collective.src
+        accepted = (BACKWARD if equation.backward else FORWARD)[plain(wanted)]
+        for axis, kind, as_read in zip(
+            self._interpreter.axes, equation.operands[0].kinds, read, strict=True
+        ):
+            fits = plain(kind) in accepted or as_read in accepted
+            if axis in collective.axes and not fits:
+                raise messages.source(self._interpreter, equation, axis, wanted)
+            if axis not in collective.axes and kind == Partial and move in EXTREMA:
+                raise messages.source(self._interpreter, equation, axis, V)
+
+    def _result_kinds(
+        self, collective: Collective, forward: Equation | None, kinds: tuple[AxisType, ...]
+    ) -> tuple[AxisType, ...]:
+        made = []
+        for position, (axis, kind) in enumerate(zip(self._interpreter.axes, kinds, strict=True)):
+            dst = collective.dst if axis in collective.axes else kind
+            if dst == R and _summed_varying(forward, collective, axis, position):
+                # The sum took V for P, an implicit reinterpret(V, P): its transpose makes R a V.
+                dst = V
+            made.append(dst)
+        return tuple(made)
+
+    def _seal(self, source: Cell, made: Cell, shown: str) -> None:
+        """Operand and result share memory at run time, and one type cannot serve both."""
+        why = f"shares its memory with another value through {shown}"
+        made.sealed = made.sealed or why
+        source.sealed = source.sealed or why
+
+
+def _shown(move: str, collective: Collective | None) -> str:
+    if collective is None:
+        return "nothing"
+    if move in EXTREMA:
+        return f"all_reduce({messages.axes(collective)}, V -> {collective.dst}, op={move!r})"
+    return str(collective)
+
+
+def _summed_varying(
+    forward: Equation | None, collective: Collective, axis: str, position: int
+) -> bool:
+    """Whether `collective` is the transpose of a sum over `axis` that took a V."""
+    return (
+        forward is not None
+        and forward.collective is not None
+        and forward.name == str(forward.collective)  # no extremum
+        and forward.collective.transpose == collective
+        and axis in forward.collective.axes
+        and forward.collective.src == Partial
+        and plain(forward.operands[0].kinds[position]) == V
+    )

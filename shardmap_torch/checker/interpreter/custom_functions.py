@@ -1,0 +1,129 @@
+"""Backwards of the user's own: what they return is held against the operands of the forward.
+
+Grad mode is off in the forward of an `autograd.Function`, so mixing I and V is no error there: the
+backward may take the sum that is missing. Whether it does is seen when it runs, and told with the
+line of the forward. torch.func transforms make a Function of their own of it at each level.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch._functorch import autograd_function
+from torch.autograd import Function
+from torch.autograd.graph import Node
+
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.ir.program import Equation, Use, use_of
+from shardmap_torch.checker.ir.repairs import propose
+from shardmap_torch.checker.rules.infer import Types
+from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.types import I, K, Partial, R, V
+
+if TYPE_CHECKING:  # for annotations; what starts a backward calls this module
+    from shardmap_torch.checker.interpreter.interpreter import Interpreter
+
+
+def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
+    """Checks the user's own backwards when a backward from `outputs` comes to them."""
+    for node, name in _own(outputs):
+        node.register_hook(partial(_check, interpreter, node, name))
+
+
+def _own(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
+    """Nodes of Functions of the user's own, and their names."""
+    seen: set[Node] = set()
+    pending = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = _applied(getattr(node, "_forward_cls", None))
+        if function is not None and not function.__module__.startswith("shardmap_torch."):
+            yield node, function.__name__
+        pending += [parent for parent, _ in node.next_functions]
+
+
+def _applied(function: type | None) -> type | None:
+    """The Function, or that of which a transform has made it."""
+    if function is None or function.__module__ != autograd_function.__name__:
+        return function
+    cells = getattr(function.backward, "__closure__", None) or ()  # type: ignore[attr-defined]
+    found = (cell.cell_contents for cell in cells)
+    return next((f for f in found if isinstance(f, type) and issubclass(f, Function)), None)
+
+
+def _check(
+    interpreter: "Interpreter",
+    node: Node,
+    name: str,
+    gradients: Sequence[Any],
+    seeds: Sequence[Any],
+) -> tuple[Any, ...]:
+    given = [interpreter.cell(base_of(seed)).kinds for seed in seeds if seed is not None]
+    gradients = tuple(_as_own(interpreter, gradient, given) for gradient in gradients)
+    for gradient, (producer, number) in zip(gradients, node.next_functions, strict=False):
+        operand = _operand(interpreter, producer, number)
+        if gradient is None or operand is None or operand.shape != tuple(gradient.shape):
+            continue
+        cell = interpreter.cell(base_of(gradient))
+        for axis, kind, have in zip(interpreter.axes, operand.kinds, cell.kinds, strict=True):
+            if kind == I and plain(have) in (V, Partial):
+                raise _wrong(interpreter, node, name, axis, operand, have, cell)
+    return gradients
+
+
+def _as_own(interpreter: "Interpreter", gradient: Any, given: Sequence[Types]) -> Any:
+    """A gradient that does not come from the cotangents, such as a constant, is each rank's own.
+
+    Where the results are equal on all ranks, so is what the ranks have used: one computation. Else
+    each has used it for results of its own, and all of their gradients add up, also equal ones.
+    """
+    if gradient is None or interpreter.goes_on([gradient]):
+        return gradient
+    kinds = interpreter.cell(base_of(gradient)).kinds
+    own = tuple(
+        V if kind in (I, R, K) and any(plain(seed[at]) in (V, R) for seed in given) else kind
+        for at, kind in enumerate(kinds)
+    )
+    if own == kinds:
+        return gradient
+    gradient = gradient.clone()
+    interpreter.cell(base_of(gradient)).kinds = own
+    return gradient
+
+
+def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> Use | None:
+    """The operand, as it was: an input, or what its producer made."""
+    variable = getattr(producer, "variable", None)
+    if isinstance(variable, Tensor):
+        cell = interpreter.cell(variable)
+        return use_of("", variable, cell, cell.kinds)
+    made: Equation | None = interpreter.equation_of(producer)
+    return made.results[number] if made is not None and number < len(made.results) else None
+
+
+def _wrong(
+    interpreter: "Interpreter", node: Node, name: str, axis: str, operand: Use, have: Any, cell: Any
+) -> ShardTypeError:
+    applied = interpreter.equation_of(node)
+    site = applied.site if applied is not None else None
+    found = ShardTypeError(
+        "\n".join(
+            [
+                f"{interpreter.name}: over {axis!r}, an operand of {name} is I and its backward "
+                f"gives it a gradient that is {have}: {messages.wrong(I, have)}.",
+                f"  at {site}",
+                f"  the operand is {operand}, from {operand.cell.origin()}",
+                f"  the gradient is from {cell.origin()}",
+                f"Fix: give it the operand as R, with convert(x, {axis!r}, src=I, dst=R), or sum "
+                "the gradient in the backward of a shardmap_torch.Function.",
+            ]
+        )
+    )
+    at = interpreter.axes.index(axis)
+    return propose(found, list(messages.repairs_to(interpreter, operand.cell, at, R)))

@@ -1,0 +1,81 @@
+"""Raw calls of torch.distributed in a body, which the checker cannot type: what to use instead."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from traceback import walk_tb
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch._ops import OpOverload
+
+from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.errors import ShardTypeError
+
+NAMESPACES: Final = frozenset(
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
+)
+"""Of the operators that they end in."""
+
+_WAITING: Final = "leave it out: typed collectives wait for one another"
+_POINT: Final = "use shardmap_torch.ppermute or shift, which all ranks of an axis call"
+
+_INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **{name: "use shardmap_torch.all_reduce" for name in ("all_reduce", "allreduce", "reduce")},
+        **{
+            name: "use shardmap_torch.all_gather"
+            for name in ("all_gather", "allgather", "_allgather_base", "gather")
+        },
+        **{
+            name: "use shardmap_torch.reduce_scatter"
+            for name in ("reduce_scatter", "_reduce_scatter_base")
+        },
+        **{name: "use shardmap_torch.all_to_all" for name in ("all_to_all", "alltoall")},
+        "broadcast": "use shardmap_torch.broadcast",
+        "scatter": "use shardmap_torch.broadcast, and convert(x, axis, src=R, dst=V, dim=0)",
+        **{
+            name: _POINT
+            for name in ("send", "recv", "isend", "irecv", "batch_isend_irecv", "P2POp", "permute")
+        },
+        **{name: _WAITING for name in ("barrier", "monitored_barrier", "wait_tensor")},
+        "get_rank": "use shardmap_torch.axis_index",
+        "get_world_size": "use shardmap_torch.axis_size",
+    }
+)
+"""By the start of the name of the function or operator; the longest that fits counts."""
+
+_DISTRIBUTED: Final = str(Path(torch.__file__).parent / "distributed") + "/"
+_TORCH: Final = str(Path(torch.__file__).parent) + "/"
+
+
+def refused(name: str, op: OpOverload) -> ShardTypeError:
+    """The error for an operator of one of `NAMESPACES`."""
+    return _error(name, op._schema.name.split("::")[1].rstrip("_"), call_site())
+
+
+def named_in(name: str, error: BaseException) -> ShardTypeError | None:
+    """The error for a call that failed before it came to an operator, as without process groups."""
+    frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    for (caller, line), (callee, _) in pairwise(frames):
+        enters = callee.co_filename.startswith(_DISTRIBUTED)
+        if enters and not caller.co_filename.startswith(_TORCH):
+            inner = [code for code, _ in frames if code.co_filename.startswith(_DISTRIBUTED)]
+            called = next((c.co_qualname for c in inner if _instead(c.co_qualname)), None)
+            if called is not None:
+                return _error(name, called.split(".")[0], Site(caller.co_filename, line))
+    return None
+
+
+def _error(name: str, called: str, site: Site | None) -> ShardTypeError:
+    advice = _instead(called) or "use the typed functions of shardmap_torch"
+    return ShardTypeError(
+        f"{name}: {called} of torch.distributed is called in the body, and the checker cannot tell "
+        f"what that does to types and gradients.\n  at {site}\nFix: {advice}."
+    )
+
+
+def _instead(called: str) -> str | None:
+    fits = [start for start in _INSTEAD if called.startswith(start)]
+    return _INSTEAD[max(fits, key=len)] if fits else None

@@ -1,0 +1,48 @@
+"""The cotangents that a backward in a body starts from, and the gradients that it ends with."""
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.rules.lattice import accepts, plain
+from shardmap_torch.types import I, K, Partial, R, V
+
+
+def seed(interpreter: Interpreter, output: Tensor, given: Tensor | None) -> Tensor | None:
+    """Checks, or makes and types, the cotangent that a backward in the body starts from."""
+    if isinstance(output, torch.autograd.graph.GradientEdge) or not output.requires_grad:
+        return given
+    have = interpreter.cell(output).kinds
+    if given is None:
+        if R in have:
+            raise messages.seeded(interpreter, have.index(R), interpreter.cell(output))
+        if output.numel() != 1:
+            return None  # torch says why it needs one
+        given = torch.ones_like(output)
+        # What a rank does not share with the others is seeded as its own.
+        dual = {I: I, V: V, Partial: R}
+        interpreter.cell(given).kinds = tuple(dual.get(kind, K) for kind in have)
+    cotangents = interpreter.cell(given).kinds
+    for axis, (kind, cotangent) in enumerate(zip(have, cotangents, strict=True)):
+        if not accepts(kind, cotangent):
+            what = "the differentiated value"
+            raise messages.cotangent(interpreter, axis, kind, interpreter.cell(given), what)
+    # The cotangents of what ranks do not share are their own, even where they are equal.
+    own = tuple(V if plain(k) == V else c for k, c in zip(have, cotangents, strict=True))
+    if own != cotangents:
+        given = given.clone()
+        interpreter.cell(given).kinds = own
+    return given
+
+
+def check_gradient(
+    interpreter: Interpreter, operand: Tensor, gradient: Tensor | None, what: str
+) -> None:
+    """Holds a gradient against the type of the value that it belongs to."""
+    if gradient is None:
+        return
+    have, cell = interpreter.cell(operand).kinds, interpreter.cell(gradient)
+    for axis, (kind, cotangent) in enumerate(zip(have, cell.kinds, strict=True)):
+        if not accepts(kind, cotangent):
+            raise messages.cotangent(interpreter, axis, kind, cell, what)

@@ -1,0 +1,424 @@
+"""Runs a body on fake tensors and types every operation, collective and derived cotangent."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.autograd.graph import Node
+
+from shardmap_torch.checker.interpreter import distributed_calls, messages, scalars
+from shardmap_torch.checker.interpreter.observer import UNOBSERVED, standing
+from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
+from shardmap_torch.checker.interpreter.symbolic import Numbers
+from shardmap_torch.checker.ir.paths import Branches, Insisting
+from shardmap_torch.checker.ir.program import Cell, Equation, Use, use_of, varying
+from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
+from shardmap_torch.checker.rules.infer import (
+    BITS,
+    INTEGER,
+    Refusal,
+    Types,
+    branches,
+    name_arguments,
+    signature_of,
+    tensors_of,
+    type_call,
+    writes_of,
+)
+from shardmap_torch.checker.rules.lattice import Clash, add, join, plain
+from shardmap_torch.checker.rules.nodes import is_in_linear_backward
+from shardmap_torch.checker.rules.registry import row_of
+from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.types import I, K, Partial, R, V
+
+_SILENT: Final = ("prim", "profiler")  # they read no values
+_LITERAL: Final = torch.ops.aten.lift_fresh.default
+_NOT_BATCHED: Final = torch.ops.aten._neg_view.default  # as in z.conj().imag; vmap lacks it
+
+_BITS: Final = torch.ops.aten.view.dtype
+_SEED: Final = torch.ops.aten.ones_like.default
+_ONE_DTYPE: Final = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
+)
+"""Operations that reject operands of several dtypes, but not where they have no data."""
+
+
+class Interpreter(Memory):
+    """One interpretation of one body: the operations, and the memory on which they work."""
+
+    def __init__(
+        self, name: str, mesh: Mesh, branches: Branches | None = None, repair: Repair = NONE
+    ) -> None:
+        """`name` is what errors call the body, `branches` which way it goes through it."""
+        super().__init__(name, mesh.axis_names)
+        self.mesh, self._repair = mesh, repair
+        self.numbers = Numbers(branches if branches is not None else Branches(name))
+        self.equations: list[Equation] = []
+        self.batches = True
+        self._made_by: dict[int, Equation] = {}
+        self._sequence = 0
+        self._count = 0
+        self._places = Places()
+
+    def insisting(self) -> Insisting:
+        """An error of the checker in here is one also where the body catches it."""
+        return Insisting(self.numbers.branches)
+
+    def begin(self) -> None:
+        """Autograd nodes that are there already are not the body's."""
+        self._sequence = torch._C._autograd._get_sequence_nr()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Operations in here are typed, but are no part of the program."""
+        branches = self.numbers.branches
+        before = self.equations, self.observer, self.batches, self._count, branches.refusal
+        self.equations, self.observer = [], UNOBSERVED
+        try:
+            yield
+        finally:
+            self.equations, self.observer, self.batches, self._count, branches.refusal = before
+
+    # -------------------------------------------------------------------------- operations
+
+    def call(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Types one ATen operation, and runs it on fake tensors."""
+        if self._paused or op.namespace in _SILENT:
+            return op(*args, **kwargs)
+        if op.namespace in distributed_calls.NAMESPACES:
+            self.numbers.branches.insist(distributed_calls.refused(self.name, op))
+        if not self._running and torch._C._current_graph_task_id() != -1:
+            raise ShardTypeError(
+                f"{self.name}: a backward was started that the checker did not see start. Use "
+                "torch.func.grad, torch.autograd.grad or Tensor.backward()."
+            )
+        if op is _LITERAL and not isinstance(args[0], FakeTensor):
+            return self._lift(op, args[0])
+        args = [self._adopt(value) for value in args]
+        kwargs = {name: self._adopt(value) for name, value in kwargs.items()}
+        arguments = name_arguments(op, args, kwargs)
+        if branches(signature_of(op), arguments):
+            value = scalars.take_for_torch(self, op, arguments)
+            if value is not None:
+                return value
+        self.batches &= op is not _NOT_BATCHED
+        writes = writes_of(op, arguments)
+        for name in writes:
+            self._reject_sealed(op, arguments[name])
+        with self.paused():
+            seen = standing(op, arguments)
+        out = self._run(op, args, kwargs)
+        # A view has the type of its storage, and needs no rule; of a sum's bits nothing is known.
+        view = not writes and self._is_known(out) and op is not _BITS
+        kinds = [] if view else self._type(op, arguments, out)
+        self._store(op, arguments, out, kinds)
+        self.observer.called(*seen, out)
+        return out
+
+    def _run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        dtypes = {t.dtype for value in args for t in tensors_of(value)} if op in _ONE_DTYPE else ()
+        if len(dtypes) > 1:
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            head = f"{_name(op)} of {names}: torch multiplies tensors of one dtype only."
+            raise messages.error(self, head, [], "cast one of them.")
+        out = self._run_fake(op, args, kwargs)
+        if any(made.layout is not torch.strided for _, made in _results(out)):
+            head = f"{_name(op)} gives a tensor that is not strided, and no other ones are typed."
+            raise messages.error(self, head, [], "compute with strided tensors.")
+        return out
+
+    def _run_fake(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return op(*args, **kwargs)
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        ) as error:
+            raise messages.error(
+                self,
+                f"{_name(op)} cannot be interpreted without data ({type(error).__name__}).",
+                [],
+                "use an operation whose result has a known shape, or check=False.",
+            ) from error
+
+    def _lift(self, op: OpOverload, literal: Tensor) -> Any:
+        """A tensor made of Python numbers in the body."""
+        out = op(literal)
+        self.bring(out, (K,) * len(self.axes), "a literal")
+        self.observer.literal(out, literal)
+        return out
+
+    def _is_known(self, out: Any) -> bool:
+        made = [tensor for _, tensor in _results(out)]
+        return bool(made) and all(t.untyped_storage()._cdata in self._cells for t in made)
+
+    def make(
+        self, tensor: Tensor, kinds: Types, equation: Equation, operands: Sequence[Tensor]
+    ) -> Cell:
+        """Types a new tensor that an equation makes of its operands."""
+        tasks = self._tasks(map(self.cell, operands))
+        tokens = frozenset(t for x in operands for t in self._tokens(x) if t.alive)
+        storage = tensor.untyped_storage()
+        spread = frozenset[int]().union(*(self.cell(x).spread for x in operands))
+        cell = Cell(kinds, equation, "", storage, tasks=tasks, spread=spread)
+        self._cells[storage._cdata] = cell
+        if is_real(tensor.dtype):
+            cell.tokens = tokens
+            tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+        equation.results = (self._result(tensor),)
+        return cell
+
+    def _type(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> list[Types]:
+        made = [*_results(out)] or [*enumerate(_written(op, arguments))]
+        smooth = any(is_real(tensor.dtype) for _, tensor in made)
+
+        def read(tensor: Tensor) -> Types:
+            kinds = self.kinds(tensor)
+            # A result that is no number of its own right has no derivative to get wrong, but it
+            # may decide what a derivative is.
+            if smooth or self._is_cotangent(self.cell(tensor)):
+                return kinds
+            return tuple(K if k in (I, R) else k for k in kinds)
+
+        kinds = []
+        for outcome in type_call(op, arguments, read, len(self.axes)):
+            if isinstance(outcome, Refusal):
+                raise messages.refused(self, op, arguments, outcome)
+            kinds.append(outcome)
+        if not is_in_linear_backward():
+            self._reject_rounded(op, arguments, made, kinds)
+        return self._as_seed(arguments["self"], kinds) if op is _SEED and self._running else kinds
+
+    def _as_seed(self, value: Tensor, kinds: Sequence[Types]) -> list[Types]:
+        """The cotangent from which a backward in a custom one starts: each rank's own, as in it.
+
+        Functions of torch are not seen there, as they are in the body; see `cotangents.seed`.
+        """
+        own = self.cell(value).kinds
+        return [tuple(V if plain(k) == V else kind for k, kind in zip(own, kinds[0], strict=True))]
+
+    def _reject_rounded(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        made: Sequence[tuple[int, Tensor]],
+        kinds: Sequence[Types],
+    ) -> None:
+        read = [t for value in arguments.values() for t in tensors_of(value)]
+        whole = any(is_real(tensor.dtype) for tensor in read)
+        bits = op is _BITS
+        for index, tensor in made:
+            kind = kinds[index % len(kinds)]
+            rounded = tensor.dtype == torch.bool or (whole and not is_real(tensor.dtype))
+            if Partial in kind and (bits or rounded):
+                reason = BITS if bits else INTEGER
+                refusal = Refusal(kind.index(Partial), Clash(Partial, None, reason), reason)
+                raise messages.refused(self, op, arguments, refusal)
+
+    def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> None:
+        """Requires that a Python value, or a shape, that depends on data is equal on all ranks."""
+        place = self._places.next(self.site()[0])
+        if place in self._repair.values:
+            return
+        try:
+            self._type(op, arguments, None)
+        except ShardTypeError as error:
+            raise propose(error, list(scalars.proposals(self, place, arguments))) from None
+
+    def _reject_sealed(self, op: OpOverload, value: Any) -> None:
+        for tensor in tensors_of(value):
+            cell = self._cells.get(tensor.untyped_storage()._cdata)
+            if cell is not None and cell.sealed is not None:
+                raise ShardTypeError(
+                    f"{self.name}: {_name(op)} writes into a tensor that {cell.sealed}, at "
+                    f"{self.site()[0]}.\nFix: clone it first; return what is to be kept."
+                )
+
+    def _store(
+        self, op: OpOverload, arguments: Mapping[str, Any], out: Any, kinds: Sequence[Types]
+    ) -> None:
+        operands = [
+            use_of(name, tensor, self.cell(tensor), self.cell(tensor).kinds)
+            for name, value in arguments.items()
+            for tensor in tensors_of(value)
+        ]
+        read = [t for value in arguments.values() for t in tensors_of(value)]
+        tokens = frozenset(t for tensor in read for t in self._tokens(tensor) if t.alive)
+        tasks = self._tasks(use.cell for use in operands)
+        spread = _spread(operands, kinds)
+        site, backward = self.site()
+        equation = Equation(_name(op), tuple(operands), (), site, backward)
+        equation.literals = self._literals(op, arguments)
+        written = list(_written(op, arguments))
+        kinds_written = self._kinds_written(op, arguments, written, kinds)
+        for tensor, kind in zip(written, kinds_written, strict=True):
+            self._write(op, arguments, tensor, kind, equation, tokens, spread)
+            self.cell(tensor).tasks |= tasks
+        for index, tensor in _results(out):
+            kind = kinds[index % len(kinds)] if kinds else (K,) * len(self.axes)
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._cells:
+                cell = Cell(kind, equation, "", storage, tasks=tasks, spread=spread)
+                self._cells[storage._cdata] = cell
+            if is_real(tensor.dtype):
+                self._cells[storage._cdata].tokens |= tokens
+                tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+        equation.results = tuple(self._result(tensor) for _, tensor in _results(out))
+        self.add(equation)
+
+    def _literals(self, op: OpOverload, arguments: Mapping[str, Any]) -> str:
+        """Arguments that are no tensors and not the default."""
+        defaults = signature_of(op).defaults
+        plain = {
+            name: value
+            for name, value in arguments.items()
+            if not any(True for _ in tensors_of(value))
+            and not (name in defaults and _same(value, defaults[name]))
+        }
+        return ", ".join(f"{name}={self.numbers.shown(value)}" for name, value in plain.items())
+
+    def _result(self, tensor: Tensor) -> Use:
+        self._count += 1
+        tensor._shardmap_number = self._count  # type: ignore[attr-defined]  # ours
+        cell = self.cell(tensor)
+        return use_of("", tensor, cell, cell.kinds)
+
+    def _kinds_written(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        written: Sequence[Tensor],
+        kinds: Sequence[Types],
+    ) -> Sequence[Types]:
+        """The types of what is written, which need not be the results."""
+        row = row_of(op)
+        if not written:
+            return ()
+        if len(kinds) == len(written):
+            return kinds
+        if len(kinds) == 1 or (row is not None and row.zipped):
+            return [kinds[index % len(kinds)] for index in range(len(written))]
+        joined = []
+        for axis in range(len(self.axes)):
+            outcome = join([kind[axis] for kind in kinds])
+            if isinstance(outcome, Clash):
+                refusal = Refusal(axis, outcome, outcome.reason)
+                raise messages.refused(self, op, arguments, refusal)
+            joined.append(outcome)
+        return [tuple(joined)] * len(written)
+
+    def _write(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        tensor: Tensor,
+        kinds: Types,
+        equation: Equation,
+        tokens: frozenset[Token],
+        spread: frozenset[int],
+    ) -> None:
+        cell = self.cell(tensor)
+        # What the same operation has written there is still to be seen: a list may name it twice.
+        if cell.made is equation or not _is_whole(tensor, cell.storage):
+            kinds = self._joined(op, arguments, tensor, cell, kinds)
+        self.batches &= spread <= cell.spread  # what is batched does not fit into what is not
+        cell.spread |= spread
+        cell.kinds, cell.made = kinds, equation
+        cell.tokens |= tokens
+        cell.written |= tokens
+
+    def _joined(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        tensor: Tensor,
+        cell: Cell,
+        kinds: Types,
+    ) -> Types:
+        joined = []
+        for axis, pair in enumerate(zip(self.kinds(tensor), kinds, strict=True)):
+            outcome = add(pair)
+            if isinstance(outcome, Clash):
+                refusal = Refusal(axis, outcome, outcome.reason)
+                raise messages.refused(self, op, arguments, refusal)
+            joined.append(outcome)
+        return tuple(joined)
+
+    # --------------------------------------------------------------------------- equations
+
+    def add(self, equation: Equation) -> None:
+        """Appends an equation, and links it with the autograd nodes made on its way."""
+        self.equations.append(equation)
+        now = torch._C._autograd._get_sequence_nr()
+        for number in range(self._sequence, now):
+            self._made_by[number] = equation
+        self._sequence = now
+
+    def forward_of_current_node(self) -> Equation | None:
+        """The equation whose backward runs now, or None."""
+        return self.equation_of(torch._C._current_autograd_node())
+
+    def equation_of(self, node: Node | None) -> Equation | None:
+        """The equation that an autograd node is the backward of, or None."""
+        return None if node is None else self._made_by.get(node._sequence_nr())
+
+    def site(self) -> tuple[Site | None, bool]:
+        """The user's line, and whether a backward runs; in it the line of the forward."""
+        if torch._C._current_graph_task_id() == -1:
+            return call_site(), False
+        forward = self.forward_of_current_node()
+        return (forward.site if forward is not None else None), True
+
+
+def _spread(operands: Sequence[Use], results: Sequence[Types]) -> frozenset[int]:
+    """The axes over which a batched body has the results of an operation batched.
+
+    They are its operands', and those over which it draws numbers of each rank's own.
+    """
+    before = frozenset[int]().union(*(varying(use.kinds) for use in operands))
+    drawn = frozenset[int]().union(*map(varying, results)) - before
+    return drawn.union(*(use.cell.spread for use in operands))
+
+
+def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
+    for name in writes_of(op, arguments):
+        yield from tensors_of(arguments[name])
+
+
+def _is_whole(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor has every entry of its storage, and not some of them twice."""
+    if tensor.numel() * tensor.element_size() != storage.nbytes():
+        return False
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _results(out: Any) -> Iterator[tuple[int, Tensor]]:
+    """The tensors of a result, and at which position of it each stands."""
+    for index, item in enumerate(out if isinstance(out, list | tuple) else [out]):
+        for tensor in tensors_of(item):
+            yield index, tensor
+
+
+def _name(op: OpOverload) -> str:
+    return op._schema.name.split("::")[1]
+
+
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)

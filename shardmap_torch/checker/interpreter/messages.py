@@ -1,0 +1,295 @@
+"""The texts of rejections: what, where, which types, how they came about, and what to do."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.ir.program import Cell, Equation, Use, use_of
+from shardmap_torch.checker.ir.repairs import Repair, propose
+from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
+from shardmap_torch.checker.rules.lattice import COUNTED, MIXED, NONLINEAR, plain
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.table import TABLE
+from shardmap_torch.core.source_location import Site
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.types import AxisType, I, K, Partial, R, V
+
+if TYPE_CHECKING:  # for annotations; the interpreter calls this module
+    from shardmap_torch.checker.interpreter.interpreter import Interpreter
+
+MEANING = {
+    "I": "equal on all ranks, one computation repeated",
+    "R": "equal on all ranks, used differently by each",
+    "V": "may differ between ranks",
+    "P": "a sum over ranks still to be taken",
+    "K": "equal on all ranks",
+    "Z": "zero",
+}
+
+
+_FRIENDLY: Final = {
+    "_local_scalar_dense": "taking a Python value",
+    "_to_copy": "a cast",
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "native_layer_norm": "layer_norm",
+}
+"""ATen's names that nobody writes."""
+
+
+def friendly(op: OpOverload) -> str:
+    """What users call an operation."""
+    name = op._schema.name.split("::")[1]
+    return _FRIENDLY.get(name, name)
+
+
+def error(
+    interpreter: "Interpreter", head: str, lines: Sequence[str], fix: str, placed: bool = True
+) -> ShardTypeError:
+    """Puts a message together: headline, line, details, advice."""
+    place = [f"  {_place(*interpreter.site())}"] if placed else []
+    advice = [f"Fix: {fix}"] if fix else []
+    return ShardTypeError("\n".join([f"{interpreter.name}: {head}", *place, *lines, *advice]))
+
+
+def _place(at: Site | None, backward: bool) -> str:
+    if backward:
+        return "in the backward" if at is None else f"in the backward of {at}"
+    return "in the body" if at is None else f"at {at}"
+
+
+def refused(
+    interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any], refusal: Refusal
+) -> ShardTypeError:
+    """An operation whose operands do not go together."""
+    name = friendly(op)
+    if refusal.axis is None or refusal.clash is None:
+        return error(interpreter, f"{op} is refused: {refusal.reason}.", [], "")
+    axis = interpreter.axes[refusal.axis]
+    clash = refusal.clash
+    kinds = [str(clash.first)] + ([str(clash.second)] if clash.second is not None else [])
+    uses = [
+        use_of(label, tensor, interpreter.cell(tensor), interpreter.cell(tensor).kinds)
+        for label, value in arguments.items()
+        for tensor in tensors_of(value)
+    ]
+    lines = [_describe(use, refusal.axis) for use in uses]
+    lines += _chains(uses, refusal.axis)
+    head = f"{name} over axis {axis!r} of {' and '.join(kinds)}: {refusal.reason}."
+    if clash.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
+        return _both_ways(interpreter, axis, uses, refusal.axis)
+    found = error(interpreter, head, lines, _advice(refusal, axis))
+    mixed = [use.cell for use in uses if use.kinds[refusal.axis] == I] * (clash.reason == MIXED)
+    return propose(
+        found, [r for cell in mixed for r in repairs_to(interpreter, cell, refusal.axis, R)]
+    )
+
+
+def _both_ways(
+    interpreter: "Interpreter", axis: str, uses: Sequence[Use], at: int
+) -> ShardTypeError:
+    """Autograd adds the gradients of two uses of one value, and they do not go together."""
+    lines = [
+        f"  one use gives a gradient that is {use.kinds[at]}, from {use.cell.origin()}"
+        for use in uses
+    ]
+    return error(
+        interpreter,
+        f"a value is needed both ways over {axis!r}: one computation that all ranks repeat, and "
+        "something else on each.",
+        lines,
+        f"where each rank uses it in its own way, use convert(x, {axis!r}, src=I, dst=R).",
+    )
+
+
+def culprit(cell: Cell, axis: int, name: str) -> Cell:
+    """Back along values of the same type to what gave them it: a collective, or an input."""
+    kind = plain(cell.kinds[axis])
+    while cell.made is not None:
+        equation = cell.made
+        if equation.collective is not None and name in equation.collective.axes:
+            return cell
+        sources = [u.cell for u in equation.operands if plain(u.kinds[axis]) == kind]
+        if not sources or sources[0] is cell:
+            return cell
+        cell = sources[0]
+    return cell
+
+
+def repairs_to(
+    interpreter: "Interpreter", cell: Cell, axis: int, kind: AxisType
+) -> Iterator[Repair]:
+    """Repairs that give the value the type `kind` where it gets its type."""
+    name = interpreter.axes[axis]
+    source = culprit(cell, axis, name)
+    if source.made is not None:
+        yield from _retype(source.made, kind)
+    elif source.leaf is not None and kind == R and source.kinds[axis] in (I, K):
+        text = f"replicate={{{name!r}}} in the spec of {source.label}"
+        yield Repair(text, replicate={source.leaf: name})
+
+
+def _at(equation: Equation) -> str:
+    return "" if equation.site is None else f" at {equation.site.place}"
+
+
+def _retype(equation: Equation, kind: AxisType) -> Iterator[Repair]:
+    collective, place = equation.collective, equation.place
+    if collective is None or place is None:
+        return
+    if (collective.name, collective.src, kind) in TABLE:
+        text = f"dst={kind} in {collective.name}{_at(equation)}"
+        yield Repair(text, collectives={place: replace(collective, dst=kind)})
+
+
+def _describe(use: Use, axis: int) -> str:
+    return f"  {use.name}: {use}, {use.kinds[axis]}, from {use.cell.origin()}"
+
+
+def _chains(uses: Sequence[Use], axis: int) -> Iterator[str]:
+    for use in uses:
+        chain = list(chain_of(use.cell, axis))
+        if plain(use.kinds[axis]) in (V, Partial) and len(chain) > 1:
+            what = "varies" if plain(use.kinds[axis]) == V else "is partial"
+            yield f"  {use.name} {what} because of {' <- '.join(chain[1:])}"
+
+
+def chain_of(cell: Cell, axis: int, limit: int = 6) -> Iterator[str]:
+    """From a value that varies or is partial back to what made it so."""
+    while limit > 0:
+        yield cell.origin()
+        equation = cell.made
+        if equation is None or equation.collective is not None:
+            return
+        sources = [u.cell for u in equation.operands if plain(u.kinds[axis]) in (V, Partial)]
+        if not sources or sources[0] is cell:
+            return
+        cell, limit = sources[0], limit - 1
+
+
+def _advice(refusal: Refusal, axis: str) -> str:
+    clash, reason = refusal.clash, refusal.reason
+    assert clash is not None  # the caller has one
+    if reason == MIXED:
+        return (
+            f"convert the I operand with convert(x, {axis!r}, src=I, dst=R), which sums its "
+            "gradient, or detach it if it needs none."
+        )
+    if reason in (NONLINEAR, COUNTED):
+        return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
+    if reason == BRANCH:
+        return (
+            f"compute what it decides with torch.where or a mask, or make it equal on all ranks of "
+            f"{axis!r} first."
+        )
+    return ""
+
+
+def source(
+    interpreter: "Interpreter", equation: Equation, axis: str, wanted: AxisType
+) -> ShardTypeError:
+    """A collective whose operand has another type than its row says."""
+    at, use, collective = interpreter.axes.index(axis), equation.operands[0], equation.collective
+    assert collective is not None  # what has been left out takes any type
+    have = use.kinds[at]
+    head = (
+        f"{equation.name} takes {_named(wanted)} over {axis!r}, but its operand is {_named(have)}."
+    )
+    advice = _source_advice(collective.name, axis, have, wanted)
+    found = error(interpreter, head, [_describe(use, at)], advice)
+    repairs: list[Repair] = []
+    if equation.forward is not None:
+        repairs += _retype(equation.forward, I if plain(have) in (I, K) else R)
+    elif equation.place is not None and collective.move == "sum" and have in (I, R, K):
+        text = f"leave out {collective.name}{_at(equation)}"
+        repairs.append(Repair(text, collectives={equation.place: None}))
+    return propose(found, repairs)
+
+
+def axes(collective: Collective) -> str:
+    """The axes as the user wrote them."""
+    return repr(collective.axes[0] if len(collective.axes) == 1 else collective.axes)
+
+
+def _named(kind: AxisType) -> str:
+    return f"{kind} ({MEANING[plain(kind).kind]})"
+
+
+def _source_advice(name: str, axis: str, have: AxisType, wanted: AxisType) -> str:
+    if wanted in (Partial, V) and have in (I, R, K):
+        from_ = "R" if have != I else "I"
+        return (
+            f"drop the collective: {name} of what is equal on all ranks takes n copies; if n "
+            f"copies are meant, say so with reinterpret(x, {axis!r}, src=R, dst={wanted})"
+            + (f" after convert(x, {axis!r}, src=I, dst=R)." if from_ == "I" else ".")
+        )
+    if have == Partial:
+        return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
+    if have == V:
+        return f"all_reduce or all_gather it over {axis!r} first."
+    return f"convert(x, {axis!r}, src={have}, dst={wanted}) changes the type."
+
+
+def seeded(interpreter: "Interpreter", axis: int, cell: Cell) -> ShardTypeError:
+    """A gradient asked of a replicate value."""
+    name = interpreter.axes[axis]
+    found = error(
+        interpreter,
+        f"the gradient of a value that is R over {name!r} would be n times too large: every rank "
+        "starts with a whole cotangent, and they are summed.",
+        [f"  the value is from {cell.origin()}", *_became(cell, axis, name)],
+        f"make it I: with dst=I where it is reduced over {name!r}, or with "
+        f"convert(x, {name!r}, src=R, dst=I).",
+    )
+    return propose(found, list(repairs_to(interpreter, cell, axis, I)))
+
+
+def _became(cell: Cell, axis: int, name: str) -> list[str]:
+    first = culprit(cell, axis, name)
+    return [] if first is cell else [f"  it is {cell.kinds[axis]} because of {first.origin()}"]
+
+
+def cotangent(
+    interpreter: "Interpreter",
+    axis: int,
+    kind: AxisType,
+    cell: Cell,
+    what: str,
+    value: Cell | None = None,
+) -> ShardTypeError:
+    """A gradient whose type does not fit its value."""
+    name = interpreter.axes[axis]
+    have = cell.kinds[axis]
+    found = error(
+        interpreter,
+        f"over {name!r}, {what} is {_named(kind)} and gets a gradient that is {_named(have)}: "
+        f"{wrong(kind, have)}.",
+        [f"  the gradient is from {cell.origin()}"],
+        gradient_advice(kind, name),
+        placed=value is None,
+    )
+    return propose(found, [] if value is None else list(repairs_to(interpreter, value, axis, R)))
+
+
+def wrong(kind: AxisType, have: AxisType) -> str:
+    """What is wrong with such a gradient."""
+    if plain(kind) == I and plain(have) in (V, Partial, R):
+        return "each rank has its own part of it, and nothing sums them"
+    if have in (R, I, K):
+        return "too large or too small by the number of ranks"
+    return "its parts are still to be summed"
+
+
+def gradient_advice(kind: AxisType, axis: str) -> str:
+    """How to get the gradient right."""
+    if plain(kind) == I:
+        return (
+            f"use the value as R, with convert(x, {axis!r}, src=I, dst=R) or with replicate= in "
+            "its spec, which sums the gradient."
+        )
+    return ""
+
+
+__all__ = ["Collective", "chain_of", "cotangent", "error", "refused", "seeded", "source"]

@@ -1,0 +1,289 @@
+"""The two modes under which a body is interpreted, and what they do where gradients start.
+
+At the ATen level every operation is visible, whatever its Python spelling, those of autograd
+included; the transforms of torch.func are not, since a tensor comes there unwrapped. A mode at the
+level of torch functions sees those: where a differentiation starts, and which results no gradient
+can flow through.
+"""
+
+import logging
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call
+from torch._functorch.eager_transforms import _autograd_grad
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmap_torch.checker.interpreter import gradients, scalars
+from shardmap_torch.checker.interpreter.custom_functions import watch
+from shardmap_torch.checker.interpreter.decompositions import interpreted
+from shardmap_torch.checker.interpreter.indexing import is_by_number, with_select
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.rules.infer import tensors_of
+from shardmap_torch.checker.rules.registry import MEANINGS
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.errors import ShardTypeError
+
+_functorch = torch._C._functorch
+_PLAINLY: Final = nullcontext()
+_TAKES_GRADIENT: Final = _autograd_grad.__code__
+_DEVICE: Final = torch.ops.prim.device.default
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Interpreter] = []
+
+
+_CURRENT = _Current()
+
+
+def current_interpreter() -> Interpreter | None:
+    """The one that interprets the code that runs now, or None."""
+    return _CURRENT.stack[-1] if _CURRENT.stack else None
+
+
+@contextmanager
+def interpreting(interpreter: Interpreter) -> Iterator[None]:
+    """Sets the functorch stack aside, and shows every operation to the interpreter."""
+    with ExitStack() as stack:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # Its search for NaN takes numbers out of cotangents.
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(interpreter.fake)
+        stack.enter_context(_Operations(interpreter))
+        stack.enter_context(_Functions(interpreter))
+        stack.enter_context(_quiet())
+        interpreter.begin()
+        _CURRENT.stack.append(interpreter)
+        stack.callback(_CURRENT.stack.pop)
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch from logging a user's own error, such as shapes that do not fit, beside it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _differentiable_somewhere(tensor: Tensor) -> bool:
+    while True:
+        if tensor.requires_grad:
+            return True
+        if not _functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+
+
+class _Operations(TorchDispatchMode):
+    """Hands every ATen operation to the interpreter."""
+
+    supports_higher_order_operators = True  # to say that they are not interpreted
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._interpreter = interpreter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Autograd asks for devices three times as often as it runs operations.
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func in MEANINGS:
+            return interpreted(func, args, kwargs or {}, self)
+        with self._interpreter.insisting():
+            if isinstance(func, HigherOrderOperator):
+                raise _unknown(self._interpreter.name, func)
+            return self._interpreter.call(func, args, kwargs or {})
+
+
+def _unknown(name: str, func: HigherOrderOperator) -> ShardTypeError:
+    return ShardTypeError(
+        f"{name}: {func} is called at {call_site()}, and operators that call functions are not "
+        "interpreted.\nFix: branch on x.item(), of which both ways are checked, write the loop in "
+        "Python, or use torch.where."
+    )
+
+
+class _Functions(TorchFunctionMode):
+    """Sees differentiations start, and values through which no gradient flows."""
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        super().__init__()
+        self._interpreter = interpreter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._interpreter.insisting():
+            return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self._interpreter, func, args, kwargs)
+        self._interpreter.reject_outer(args)
+        if is_by_number(func, args):
+            func, args = with_select(self._interpreter, func, args)
+        numbers = self._interpreter.numbers
+        given = numbers.stand_ins(func, args, kwargs) if numbers.any else None
+        if given is not None:
+            args, kwargs = given
+        with self._interpreter.applying() if func is custom_function_call else _PLAINLY:
+            out = func(*args, **kwargs)
+        if isinstance(out, Tensor | tuple | list):
+            self._note(args, out)
+        if given is not None:
+            _forget([*args, out])
+        return out
+
+    def _note(self, args: Sequence[Any], out: Any) -> None:
+        results = [t for t in tensors_of(out) if not _differentiable_somewhere(t)]
+        if results:
+            given = {id(base_of(t)) for value in args for t in tensors_of(value)}
+            for tensor in results:
+                base = base_of(tensor)
+                if id(base) not in given and isinstance(base, FakeTensor):
+                    self._interpreter.mark_constant(tensor)
+
+
+HANDS_ON: Final = (_Functions.__torch_function__.__code__, _Functions._call.__code__)
+"""Stand between a body and every function of torch that it calls, written in Python or not."""
+
+
+def _forget(found: Sequence[Any]) -> None:
+    """What torch has computed from a literal and a stand-in is not known."""
+    for tensor in (t for value in found for t in tensors_of(value)):
+        base = base_of(tensor)
+        if isinstance(base, FakeTensor) and base.constant is not None:
+            converter = base.fake_mode.fake_tensor_converter
+            converter.invalidate_constant_aliases(base.constant)
+
+
+def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    out = func(*args, **kwargs)
+    if _functorch.is_functorch_wrapped_tensor(out):
+        interpreter.mark_differentiated(out)
+    elif not interpreter.is_paused:
+        interpreter.batches = False  # torch.func.vmap allows no requires_grad_
+    return out
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, Tensor) or value is None else tuple(value)
+
+
+def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("outputs", "inputs", "grad_outputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rest = args[len(names) :]
+    outputs = _as_tuple(given["outputs"])
+    told = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
+    if len(told) == 1:
+        told = told * len(outputs) if told[0] is None else told
+    watch(interpreter, outputs)
+    if interpreter.goes_on(told):
+        return func(*args, **kwargs)
+    seeds = tuple(map(partial(gradients.seed, interpreter), outputs, told))
+    given["outputs"], given["grad_outputs"] = outputs, seeds
+    interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
+    with interpreter.differentiating(seeds), interpreter.ending(_ending(outputs)):
+        grads = func(
+            given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
+        )
+    inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
+    for operand, gradient in zip(inputs, grads, strict=True):
+        gradients.check_gradient(interpreter, operand, gradient, "the value it is the gradient of")
+    interpreter.observer.differentiated(outputs, told, inputs, grads)
+    return grads
+
+
+def _ending(outputs: Sequence[Any]) -> int | None:
+    """The level of the transform that takes its gradient, or None where the body takes it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
+        frame = frame.f_back
+    if frame is None or frame.f_back is None or frame.f_back.f_code is not _TAKES_GRADIENT:
+        return None
+    return max(int(_functorch.maybe_get_level(x)) for x in outputs)
+
+
+def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("self", "gradient"), args, strict=False)), **kwargs}
+    output = given.pop("self")
+    leaves = list(_leaves(output))
+    if any(not isinstance(base_of(leaf), FakeTensor) for leaf in leaves):
+        raise ShardTypeError(
+            f"{interpreter.name}: backward() at {call_site()} would write into the .grad of a "
+            "closed-over tensor. Pass the tensor as an argument, and return its gradient."
+        )
+    told = given.pop("gradient", None)
+    watch(interpreter, [output])
+    if interpreter.goes_on([told]):
+        func(*args, **kwargs)
+        return
+    seed = gradients.seed(interpreter, output, told)
+    interpreter.batches = False
+    with interpreter.differentiating([seed]):
+        func(output, seed, *args[2:], **given)
+    for leaf in leaves:
+        gradients.check_gradient(interpreter, leaf, leaf.grad, "the value it is the gradient of")
+    grads = [leaf.grad for leaf in leaves]
+    interpreter.observer.differentiated([output], [told], leaves, grads)
+
+
+def _set_data(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    raise ShardTypeError(
+        f"{interpreter.name}: .data of a tensor is set at {call_site()}: it gives the tensor other "
+        "memory, which types belong to.\nFix: give the new value a name of its own."
+    )
+
+
+def _grad_field(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    if not isinstance(base_of(args[0]), FakeTensor):
+        raise ShardTypeError(
+            f"{interpreter.name}: .grad of a closed-over tensor is used at {call_site()}.\n"
+            "Fix: pass the tensor, or its gradient, as an argument."
+        )
+    return func(*args, **kwargs)
+
+
+def _leaves(output: Tensor) -> Iterator[Tensor]:
+    """The tensors whose `.grad` a backward fills."""
+    seen, pending = set(), [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            yield variable
+        pending += [parent for parent, _ in node.next_functions]
+
+
+_SPECIAL: Final[Mapping[Any, Any]] = {
+    Tensor.requires_grad_: _requires_grad,
+    torch.autograd.grad: _grad,
+    Tensor.backward: _backward,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # torch's stubs: a tensor
+    Tensor.grad.__get__: _grad_field,  # type: ignore[union-attr]
+    Tensor.grad.__set__: _grad_field,  # type: ignore[union-attr]
+    **scalars.FUNCTIONS,
+}

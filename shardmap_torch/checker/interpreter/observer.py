@@ -1,0 +1,130 @@
+"""What observes a program while it is interpreted, and the record of the one-device program.
+
+Under global strictness the body is interpreted on a mesh whose axes all have one rank, where every
+collective is the identity: that is the program with its collectives erased. A `Recorder` notes its
+steps, and then the ranks' program is held against them, step by step.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.rules.infer import writes_of
+from shardmap_torch.checker.rules.registry import functional
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.tree import Tree
+from shardmap_torch.spec import P
+
+
+class Observer:
+    """Hears of every step of an interpretation; this one does nothing with it.
+
+    Attributes:
+        judges: whether the types of this program are what the user asserts; they differ where
+            all axes have one rank.
+    """
+
+    judges = True
+
+    def entered(self, tensor: Tensor, spec: P) -> None:
+        """An argument has been cut by its spec."""
+
+    def closed_over(self, fake: Tensor, real: Tensor) -> None:
+        """The body uses a tensor from outside."""
+
+    def step(
+        self,
+        name: Any,
+        arguments: Mapping[str, Any],
+        results: Sequence[Tensor],
+        literal: Tensor | None = None,
+    ) -> None:
+        """Any step; see `Event`."""
+
+    def literal(self, made: Tensor, numbers: Tensor) -> None:
+        """A tensor has been made of Python numbers."""
+        self.step(LITERAL, {}, [made], numbers)
+
+    def called(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> None:
+        """An ATen operation has been done."""
+        self.step(op, arguments, made_by(op, arguments, out))
+
+    def moved(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
+        """A collective has been done; None: a repair that is tried leaves it out."""
+        self.step(COLLECTIVE, {"x": x}, [y])
+
+    def indexed(self, index: Tensor, axes: Sequence[str]) -> None:
+        """`axis_index` has been called."""
+        self.step(INDEX, {}, [index])
+
+    def differentiated(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        operands: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """A differentiation in the body has ended."""
+        arguments = {"outputs": outputs, "seeds": seeds, "operands": operands}
+        self.step(GRADIENT, arguments, [g for g in gradients if g is not None])
+
+    def taken(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """A Python value has been taken from tensors."""
+        self.step(f"{VALUE} {name}", {"tensors": tensors}, [])
+
+    def region(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
+        """Per-rank code begins, which is not followed."""
+        self.step(f"{REGION} {name}", {"inputs": inputs}, [])
+
+    def region_ended(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
+        """Per-rank code has ended."""
+        self.step(f"the end of {REGION} {name}", {}, outputs)
+
+    def left(self, path: str, value: Tensor, spec: P) -> None:
+        """A result is about to leave by its spec."""
+        self.step(f"{RESULT} {path}", {"value": value}, [])
+
+    def spec_of(self, tensor: Tensor) -> P | None:
+        """How a tensor is cut, if that is known."""
+        return None
+
+
+LITERAL: Final = "a literal"
+COLLECTIVE: Final = "a collective"
+INDEX: Final = "axis_index"
+GRADIENT: Final = "a gradient"
+REGION: Final = "local_region"
+VALUE: Final = "a Python value by"
+RESULT: Final = "the result"
+"""Names of the steps that are no ATen operations."""
+
+UNOBSERVED: Final = Observer()
+
+
+def standing(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[OpOverload, Mapping[str, Any]]:
+    """The call for observers: one that turns a tensor into a view of itself makes the view."""
+    if torch.Tag.inplace_view not in op.tags or not isinstance(arguments["self"], Tensor):
+        return op, arguments
+    makes = functional(op)[:1]
+    if not makes:
+        return op, arguments
+    return makes[0], {**arguments, "self": torch.ops.aten.alias.default(arguments["self"])}
+
+
+def made_by(op: OpOverload, arguments: Mapping[str, Any], out: Any) -> Sequence[Tensor]:
+    """The results of an operation, or what it writes if it returns nothing."""
+    return tensors_in(out) or [
+        tensor for name in writes_of(op, arguments) for tensor in tensors_in(arguments[name])
+    ]
+
+
+def tensors_in(value: Tree) -> Sequence[Tensor]:
+    """The tensors of a result, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []

@@ -1,0 +1,216 @@
+"""Python values taken from tensors: `.item()`, `bool(x)`, `if x:`, `torch.equal`.
+
+They must be equal on all ranks. One that is becomes a number of which the type is known, K, or a
+branch that is taken both ways.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.symbolic import SymbolicNumber
+from shardmap_torch.checker.ir.program import Equation, use_of
+from shardmap_torch.checker.ir.repairs import Place, Repair
+from shardmap_torch.checker.rules.infer import tensors_of
+from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.types import Partial, V
+
+if TYPE_CHECKING:  # for annotations; the interpreter calls this module
+    from shardmap_torch.checker.interpreter.interpreter import Interpreter
+
+ITEM: Final = torch.ops.aten._local_scalar_dense.default
+_TAKEN: Final = (ITEM, torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
+
+
+def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any]) -> Any:
+    """The value that one of `_TAKEN` gives: a number, or what torch knows of literals.
+
+    Raises:
+        ShardTypeError: the ranks would get different values.
+    """
+    interpreter.check_value(op, arguments)
+    tensors = [x for value in arguments.values() for x in tensors_of(value)]
+    if all(getattr(x, "constant", None) is not None for x in tensors):
+        with interpreter.paused():
+            return op(**arguments)
+    interpreter.batches = False
+    uses = [use_of("", x, interpreter.cell(x), interpreter.cell(x).kinds) for x in tensors]
+    source = (op, *(_identity(use.cell, x) for use, x in zip(uses, tensors, strict=True)))
+    number, is_new = interpreter.numbers.take(source, _kind(op, tensors))
+    if is_new:
+        name = "item" if op is ITEM else op._schema.name.split("::")[1]
+        site, backward = interpreter.site()
+        interpreter.add(Equation(f"{number.text} = {name}", tuple(uses), (), site, backward))
+        interpreter.observer.taken(name, tensors)
+    return number
+
+
+def _identity(cell: Any, tensor: Tensor) -> Any:
+    """Equal for tensors that hold the same numbers: `cell.made` changes with each write."""
+    place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return id(cell), id(cell.made), *place, tensor.is_neg(), tensor.is_conj()
+
+
+def _kind(op: OpOverload, tensors: Sequence[Tensor]) -> type:
+    if op is not ITEM or tensors[0].dtype == torch.bool:
+        return bool
+    return float if tensors[0].is_floating_point() else int
+
+
+def take_for_torch(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any]) -> Any:
+    """The value that torch's own code asks for: it takes a bool, which is a branch, and no number.
+
+    None where the operation gives a tensor.
+    """
+    if op not in _TAKEN:
+        interpreter.check_value(op, arguments)
+        return None
+    value = take(interpreter, op, arguments)
+    if type(value) is not SymbolicNumber:
+        return value
+    if value.kind is not bool:
+        escape(interpreter, "a torch function asks for")
+    return bool(value)
+
+
+def escape(interpreter: "Interpreter", what: str, advice: str = "take it with .item()") -> Any:
+    """Refuses what needs the value as a plain Python number."""
+    interpreter.numbers.branches.refuse(
+        f"{what} a plain Python number from a tensor, whose value the checker does not know.",
+        f"{advice}: what that gives is followed through arithmetic, comparisons and branches. "
+        "Sizes, positions and steps must not depend on the data.",
+    )
+
+
+def proposals(
+    interpreter: "Interpreter", place: Place, arguments: Mapping[str, Any]
+) -> Iterator[Repair]:
+    """Reduces the tensors before a value is taken from them."""
+    tensors = [x for value in arguments.values() for x in tensors_of(value)]
+    if len(tensors) != 1:
+        return
+    cell = interpreter.cell(tensors[0])
+    bad = [i for i, kind in enumerate(cell.kinds) if plain(kind) in (V, Partial)]
+    names = tuple(interpreter.axes[i] for i in bad)
+    sources = [messages.culprit(cell, i, interpreter.axes[i]) for i in bad]
+    if any(source.made is not None and "axis_index" in source.made.name for source in sources):
+        return  # the branch is about the rank: no reduction keeps its sense
+    x, op = ("x.int()", ', op="max"') if tensors[0].dtype == torch.bool else ("x", "")
+    axes = repr(names[0] if len(names) == 1 else names)
+    site = interpreter.site()[0]
+    at = "" if site is None else f" at {site.place}"
+    text = f"all_reduce({x}, {axes}, dst=I{op}) before its value is taken{at}"
+    yield Repair(text, values=frozenset({place}))
+
+
+# ------------------------------------------------------------------- as torch functions see it
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a torch.func.vmap batches it, at any level."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def _item(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0] if args else kwargs["input"]
+    if tensor.numel() != 1 or is_batched(tensor):
+        return func(*args, **kwargs)  # torch says what is wrong
+    return _number(interpreter, interpreter.base(tensor))
+
+
+def _number(interpreter: "Interpreter", tensor: Tensor) -> Any:
+    """What `.item()` gives; a bool is a branch at once, since `x is True` would not ask for it."""
+    value = _taken(interpreter, tensor)
+    return bool(value) if tensor.dtype == torch.bool else value
+
+
+def _taken(interpreter: "Interpreter", tensor: Tensor) -> Any:
+    if tensor.is_complex():
+        escape(interpreter, "complex() takes")
+    return take(interpreter, ITEM, {"self": interpreter.base(tensor)})
+
+
+def _bool(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    value = _item(interpreter, func, args, kwargs)
+    return bool(value)
+
+
+_FLOAT: Final[Mapping[type, str]] = {
+    kind: f"write {number} in place of float(x), and x.f().item() in place of math.f(x)"
+    for kind, number in (
+        (float, "x.item()"),
+        (int, "x.double().item()"),
+        (bool, "x.double().item()"),
+    )
+}
+_INT: Final[Mapping[type, str]] = {
+    kind: f"write {number} in place of int(x)"
+    for kind, number in ((float, "x.long().item()"), (int, "x.item()"), (bool, "x.long().item()"))
+}
+"""What to write, by the kind of number that the tensor holds."""
+
+
+def _plain(what: str, advice: Mapping[type, str] | None = None) -> Callable[..., Any]:
+    """Python makes an exact float or int of whatever these functions return: nothing follows it."""
+
+    def take_plain(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        if tensor.numel() != 1 or is_batched(tensor):
+            return func(*args, **kwargs)  # torch says what is wrong
+        value = _taken(interpreter, tensor)
+        if type(value) is SymbolicNumber:
+            escape(interpreter, what, *([] if advice is None else [advice[value.kind]]))
+        return func(*args, **kwargs)
+
+    return take_plain
+
+
+def _list(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if is_batched(tensor):
+        return func(*args, **kwargs)  # torch says what is wrong
+    return _listed(interpreter, interpreter.base(tensor))
+
+
+def _listed(interpreter: "Interpreter", tensor: Tensor) -> Any:
+    if tensor.ndim == 0:
+        return _number(interpreter, tensor)
+    return [_listed(interpreter, row) for row in tensor.unbind(0)]
+
+
+def _leaving(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    interpreter.numbers.branches.refuse(
+        f"{func.__name__} takes the numbers of a tensor out of torch, where nothing follows them.",
+        "compute with torch; pass what is known before the call as a static argument.",
+    )
+
+
+def _format(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> str:
+    """Prints no number: there is none."""
+    tensor = args[0]
+    return f"<{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}>"
+
+
+FUNCTIONS: Final[Mapping[Any, Any]] = {
+    Tensor.item: _item,
+    Tensor.__bool__: _bool,
+    torch.is_nonzero: _bool,
+    Tensor.is_nonzero: _bool,
+    Tensor.tolist: _list,
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _leaving),
+    Tensor.__float__: _plain("float() or math takes", _FLOAT),
+    Tensor.__int__: _plain("int() takes", _INT),
+    Tensor.__index__: _plain("a size, a position or a number of steps takes"),
+    Tensor.__complex__: _plain("complex() takes"),
+    Tensor.__format__: _format,
+}
+"""What the interpreter does where a function takes Python values from tensors."""

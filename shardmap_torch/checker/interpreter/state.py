@@ -1,0 +1,301 @@
+"""What is known of the tensors of one interpretation: the types of their storages, and who flows.
+
+Whether a gradient can flow through a value decides whether I and R are obligations or, as K, only
+facts. A value flows if autograd says so, or if it descends from the operand of a torch.func
+transform that has not ended; in doubt it flows. Cotangents keep their types in any case while
+their backward runs: a sum of contributions of type I and V is an error, not a V.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shardmap_torch.checker.interpreter.observer import UNOBSERVED, Observer
+from shardmap_torch.checker.ir.program import Cell, varying
+from shardmap_torch.checker.rules.infer import Types, tensors_of
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.errors import ShardTypeError, TransformError
+from shardmap_torch.types import I, K, R
+
+_functorch = torch._C._functorch
+
+
+class Token:
+    """One operand of a torch.func differentiation; it lives as long as its transform."""
+
+    def __init__(self, witness: Tensor) -> None:
+        """`witness` is the wrapped operand, whose level ends with the transform."""
+        self._witness = witness
+
+    @property
+    def level(self) -> int:
+        """That of the transform; none of those there are once it has ended."""
+        return int(_functorch.maybe_get_level(self._witness))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the transform has not ended."""
+        return self.level > 0
+
+
+def closed_over_outer(name: str, does: str) -> TransformError:
+    """The error for a tensor of a transform around the call that does not come as an argument."""
+    site = call_site()
+    at = "" if site is None else f", at {site}"
+    return TransformError(
+        f"{name}: the body closes over a tensor that a torch.func transform outside {does}{at}. "
+        "Pass it as an argument."
+    )
+
+
+def is_real(dtype: torch.dtype) -> bool:
+    """Whether gradients exist for a dtype."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _outer_grad_mode() -> bool:
+    """Grad mode outside of all transforms that differentiate."""
+    for transform in retrieve_all_functorch_interpreters():
+        if isinstance(transform, GradInterpreter):
+            return bool(transform.prev_grad_mode())
+    return torch.is_grad_enabled()
+
+
+def kept(does: str) -> ShardTypeError:
+    """The error for a tensor without data that is used where it was not made."""
+    return ShardTypeError(
+        f"{does} a tensor that has no data: it was kept when the body was checked, as in a cache "
+        "that is filled in it.\n"
+        "Fix: fill the cache before the first call, or compute its value in each."
+    )
+
+
+class Memory:
+    """The types of all tensors of one interpretation, which views of one storage share."""
+
+    def __init__(self, name: str, axes: Sequence[str]) -> None:
+        """`name` is what errors call the body."""
+        self.name, self.axes = name, axes
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.observer: Observer = UNOBSERVED
+        self.closures: dict[int, Tensor] = {}
+        self._cells: dict[int, Cell] = {}
+        self._paused = False
+        self._applies = False
+        self._ending: frozenset[int] = frozenset()
+        self._differentiated: set[int] = set()
+        self._running: list[int] = []
+        self._num_tasks = 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what runs now is not the body's."""
+        return self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations in here are not the body's."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def bring(self, tensor: Tensor, kinds: Types, label: str, sealed: str | None = None) -> Cell:
+        """Types a tensor that comes from outside."""
+        storage = base_of(tensor).untyped_storage()
+        cell = Cell(kinds, None, label, storage, sealed, spread=varying(kinds))
+        self._cells[storage._cdata] = cell
+        return cell
+
+    def cell(self, tensor: Tensor) -> Cell:
+        """The cell of a tensor's storage, or of its fake's."""
+        storage = self.adopt(base_of(tensor)).untyped_storage()
+        found = self._cells.get(storage._cdata)
+        if found is None:
+            raise AssertionError(
+                f"{self.name}: a tensor without a type reached {call_site()}; this is a defect of "
+                "shardmap_torch's checker, please report it."
+            )
+        return found
+
+    def flows(self, tensor: Tensor) -> bool:
+        """Whether a gradient can flow through a base tensor."""
+        if not is_real(tensor.dtype):
+            return False
+        if torch.is_grad_enabled():
+            if tensor.requires_grad:
+                return True
+        elif self._applies:
+            return False  # the forward of a Function, whose backward says what flows
+        return any(t.alive and t.level not in self._ending for t in self._tokens(tensor))
+
+    def levels(self, tensor: Tensor) -> frozenset[int]:
+        """Of the transforms whose gradient can flow through a base tensor; 0 for autograd's own."""
+        if not self.flows(tensor):
+            return frozenset()
+        alive = frozenset(t.level for t in self._tokens(tensor) if t.alive) - self._ending
+        return alive | {0} if torch.is_grad_enabled() and tensor.requires_grad else alive
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """In here a Function is applied under torch.func transforms.
+
+        Its forward runs below them all, with grad mode off. Other code that transforms call, such
+        as the Function's `vmap`, runs in the mode that was on outside of the first of them; where
+        that was off, the two cannot be told apart.
+        """
+        before, self._applies = self._applies, _outer_grad_mode()
+        try:
+            yield
+        finally:
+            self._applies = before
+
+    @contextmanager
+    def ending(self, level: int | None) -> Iterator[None]:
+        """In here the transform of this level takes its gradient, and then ends.
+
+        So that its own backward is not differentiated by it, whatever it records.
+        """
+        before = self._ending
+        if level is not None:
+            self._ending |= {level}
+        try:
+            yield
+        finally:
+            self._ending = before
+
+    def _tokens(self, tensor: Tensor) -> frozenset[Token]:
+        cell = self._cells.get(tensor.untyped_storage()._cdata)
+        # What autograd copies by itself has none of its own, and then those of the storage count.
+        own: frozenset[Token] | None = tensor.__dict__.get("_shardmap_tokens")
+        if cell is None:
+            return own or frozenset()
+        return cell.tokens if own is None else own | cell.written
+
+    def mark_differentiated(self, wrapped: Tensor) -> None:
+        """Notes an operand of a torch.func transform."""
+        real = base_of(wrapped)
+        self._differentiated.add(id(real))
+        base = self.adopt(real)
+        tokens = self._tokens(base) | {Token(wrapped)}
+        base._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+        self.cell(base).tokens |= tokens
+
+    def reject_outer(self, args: Sequence[Any]) -> None:
+        """Refuses tensors that a transform outside the body differentiates or batches."""
+        for tensor in (t for value in args for t in tensors_of(value)):
+            if not _functorch.is_functorch_wrapped_tensor(tensor):
+                continue
+            base = base_of(tensor)
+            if isinstance(base, FakeTensor) or id(base) in self._differentiated:
+                continue
+            # Transforms in the body may batch a closed-over tensor, at levels of their own.
+            depth = _functorch.get_dynamic_layer_stack_depth()
+            differentiates = _functorch.is_gradtrackingtensor(tensor)
+            if differentiates or _functorch.maybe_get_level(tensor) > depth:
+                raise closed_over_outer(
+                    self.name, "differentiates" if differentiates else "batches"
+                )
+
+    def mark_constant(self, tensor: Tensor) -> None:
+        """Notes that no gradient flows through this tensor, whatever its storage."""
+        base_of(tensor)._shardmap_tokens = frozenset()  # type: ignore[attr-defined]  # ours
+
+    def kinds(self, tensor: Tensor) -> Types:
+        """The types of a tensor as an operation reads it: I and R are K where nothing flows."""
+        cell = self.cell(tensor)
+        if (I in cell.kinds or R in cell.kinds) and not self._is_cotangent(cell):
+            if not self.flows(tensor):
+                return tuple(K if kind in (I, R) else kind for kind in cell.kinds)
+        return cell.kinds
+
+    def kinds_of(self, tensor: Tensor) -> Types:
+        """The types of any tensor in the body, as an operation would read it."""
+        return self.kinds(base_of(self.adopt(tensor)))
+
+    # ------------------------------------------------------------------------ cotangents
+
+    @contextmanager
+    def differentiating(self, seeds: Sequence[Tensor | None]) -> Iterator[None]:
+        """A backward runs in here from cotangents that have been checked.
+
+        What descends from them keeps its types, also in backwards that custom ones start.
+        """
+        self._num_tasks += 1
+        task = self._num_tasks
+        cells = [self.cell(seed) for seed in seeds if seed is not None]
+        for cell in cells:
+            cell.tasks |= {task}
+        self._running.append(task)
+        try:
+            yield
+        finally:
+            self._running.remove(task)
+            for cell in cells:
+                cell.tasks -= {task}
+
+    def goes_on(self, seeds: Sequence[Tensor | None]) -> bool:
+        """Whether a backward from these cotangents is part of one that runs.
+
+        So it is in a custom backward that computes its forward again, and for the backward of the
+        whole body, whose seeds the checker makes.
+        """
+        return bool(seeds) and all(
+            seed is not None and self._is_cotangent(self.cell(seed)) for seed in seeds
+        )
+
+    def _is_cotangent(self, cell: Cell) -> bool:
+        return not cell.tasks.isdisjoint(self._running)
+
+    def _tasks(self, cells: Iterable[Cell]) -> frozenset[int]:
+        """The differentiations that run now and whose cotangents are among the cells."""
+        return frozenset(task for cell in cells for task in cell.tasks if task in self._running)
+
+    # --------------------------------------------------------------------------- adoption
+
+    def base(self, tensor: Tensor) -> Tensor:
+        """The fake under all transforms."""
+        return base_of(self.adopt(tensor))
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """The fake of a tensor, which may be one that the body closes over."""
+        adopted: Tensor = self._adopt(tensor)
+        return adopted
+
+    def _adopt(self, value: Any) -> Any:
+        """Makes a fake of a tensor that the body closes over, and types it K."""
+        if isinstance(value, Tensor):
+            # A transform's tensor has a fake underneath, or something that is met there.
+            base = base_of(value)
+            if not isinstance(base, FakeTensor):
+                return self._adopt_tensor(value)
+            if base.fake_mode is not self.fake:
+                raise kept(f"{self.name}: at {call_site()} the body uses")
+            return value
+        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+            return [self._adopt(item) for item in value]
+        return value
+
+    def _adopt_tensor(self, real: Tensor) -> Tensor:
+        if type(real) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise ShardTypeError(
+                f"{self.name}: the body closes over a {type(real).__name__} at {call_site()}. "
+                "Pass it as an argument."
+            )
+        # torch looks at `.grad`, which a body may not.
+        with self.paused(), torch._C.DisableTorchFunction():
+            fake = self.fake.from_tensor(real)
+        if fake.untyped_storage()._cdata not in self._cells:
+            label = f"a closed-over {type(real).__name__} of shape {list(real.shape)}"
+            self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
+            self.observer.closed_over(fake, real)
+        if real.requires_grad:
+            self.closures[id(real)] = real
+        return fake

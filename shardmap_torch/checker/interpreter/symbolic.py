@@ -1,0 +1,270 @@
+"""Numbers taken from tensors: Python numbers of which the checker knows the type only.
+
+They go through arithmetic, and comparing them makes a branch. An operation on tensors gets a
+stand-in for them: what it does to types and shapes does not depend on the value of a factor, an
+addend or a fill value. Nothing else may take them, since it would go by the stand-in.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Final, NoReturn
+
+from shardmap_torch.checker.ir.paths import Branches, Condition
+from shardmap_torch.errors import ShardTypeError
+
+_KNOWN: Final = (int, float)
+_KEEP: Final = (
+    "keep it a tensor, or pass a static argument: sizes, positions and numbers of steps must not "
+    "depend on the data."
+)
+
+
+class Numbers:
+    """The numbers of one interpretation."""
+
+    def __init__(self, branches: Branches) -> None:
+        """`branches` decides what comparisons of them are."""
+        self.branches = branches
+        self.any = False
+        self._by_source: dict[Any, SymbolicNumber] = {}
+        self._by_text: dict[str, SymbolicNumber] = {}
+        self._texts: dict[Any, str] = {}
+
+    def take(self, source: Any, kind: type) -> "tuple[SymbolicNumber, bool]":
+        """The number that `source` stands for, and whether it is a new one."""
+        found = self._by_source.get((source, kind))
+        if found is not None:
+            return found, False
+        made = self.make(f"#{len(self._by_source) + 1}", kind)
+        self._by_source[source, kind] = made
+        return made, True
+
+    def make(self, text: str, kind: type) -> "SymbolicNumber":
+        """The number that the text stands for; equal texts are equal numbers."""
+        self.any = True
+        if text not in self._by_text:
+            # Unlike 0 and 1, and between them where functions want that, as dropout does.
+            count = len(self._by_text) + 1
+            stand_in = 0.5 + count / 2**20 if kind is float else 100 + count
+            self._by_text[text] = SymbolicNumber(self, text, kind, stand_in)
+            self._texts[stand_in] = text
+        return self._by_text[text]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All numbers, in the order in which they were made; it decides the stand-ins."""
+        return tuple(self._by_text)
+
+    def shown(self, value: Any) -> str:
+        """A literal of an operation, in which stand-ins have their names."""
+        if type(value) in _KNOWN and value in self._texts:
+            return self._texts[value]
+        if isinstance(value, list | tuple) and self.any:
+            return f"[{', '.join(map(self.shown, value))}]"
+        return str(value)
+
+    def stand_ins(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The arguments of a torch function with stand-ins for numbers; None if it takes none.
+
+        Raises:
+            ShardTypeError: the function might go by the value.
+        """
+        kinds: set[type] = set()
+        values = [_stand_in(value, kinds) for value in args]
+        named = {name: _stand_in(value, kinds) for name, value in kwargs.items()}
+        if not kinds:
+            return None
+        name = getattr(func, "__name__", str(func))
+        place = args[1] if name == "__setitem__" else None
+        if not _takes(func, name, kinds) or isinstance(place, SymbolicNumber):
+            self.branches.refuse(
+                f"{name} gets a number that is taken from a tensor, and may go by its value.", _KEEP
+            )
+        return values, named
+
+
+def _stand_in(value: Any, kinds: set[type]) -> Any:
+    if isinstance(value, list | tuple):
+        found = [_stand_in(item, kinds) for item in value]
+        changed = any(map(operator.is_not, found, value))
+        return type(value)(found) if changed else value
+    if type(value) is not SymbolicNumber:
+        return value
+    kinds.add(value.kind)
+    return value.stand_in
+
+
+_ARITHMETIC: Final = frozenset(
+    "add addcdiv addcmul as_tensor clamp clamp_max clamp_min clip div divide eq fill float_power"
+    " floor_divide floordiv fmod full full_like ge greater greater_equal gt le lerp less less_equal"
+    " lt masked_fill maximum minimum mod mul multiply ne new_full new_tensor not_equal pow rdiv"
+    " remainder rfloordiv rmod rpow rsub rtruediv scalar_tensor setitem sub subtract tensor"
+    " true_divide truediv where".split()
+)
+"""Functions on values; with `_`, `__` or `_foreach_` round them."""
+
+_MORE: Final = frozenset({"dropout"})
+"""Functions written in Python that go by no float that they take, except to reject it."""
+
+_SHAPING: Final = frozenset({"arange", "range"})
+"""Functions whose results have a shape that depends on a float."""
+
+
+def _takes(func: Any, name: str, kinds: set[type]) -> bool:
+    if name.strip("_").removeprefix("foreach_") in _ARITHMETIC:
+        return True
+    if isinstance(func, FunctionType):
+        return name in _MORE
+    return kinds == {float} and name not in _SHAPING
+
+
+def _binary(symbol: str, operation: Callable[[Any, Any], Any]) -> Any:
+    def forward(self: "SymbolicNumber", other: Any) -> Any:
+        return self._combine(symbol, operation, self, other)
+
+    def reflected(self: "SymbolicNumber", other: Any) -> Any:
+        return self._combine(symbol, operation, other, self)
+
+    return forward, reflected
+
+
+def _unary(name: str, operation: Callable[..., Any]) -> Any:
+    def method(self: "SymbolicNumber", *args: Any) -> Any:
+        inner = ", ".join([self.text, *map(str, args)])
+        kind = type(operation(self.stand_in, *args))
+        return self.owner.make(f"{name}({inner})", kind)
+
+    return method
+
+
+def _comparison(symbol: str) -> Any:
+    def method(self: "SymbolicNumber", other: Any) -> Any:
+        if type(other) is SymbolicNumber:
+            return self.owner.branches.decide(_order(self, symbol, other))
+        if isinstance(other, _KNOWN):
+            return self.owner.branches.decide(Condition(self.text, self.kind, symbol, other))
+        return NotImplemented
+
+    return method
+
+
+def _escaping(what: str) -> Any:
+    def method(self: "SymbolicNumber", *others: Any) -> NoReturn:
+        self._escape(what)
+
+    return method
+
+
+_MIRRORED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+def _order(a: "SymbolicNumber", symbol: str, b: "SymbolicNumber") -> Condition:
+    """Less, equal, greater or neither: as an unknown number, -1, 0, 1 or none."""
+    if b.text < a.text:
+        a, symbol, b = b, _MIRRORED.get(symbol, symbol), a
+    kind = float if float in (a.kind, b.kind) else int
+    return Condition(f"order of {a.text} and {b.text}", kind, symbol, 0)
+
+
+class SymbolicNumber:
+    """A number taken from a tensor; it passes for a float, an int or a bool."""
+
+    def __init__(self, owner: Numbers, text: str, kind: type, stand_in: float) -> None:
+        """`stand_in` is a number of its kind, like any other."""
+        self.owner, self.text, self.kind, self.stand_in = owner, text, kind, stand_in
+
+    @property  # type: ignore[misc]  # as in unittest.mock: what isinstance asks
+    def __class__(self) -> type:
+        """For `isinstance`."""
+        return self.kind
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Makes torch's functions accept it; the mode that interprets the body comes first."""
+        raise ShardTypeError("A number of an interpreted body is used after its check has ended.")
+
+    def _combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        sides = (a, b)
+        if not all(type(x) is SymbolicNumber or isinstance(x, _KNOWN) for x in sides):
+            return NotImplemented  # a tensor, which takes it with a stand-in
+        texts = [x.text if type(x) is SymbolicNumber else repr(x) for x in sides]
+        values = [x.stand_in if type(x) is SymbolicNumber else x for x in sides]
+        return self.owner.make(f"({texts[0]} {symbol} {texts[1]})", _kind(operation, values))
+
+    __add__, __radd__ = _binary("+", operator.add)
+    __sub__, __rsub__ = _binary("-", operator.sub)
+    __mul__, __rmul__ = _binary("*", operator.mul)
+    __truediv__, __rtruediv__ = _binary("/", operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary("//", operator.floordiv)
+    __mod__, __rmod__ = _binary("%", operator.mod)
+    __pow__, __rpow__ = _binary("**", operator.pow)
+    __neg__ = _unary("neg", operator.neg)
+    __pos__ = _unary("pos", operator.pos)
+    __abs__ = _unary("abs", abs)
+    __round__ = _unary("round", round)
+    __floor__ = _unary("floor", lambda x: int(x // 1))
+    __ceil__ = _unary("ceil", lambda x: int(x // 1))
+    __trunc__ = _unary("trunc", int)
+    __lt__, __le__ = _comparison("<"), _comparison("<=")
+    __gt__, __ge__ = _comparison(">"), _comparison(">=")
+    __eq__, __ne__ = _comparison("=="), _comparison("!=")
+    __divmod__ = __rdivmod__ = _escaping("divmod()")
+    __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __invert__ = _escaping("its bits")
+    __rand__ = __ror__ = __rxor__ = __rlshift__ = __rrshift__ = __and__
+    # Equal numbers must have one hash, and here nobody knows which are equal.
+    __hash__ = _escaping("a set or the key of a dict")
+
+    def __getattr__(self, name: str) -> Any:
+        """What a Python number has and this one has not."""
+        if hasattr(self.kind, name):
+            self._escape(f".{name}")
+        raise AttributeError(name)
+
+    def __bool__(self) -> bool:
+        """A branch."""
+        return self.owner.branches.decide(Condition(self.text, self.kind, "!=", 0))
+
+    def __float__(self) -> float:
+        """A plain number would be followed no further."""
+        self._escape("float() or math", "write n * 1.0 in place of float(n)")
+
+    def __int__(self) -> int:
+        """As `__float__`."""
+        self._escape("int()", "write math.trunc(n) in place of int(n)")
+
+    def __index__(self) -> int:
+        """A size, a position or a number of steps."""
+        self.owner.branches.refuse(
+            "a number that is taken from a tensor is used as a size, a position or a number of "
+            "steps.",
+            _KEEP,
+        )
+
+    def __complex__(self) -> complex:
+        """As `__float__`."""
+        self._escape("complex()")
+
+    def _escape(self, what: str, advice: str = "") -> NoReturn:
+        self.owner.branches.refuse(
+            f"{what} makes a plain Python number of one that is taken from a tensor.",
+            f"{advice}{', or ' * bool(advice)}compute on the tensor before .item(), whose value "
+            "is followed through arithmetic, comparisons and branches.",
+        )
+
+    def __format__(self, spec: str) -> str:
+        """Its name, in any format."""
+        return str(self)
+
+    def __str__(self) -> str:
+        """As in `<#1>`."""
+        return f"<{self.text}>"
+
+    __repr__ = __str__
+
+
+def _kind(operation: Callable[[Any, Any], Any], values: Sequence[Any]) -> type:
+    try:
+        return type(operation(*values))
+    except (ZeroDivisionError, OverflowError):
+        return float

@@ -1,0 +1,1 @@
+"""The typed program that an interpretation records: equations, paths, repairs."""

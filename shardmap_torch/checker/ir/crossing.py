@@ -1,0 +1,24 @@
+"""Conversions at the boundary of a nested shard_map."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardmap_torch.checker.ir.outcomes import Cast, Where
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.caching import lazy
+
+
+@dataclass(eq=False)
+class Crossing:
+    """What the boundary does to the inputs, or to the results, on all ways that come to it."""
+
+    casts: dict[Where, tuple[Cast, ...]] = field(default_factory=dict)
+
+    @lazy
+    def collectives(self) -> Mapping[int, tuple[Collective, ...]]:
+        """The conversions of each value, by its position; asked for when nothing is added more."""
+        found: dict[int, tuple[Collective, ...]] = {}
+        for (position, axis), casts in self.casts.items():
+            made = tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
+            found[position] = found.get(position, ()) + made
+        return found

@@ -1,0 +1,85 @@
+"""Results of verifying one path through a body, and what all paths share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from shardmap_torch.boundary.call import Result
+from shardmap_torch.checker.ir.program import Way
+from shardmap_torch.checker.rules.infer import Types
+from shardmap_torch.types import AxisType
+
+Cast = tuple[str, AxisType, AxisType]
+"""Name and types of a conversion along one axis."""
+
+
+Where = tuple[int, str]
+"""The position of a leaf, and an axis."""
+
+
+Outputs = dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
+
+
+@dataclass(frozen=True)
+class Need:
+    """How the gradient of an input wants an axis that its spec leaves open.
+
+    Attributes:
+        replicate: whether it has to be summed over the axis, or is whole already.
+        origin: what made the gradient, in words.
+    """
+
+    replicate: bool
+    origin: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a result leaves along one axis.
+
+    Attributes:
+        casts: the conversions to the type that its spec promises.
+        others: other conversions that are right for it as well.
+        origin: what made the result, in words.
+    """
+
+    casts: tuple[Cast, ...]
+    others: frozenset[tuple[Cast, ...]]
+    origin: str
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What was found out about one way.
+
+    Attributes:
+        way: its branches and equations.
+        result: what the body returned; None where it raised.
+        error: what it raised.
+        outputs: shape, dtype and types of the results that cross.
+        exits: how these leave.
+        needs: what the gradients of inputs want, along open axes.
+        batches: whether a batched body can do it.
+    """
+
+    way: Way
+    result: Result | None
+    error: Exception | None = None
+    outputs: Outputs = field(default_factory=dict)
+    exits: Mapping[Where, Exit] = field(default_factory=dict)
+    needs: Mapping[Where, Need] = field(default_factory=dict)
+    batches: bool = False
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What all ways share.
+
+    Attributes:
+        replicate: open axes of inputs over which the gradient is summed.
+        exits: how results leave.
+    """
+
+    replicate: frozenset[Where] = frozenset()
+    exits: Mapping[Where, tuple[Cast, ...]] = field(default_factory=dict)

@@ -1,0 +1,167 @@
+"""The typed program: equations with source lines, shapes and types; the library's jaxpr."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.ir.paths import Branch
+from shardmap_torch.checker.ir.repairs import Place
+from shardmap_torch.checker.rules.infer import Types
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.source_location import Site
+
+
+def varying(kinds: Types) -> frozenset[int]:
+    """The axes, by position, over which the ranks may have different values."""
+    return frozenset(at for at, kind in enumerate(kinds) if kind.varies)
+
+
+@dataclass(eq=False)
+class Cell:
+    """The local type of one storage, which all its views share.
+
+    Attributes:
+        kinds: one type per mesh axis.
+        made: the equation that gave it this type; None for what comes from outside.
+        label: what comes from outside is called; empty else.
+        storage: held, so that its address stays its own while the program is interpreted.
+        leaf: the position of the input that it is; None for all else.
+        sealed: why it must not be written to; None where it may.
+        tasks: the differentiations whose cotangents it descends from; see `memory`.
+        tokens: the differentiations that its tensors descend from.
+        written: those that came in by writes.
+        spread: the axes, by position, over which a batched body has it batched, whatever its type.
+    """
+
+    kinds: Types
+    made: "Equation | None"
+    label: str
+    storage: torch.UntypedStorage
+    sealed: str | None = None
+    leaf: int | None = None
+    tasks: frozenset[int] = frozenset()
+    tokens: frozenset[Any] = frozenset()
+    written: frozenset[Any] = frozenset()
+    spread: frozenset[int] = frozenset()
+
+    def origin(self) -> str:
+        """Where it comes from, in words."""
+        if self.made is None:
+            return self.label
+        site = f" at {self.made.site}" if self.made.site is not None else ""
+        return f"{self.made.name}{site}"
+
+
+@dataclass(frozen=True)
+class Use:
+    """An operand or a result of an equation, as it was then."""
+
+    name: str
+    cell: Cell = field(compare=False)
+    kinds: Types
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    number: int | None = None
+
+    def __str__(self) -> str:
+        """As in `float32[4, 8]`."""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A collective of what a run may do in place of a composition; see `hold`.
+
+    Attributes:
+        collective: as printed.
+        operand: as printed.
+        sent: bytes that each rank sends.
+        backward: whether a backward does it.
+    """
+
+    collective: str
+    operand: str
+    sent: int
+    backward: bool
+
+    def __str__(self) -> str:
+        """As in `all_reduce('tp', P -> I) of float32[4], sends 16 B`."""
+        return f"{self.collective} of {self.operand}, sends {self.sent} B"
+
+
+@dataclass(eq=False)
+class Equation:
+    """One operation on values.
+
+    Attributes:
+        name: of the ATen overload, or the collective as printed.
+        operands: what it reads.
+        results: what it makes or writes.
+        site: the user's line; in a backward that of the forward operation.
+        backward: whether a backward run did it.
+        collective: the row of the table that it is; None for local operations.
+        sent: bytes that each rank sends.
+        literals: other arguments, as text.
+        place: of a collective in the forward; None for all else.
+        written: the collective that the body calls, where a repair that is tried has another.
+        forward: in a backward, the equation whose derivative this is part of.
+        held: what a run may do in place of the composition that follows.
+    """
+
+    name: str
+    operands: tuple[Use, ...]
+    results: tuple[Use, ...]
+    site: Site | None
+    backward: bool
+    collective: Collective | None = None
+    sent: int = 0
+    literals: str = ""
+    forward: "Equation | None" = None
+    place: Place | None = None
+    written: Collective | None = None
+    held: tuple[Held, ...] = ()
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one way through a body does, forward and backward.
+
+    Attributes:
+        branches: on numbers taken from tensors, in the order in which the way takes them.
+        equations: in the order of execution.
+        end: how it ends where it does not return, in words: an exception that the body raises.
+        gradients: the types that the derived gradients of arguments have in the body, by path.
+    """
+
+    branches: tuple[Branch, ...]
+    equations: tuple[Equation, ...]
+    end: str = ""
+    gradients: tuple[tuple[str, Types], ...] = ()
+
+
+def use_of(name: str, tensor: Tensor, cell: Cell, kinds: Types) -> Use:
+    """Notes a tensor's shape and types."""
+    number = tensor.__dict__.get("_shardmap_number")
+    return Use(name, cell, kinds, tensor.dtype, tuple(tensor.shape), number)
+
+
+_SENT: Final[Mapping[str, Callable[[int], float]]] = {
+    "0": lambda n: 0.0,
+    "1": lambda n: 1.0,
+    "n-1": lambda n: n - 1.0,
+    "(n-1)/n": lambda n: (n - 1) / n,
+    "2(n-1)/n": lambda n: 2 * (n - 1) / n,
+}
+
+
+def bytes_sent(collective: Collective, nbytes: int, num_ranks: int) -> int:
+    """Bytes that each rank sends, by the formula of the collective's row."""
+    return round(_SENT[collective.row.sent](num_ranks) * nbytes)
+
+
+def show_kinds(kinds: Types, axes: Sequence[str]) -> str:
+    """As in `{dp: V, tp: R}`."""
+    return "{" + ", ".join(f"{axis}: {kind}" for axis, kind in zip(axes, kinds, strict=True)) + "}"

@@ -1,0 +1,1 @@
+"""Typing rules of ATen operators, as rows of tables."""

@@ -1,0 +1,225 @@
+"""The types of one ATen call's results, from its row and the types of what it reads."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.rules.lattice import Clash, Outcome, combine, join
+from shardmap_torch.checker.rules.nn import HIDDEN_WRITES
+from shardmap_torch.checker.rules.nodes import is_in_linear_backward, join_linearly
+from shardmap_torch.checker.rules.registry import row_of
+from shardmap_torch.checker.rules.rule import Row
+from shardmap_torch.types import AxisType, K, Partial, V, Z
+
+Types: TypeAlias = tuple[AxisType, ...]
+"""One type per mesh axis, in mesh order."""
+
+Read: TypeAlias = Callable[[Tensor], Types]
+"""Gives the types of an operand."""
+
+UNKNOWN: Final = (
+    "nothing is known about what it does to the ranks' values; tell it with register_rule"
+)
+BRANCH: Final = "the ranks would get different Python values or shapes, and part ways"
+INTEGER: Final = "a sum of rounded values is not the rounded sum"
+BITS: Final = "the bits of a sum still to be taken mean nothing"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a call cannot be typed.
+
+    Attributes:
+        axis: position of the mesh axis; None where it is no matter of an axis.
+        clash: the types that do not fit; None where the operation is refused as such.
+        reason: one sentence.
+    """
+
+    axis: int | None
+    clash: Clash | None
+    reason: str
+
+
+Outcomes: TypeAlias = "Types | Refusal"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the schema of an overload says, looked up once.
+
+    Attributes:
+        names: of all arguments, in order.
+        defaults: values of those that have one.
+        outs: names of arguments that are written and not read.
+        writes: names of arguments that are written, in order.
+        random: whether it draws numbers.
+        branches: whether a Python value or a shape may depend on the data.
+    """
+
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    outs: frozenset[str]
+    writes: tuple[str, ...]
+    random: bool
+    branches: bool
+
+
+@lru_cache(maxsize=4096)
+def signature_of(op: OpOverload) -> Signature:
+    """Reads the schema."""
+    arguments = op._schema.arguments
+    return Signature(
+        tuple(a.name for a in arguments),
+        {a.name: a.default_value for a in arguments if a.has_default_value()},
+        frozenset(a.name for a in arguments if a.is_out),
+        tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
+        torch.Tag.nondeterministic_seeded in op.tags,
+        torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags,
+    )
+
+
+def writes_of(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the arguments that a call writes, with those that its schema keeps quiet about."""
+    hidden = HIDDEN_WRITES.get(op, ()) if arguments.get("training") else ()
+    return signature_of(op).writes + hidden
+
+
+def name_arguments(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by the names of the schema, defaults filled in."""
+    signature = signature_of(op)
+    return {**signature.defaults, **dict(zip(signature.names, args, strict=False)), **kwargs}
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in one argument: itself, or those of a list, some of which may be None."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        yield from (item for item in value if isinstance(item, Tensor))
+
+
+def type_call(
+    op: OpOverload, arguments: Mapping[str, Any], read: Read, num_axes: int
+) -> list[Outcomes]:
+    """The types of each result, or one entry where all results are alike.
+
+    An in-place or `out=` call gets the types of what it computes; how a write changes the memory
+    that it hits is not told here.
+
+    Args:
+        op: the overload.
+        arguments: by name, defaults filled in.
+        read: types of a tensor.
+        num_axes: how many axes there are.
+    """
+    row, signature = row_of(op), signature_of(op)
+    if row is None or row.refuse is not None:
+        return [Refusal(None, None, UNKNOWN if row is None or row.refuse is None else row.refuse)]
+    if is_in_linear_backward():
+        read_there = [read(t) for value in arguments.values() for t in tensors_of(value)]
+        return [_each_axis(join_linearly, read_there, num_axes)]
+    if row.zipped:
+        counts = [len(value) for value in arguments.values() if _is_tensor_list(value)]
+        return [
+            _outcome(row, signature, _at(arguments, i), read, num_axes)
+            for i in range(max(counts, default=0))
+        ]
+    if row.results:
+        return [_outcome(each, signature, arguments, read, num_axes) for each in row.results]
+    return [_outcome(row, signature, arguments, read, num_axes)]
+
+
+def _each_axis(
+    join_kinds: Callable[[Sequence[AxisType]], Outcome], operands: Sequence[Types], num_axes: int
+) -> Outcomes:
+    found: list[AxisType] = []
+    for axis in range(num_axes):
+        outcome = join_kinds([kinds[axis] for kinds in operands])
+        if isinstance(outcome, Clash):
+            return Refusal(axis, outcome, outcome.reason)
+        found.append(outcome)
+    return tuple(found)
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value)
+
+
+def _at(arguments: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """One position of the lists."""
+    return {
+        name: value[index] if isinstance(value, list | tuple) and index < len(value) else value
+        for name, value in arguments.items()
+    }
+
+
+def _outcome(
+    row: Row, signature: Signature, arguments: Mapping[str, Any], read: Read, num_axes: int
+) -> Outcomes:
+    linear = row.linear if row.linear and row.when(arguments) else ()
+    terms = [term for names in linear for term in _terms(names, arguments, read, num_axes)]
+    used = {name for names in linear for name in names} | set(row.unread) | signature.outs
+    others = [
+        read(tensor)
+        for name, value in arguments.items()
+        if name not in used
+        for tensor in tensors_of(value)
+    ]
+    draws = signature.random if row.draws is None else row.draws(arguments)
+    kinds: list[AxisType] = []
+    for axis in range(num_axes):
+        outcome = _on_axis(
+            [[kind[axis] for kind in term] for term in terms],
+            [kind[axis] for kind in others],
+            bool(linear),
+        )
+        if isinstance(outcome, Clash):
+            return Refusal(axis, outcome, outcome.reason)
+        if outcome in (V, Partial) and branches(signature, arguments):
+            return Refusal(axis, Clash(outcome, None, BRANCH), BRANCH)
+        if draws and outcome == Partial:
+            return Refusal(axis, Clash(Partial, None, BITS), BITS)
+        kinds.append(V if draws else Z if row.zero else outcome)
+    return tuple(kinds)
+
+
+def branches(signature: Signature, arguments: Mapping[str, Any]) -> bool:
+    """Whether a Python value or a shape depends on the data of this call.
+
+    Indexing has the tag for the sake of masks; integer indices select as many items as they are.
+    """
+    indices = arguments.get("indices")
+    if signature.branches and isinstance(indices, list | tuple):
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_of(indices))
+    return signature.branches
+
+
+def _on_axis(
+    terms: Sequence[Sequence[AxisType]], others: Sequence[AxisType], linear: bool
+) -> Outcome:
+    return combine(terms, others) if linear else join(others)
+
+
+def _terms(
+    names: Sequence[str], arguments: Mapping[str, Any], read: Read, num_axes: int
+) -> Iterator[list[Types]]:
+    """The products that one term of a row stands for: a list makes one for each item."""
+    values = [arguments[name] for name in names if arguments.get(name) is not None]
+    if len(values) == 1 and isinstance(values[0], list | tuple):
+        yield from ([_kinds(item, read, num_axes)] for item in values[0] if item is not None)
+    elif values:
+        yield [_kinds(value, read, num_axes) for value in values]
+
+
+def _kinds(value: Any, read: Read, num_axes: int) -> Types:
+    if isinstance(value, Tensor):
+        return read(value)
+    zero = isinstance(value, int | float | complex) and value == 0
+    return (Z if zero else K,) * num_axes

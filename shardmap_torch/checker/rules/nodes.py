@@ -1,0 +1,36 @@
+"""Backwards that are linear in their cotangent as a whole, while the operations in them are not.
+
+`matrix_exp` takes the exponential of a block matrix that the cotangent is one block of, and
+`logcumsumexp` the logarithm of the cotangent's absolute value. Operation by operation a sum still
+to be taken would be lost there; what comes out at the end is that sum's gradient all the same.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from shardmap_torch.checker.rules.lattice import PRODUCT, Clash, Outcome, join, plain
+from shardmap_torch.types import AxisType, K, Partial, R, Z
+
+_LINEAR: Final = frozenset({"LinalgMatrixExpBackward0", "LogcumsumexpBackward0"})
+
+
+def is_in_linear_backward() -> bool:
+    """Whether such a backward runs now."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() in _LINEAR
+
+
+def join_linearly(kinds: Sequence[AxisType]) -> Outcome:
+    """The type of anything made in it: P where a P went in, beside what all ranks have.
+
+    Example:
+        >>> join_linearly([Partial, R, K]), join_linearly([R, K])
+        (P, R)
+    """
+    kinds = [plain(kind) for kind in kinds]
+    if Partial not in kinds:
+        return join(kinds)
+    bad = next((kind for kind in kinds if kind not in (Partial, R, K, Z)), None)
+    return Partial if bad is None else Clash(Partial, bad, PRODUCT)

@@ -1,0 +1,103 @@
+"""All rows in one place, and which row an overload follows."""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.rules.builders import merged
+from shardmap_torch.checker.rules.factories import ROWS as MAKE
+from shardmap_torch.checker.rules.foreach import ROWS as FOREACH
+from shardmap_torch.checker.rules.layout import ROWS as LAYOUT
+from shardmap_torch.checker.rules.matmul import ROWS as MATMUL
+from shardmap_torch.checker.rules.nn import ROWS as NN
+from shardmap_torch.checker.rules.pointwise import ROWS as BASIC
+from shardmap_torch.checker.rules.rule import Row
+from shardmap_torch.errors import ShardTypeError
+
+TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType(
+    merged(BASIC, MATMUL, LAYOUT, NN, MAKE, FOREACH)
+)
+"""Every row; the families do not overlap."""
+
+JOIN: Final = Row()
+"""The row of a deterministic operation about which nothing more is known: P is refused."""
+
+
+_REGISTERED: dict[OpOverload, Row] = {}
+
+MEANINGS: Final[dict[OpOverload, Callable[..., Any]]] = {}
+"""What is interpreted in the place of custom operators; see `register_decomposition`."""
+
+
+def register_rule(op: OpOverload, row: Row) -> None:
+    """Tells the checker what a custom operator does to types.
+
+    Args:
+        op: one overload, as in `torch.ops.mylib.scale.default`.
+        row: see `Row`. An operator that is a function of its tensors, the same on every rank, is
+            `Row()`; name in `linear` the arguments in which it is linear, if it may meet sums that
+            are still to be taken.
+
+    The rule is believed: hold it against numbers with `validate_rule`, in a test.
+
+    Raises:
+        ShardTypeError: the operator is known already.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch.checker.rules.rule import Row
+        >>> @torch.library.custom_op("readme_lib::halve", mutates_args=())
+        ... def halve(x: torch.Tensor) -> torch.Tensor:
+        ...     return x / 2
+        >>> register_rule(torch.ops.readme_lib.halve.default, Row(linear=(("x",),)))
+    """
+    if op in MEANINGS or row_of(op) is not None:
+        raise ShardTypeError(f"register_rule: {op} has a rule already.")
+    names = [argument.name for argument in op._schema.arguments]
+    used = {name for term in row.linear for name in term} | set(row.unread)
+    unknown = sorted(used - set(names))
+    if unknown:
+        raise ShardTypeError(
+            f"register_rule: {op} has no argument {unknown[0]!r}; it has {', '.join(names)}."
+        )
+    _REGISTERED[op] = row
+    row_of.cache_clear()
+
+
+def table_version() -> int:
+    """Changes with every rule that is registered."""
+    return len(_REGISTERED) + len(MEANINGS)
+
+
+@lru_cache(maxsize=4096)
+def row_of(op: OpOverload) -> Row | None:
+    """The row that `op` follows, or None where nothing is known about it.
+
+    An in-place or `out=` overload without a row follows the functional one.
+    """
+    found = TABLE.get(op) or _REGISTERED.get(op)
+    if found is None and op._schema.is_mutable:
+        found = next((TABLE[other] for other in functional(op) if other in TABLE), None)
+    if found is None and op.namespace in ("aten", "prims"):
+        return JOIN
+    return found
+
+
+def functional(op: OpOverload) -> list[OpOverload]:
+    """The overloads of which `op` is the in-place or `out=` variant: same arguments, no writes."""
+    names = [argument.name for argument in op._schema.arguments if not argument.is_out]
+    packet = getattr(torch.ops.aten, op._schema.name.split("::")[1].removesuffix("_"), None)
+    if op.namespace != "aten" or packet is None:
+        return []
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    same = [
+        other
+        for other in overloads
+        if not other._schema.is_mutable and [a.name for a in other._schema.arguments] == names
+    ]
+    # The overload of the same name first: `add_.Scalar` and `add_.Tensor` have the same arguments.
+    return sorted(same, key=lambda other: other._overloadname != op._overloadname)

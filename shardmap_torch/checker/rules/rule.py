@@ -1,0 +1,105 @@
+"""What one ATen overload does to types: a row, which is data.
+
+A file of this package defines `ROWS: Mapping[OpOverload, Row]` for one family of operators, and
+`registry.py` merges them in one place. Rows speak of arguments by the names in the overload's
+schema (`op._schema`). What needs no row:
+
+* An ATen operation whose operands are not P. It is a deterministic function of what it reads, so
+  equal operands give equal results; the join of rule 1 types it.
+* Views. A result that shares its storage with an operand has the type of that storage.
+* In-place and `out=` overloads. `add_.Tensor` and `add.out` follow the row of `add.Tensor`; what
+  is written comes from the schema, and an `out` argument is not read.
+* Draws (tag `nondeterministic_seeded`) are V. Data-dependent shapes and values (their tags) of V
+  or P are refused. Integer or bool results of floating P are refused, whatever the row says.
+
+What needs one: everything that is linear in a P; results that are zero; factories; operations that
+do not read an operand's values; several results of different types; operations outside the `aten`
+and `prims` namespaces, which are refused without a row.
+
+Example rows:
+
+    ROWS = {
+        # Sum-like: two terms of one factor. A Python number is an argument too: 0 is Z, others K.
+        aten.add.Tensor: Row(linear=(("self",), ("other",))),
+        aten.cat.default: Row(linear=(("tensors",),)),   # every tensor of the list is an addend
+        # Product-like: one term of two factors.
+        aten.mul.Tensor: Row(linear=(("self", "other"),)),
+        aten.mm.default: Row(linear=(("self", "mat2"),)),
+        # Both: self + mat1 @ mat2.
+        aten.addmm.default: Row(linear=(("self",), ("mat1", "mat2"))),
+        # Unary linear.
+        aten.sum.dim_IntList: Row(linear=(("self",),)),
+        aten.neg.default: Row(linear=(("self",),)),
+        # Linear in some arguments. The other tensors (condition, indices, a divisor) select, scale
+        # or place: beside a P they must be R or K.
+        aten.where.self: Row(linear=(("self",), ("other",))),
+        aten.embedding.default: Row(linear=(("weight",),)),
+        aten.div.Tensor: Row(linear=(("self",),)),
+        # Linear only for some arguments.
+        aten.div.Tensor_mode: Row(linear=(("self",),), when=lambda a: a["rounding_mode"] is None),
+        # Nothing is said about relu and view: one rejects P, the other shares its storage.
+        # Factories, and operands of which only shape and dtype count.
+        aten.zeros.default: Row(zero=True),
+        aten.zeros_like.default: Row(zero=True, unread=("self",)),
+        aten.empty_like.default: Row(zero=True, unread=("self",)),
+        aten.ones_like.default: Row(unread=("self",)),
+        aten.full.default: Row(linear=(("fill_value",),)),          # Z for 0, else K
+        aten.copy.default: Row(linear=(("src",),), unread=("self",)),
+        # A draw whatever its tags say.
+        aten.bernoulli_.float: Row(draws=always, unread=("self",)),
+        # Results of different types: each follows a row of its own, and reads what that one says.
+        aten.convolution_backward.default: Row(
+            results=(
+                Row(linear=(("grad_output", "weight"),), unread=("input",)),
+                Row(linear=(("grad_output", "input"),), unread=("weight",)),
+                Row(linear=(("grad_output",),), unread=("input", "weight")),
+            )
+        ),
+        # Lists that are processed position by position.
+        aten._foreach_add.List: Row(linear=(("self",), ("other",)), zipped=True),
+    }
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Arguments: TypeAlias = Mapping[str, Any]
+"""The arguments of one call by the names of the schema, defaults filled in."""
+
+Condition: TypeAlias = Callable[[Arguments], bool]
+
+
+def always(arguments: Arguments) -> bool:
+    """Holds for any arguments."""
+    return True
+
+
+@dataclass(frozen=True)
+class Row:
+    """The typing of one overload; the default refuses P and joins what is read.
+
+    Attributes:
+        linear: a sum of products: one tuple of argument names per term. The operation is linear in
+            each factor of a term while the others are fixed, and it is the sum of its terms. An
+            argument stands in several terms if it is, say, `x` in x*a + x*b. Arguments that are
+            None, or absent lists, drop out: a product without a factor keeps the rest
+            (`linear(x, w, None)`), a term without any factor is gone.
+        when: holds where `linear` does; elsewhere P is refused.
+        unread: tensor arguments whose values do not matter, only shape and dtype.
+        zero: the results are zeros, or memory not yet written.
+        draws: holds where values are drawn at random, if the overload's tags say it wrongly.
+        results: one row per result, for results of different types; replaces `linear`, `unread`
+            and `zero` of this row.
+        zipped: lists of tensors are processed position by position, one result for each.
+        refuse: why the operation is refused in a body whatever its operands are; None if it is not.
+    """
+
+    linear: tuple[tuple[str, ...], ...] = ()
+    when: Condition = always
+    unread: tuple[str, ...] = ()
+    zero: bool = False
+    draws: Condition | None = None
+    results: tuple["Row", ...] = ()
+    zipped: bool = False
+    refuse: str | None = None

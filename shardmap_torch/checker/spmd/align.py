@@ -1,0 +1,133 @@
+"""Two programs side by side: the steps of one are those of the other, in the same order."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
+
+_IDENTITIES: Final = frozenset(
+    {
+        torch.ops.aten.clone.default,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.contiguous.default,
+    }
+)
+"""Operations that one of the programs may do without: shapes decide whether torch copies."""
+
+_RESHAPES: Final = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
+
+
+class PartedError(Exception):
+    """The programs do different things here; `there` is what the other does."""
+
+    def __init__(self, there: Event | None) -> None:
+        """None: it has ended."""
+        super().__init__()
+        self.there = there
+
+
+class Alignment:
+    """The steps of the one-device program, taken one by one as the ranks' program meets them."""
+
+    def __init__(self, one: Recorder) -> None:
+        """Starts with the first."""
+        self._events = one.events
+        self._at = 0
+        self._same: dict[int, int] = {}
+        self._newly_same: list[int] = []
+
+    def newly_same(self) -> list[int]:
+        """Numbers of tensors of which the one device alone has made a copy since last asked."""
+        found, self._newly_same = self._newly_same, []
+        return found
+
+    def canonical(self, ref: Ref) -> int:
+        """The number of a tensor, or of the one of which it is a copy that the ranks do without."""
+        number = ref.number
+        while number in self._same:
+            number = self._same[number]
+        return number
+
+    def take(self, name: Any) -> Event:
+        """The next step, which must be of that name.
+
+        Raises:
+            PartedError: it is another one.
+        """
+        event = self._peek()
+        while event is not None and not _alike(name, event.name) and self._skips(event):
+            event = self._peek()
+        if event is None or not _alike(name, event.name):
+            raise PartedError(event)
+        self._at += 1
+        return event
+
+    def take_unless_copy(self, op: OpOverload) -> Event | None:
+        """The same, or None where the ranks copy and the one device does not."""
+        try:
+            return self.take(op)
+        except PartedError:
+            if op in _IDENTITIES:
+                return None
+            raise
+
+    def _peek(self) -> Event | None:
+        return self._events[self._at] if self._at < len(self._events) else None
+
+    def _skips(self, event: Event) -> bool:
+        """Passes a copy that the ranks do without."""
+        if event.name not in _IDENTITIES:
+            return False
+        ((number, _),) = event.results
+        source = self.canonical(event.arguments["self"])
+        if self.canonical(Ref(number)) != source:
+            self._same[number] = source
+            self._newly_same.append(source)
+        self._at += 1
+        return True
+
+
+def shown(event: Event | None) -> str:
+    """What the one device does, in words."""
+    if event is None:
+        return "has ended"
+    name = event.name
+    text = name._schema.name.split("::")[1] if isinstance(name, OpOverload) else name
+    return f"does {text}" + (f" at {event.site}" if event.site is not None else "")
+
+
+def equal(value: Any, other: Any) -> bool:
+    """Whether two arguments that are no tensors are the same.
+
+    Example:
+        >>> equal([1, None], (1, None)), equal(1, 1.0)
+        (True, False)
+    """
+    if isinstance(value, list | tuple):
+        return (
+            isinstance(other, list | tuple)
+            and len(value) == len(other)
+            and all(map(equal, value, other))
+        )
+    return value is other or (type(value) is type(other) and bool(value == other))
+
+
+def differing(arguments: Mapping[str, Any], event: Event) -> dict[str, Any]:
+    """The arguments, no tensors, that have another value on one device, with that value."""
+    there = event.arguments
+    return {
+        name: there.get(name) for name in arguments if not equal(arguments[name], there.get(name))
+    }
+
+
+def _alike(name: Any, other: Any) -> bool:
+    """Whether two steps are the same; whether a reshape copies depends on shapes."""
+    if name == other:
+        return True
+    if not isinstance(name, OpOverload) or not isinstance(other, OpOverload):
+        return False
+    return {name._schema.name.split("::")[1], other._schema.name.split("::")[1]} <= _RESHAPES

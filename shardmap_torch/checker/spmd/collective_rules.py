@@ -1,0 +1,175 @@
+"""What each collective does to the cuts of its operand: on one device it is the identity."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from shardmap_torch.checker.spmd.layout import (
+    Dim,
+    Piece,
+    Sizes,
+    UnrelatedError,
+    gathered,
+    in_words,
+    sliced,
+)
+from shardmap_torch.collectives.operations import Collective
+
+Axes: TypeAlias = tuple[str, ...]
+
+_USE: Final = {"R": "leave it R, as all_gather(..., dst=R) and to='reduced' in lax do"}
+
+State: TypeAlias = tuple[tuple[Dim, ...], frozenset[str]]
+"""The cuts of the dims, and the axes over which the value is a sum still to be taken."""
+
+_WRAP: Final = "wrap code that is per-rank by nature in local_region(f, in_types, out_types)."
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective in the ranks' program.
+
+    Attributes:
+        collective: which.
+        axes: those of its axes that have more than one rank.
+        x: its operand.
+        partial: the axes over which that is a sum.
+        sizes: of the axes.
+    """
+
+    collective: Collective
+    axes: Axes
+    x: Piece
+    partial: frozenset[str]
+    sizes: Sizes
+
+
+def after(name: str, move: Move) -> State:
+    """The state of the result, given what happens to the data by name.
+
+    Raises:
+        UnrelatedError: on one device it is not the identity.
+    """
+    collective = move.collective
+    if not move.axes:
+        return move.x.dims, move.partial
+    if not collective.tiled:
+        raise UnrelatedError("it makes or takes a dim with one entry per rank", _WRAP)
+    if len(set(collective.sizes or ()) | set(collective.concat_sizes or ())) > 1:
+        raise UnrelatedError("its sizes are uneven, and ranks hold padding", _WRAP)
+    return _MOVES[name](move)
+
+
+def _sum(move: Move) -> State:
+    return move.x.dims, _taken(move)
+
+
+def _taken(move: Move) -> frozenset[str]:
+    """The sums that are left after those over its axes have been taken."""
+    for axis in move.axes:
+        if axis not in move.partial:
+            dim = move.x.cut_by(axis)
+            have = "equal on all ranks" if dim is None else f"cut along dim {dim}"
+            raise UnrelatedError(
+                f"over {axis!r} its operand is no sum still to be taken but {have}",
+                f"all_gather it over {axis!r}, or contract dim {dim} first."
+                if dim is not None
+                else "drop the collective.",
+            )
+    return move.partial - set(move.axes)
+
+
+def _gather(move: Move) -> State:
+    return _joined(move, move.collective.dim), move.partial
+
+
+def _slice(move: Move) -> State:
+    return _parted(move, move.collective.dim, move.x.dims), move.partial
+
+
+def _sum_scatter(move: Move) -> State:
+    return _parted(move, move.collective.dim, move.x.dims), _taken(move)
+
+
+def _exchange(move: Move) -> State:
+    joined = _joined(move, move.collective.concat_dim)
+    return _parted(move, move.collective.dim, joined), move.partial
+
+
+def _pad(move: Move) -> State:
+    return _joined(move, move.collective.dim), move.partial | set(move.axes)
+
+
+def _mask(move: Move) -> State:
+    return move.x.dims, move.partial | set(move.axes)
+
+
+def _same(move: Move) -> State:
+    collective = move.collective
+    is_sum = collective.src.kind == "V" and set(move.axes) <= move.partial
+    if collective.name == "reinterpret" and not is_sum:
+        raise UnrelatedError(
+            "it keeps the bits and changes the meaning, so that the value is another one",
+            f"{_USE.get(collective.src.kind, 'use convert')}, or {_WRAP}",
+        )
+    return move.x.dims, move.partial
+
+
+def _per_rank(move: Move) -> State:
+    raise UnrelatedError("ranks get the values of other ranks' pieces", _WRAP)
+
+
+def _extremum(move: Move) -> State:
+    """Over the ranks it is that over the entries if each rank has taken that of its part."""
+    if move.partial:
+        over = ", ".join(map(repr, sorted(move.partial)))
+        raise UnrelatedError(
+            f"its operand is a sum over {over} still to be taken, of which ranks have addends",
+            f"all_reduce or reduce_scatter it over {over} first.",
+        )
+    if not set(move.axes).isdisjoint(move.x.axes):
+        raise UnrelatedError(
+            "it is a maximum or minimum over pieces", f"take that of each piece first, or {_WRAP}"
+        )
+    return move.x.dims, move.partial
+
+
+def _joined(move: Move, dim: int) -> tuple[Dim, ...]:
+    """The dims after one has been put together over the axes."""
+    x = move.x
+    found = gathered(x.dims[dim], move.axes)
+    if found is None:
+        over = ", ".join(map(repr, move.axes))
+        raise UnrelatedError(
+            f"it puts dim {dim} together over {over}, and that dim is {in_words(x.dims[dim])}",
+            "name the dim that is cut, and gather the innermost axis first.",
+        )
+    return (*x.dims[:dim], found, *x.dims[dim + 1 :])
+
+
+def _parted(move: Move, dim: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """The dims after one has been cut over the axes."""
+    found = sliced(dims[dim], move.axes, move.sizes)
+    if found is None:
+        raise UnrelatedError(f"it cuts dim {dim} across blocks of which it is made up")
+    return (*dims[:dim], found, *dims[dim + 1 :])
+
+
+_MOVES: Final[Mapping[str, Callable[[Move], State]]] = MappingProxyType(
+    {
+        "sum": _sum,
+        "max": _extremum,
+        "min": _extremum,
+        "gather": _gather,
+        "slice": _slice,
+        "pad": _pad,
+        "sum_scatter": _sum_scatter,
+        "exchange": _exchange,
+        "permute": _per_rank,
+        "broadcast": _per_rank,
+        "mask": _mask,
+        "sum_mask": _per_rank,
+        "same": _same,
+    }
+)

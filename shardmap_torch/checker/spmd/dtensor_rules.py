@@ -1,0 +1,213 @@
+"""How results are cut by torch's own sharding propagation, that of DTensor.
+
+It is asked about one axis at a time, and only what it answers without moving data counts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardmap_torch.checker.rules.infer import signature_of, writes_of
+from shardmap_torch.checker.spmd.layout import ANY, Dim, Piece, Shape, UnrelatedError, uncut
+from shardmap_torch.checker.spmd.sharded import WRAP, Sharded, Step
+from shardmap_torch.collectives.table import EXTREMA
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for one operand in the arguments of an operation."""
+
+    shape: Shape
+    dtype: torch.dtype
+    dim: int | None
+
+
+aten = torch.ops.aten
+
+_MEANS: Final = frozenset(
+    {
+        aten.mean.default,
+        aten.mean.dim,
+        aten.mse_loss.default,
+        aten.huber_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.binary_cross_entropy.default,
+        aten.binary_cross_entropy_with_logits.default,
+    }
+)
+"""Averages over all entries; of others, such as those that ignore some, the parts may differ."""
+
+_AVERAGE: Final = (
+    "it averages over a cut dim, and the mean of a part is not the mean",
+    "take the sum, all_reduce it, and divide by the size on one device: x.shape[dim] * "
+    "axis_size(axis).",
+)
+
+
+def by_dtensor(step: Step) -> list[Sharded]:
+    """A rule: asks about each axis, and puts the answers together.
+
+    Raises:
+        UnrelatedError: as `propagate`.
+    """
+    pieces = step.pieces
+    axes = sorted({axis for x in pieces for axis in x.axes}, key=list(step.sizes).index)
+    if any(ANY in x.dims for x in pieces):
+        raise UnrelatedError("the size of an operand is that of a rank, and fits no cut yet")
+    if writes_of(step.op, step.arguments) and axes:
+        raise UnrelatedError("nothing is known about what it writes where operands are cut", WRAP)
+    dims: list[list[Dim]] = [list(map(uncut, whole)) for _, whole in step.results]
+    partial: list[set[str]] = [set() for _ in step.results]
+    pending: list[set[tuple[str, str]]] = [set() for _ in step.results]
+    for axis in axes:
+        answers = _ask(step.op, _arguments_for(step, axis), step.sizes[axis])
+        if len(answers) < len(step.results):
+            raise UnrelatedError("torch does not know how its results are cut", WRAP)
+        for result, answer in enumerate(answers):
+            if isinstance(answer, int):
+                dims[result][answer] = _passed_on(axis, step, result, answer)
+            elif answer == "sum":
+                partial[result].add(axis)
+            elif answer is not None:
+                pending[result].add((axis, _pending(step.op, answer)))
+    columns = zip(dims, partial, pending, strict=True)
+    return [Sharded(tuple(d), frozenset(p), frozenset(e)) for d, p, e in columns]
+
+
+_UNKNOWN: Final = ("its result would still have to be combined over the ranks", WRAP)
+
+
+def _pending(op: OpOverload, answer: str) -> str:
+    """What has to be taken of the ranks' values, which are no addends."""
+    if answer in EXTREMA:
+        return answer
+    if answer == "avg" and op in _MEANS:
+        return "mean"
+    raise UnrelatedError(*(_AVERAGE if answer == "avg" else _UNKNOWN))
+
+
+def _passed_on(axis: str, step: Step, result: int, dim: int) -> Dim:
+    """The cut of a result's dim, which is that of the operands' dim that it comes from."""
+    found = {x.dims[at] for x in step.pieces if (at := x.cut_by(axis)) is not None}
+    whole = step.results[result][1][dim]
+    if len(found) != 1 or prod(base for _, base in min(found)) != whole:
+        raise UnrelatedError("it does not keep the dim that is cut as it is", WRAP)
+    return found.pop()
+
+
+def _arguments_for(step: Step, axis: str) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """Positional and keyword arguments as seen by one axis, over which tensors are whole."""
+    tensors = iter(step.tensors)
+
+    def seen(value: Any) -> Any:
+        if isinstance(value, Piece):
+            dim, shape = value.cut_by(axis), list(value.local)
+            if dim is not None:
+                shape[dim] *= step.sizes[axis]
+            return _Slot(tuple(shape), next(tensors).dtype, dim)
+        if isinstance(value, list | tuple):
+            return tuple(map(seen, value))
+        return value
+
+    arguments = {name: seen(value) for name, value in step.arguments.items()}
+    defaults = signature_of(step.op).defaults
+    given = [a for a in step.op._schema.arguments if a.name in arguments]
+    is_default = [
+        a.name in defaults and arguments[a.name] == _hashable(defaults[a.name]) for a in given
+    ]
+    positional = [i for i, a in enumerate(given) if not a.kwarg_only]
+    last = max((i for i in positional if not is_default[i]), default=-1)
+    args = tuple(arguments[given[i].name] for i in positional if i <= last)
+    kwargs = tuple(
+        (a.name, arguments[a.name])
+        for i, a in enumerate(given)
+        if a.kwarg_only and not is_default[i]
+    )
+    return args, kwargs
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@lru_cache(maxsize=8192)
+def _ask(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, ...]:
+    """For each result the dim that is cut, what is left to do ("sum"), or None where it is whole.
+
+    Raises:
+        UnrelatedError: torch would move data first, or does not know the operation.
+    """
+    args, kwargs = arguments
+    # Outside of the interpreter's modes: what torch computes here is not the body's.
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        try:
+            found = _propagator().propagate_op_sharding_non_cached(
+                _schema(op, args, dict(kwargs), _mesh(size))
+            )
+        except Exception as error:
+            raise UnrelatedError("torch does not know how its results are cut", WRAP) from error
+    if found.needs_redistribute:
+        raise UnrelatedError("on cut operands it does not give parts of the result", WRAP)
+    specs = found.output_spec
+    return tuple(map(_answer, specs if isinstance(specs, list | tuple) else [specs]))
+
+
+def _answer(spec: Any) -> int | str | None:
+    if spec is None:
+        return None
+    (placement,) = spec.placements
+    if placement.is_replicate():
+        return None
+    if type(placement).__name__ == "Shard":
+        return int(placement.dim)
+    # A sum is one only if it is the plain kind: norms and masked lookups are subclasses.
+    return str(placement.reduce_op) if type(placement).__name__ == "Partial" else "?"
+
+
+@cache
+def _propagator() -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor._op_dispatcher.sharding_propagator
+
+
+@cache
+def _mesh(size: int) -> Any:
+    """A mesh without processes."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
+
+
+def _schema(op: OpOverload, args: Any, kwargs: Mapping[str, Any], mesh: Any) -> Any:
+    from torch.distributed.tensor._op_schema import OpSchema
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, _Slot):
+            return _spec(value, mesh)
+        # torch writes lists as lists.
+        return [spec(item) for item in value] if isinstance(value, tuple) else value
+
+    info = _propagator().op_to_schema_info.get(op)
+    return OpSchema(
+        op,
+        tuple(map(spec, args)),
+        {name: spec(value) for name, value in kwargs.items()},
+        schema_info=info,
+    )
+
+
+def _spec(slot: _Slot, mesh: Any) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    like = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
+    placement = Replicate() if slot.dim is None else Shard(slot.dim)
+    meta = TensorMeta(like.shape, like.stride(), slot.dtype)
+    return DTensorSpec(mesh, (placement,), tensor_meta=meta)

@@ -1,0 +1,455 @@
+"""Global strictness: the ranks' program, held step by step against the program on one device.
+
+By induction every value of the ranks' program is a piece of its value on one device: cut along
+dims (S(i)), a sum over ranks (P), or all of it (I, R, K). A step that cannot keep that up is an
+error at its line. What autograd does is not followed: with a forward that means the one-device
+program, and cotangents of the right types, its gradients are that program's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.observer import (
+    COLLECTIVE,
+    GRADIENT,
+    INDEX,
+    LITERAL,
+    REGION,
+    RESULT,
+    VALUE,
+    Observer,
+    made_by,
+    tensors_in,
+)
+from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, type_call, writes_of
+from shardmap_torch.checker.rules.registry import row_of
+from shardmap_torch.checker.spmd.align import Alignment, PartedError, differing, shown
+from shardmap_torch.checker.spmd.collective_rules import Move, after
+from shardmap_torch.checker.spmd.layout import ANY, Piece, UnrelatedError, fitted
+from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref, in_backward
+from shardmap_torch.checker.spmd.sharded import Sharded, Step
+from shardmap_torch.checker.spmd.state import NO_AXES, Notes, Sums
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.table import EXTREMA
+from shardmap_torch.spec import P
+from shardmap_torch.types import AxisType, Partial, V
+
+Named = Sequence[tuple[str, Tensor]]
+
+
+class Relation(Observer):
+    """Follows the ranks' program."""
+
+    def __init__(self, interpreter: Interpreter, one: Recorder) -> None:
+        """`one` has recorded the same body on one device."""
+        self._interpreter, self._one = interpreter, one
+        self._alignment = Alignment(one)
+        self._notes = Notes(interpreter, self._alignment)
+        self._inputs = iter(one.inputs)
+
+    def entered(self, tensor: Tensor, spec: P) -> None:
+        """An argument is cut as its spec says."""
+        number, whole = next(self._inputs)
+        self._notes.place(tensor, number, whole, spec)
+
+    def closed_over(self, fake: Tensor, real: Tensor) -> None:
+        """A tensor from outside is whole on every rank."""
+        number = self._one.closures.get(id(real), -id(real))  # else the other never meets it
+        self._notes.note(fake, number, Piece.uncut(tuple(fake.shape)))
+
+    def spec_of(self, tensor: Tensor) -> P | None:
+        """How a tensor is cut."""
+        return self._notes.spec_of(tensor)
+
+    def literal(self, made: Tensor, numbers: Tensor) -> None:
+        """A literal must be the same."""
+        with self._judged(LITERAL, []) as live:
+            if live:
+                event = self._take(LITERAL)
+                with _disable_current_modes():  # the numbers are real
+                    same = event.literal is not None and torch.equal(event.literal, numbers)
+                if not same:
+                    raise UnrelatedError("it has other numbers there")
+                ((number, _),) = event.results
+                self._notes.note(made, number, Piece.uncut(tuple(made.shape)))
+
+    def indexed(self, index: Tensor, axes: Sequence[str]) -> None:
+        """The index of a rank means nothing on one device."""
+        with self._judged(INDEX, []) as live:
+            if live:
+                ((number, _),) = self._take(INDEX).results
+                self._notes.note(index, number, Piece.uncut(()))
+                self._notes.set_sums(index, NO_AXES, frozenset(axes))
+
+    def moved(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
+        """A collective must put together what is one value on one device, or take it apart."""
+        extremum = f"all_reduce with op={move!r}"
+        with self._judged(extremum if move in EXTREMA else str(collective), [("x", x)]) as live:
+            if live:
+                event = self._take(COLLECTIVE)
+                ((number, whole),) = event.results
+                sums = self._notes.sums(x)
+                means = sums.over("mean") if move == "sum" else NO_AXES
+                self._notes.reject_loose(x, means | sums.over(move))
+                piece = self._notes.find(x, event.arguments["x"], "its operand")
+                partial = sums.partial | means
+                if collective is not None:
+                    sizes = self._notes.sizes
+                    axes = tuple(axis for axis in collective.axes if axis in sizes)
+                    dims, partial = after(move, Move(collective, axes, piece, partial, sizes))
+                    piece = fitted(dims, tuple(y.shape), whole)
+                    sums = _moved(sums, means & set(axes), frozenset(axes) - means)
+                self._notes.note(y, number, piece)
+                self._notes.set_sums(y, partial - means, sums.loose, sums.pending)
+
+    def taken(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """A Python value must come from what every rank has as a whole."""
+        with self._judged(f"{VALUE} {name}", [("tensor", x) for x in tensors]) as live:
+            if live:
+                refs = self._take(f"{VALUE} {name}").arguments["tensors"]
+                for tensor, ref in zip(tensors, refs, strict=True):
+                    self._notes.require(tensor, ref, P())
+
+    def region(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
+        """The arguments of per-rank code must be cut as it declares."""
+        with self._judged(f"{REGION} {name}", [("argument", x) for x in inputs]) as live:
+            if live:
+                refs = self._take(f"{REGION} {name}").arguments["inputs"]
+                for tensor, ref, spec in zip(inputs, refs, specs, strict=True):
+                    self._notes.require(tensor, ref, spec)
+
+    def region_ended(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
+        """Its results are cut as it promises."""
+        with self._judged(f"{REGION} {name}", [("result", y) for y in outputs]) as live:
+            if live:
+                results = self._take(f"the end of {REGION} {name}").results
+                for tensor, (number, whole), spec in zip(outputs, results, specs, strict=True):
+                    self._notes.place(tensor, number, whole, spec)
+
+    def left(self, path: str, value: Tensor, spec: P) -> None:
+        """A result must be cut as its spec says."""
+        with self._judged(f"{RESULT} {path}", [(path, value)], placed=False):
+            event = self._take(f"{RESULT} {path}")
+            self._notes.require(value, event.arguments["value"], spec)
+
+    # --------------------------------------------------------------------------- gradients
+
+    def differentiated(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        operands: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """A gradient is cut like its value: its type has been checked."""
+        with self._judged(GRADIENT, []) as live:
+            if live:
+                event = self._take(GRADIENT)
+                self._check_seeds(event, outputs, seeds)
+                found = iter(event.results)
+                refs = event.arguments["operands"]
+                for operand, gradient, ref in zip(operands, gradients, refs, strict=True):
+                    if gradient is not None:
+                        piece = self._notes.find(operand, ref, "what it is the gradient of")
+                        self._note_gradient(piece, operand, gradient, next(found)[0])
+
+    def _check_seeds(
+        self, event: Event, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]
+    ) -> None:
+        refs = zip(event.arguments["outputs"], event.arguments["seeds"], strict=True)
+        for output, seed, (ref, seed_ref) in zip(outputs, seeds, refs, strict=True):
+            self._notes.reject_loose(output)
+            piece = self._notes.find(output, ref, "what is differentiated")
+            if (seed is None) != (seed_ref is None):
+                raise UnrelatedError("a cotangent is given in one program only")
+            if seed is not None:
+                self._notes.reject_loose(seed)
+                same = self._notes.find(seed, seed_ref, "the cotangent").dims == piece.dims
+                if not same or self._notes.sums(seed).partial:
+                    raise UnrelatedError("the cotangent is not cut like its value")
+
+    def _note_gradient(self, piece: Piece, operand: Tensor, gradient: Tensor, number: int) -> None:
+        if self._notes.sums(operand).partial:
+            raise UnrelatedError("the value is a sum still to be taken")
+        self._notes.note(gradient, number, fitted(piece.dims, tuple(gradient.shape), piece.whole))
+        # Of what the ranks use in their own ways, parts are still to be added.
+        parts = (a for a, kind in self._kinds(gradient) if kind in (V, Partial))
+        self._notes.set_sums(gradient, frozenset(parts) - frozenset(piece.axes))
+
+    # -------------------------------------------------------------------------- operations
+
+    def called(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> None:
+        """An operation on pieces must give pieces of the result."""
+        with self._judged(messages.friendly(op), _tensors(arguments)) as live:
+            if live:
+                results = made_by(op, arguments, out)
+                event = self._alignment.take_unless_copy(op)
+                self._notes.seal_copies()
+                if event is None:
+                    ((_, source),) = _tensors(arguments)
+                    self._notes.copy(source, results[0])
+                elif results:  # else it answers a question about shapes
+                    self._relate(op, event, arguments, results)
+
+    def _relate(
+        self,
+        op: OpOverload,
+        event: Event,
+        arguments: Mapping[str, Any],
+        results: Sequence[Tensor],
+    ) -> None:
+        read = _read_names(op)
+        shared, kept = self._shared(op, event, arguments)
+        for name, tensor in _tensors(arguments):
+            if name in read and self._notes.sums(tensor).loose:
+                self._notes.reject_loose(tensor, self._kept(op, tensor) | shared)
+        pieces = {
+            name: self._pieces(value, event.arguments.get(name), name)
+            for name, value in arguments.items()
+        }
+        tensors = [tensor for _, tensor in _tensors(arguments)]
+        plain = {name: value for name, value in arguments.items() if not tensors_in(value)}
+        whole = differing({} if shared else plain, event)
+        shapes = [
+            (tuple(tensor.shape), shape)
+            for tensor, (_, shape) in zip(results, event.results, strict=True)
+        ]
+        if any(len(local) != len(there) for local, there in shapes):
+            raise UnrelatedError("on one device the result has another number of dims")
+        step = Step(op, pieces, whole, tensors, shapes, self._notes.sizes)
+        self._reject_hidden_writes(op, arguments, results, step)
+        summed = self._summed(op, arguments, step)
+        for index, sharded in enumerate(propagate(step)):
+            number, shape = event.results[index]
+            piece = fitted(sharded.dims, tuple(results[index].shape), shape)
+            if kept:
+                sharded = replace(sharded, pending=sharded.pending | kept)
+            self._finish(op, arguments, results[index], number, piece, sharded, summed)
+
+    def _shared(
+        self, op: OpOverload, event: Event, arguments: Mapping[str, Any]
+    ) -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
+        """The unfinished axes of the sum of means that is divided here, and what stays of them."""
+        x, by, there = (*map(arguments.get, ("self", "other")), event.arguments.get("other"))
+        if (
+            op is torch.ops.aten.div.Tensor
+            and isinstance(x, Tensor)
+            and isinstance(by, int | float)
+        ):
+            sums = self._notes.sums(x)
+            axes = sums.over("share")
+            count = prod(self._notes.sizes[axis] for axis in axes)
+            if axes and isinstance(there, int | float) and by == there * count:
+                left = frozenset(each for each in sums.pending if each[1] == "mean")
+                return sums.over("share", "mean"), left
+        return NO_AXES, frozenset()
+
+    def _kept(self, op: OpOverload, tensor: Tensor) -> frozenset[str]:
+        """The axes over which the result is as unfinished as the operand."""
+        pending = self._notes.sums(tensor).pending if _is_view(op) else ()
+        return frozenset(axis for axis, _ in pending)
+
+    def _reject_hidden_writes(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        results: Sequence[Tensor],
+        step: Step,
+    ) -> None:
+        """Refuses statistics that an operation keeps of what is cut."""
+        made = {id(tensor) for tensor in results}
+        hidden = [
+            n
+            for n in writes_of(op, arguments)
+            for t in tensors_in(arguments[n])
+            if id(t) not in made
+        ]
+        if hidden and any(piece.axes for piece in step.pieces):
+            raise UnrelatedError(f"it writes to {hidden[0]} what each rank sees of a cut operand")
+
+    def _pieces(self, value: Any, there: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            if not isinstance(there, Ref):
+                raise UnrelatedError(f"{name} is no tensor on one device")
+            return self._notes.find(value, there, name)
+        if isinstance(value, list | tuple) and tensors_in(value):
+            if not isinstance(there, tuple) or len(there) != len(value):
+                raise UnrelatedError(f"{name} has another length on one device")
+            return [self._pieces(item, ref, name) for item, ref in zip(value, there, strict=True)]
+        return value
+
+    def _summed(self, op: OpOverload, arguments: Mapping[str, Any], step: Step) -> frozenset[str]:
+        """The axes over which the result is a sum because operands are."""
+        read = _read_names(op)
+        operands = [t for name, t in _tensors(arguments) if name in read]
+        open_ = frozenset(axis for x in operands for axis in self._notes.sums(x).partial)
+        if not open_:
+            return open_
+        beside = [x for x in operands if self._notes.is_cut(x, open_)]
+        if beside:
+            axis = min(open_)
+            raise UnrelatedError(
+                f"it takes a sum over {axis!r} together with what is cut over {axis!r}",
+                f"all_reduce the sum over {axis!r} first.",
+            )
+        if _is_view(op):
+            return open_
+        names = self._interpreter.axes
+        outcomes = type_call(op, arguments, self._as_sums, len(names))
+        for outcome in outcomes:
+            if isinstance(outcome, Refusal):
+                raise UnrelatedError(
+                    f"over {names[outcome.axis or 0]!r} an operand is a sum still to be taken: "
+                    f"{outcome.reason}",
+                    "all_reduce or reduce_scatter first, and go on with the finished value.",
+                )
+            for axis in open_:
+                if outcome[names.index(axis)] != Partial:
+                    raise UnrelatedError(f"it loses the sum over {axis!r} still to be taken")
+        return open_
+
+    def _as_sums(self, x: Tensor) -> Types:
+        partial = self._notes.sums(x).partial
+        kinds = self._interpreter.kinds(x)
+        return tuple(
+            Partial if axis in partial else kind
+            for axis, kind in zip(self._interpreter.axes, kinds, strict=True)
+        )
+
+    def _finish(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        result: Tensor,
+        number: int,
+        piece: Piece,
+        sharded: Sharded,
+        summed: frozenset[str],
+    ) -> None:
+        if sharded.partial and result.dtype == torch.bool:
+            raise UnrelatedError(
+                "whether any entry is true is no sum of whether any of a part is",
+                "count them: x.sum(dim), all_reduce the counts, and compare them with 0.",
+            )
+        partial = summed | sharded.partial
+        if not partial.isdisjoint(piece.axes):
+            axis = min(partial & set(piece.axes))
+            raise UnrelatedError(f"its result is a sum over {axis!r} and cut over it as well")
+        loose = frozenset(
+            axis
+            for axis, kind in self._kinds(result)
+            if kind == V and axis not in piece.axes and axis not in partial
+        )
+        if writes_of(op, arguments) and not self._is_overwritten(result, number, piece, partial):
+            # What is unfinished in the rest of the storage stays so.
+            loose |= self._notes.sums(result).loose
+        self._notes.note(result, number, piece)
+        if not self._notes.knows_sums(result) or writes_of(op, arguments):
+            self._reject_gradients(arguments, sharded)
+            self._notes.set_sums(result, partial, loose, sharded.pending)
+
+    def _reject_gradients(self, arguments: Mapping[str, Any], sharded: Sharded) -> None:
+        """Refuses gradients through an extremum, which equal entries would share by ranks."""
+        extrema = [kind for _, kind in sharded.pending if kind in EXTREMA]
+        if extrema and any(self._flows(x) for _, x in _tensors(arguments)):
+            raise UnrelatedError(
+                f"it takes the {min(extrema)}imum over a cut dim, and a gradient flows "
+                "through it, which equal entries would share in other parts than on one device",
+                "detach its operand if it needs no gradient, or wrap it and the all_reduce with "
+                "op='max' or 'min' in one local_region.",
+            )
+
+    def _flows(self, tensor: Tensor) -> bool:
+        return self._interpreter.flows(self._interpreter.base(tensor))
+
+    def _is_overwritten(
+        self, tensor: Tensor, number: int, piece: Piece, partial: frozenset[str]
+    ) -> bool:
+        """Whether a write, which must fit what was there, fills the storage."""
+        before = self._notes.find(tensor, Ref(number), "what is written to")
+        if before.dims != piece.dims or ANY in piece.dims:
+            raise UnrelatedError(
+                f"it writes what is cut {piece.spec()} into what is cut {before.spec()}"
+            )
+        fills = self._interpreter.cell(tensor).storage.nbytes() == tensor.numel() * tensor.itemsize
+        if partial != self._notes.sums(tensor).partial and not fills:
+            raise UnrelatedError("it writes a sum still to be taken into finished values")
+        return fills
+
+    def _kinds(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:
+        kinds = zip(self._interpreter.axes, self._interpreter.cell(tensor).kinds, strict=True)
+        return ((axis, kind) for axis, kind in kinds if axis in self._notes.sizes)
+
+    # ------------------------------------------------------------------------------ errors
+
+    def _take(self, name: Any) -> Event:
+        event = self._alignment.take(name)
+        self._notes.seal_copies()
+        return event
+
+    @contextmanager
+    def _judged(self, what: str, tensors: Named, placed: bool = True) -> Iterator[bool]:
+        """Puts a message together where a step is no step of both programs.
+
+        Gives whether the step counts: those of autograd are judged by their types alone.
+        """
+        try:
+            yield not in_backward()
+        except UnrelatedError as unrelated:
+            head = f"check='global': {what} is not what it is on one device: {unrelated.reason}."
+            lines = [self._line(name, tensor) for name, tensor in tensors]
+            raise messages.error(self._interpreter, head, lines, unrelated.fix, placed) from None
+        except PartedError as parted:
+            raise messages.error(
+                self._interpreter,
+                f"check='global': the ranks come to {what}, where the program on one device "
+                f"{shown(parted.there)}.",
+                [],
+                "write the body so that it takes the same steps whatever axis_size(axis) is, or "
+                "wrap per-rank code in local_region.",
+                placed,
+            ) from None
+
+    def _line(self, name: str, tensor: Tensor) -> str:
+        tensor = self._interpreter.adopt(tensor)
+        kind = str(tensor.dtype).removeprefix("torch.")
+        origin = self._interpreter.cell(tensor).origin()
+        return f"  {name}: {kind}{list(tensor.shape)}, cut {self.spec_of(tensor)!r}, from {origin}"
+
+
+def _moved(sums: Sums, summed: frozenset[str], taken: frozenset[str]) -> Sums:
+    """What is left after means over some axes have been summed, and extrema over others taken."""
+    pending = frozenset(
+        (axis, "share" if axis in summed else kind)
+        for axis, kind in sums.pending
+        if axis not in taken
+    )
+    return Sums(sums.partial, sums.loose - taken, pending)
+
+
+def _tensors(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, value in arguments.items() for tensor in tensors_in(value)]
+
+
+def _is_view(op: OpOverload) -> bool:
+    """Whether the result shares its memory with an operand, and so its types."""
+    shares = any(made.alias_info is not None for made in op._schema.returns)
+    return shares and not op._schema.is_mutable and op is not torch.ops.aten.view.dtype
+
+
+def _read_names(op: OpOverload) -> frozenset[str]:
+    """Arguments whose values matter."""
+    signature, row = signature_of(op), row_of(op)
+    unread = set(row.unread) if row is not None and not row.results else set()
+    return frozenset(signature.names) - unread - signature.outs

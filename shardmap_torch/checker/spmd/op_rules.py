@@ -1,0 +1,282 @@
+"""How the results of an ATen operation are cut, given how its operands are.
+
+Rows of ours for what depends on sizes or is met at every step; torch's own sharding propagation,
+that of DTensor, for all else.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.spmd.dtensor_rules import by_dtensor
+from shardmap_torch.checker.spmd.layout import (
+    ANY,
+    Dim,
+    Piece,
+    UnrelatedError,
+    agreed,
+    axes_of,
+    broadcast,
+    fill,
+    reshape,
+    spread,
+    uncut,
+)
+from shardmap_torch.checker.spmd.sharded import WRAP, Rule, Sharded, Step, pieces_of
+
+aten = torch.ops.aten
+
+
+def propagate(step: Step) -> list[Sharded]:
+    """One entry per result.
+
+    Raises:
+        UnrelatedError: the results are no pieces of those on one device.
+    """
+    rule = _rule_of(step.op)
+    for name, there in step.whole.items():
+        if name in _SIZES.get(rule, ()):
+            continue
+        raise UnrelatedError(
+            f"its argument {name} is {step.arguments[name]} on a rank and {there} on one device",
+            "a number that depends on local shapes must be right on one device too: multiply "
+            "sizes by axis_size(axis).",
+        )
+    return rule(step)
+
+
+def _pointwise(step: Step) -> list[Sharded]:
+    pieces = step.pieces
+    return [Sharded(broadcast(pieces, len(whole))) for _, whole in step.results]
+
+
+def _listed(step: Step) -> list[Sharded]:
+    """Lists that are processed position by position."""
+    lists = [v for v in step.arguments.values() if isinstance(v, list | tuple) and pieces_of(v)]
+    shared = [v for v in step.arguments.values() if isinstance(v, Piece)]
+    found = []
+    for index, (_, whole) in enumerate(step.results):
+        at = index % len(lists[0])
+        operands = [*(pieces_of(items)[at] for items in lists), *shared]
+        if any(len(x.whole) > len(whole) for x in operands):
+            raise UnrelatedError("it reduces each tensor of a list", WRAP)
+        found.append(Sharded(broadcast(operands, len(whole))))
+    return found
+
+
+def _reshaped(step: Step) -> list[Sharded]:
+    (x,) = step.pieces
+    return [Sharded(reshape(x, whole)) for _, whole in step.results]
+
+
+def _expanded(step: Step) -> list[Sharded]:
+    (x,) = step.pieces
+    return [Sharded(spread(x, *shapes)) for shapes in step.results]
+
+
+def _filled(step: Step) -> list[Sharded]:
+    return [Sharded(fill(*shapes)) for shapes in step.results]
+
+
+def _permuted(step: Step) -> list[Sharded]:
+    (x,) = step.pieces
+    order = _order(step.op, step.arguments, len(x.dims))
+    return [Sharded(tuple(x.dims[dim] for dim in order))]
+
+
+def _order(op: OpOverload, arguments: Mapping[str, Any], rank: int) -> list[int]:
+    order = list(range(rank))
+    if op is aten.permute.default:
+        return [dim % rank for dim in arguments["dims"]]
+    if op is aten.t.default:
+        return order[::-1]
+    first, second = arguments["dim0"], arguments["dim1"]
+    if rank:
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _joined(step: Step) -> list[Sharded]:
+    """A concatenation: the dim along which it goes must be whole."""
+    pieces = [x for x in step.pieces if x.whole != (0,)]
+    rank = len(pieces[0].whole)
+    dim = step.arguments["dim"] % rank
+    if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for x in pieces):
+        raise UnrelatedError(f"it joins along dim {dim}, which is cut", _GATHER)
+    others = [other for other in range(rank) if other != dim]
+    dims = broadcast([x.part(others) for x in pieces], rank - 1)
+    joined = uncut(sum(x.whole[dim] for x in pieces))
+    return [Sharded((*dims[:dim], joined, *dims[dim:]))]
+
+
+def _stacked(step: Step) -> list[Sharded]:
+    pieces = step.pieces
+    rank = len(pieces[0].whole)
+    dim = step.arguments["dim"] % (rank + 1)
+    dims = broadcast(pieces, rank)
+    return [Sharded((*dims[:dim], uncut(len(pieces)), *dims[dim:]))]
+
+
+def _sliced(step: Step) -> list[Sharded]:
+    (x,) = step.pieces
+    dim = step.arguments["dim"] % len(x.dims)
+    here = _range(step.arguments, x.local[dim])
+    there = _range({**step.arguments, **step.whole}, x.whole[dim])
+    full = here == range(x.local[dim]) and there == range(x.whole[dim])
+    if full:
+        return [Sharded(x.dims)]
+    if axes_of(x.dims[dim]) or x.dims[dim] == ANY or here != there:
+        raise UnrelatedError(f"it takes a part of dim {dim}, which is cut", _GATHER)
+    return [Sharded((*x.dims[:dim], uncut(len(here)), *x.dims[dim + 1 :]))]
+
+
+def _range(arguments: Mapping[str, Any], size: int) -> range:
+    bounds = slice(arguments["start"], arguments["end"], arguments["step"])
+    return range(*bounds.indices(size))
+
+
+def _indexed(step: Step) -> list[Sharded]:
+    """`x[:, ids]`: dims that are indexed must be whole; those of the indices take their place."""
+    x, indices = step.arguments["self"], step.arguments["indices"]
+    places = [dim for dim, index in enumerate(indices) if isinstance(index, Piece)]
+    if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for dim in places):
+        raise UnrelatedError("it picks entries along a dim that is cut", WRAP)
+    found = pieces_of(indices)
+    rank = max(len(index.whole) for index in found)
+    kept = [dim for dim in range(len(x.dims)) if dim not in places]
+    adjacent = places == list(range(places[0], places[0] + len(places)))
+    front = places[0] if adjacent else 0
+    dims = [x.dims[dim] for dim in kept]
+    return [Sharded((*dims[:front], *broadcast(found, rank), *dims[front:]))]
+
+
+_GATHER: Final = "gather it first, with all_gather."
+
+
+def einsum(equation: str) -> Rule:
+    """A rule from letters for dims, as in "bmk,bkn->bmn".
+
+    Dims of one letter must be cut alike; a letter that the result lacks is summed over, so that
+    cutting it leaves a sum still to be taken. Dims of a capital letter are mixed otherwise, and
+    must be whole. Operands beyond the letters are spread over the result, as in `addmm`.
+    """
+    inputs, output = equation.split("->")
+    operands, results = inputs.split(","), output.split(",")
+
+    def rule(step: Step) -> list[Sharded]:
+        pieces = step.pieces[-len(operands) :]
+        dims = {
+            letter: agreed(
+                [x.dims[at] for x, at in _places(letter, operands, pieces)], f"dim {letter}"
+            )
+            for letter in dict.fromkeys("".join(operands))
+        }
+        mixed = [letter for letter in dims if letter.isupper() and axes_of(dims[letter])]
+        if mixed or any(dims[letter] == ANY for letter in dims if letter not in output):
+            raise UnrelatedError("it mixes all entries along a dim that is cut", WRAP)
+        found = [tuple(dims[letter] for letter in result) for result in results]
+        summed = [dims[letter] for letter in dims if letter.islower() and letter not in output]
+        partial = frozenset(axis for dim in summed for axis in axes_of(dim))
+        beside = step.pieces[: -len(operands)]
+        if beside and ANY in found[0]:
+            raise UnrelatedError("the size of an operand is that of a rank, and fits no cut yet")
+        if beside and broadcast([*beside, _like(found[0])], len(found[0])) != found[0]:
+            raise UnrelatedError("what is added is cut in another way than the product")
+        if beside and partial:
+            raise UnrelatedError(
+                f"it adds a bias to a sum over {min(partial)!r} still to be taken: "
+                "the bias would be counted once per rank",
+                f"add the bias after the all_reduce over {min(partial)!r}.",
+            )
+        return [Sharded(dims_, partial) for dims_ in found]
+
+    return rule
+
+
+def _like(dims: Sequence[Dim]) -> Piece:
+    whole = tuple(prod(base for _, base in dim) for dim in dims)
+    local = tuple(prod(base for axis, base in dim if axis is None) for dim in dims)
+    return Piece(tuple(dims), local, whole)
+
+
+def _places(
+    letter: str, operands: Sequence[str], pieces: Sequence[Piece]
+) -> list[tuple[Piece, int]]:
+    """The operands' dims of that letter; dims of size 1 are spread."""
+    return [
+        (x, at)
+        for letters, x in zip(operands, pieces, strict=True)
+        for at, other in enumerate(letters)
+        if other == letter
+    ]
+
+
+def _overloads(names: str) -> list[OpOverload]:
+    found = []
+    for name in names.split():
+        packet, _, which = name.partition(".")
+        overload = getattr(getattr(aten, packet, None), which or "default", None)
+        found += [overload] if overload is not None else []
+    return found
+
+
+RULES: Final[Mapping[OpOverload, Rule]] = {
+    op: rule
+    for rule, names in (
+        (_pointwise, "copy_ copy _to_copy clone detach alias lift_fresh masked_fill.Scalar"),
+        (_pointwise, "to.dtype to.dtype_layout to.device to.other"),
+        (_pointwise, "masked_fill_.Scalar where.self where.ScalarOther where.ScalarSelf"),
+        (_pointwise, "fill_.Scalar fill_.Tensor zero_ zeros_like ones_like full_like empty_like"),
+        (_pointwise, "native_dropout bernoulli_.float bernoulli rand_like randn_like uniform_"),
+        (_pointwise, "normal_ _conj _neg_view _conj_physical real imag masked_fill.Tensor"),
+        (_reshaped, "view _unsafe_view reshape _reshape_alias unsqueeze squeeze squeeze.dim"),
+        (_reshaped, "squeeze.dims view_copy"),
+        (_expanded, "expand"),
+        (
+            _filled,
+            "zeros ones full empty.memory_format scalar_tensor new_zeros new_ones",
+        ),
+        (_filled, "new_full new_empty _efficientzerotensor"),
+        (_permuted, "permute t transpose.int"),
+        (_joined, "cat"),
+        (_stacked, "stack"),
+        (_sliced, "slice.Tensor"),
+        (_indexed, "index.Tensor"),
+        (einsum("mk,kn->mn"), "mm addmm"),
+        (einsum("bmk,bkn->bmn"), "bmm baddbmm"),
+        (einsum("mk,k->m"), "mv addmv"),
+        (einsum("k,k->"), "dot vdot"),
+        (einsum("bhQD,bhKD,bhKE->bhQE,bhQ"), "_scaled_dot_product_flash_attention_for_cpu"),
+    )
+    for op in _overloads(names)
+}
+
+_SIZES: Final[Mapping[Rule, Collection[str]]] = {
+    _reshaped: ("size", "shape", "stride"),
+    _expanded: ("size",),
+    _filled: ("size",),
+    _sliced: ("start", "end"),
+}
+"""Arguments that are sizes, or positions held against them, and may differ in the two programs."""
+
+
+# What torch's reference formulas are written in has no tags.
+_POINTWISE_PRIMS: Final = frozenset(
+    "abs add convert_element_type cos div eq exp ge gt le log lt maximum minimum mul ne neg pow"
+    " rsqrt sin sqrt sub tanh where".split()
+)
+
+
+def _rule_of(op: OpOverload) -> Rule:
+    found = RULES.get(op)
+    if found is not None:
+        return found
+    namespace, name = op._schema.name.split("::")
+    if torch.Tag.pointwise in op.tags or (namespace == "prims" and name in _POINTWISE_PRIMS):
+        return _pointwise
+    if op._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        return _listed
+    return by_dtensor

@@ -1,0 +1,130 @@
+"""The record of the one-device program, with which the ranks' program is compared step by step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.interpreter.observer import Observer
+from shardmap_torch.checker.spmd.layout import Shape
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.spec import P
+
+X = TypeVar("X")
+
+
+Key: TypeAlias = tuple[Any, ...]
+
+
+class Book(Generic[X]):
+    """Notes on tensors. What shows the same entries of the same memory is the same tensor."""
+
+    def __init__(self) -> None:
+        """Nothing is noted."""
+        self._notes: dict[Key, X] = {}
+
+    def get(self, tensor: Tensor) -> X | None:
+        """The note on a tensor, or None."""
+        return self._notes.get(self._key(tensor))
+
+    def put(self, tensor: Tensor, note: X) -> X:
+        """Notes something on a tensor, in place of what was noted."""
+        self._notes[self._key(tensor)] = note
+        return note
+
+    @staticmethod
+    def _key(tensor: Tensor) -> Key:
+        with torch._C.DisableTorchFunction():  # which would see each of these
+            base = base_of(tensor)
+            return (
+                base.untyped_storage()._cdata,
+                base.storage_offset(),
+                tuple(base.shape),
+                base.stride(),
+                base.dtype,
+                base.is_neg(),
+                base.is_conj(),
+            )
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor of the one-device program, by number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """One step of the one-device program.
+
+    Attributes:
+        name: the overload, or what else it is.
+        arguments: by name, tensors replaced by `Ref`.
+        results: the tensors that it makes, and their shapes.
+        site: the user's line.
+        literal: the tensor that a literal makes.
+    """
+
+    name: Any
+    arguments: Mapping[str, Any]
+    results: tuple[tuple[int, Shape], ...]
+    site: Site | None
+    literal: Tensor | None = None
+
+
+def in_backward() -> bool:
+    """Whether autograd runs: its steps are judged by the types alone."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Recorder(Observer):
+    """Notes the steps of the one-device program."""
+
+    judges = False
+
+    def __init__(self) -> None:
+        """Nothing has happened yet."""
+        self.events: list[Event] = []
+        self.inputs: list[tuple[int, Shape]] = []
+        self.closures: dict[int, int] = {}
+        self._book: Book[int] = Book()
+        self._count = 0
+
+    def entered(self, tensor: Tensor, spec: P) -> None:
+        """Numbers an argument."""
+        self.inputs.append((self._number(tensor), tuple(tensor.shape)))
+
+    def closed_over(self, fake: Tensor, real: Tensor) -> None:
+        """Numbers a tensor from outside, of which the other program makes another fake."""
+        self.closures[id(real)] = self._number(fake)
+
+    def step(
+        self,
+        name: Any,
+        arguments: Mapping[str, Any],
+        results: Sequence[Tensor],
+        literal: Tensor | None = None,
+    ) -> None:
+        """Notes a step that is not autograd's."""
+        if not in_backward():
+            read = {key: self._refer(value) for key, value in arguments.items()}
+            made = tuple((self._number(tensor), tuple(tensor.shape)) for tensor in results)
+            self.events.append(Event(name, read, made, call_site(), literal))
+
+    def _refer(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Ref(self._number(value))
+        if isinstance(value, list | tuple):
+            return tuple(map(self._refer, value))
+        return value
+
+    def _number(self, tensor: Tensor) -> int:
+        known = self._book.get(tensor)
+        if known is None:
+            self._count += 1
+            known = self._book.put(tensor, self._count)
+        return known

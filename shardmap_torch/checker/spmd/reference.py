@@ -1,0 +1,47 @@
+"""What the same program does on one device, which global strictness holds a body against."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from shardmap_torch.checker.ir.paths import Branch
+from shardmap_torch.checker.spmd.recorder import Recorder
+from shardmap_torch.errors import ShardTypeError
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """The program on one device: every axis has one rank, and no collective does anything.
+
+    Attributes:
+        steps: what it does.
+        branches: those that it has taken.
+        numbers: those that it has made of values taken from tensors.
+        failure: what it raised, where it has not come to its end.
+    """
+
+    steps: Recorder
+    branches: Sequence[Branch]
+    numbers: Sequence[str]
+    failure: Exception | None
+
+    def require(self, name: str, branches: Sequence[Branch], numbers: Sequence[str]) -> None:
+        """Passes on what went wrong on one device only."""
+        if self.failure is not None:
+            raise ShardTypeError(
+                f"{name}: check='global': on one device the body fails: "
+                f"{type(self.failure).__name__}: {self.failure}\nFix: write sizes that are right "
+                "on one device too: -1, x.shape[...], or a size divided by axis_size(axis)."
+            ) from self.failure
+        if list(branches) != list(self.branches):
+            raise ShardTypeError(
+                f"{name}: check='global': on one device the body takes other branches."
+            )
+        pairs = zip_longest(numbers, self.numbers, fillvalue="none")
+        for here, there in pairs:
+            if here != there:
+                raise ShardTypeError(
+                    f"{name}: check='global': a number made of values taken from tensors is {here} "
+                    f"on a rank and {there} on one device.\nFix: multiply sizes by "
+                    "axis_size(axis)."
+                )

@@ -1,0 +1,66 @@
+"""One operation in the ranks' program and on one device, and how its results are cut."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.spmd.layout import Dim, Piece, Shape, Sizes
+
+WRAP: Final = "gather the operands first, or wrap per-rank code in local_region."
+"""What helps where an operation cannot be done on pieces."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A result: its cuts, and axes over which the ranks' values still have to be combined.
+
+    Attributes:
+        dims: the cuts.
+        partial: axes over which they have to be added.
+        pending: axes over which the "max", the "min" or the "mean" of them has to be taken.
+    """
+
+    dims: tuple[Dim, ...]
+    partial: frozenset[str] = frozenset()
+    pending: frozenset[tuple[str, str]] = frozenset()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation in both programs.
+
+    Attributes:
+        op: the overload.
+        arguments: those of the ranks' program by name, tensors replaced by pieces.
+        whole: the other arguments on one device, where they differ.
+        tensors: the tensors that stand behind the pieces, in order.
+        results: shapes of each result in both programs.
+        sizes: of the axes.
+    """
+
+    op: OpOverload
+    arguments: Mapping[str, Any]
+    whole: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    results: Sequence[tuple[Shape, Shape]]
+    sizes: Sizes
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All operands."""
+        return list(pieces_of(list(self.arguments.values())))
+
+
+Rule: TypeAlias = Callable[[Step], list[Sharded]]
+
+
+def pieces_of(value: Any) -> list[Piece]:
+    """The pieces in an argument, or in a list of arguments."""
+    if isinstance(value, Piece):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [piece for item in value for piece in pieces_of(item)]
+    return []

@@ -1,0 +1,212 @@
+"""What is known of the tensors of the ranks' program: how they make up those of one device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import Tensor
+
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.program import Cell
+from shardmap_torch.checker.spmd.align import Alignment
+from shardmap_torch.checker.spmd.layout import (
+    ANY,
+    Dim,
+    Piece,
+    Shape,
+    UnrelatedError,
+    cut,
+    fitted,
+    in_words,
+)
+from shardmap_torch.checker.spmd.recorder import Book, Ref
+from shardmap_torch.spec import P
+
+Axes = frozenset[str]
+
+NO_AXES: Final[Axes] = frozenset()
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of the values in one storage, axes over which they are not finished.
+
+    Attributes:
+        partial: the value meant is the sum over the ranks.
+        loose: each rank has its own, which means nothing on one device.
+        pending: of these, those over which the "max", the "min" or the "mean" is meant, or, after
+            the sum that begins a mean, the "share": the value divided by the number of ranks.
+    """
+
+    partial: Axes = NO_AXES
+    loose: Axes = NO_AXES
+    pending: frozenset[tuple[str, str]] = frozenset()
+
+    def over(self, *kinds: str) -> Axes:
+        """The axes over which one of these is meant."""
+        return frozenset(axis for axis, kind in self.pending if kind in kinds)
+
+
+@dataclass
+class _Note:
+    """The tensors of one device that a tensor is a piece of, by number; they are all equal."""
+
+    pieces: dict[int, Piece] = field(default_factory=dict)
+
+
+class Notes:
+    """Cuts belong to tensors; sums, like all local types, to the storage that views share."""
+
+    def __init__(self, interpreter: Interpreter, alignment: Alignment) -> None:
+        """Nothing is known."""
+        self._interpreter, self._alignment = interpreter, alignment
+        self.sizes: Mapping[str, int] = {
+            axis: size for axis, size in interpreter.mesh.shape.items() if size > 1
+        }
+        self._on = frozenset(self.sizes)
+        self._book: Book[_Note] = Book()
+        self._sums: dict[int, Sums] = {}
+        # Cells and not tensors: torch copies a new tensor that somebody holds already.
+        self._where: dict[int, Cell] = {}
+
+    def note(self, tensor: Tensor, number: int, piece: Piece) -> None:
+        """A tensor is that piece of that tensor."""
+        number = self._alignment.canonical(Ref(number))
+        known = self._book.get(tensor) or self._book.put(tensor, _Note())
+        known.pieces[number] = piece
+        self._where[number] = self._interpreter.cell(tensor)
+
+    def place(self, tensor: Tensor, number: int, whole: Shape, spec: P) -> None:
+        """A tensor is cut by a spec."""
+        self.note(tensor, number, fitted(self._dims(spec, whole), tuple(tensor.shape), whole))
+        self.set_sums(tensor, spec.partial)
+
+    def find(self, tensor: Tensor, ref: Ref, what: str) -> Piece:
+        """The piece of that one-device tensor that this tensor is.
+
+        Raises:
+            UnrelatedError: it is none.
+        """
+        known = self._book.get(self._interpreter.adopt(tensor))
+        if known is None:
+            raise UnrelatedError(f"nothing is known about how {what} is cut")
+        piece = known.pieces.get(self._alignment.canonical(ref))
+        if piece is None:
+            raise UnrelatedError(f"{what} is another value than on one device")
+        return piece
+
+    def require(self, tensor: Tensor, ref: Ref, spec: P) -> None:
+        """Holds a tensor against a spec.
+
+        Raises:
+            UnrelatedError: it is cut in another way.
+        """
+        piece = self.find(tensor, ref, "it")
+        self.reject_loose(tensor)
+        self._require_sums(tensor, spec)
+        wanted = self._dims(spec, piece.whole)
+        for dim, (have, want) in enumerate(zip(piece.dims, wanted, strict=True)):
+            if have not in (want, ANY):
+                raise UnrelatedError(
+                    f"dim {dim} is {in_words(have)}, and {spec!r} promises {in_words(want)}"
+                )
+        fitted(wanted, piece.local, piece.whole)
+
+    def _require_sums(self, tensor: Tensor, spec: P) -> None:
+        have, want = self.sums(tensor).partial, spec.partial & self._on
+        if have - want:
+            axis = min(have - want)
+            raise UnrelatedError(
+                f"over {axis!r} it is a sum still to be taken, which {spec!r} does not say",
+                f"all_reduce or reduce_scatter it over {axis!r} first, or name {axis!r} in "
+                "partial=.",
+            )
+        if want - have:
+            raise UnrelatedError(f"over {min(want - have)!r} it is no sum, as {spec!r} promises")
+
+    def _dims(self, spec: P, whole: Shape) -> tuple[Dim, ...]:
+        """The cuts of a spec, without axes of one rank."""
+        cuts = dict(spec.cuts)
+        return tuple(
+            cut(size, [axis for axis in cuts.get(dim, ()) if axis in self.sizes], self.sizes)
+            for dim, size in enumerate(whole)
+        )
+
+    def spec_of(self, tensor: Tensor) -> P | None:
+        """How it is cut, or None where nothing is known."""
+        known = self._book.get(self._interpreter.adopt(tensor))
+        if known is None:
+            return None
+        return next(iter(known.pieces.values())).spec(self.sums(tensor).partial)
+
+    def is_cut(self, tensor: Tensor, axes: Axes) -> bool:
+        """Whether one of the axes cuts a dim of it."""
+        known = self._book.get(tensor)
+        return known is not None and any(not axes.isdisjoint(p.axes) for p in known.pieces.values())
+
+    def copy(self, source: Tensor, copy: Tensor) -> None:
+        """A copy that one device does without."""
+        known = self._book.get(source)
+        if known is None:
+            raise UnrelatedError("nothing is known about how its operand is cut")
+        self._book.put(copy, _Note(dict(known.pieces)))
+        self._sums[self._storage(copy)] = self.sums(source)
+        for tensor in (source, copy):
+            _seal(self._interpreter.cell(tensor))
+
+    def seal_copies(self) -> None:
+        """Writes to what only one of the programs has copied would part them."""
+        for number in self._alignment.newly_same():
+            if number in self._where:
+                _seal(self._where[number])
+
+    # ------------------------------------------------------------------------------- sums
+
+    def sums(self, tensor: Tensor) -> Sums:
+        """Over which axes the values of its storage are not finished."""
+        return self._sums.get(self._storage(tensor), Sums())
+
+    def knows_sums(self, tensor: Tensor) -> bool:
+        """Whether its storage has been met before."""
+        return self._storage(tensor) in self._sums
+
+    def set_sums(
+        self,
+        tensor: Tensor,
+        partial: Axes,
+        loose: Axes = NO_AXES,
+        pending: frozenset[tuple[str, str]] = frozenset(),
+    ) -> None:
+        """Says so of a storage."""
+        self._sums[self._storage(tensor)] = Sums(partial & self._on, loose & self._on, pending)
+
+    def reject_loose(self, tensor: Tensor, but: Axes = NO_AXES) -> None:
+        """Requires that a value means something on one device, `but` over these axes.
+
+        Raises:
+            UnrelatedError: it does not.
+        """
+        sums = self.sums(tensor)
+        loose = sums.loose - but
+        for axis, kind in sorted(sums.pending):
+            if axis in loose:
+                op = "mean" if kind == "share" else kind
+                what = "sum of the means of all parts" if op != kind else f"{kind} of a rank's part"
+                raise UnrelatedError(
+                    f"over {axis!r} it is the {what}, from "
+                    f"{self._interpreter.cell(tensor).origin()}",
+                    f"all_reduce it over {axis!r} with op={op!r} first.",
+                )
+        if loose:
+            raise UnrelatedError(
+                f"over {min(loose)!r} every rank has a value of its own, from "
+                f"{self._interpreter.cell(tensor).origin()}, which means nothing on one device",
+                "wrap code that is per-rank by nature in local_region(f, in_types, out_types).",
+            )
+
+    def _storage(self, tensor: Tensor) -> int:
+        return int(self._interpreter.cell(tensor).storage._cdata)
+
+
+def _seal(cell: Cell) -> None:
+    cell.sealed = cell.sealed or "is a copy in one of the ranks' and the one-device program"

@@ -1,0 +1,1 @@
+"""Verification of one call: every path, forward, backward and across the boundary."""

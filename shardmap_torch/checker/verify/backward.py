@@ -1,0 +1,119 @@
+"""The backward derived from a body: gradients of inputs and closures, against their types."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.boundary.call import Call, Result
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.collectives import AbstractBackend
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.outcomes import Need, Where
+from shardmap_torch.checker.rules.infer import Types
+from shardmap_torch.checker.rules.lattice import accepts, plain
+from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.spec import P
+from shardmap_torch.types import I, K, Partial, V, Z
+
+
+class PullBack:
+    """The derived backward of one way through a body.
+
+    Attributes:
+        needs: what the gradients of inputs want along open axes.
+        gradients: the types that gradients have in the body, by the input's path.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        interpreter: Interpreter,
+        backend: AbstractBackend,
+        locals_: Mapping[int, Tensor],
+    ) -> None:
+        """`locals_` are the inputs as the body got them, by position."""
+        self._call, self._interpreter, self._backend = call, interpreter, backend
+        self._locals = locals_
+        self.needs: dict[Where, Need] = {}
+        self.gradients: list[tuple[str, Types]] = []
+
+    def run(self, result: Result) -> None:
+        """Runs the backward that autograd derives, from cotangents of the results' own types.
+
+        Raises:
+            ShardTypeError: a gradient is not what its value needs.
+        """
+        interpreter, locals_ = self._interpreter, self._locals.values()
+        outputs = [
+            (result.leaves[i], result.fit.spec(i))
+            for i in result.fit.crossing
+            if result.leaves[i].requires_grad
+        ]
+        leaves = [x for x in locals_ if x.requires_grad]
+        closures = [x for x in interpreter.closures.values() if x.requires_grad]
+        if not outputs or not (leaves or closures):
+            self._commit({})
+            return
+        seeds = [self._seed(value, spec) for value, spec in outputs]
+        with interpreter.differentiating(seeds):
+            gradients = torch.autograd.grad(
+                [value for value, _ in outputs], [*leaves, *closures], seeds, allow_unused=True
+            )
+        found = dict(zip(map(id, leaves), gradients, strict=False))
+        self._commit({position: found.get(id(local)) for position, local in self._locals.items()})
+        for closure, gradient in zip(closures, gradients[len(leaves) :], strict=True):
+            self._check_closure(closure, gradient)
+
+    def _seed(self, value: Tensor, spec: P) -> Tensor:
+        interpreter = self._interpreter
+        with interpreter.paused():
+            seed = torch.empty_like(value)
+        kinds = tuple(seeded_as(spec, axis) for axis in interpreter.axes)
+        interpreter.bring(seed, kinds, "the cotangent of a result")
+        return seed
+
+    def _commit(self, gradients: dict[int, Tensor | None]) -> None:
+        """Decides the open axes of the inputs by their gradients."""
+        call, interpreter = self._call, self._interpreter
+        for position in call.crossing:
+            spec, path = call.fit.spec(position), call.fit.paths[position]
+            gradient = gradients.get(position)
+            open_axes = [axis for axis in call.mapped if axis not in spec.named]
+            if gradient is not None:
+                replicate: list[str] = []
+                cell = interpreter.cell(gradient)
+                self.gradients.append((path, cell.kinds))
+                for axis, have in zip(interpreter.axes, cell.kinds, strict=True):
+                    at = interpreter.axes.index(axis)
+                    kind = enters_as(spec, axis, call.mapped)
+                    if not accepts(kind, have):
+                        value = interpreter.cell(self._locals[position])
+                        what = f"input {path}"
+                        raise messages.cotangent(interpreter, at, kind, cell, what, value)
+                    if axis in open_axes and have != Z:
+                        need = Need(plain(have) in (V, Partial), cell.origin())
+                        self.needs[position, axis] = need
+                        replicate += [axis] * need.replicate
+                if replicate:
+                    self._backend.reduce_gradient(replicate, gradient)
+
+    def _check_closure(self, closure: Tensor, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        cell = self._interpreter.cell(gradient)
+        for axis, kind in zip(self._interpreter.axes, cell.kinds, strict=True):
+            if kind not in (I, K, Z):
+                raise ShardTypeError(
+                    f"{self._call.name}: a closed-over tensor of shape {list(closure.shape)} gets "
+                    f"a gradient that is {kind} over {axis!r}: {messages.wrong(I, kind)}.\n"
+                    f"  the gradient is from {cell.origin()}\n"
+                    f"Fix: pass the tensor as an argument{_by_call(closure)}."
+                )
+
+
+def _by_call(closure: Tensor) -> str:
+    """How a module takes its parameters as arguments."""
+    is_parameter = isinstance(closure, torch.nn.Parameter)
+    return "; torch.func.functional_call(module, parameters, args) calls a module so" * is_parameter

@@ -1,0 +1,161 @@
+"""One verdict on all ways through a body, which share their inputs' specs and results' types."""
+
+import dis
+import sysconfig
+from collections.abc import Sequence
+from traceback import walk_tb
+from typing import Any, Final
+
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.boundary.matching import Fit
+from shardmap_torch.checker.interpreter import modes
+from shardmap_torch.checker.ir.outcomes import Cast, Passage, Settled, Where
+from shardmap_torch.checker.ir.paths import told
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.spec import P
+
+
+def settle(call: Call, passages: Sequence[Passage]) -> Settled:
+    """What serves every way.
+
+    Raises:
+        ShardTypeError: two ways need different things; names both.
+    """
+    returning = [passage for passage in passages if passage.result is not None]
+    for passage in returning[1:]:
+        _require_alike(call, returning[0], passage)
+    replicate = {
+        where
+        for passage in passages
+        for where, need in passage.needs.items()
+        if _is_replicate(call, returning, where)
+    }
+    exits = {where: _common(call, returning, where) for where in returning[0].exits}
+    return Settled(frozenset(replicate), exits)
+
+
+def differs(passage: Passage, settled: Settled) -> bool:
+    """Whether a way was verified with something else than what all ways share."""
+    if passage.result is None:
+        return False
+    own = {where for where, need in passage.needs.items() if need.replicate}
+    return own != settled.replicate or any(
+        passage.exits[where].casts != casts for where, casts in settled.exits.items()
+    )
+
+
+def with_replicate(call: Call, where: frozenset[Where]) -> Fit:
+    """The fit of the arguments with these axes named in `replicate=`."""
+    specs = list(call.fit.specs)
+    for position, axis in where:
+        spec = specs[position]
+        assert spec is not None  # what has a gradient crosses
+        specs[position] = P(
+            *spec.entries,
+            replicate=spec.replicate | {axis},
+            invariant=spec.invariant - {axis},
+            partial=spec.partial,
+        )
+    return Fit(call.fit.paths, tuple(specs), call.fit.crossing)
+
+
+def _require_alike(call: Call, first: Passage, other: Passage) -> None:
+    shown = [_describe(passage) for passage in (first, other)]
+    if shown[0] != shown[1]:
+        raise _conflict(call, "return different results", [first, other], shown)
+
+
+def _describe(passage: Passage) -> str:
+    assert passage.result is not None  # the caller has those that return
+    fit, words = passage.result.fit, []
+    for position, path in enumerate(fit.paths):
+        shape, dtype, _ = passage.outputs.get(position, ((), None, ()))
+        what = "a Python value" if dtype is None else str(dtype).removeprefix("torch.")
+        words.append(f"{path}: {what}" + (str(list(shape)) if dtype is not None else ""))
+    return ", ".join(words) or "nothing"
+
+
+def _is_replicate(call: Call, passages: Sequence[Passage], where: Where) -> bool:
+    needs = [(passage, passage.needs[where]) for passage in passages if where in passage.needs]
+    first = needs[0]
+    other = next((each for each in needs if each[1].replicate != first[1].replicate), None)
+    if other is None:
+        return first[1].replicate
+    position, axis = where
+    words = {
+        True: "a sum over the ranks, as from replicate=, of the gradient from",
+        False: "no sum, as from invariant=, of the gradient from",
+    }
+    raise _conflict(
+        call,
+        f"need the axis {axis!r} of input {call.fit.paths[position]} in different ways",
+        [first[0], other[0]],
+        [f"{words[need.replicate]} {need.origin}" for _, need in (first, other)],
+    )
+
+
+def _common(call: Call, passages: Sequence[Passage], where: Where) -> tuple[Cast, ...]:
+    exits = [passage.exits[where] for passage in passages]
+    for candidate in exits:
+        if all(candidate.casts == e.casts or candidate.casts in e.others for e in exits):
+            return candidate.casts
+    other = next(i for i, each in enumerate(exits) if each.casts != exits[0].casts)
+    position, axis = where
+    result = passages[0].result
+    assert result is not None  # these return
+    raise _conflict(
+        call,
+        f"return {result.fit.paths[position]} with types over {axis!r} that leave differently",
+        [passages[0], passages[other]],
+        [f"{_named(exits[i].casts)} of {exits[i].origin}" for i in (0, other)],
+    )
+
+
+def _named(casts: Sequence[Cast]) -> str:
+    words = [f"{name}({src} -> {dst})" for name, src, dst in casts]
+    return " and ".join(words) or "as it is, the value"
+
+
+def _conflict(
+    call: Call, what: str, passages: Sequence[Passage], lines: Sequence[str]
+) -> ShardTypeError:
+    text = [f"{call.name}: the ways through the body {what}:"]
+    for line, passage in zip(lines, passages, strict=True):
+        text += [f"  {line}", *(f"  {each}" for each in told(passage.way.branches))]
+    text.append("Fix: give them one type before they leave the branch, or use torch.where.")
+    return ShardTypeError("\n".join(text))
+
+
+# -------------------------------------------------------------------------- ends of a way
+
+_CHECKER: Final = modes.__file__
+_STANDARD: Final = sysconfig.get_path("stdlib")
+
+
+def _is_standard(file: str) -> bool:
+    """Whether it is Python's own library, which may find that a number is none of Python's."""
+    return file.startswith(_STANDARD) and "site-packages" not in file
+
+
+def is_raised_by_body(error: BaseException) -> bool:
+    """Whether a `raise` or an `assert` raised it, and not an operation on stand-ins.
+
+    Such an exception is the end of a way, which every rank comes to. An operation may fail for
+    want of data; how it would go on with data is not known.
+    """
+    frames = list(walk_tb(error.__traceback__))
+    codes = [frame.f_code for frame, _ in frames if frame.f_code not in modes.HANDS_ON]
+    if not codes or any(code.co_filename == _CHECKER for code in codes):
+        return False
+    last = _last(error)
+    code = last.tb_frame.f_code
+    if dis.opname[code.co_code[last.tb_lasti]] != "RAISE_VARARGS" or _is_standard(code.co_filename):
+        return False
+    return error.__context__ is None or is_raised_by_body(error.__context__)
+
+
+def _last(error: BaseException) -> Any:
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb

@@ -1,0 +1,167 @@
+"""A shard_map in the body of another: how values cross its boundary, as the checker finds it.
+
+Over the axes that the inner function binds, all values outside of it are whole. As at the outer
+boundary, an axis that the spec of an input leaves open is K in there, and the backward decides
+whether the gradient is summed; and results leave by conversions to what their specs promise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.boundary.matching import can_receive_gradient
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.crossing import Crossing
+from shardmap_torch.checker.ir.outcomes import Cast, Where
+from shardmap_torch.checker.ir.program import Equation, use_of
+from shardmap_torch.checker.rules.lattice import accepts, plain
+from shardmap_torch.checker.verify.outputs import Uncommitted, casts_to
+from shardmap_torch.collectives.operations import Bind, Collective, Linear, Mover, Operation, Saved
+from shardmap_torch.collectives.protocol import Casts, Edge
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.types import I, K, Partial, R, V, Z
+
+_SUMMED: tuple[Cast, ...] = (("convert", I, R),)
+
+
+class Inner:
+    """The boundaries of inner functions on one way through a body."""
+
+    def __init__(self, interpreter: Interpreter, uncommitted: Uncommitted) -> None:
+        """`uncommitted` says what a result that is K counts as."""
+        self._interpreter, self._uncommitted = interpreter, uncommitted
+        self._found: list[tuple[Crossing, Where, tuple[Cast, ...], str]] = []
+
+    def enter(self, edge: Edge, crossing: Crossing) -> Casts:
+        """What lets the inputs in that leave an axis open."""
+        found: dict[int, tuple[Operation, ...]] = {}
+        for position in edge.positions:
+            open_axes = set(edge.axes) - edge.spec(position).named
+            if open_axes and can_receive_gradient(edge.values[position]):
+                told = partial(self._note, crossing, position)
+                axes = tuple(axis for axis in edge.axes if axis in open_axes)
+                what = f"input {edge.paths[position]} of {edge.name}"
+                found[position] = (Open(self._interpreter, axes, what, told),)
+        return found
+
+    def leave(self, edge: Edge, crossing: Crossing) -> Casts:
+        """The conversions of the results to what their specs promise.
+
+        Raises:
+            ShardTypeError: names all that do not fit, and where they come from.
+        """
+        problems: list[str] = []
+        found: dict[int, tuple[Operation, ...]] = {}
+        for position in edge.positions:
+            spec, path = edge.spec(position), edge.paths[position]
+            value = self._interpreter.adopt(edge.values[position])
+            kinds = dict(
+                zip(self._interpreter.axes, self._uncommitted.kinds_of(value), strict=True)
+            )
+            for axis in edge.axes:
+                if axis in spec.replicate:
+                    continue  # the spec's own conversion requires an R
+                casts = casts_to(self._interpreter, path, spec, axis, kinds[axis], value)
+                if isinstance(casts, str):
+                    problems.append(casts)
+                    continue
+                self._note(crossing, position, axis, casts, f"{path} of {edge.name}")
+                made = tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
+                found[position] = found.get(position, ()) + made
+        if problems:
+            head = f"{edge.name}: the result does not fit out_specs:"
+            wrong = ShardTypeError("\n".join([head, *problems]))
+            self._interpreter.numbers.branches.insist(wrong)
+        return found
+
+    def _note(
+        self, crossing: Crossing, position: int, axis: str, casts: tuple[Cast, ...], what: str
+    ) -> None:
+        self._found.append((crossing, (position, axis), casts, what))
+
+    def settle(self) -> None:
+        """Adds what this way has found to what the others have.
+
+        Raises:
+            ShardTypeError: a run would not know which of two conversions to make.
+        """
+        for crossing, where, casts, what in self._found:
+            if crossing.casts.setdefault(where, casts) != casts:
+                raise ShardTypeError(
+                    f"{self._interpreter.name}: {what} crosses over {where[1]!r} in different "
+                    "ways: its gradient is whole once and a sum over the ranks the other time, or "
+                    "what leaves is of different types, and a run cannot tell which it is.\n"
+                    f"Fix: name {where[1]!r} in replicate= or invariant= of its spec, or convert "
+                    "a result to I before it leaves."
+                )
+
+
+Told = Callable[[str, tuple[Cast, ...], str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Open(Linear):
+    """Lets a value into an inner body: K over the axes that its spec leaves open.
+
+    Attributes:
+        interpreter: of the outer body.
+        open_axes: these axes.
+        what: what errors call the value.
+        told: hears of each axis how the gradient wants it.
+    """
+
+    interpreter: Interpreter
+    open_axes: tuple[str, ...]
+    what: str
+    told: Told
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """None: it connects no ranks."""
+        return ()
+
+    def run(self, mover: Mover, x: Tensor) -> Tensor:
+        """Another value with the same data, to be only read, like all inputs."""
+        interpreter = self.interpreter
+        cell = interpreter.cell(x)
+        kinds = tuple(
+            K if axis in self.open_axes and kind == I else kind
+            for axis, kind in zip(interpreter.axes, cell.kinds, strict=True)
+        )
+        site, backward = interpreter.site()
+        operand = use_of("x", interpreter.adopt(x), cell, cell.kinds)
+        equation = Equation(self.what, (operand,), (), site, backward)
+        with interpreter.paused():
+            y = torch.empty_like(interpreter.adopt(x))
+        made = interpreter.make(y, kinds, equation, [x])
+        for each in (made, cell):
+            each.sealed = each.sealed or f"is the {self.what}"
+        interpreter.add(equation)
+        interpreter.observer.moved("same", Collective("convert", I, R, self.open_axes), x, y)
+        return y
+
+    def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
+        """Sums the cotangent over the axes where it is not whole."""
+        interpreter = self.interpreter
+        cell = interpreter.cell(grad)
+        summed: list[str] = []
+        for at, (axis, have) in enumerate(zip(interpreter.axes, cell.kinds, strict=True)):
+            if axis not in self.open_axes or have == Z:
+                continue
+            if not accepts(K, have):
+                wrong = messages.cotangent(interpreter, at, K, cell, self.what)
+                interpreter.numbers.branches.insist(wrong)
+            varies = plain(have) in (V, Partial)
+            self.told(axis, _SUMMED if varies else (), self.what)
+            summed += [axis] * varies
+        if not summed:
+            return grad
+        return bind(Collective("convert", I, R, tuple(summed)).transpose, grad)
+
+    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
+        """A tangent enters like its value."""
+        return bind(self, tangent)

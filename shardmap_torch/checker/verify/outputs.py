@@ -1,0 +1,181 @@
+"""How results leave a body: from the types that they have to those that their specs promise."""
+
+from typing import Final
+
+from torch import Tensor
+
+from shardmap_torch.boundary.call import Call, Result
+from shardmap_torch.boundary.casts import apply
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.collectives import AbstractBackend
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.observer import UNOBSERVED
+from shardmap_torch.checker.ir.outcomes import Cast, Exit, Settled, Where
+from shardmap_torch.checker.ir.repairs import Repair, propose
+from shardmap_torch.checker.rules.infer import Types
+from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.checker.verify.boundary_types import promised
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.spec import P
+from shardmap_torch.types import AxisType, I, K, Partial, R, V
+
+_EXITS: dict[tuple[str, str], tuple[Cast, ...]] = {
+    ("I", "I"): (),
+    ("K", "I"): (),
+    ("Z", "I"): (),
+    ("R", "I"): (("convert", R, I),),
+    ("V", "S"): (),
+    ("I", "S"): (("convert", I, R), ("reinterpret", R, V)),
+    ("R", "S"): (("reinterpret", R, V),),
+    ("K", "S"): (("reinterpret", R, V),),
+    ("Z", "S"): (),
+    ("I", "P"): (("convert", I, Partial),),
+    ("R", "P"): (("convert", R, Partial),),
+    ("K", "P"): (("convert", R, Partial),),
+    ("V", "P"): (("reinterpret", V, Partial),),
+    ("P", "P"): (),
+    ("Z", "P"): (),
+}
+"""From the type in the body to the promised one; what is missing is an error."""
+
+
+_READINGS: Final = {
+    **{("K", promise): "KIR" for promise in "IP"},
+    ("K", "S"): "KIRV",
+    **{("Z", promise): "ZKIR" for promise in "I"},
+    **{("Z", promise): "ZKIRVP" for promise in "P"},
+    ("Z", "S"): "ZKIRV",
+}
+"""What a result may be taken for, by its type and the promise: what leaves it right."""
+
+
+class Uncommitted:
+    """What a result counts as that is K, and through which a gradient flows.
+
+    Attributes:
+        kind: K, which leaves as I, or else R.
+        met: whether there has been one.
+    """
+
+    def __init__(self, interpreter: Interpreter, kind: AxisType) -> None:
+        """One for each interpretation."""
+        self._interpreter, self.kind, self.met = interpreter, kind, False
+
+    def kinds_of(self, value: Tensor) -> Types:
+        """The types with which a result leaves."""
+        kinds = self._interpreter.kinds(base_of(value))
+        if K in kinds and self._interpreter.flows(base_of(value)):
+            self.met = True
+            return tuple(self.kind if kind == K else kind for kind in kinds)
+        return kinds
+
+
+def casts_to(
+    interpreter: Interpreter, path: str, spec: P, axis: str, kind: AxisType, value: Tensor
+) -> tuple[Cast, ...] | str:
+    """The conversions from the body's type to the promised one, or what is wrong."""
+    found = _EXITS.get((plain(kind).kind, promised(spec, axis).kind))
+    if found is not None:
+        return found
+    cell = interpreter.cell(value)
+    chain = " <- ".join(messages.chain_of(cell, interpreter.axes.index(axis)))
+    if kind == Partial:
+        return (
+            f"  {path}: {spec!r} promises a finished value over {axis!r}, but the result is a "
+            f"sum over {axis!r} still to be taken\n    it comes from {chain}\n"
+            f"    Fix: all_reduce it over {axis!r}, or name {axis!r} in partial=."
+        )
+    return (
+        f"  {path}: {spec!r} promises one value on all ranks of {axis!r}, but the result "
+        f"varies over it\n    it comes from {chain}\n"
+        f"    Fix: reduce or gather it over {axis!r}, or name {axis!r} in the spec."
+    )
+
+
+class Leaving:
+    """The results of one way through a body, on their way out.
+
+    Attributes:
+        exits: how they leave.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        interpreter: Interpreter,
+        backend: AbstractBackend,
+        settled: Settled,
+        repair: Repair,
+        uncommitted: Uncommitted,
+    ) -> None:
+        """`uncommitted` is what a result that is K counts as, `settled` what all ways share."""
+        self._call, self._interpreter, self._backend = call, interpreter, backend
+        self._settled, self._repair, self._uncommitted = settled, repair, uncommitted
+        self.exits: dict[Where, Exit] = {}
+
+    def leave(self, result: Result) -> None:
+        """Converts every result to the type that its spec promises.
+
+        Raises:
+            ShardTypeError: names all that do not fit, and where they come from.
+        """
+        problems: list[str] = []
+        open_sums: dict[int, list[str]] = {}
+        for position in result.fit.crossing:
+            self._sum_result(result, position)
+            spec, path = result.fit.spec(position), result.fit.paths[position]
+            value = result.leaves[position]
+            # A real tensor that the body returns as it is was closed over.
+            result.leaves[position] = value = self._interpreter.adopt(value)  # type: ignore[index]
+            for axis, kind in zip(
+                self._interpreter.axes, self._uncommitted.kinds_of(value), strict=True
+            ):
+                if axis not in self._call.mapped:
+                    continue
+                found = casts_to(self._interpreter, path, spec, axis, kind, value)
+                if isinstance(found, str):
+                    problems.append(found)
+                    open_sums.setdefault(position, []).append(axis)
+                else:
+                    self.exits[position, axis] = self._exit((position, axis), found, spec, value)
+        if problems:
+            head = f"{self._call.name}: the result does not fit out_specs:"
+            error = ShardTypeError("\n".join([head, *problems]))
+            raise propose(error, [self._summed(result, open_sums)])
+        for position in result.fit.crossing:
+            spec, path = result.fit.spec(position), result.fit.paths[position]
+            self._interpreter.observer.left(path, result.leaves[position], spec)
+        self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
+        for (position, axis), way_out in self.exits.items():
+            casts = [Collective(name, src, dst, (axis,)) for name, src, dst in way_out.casts]
+            value = apply(self._backend, casts, result.leaves[position])
+            result.leaves[position] = value  # type: ignore[index]
+
+    def _exit(self, where: Where, found: tuple[Cast, ...], spec: P, value: Tensor) -> Exit:
+        """The conversions found, or those that all ways share where they are right as well."""
+        _, axis = where
+        cell = self._interpreter.cell(value)
+        kind = self._interpreter.kinds(base_of(value))[self._interpreter.axes.index(axis)]
+        promise = promised(spec, axis).kind
+        # What does not type as I is known by the retry as R.
+        is_free = self._uncommitted.kind == K or not self._interpreter.flows(base_of(value))
+        readings = _READINGS.get((kind.kind, promise), "") if is_free else ""
+        others = frozenset(_EXITS[reading, promise] for reading in readings)
+        shared = self._settled.exits.get(where, found)
+        return Exit(shared if shared in others else found, others, cell.origin())
+
+    def _sum_result(self, result: Result, position: int) -> None:
+        for axis in self._repair.exits.get(position, ()):
+            total = Collective("all_reduce", Partial, I, (axis,))
+            value = apply(self._backend, [total], result.leaves[position])
+            result.leaves[position] = value  # type: ignore[index]
+
+    def _summed(self, result: Result, axes: dict[int, list[str]]) -> Repair:
+        """The repair that sums every result that is not whole."""
+        what = " and ".join(
+            f"{result.fit.paths[position]} over {', '.join(map(repr, names))}"
+            for position, names in axes.items()
+        )
+        return Repair(f"all_reduce {what} with dst=I before the return", exits=axes)

@@ -1,0 +1,251 @@
+"""One attempt on one way through a body: its forward and derived backward against its specs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.boundary.call import Call, Result, run_body
+from shardmap_torch.boundary.matching import can_receive_gradient
+from shardmap_torch.checker.guards.replay import Step
+from shardmap_torch.checker.interpreter import distributed_calls
+from shardmap_torch.checker.interpreter.collectives import AbstractBackend
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.modes import interpreting
+from shardmap_torch.checker.interpreter.state import is_real
+from shardmap_torch.checker.interpreter.symbolic import SymbolicNumber
+from shardmap_torch.checker.ir.outcomes import Passage, Settled
+from shardmap_torch.checker.ir.paths import Branches, told
+from shardmap_torch.checker.ir.program import Way
+from shardmap_torch.checker.ir.repairs import NONE, Repair
+from shardmap_torch.checker.spmd.equivalence import Relation
+from shardmap_torch.checker.spmd.recorder import Recorder
+from shardmap_torch.checker.spmd.reference import OneDevice
+from shardmap_torch.checker.verify.backward import PullBack
+from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape, local_shape
+from shardmap_torch.checker.verify.merge import is_raised_by_body
+from shardmap_torch.checker.verify.nested import Inner
+from shardmap_torch.checker.verify.outputs import Leaving, Uncommitted
+from shardmap_torch.checker.verify.record import Recording
+from shardmap_torch.errors import ShardMapError, ShardTypeError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.types import AxisType, K, R
+
+Strictness = Literal["local", "global"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What all ways through a body are verified with.
+
+    Attributes:
+        call: the call, some axes of its inputs settled.
+        repair: what is tried.
+        strictness: whether the forward is held against the program on one device.
+        settled: what the ways share as to their results.
+        start: takes the notes of all ways.
+    """
+
+    call: Call
+    repair: Repair
+    strictness: Strictness
+    settled: Settled = field(default_factory=Settled)
+    start: Step = field(default_factory=Step)
+
+
+def go(this: Round, branches: Branches) -> Passage:
+    """Goes one way."""
+    is_global = this.strictness == "global"
+    one = _on_one_device(this.call, branches.again()) if is_global else None
+    try:
+        try:
+            return _Verification(this, branches, K, one).run()
+        except _RetryError as retry:
+            try:
+                # A result that is K is seeded as P where I does not type.
+                branches.start()
+                return _Verification(this, branches, R, one).run()
+            except ShardTypeError:
+                raise retry.error from None
+    except ShardTypeError as error:
+        error.args = ("\n".join([str(error), *told(branches.taken)]),)
+        raise
+    finally:
+        branches.end()
+
+
+def _on_one_device(call: Call, branches: Branches) -> OneDevice:
+    """Goes the same way where every axis has one rank."""
+    mesh = Mesh(
+        call.mesh.axis_names, (1,) * len(call.mesh.axis_sizes), "abstract", call.mesh.device
+    )
+    steps = Recorder()
+    failure: Exception | None = None
+    verification = _Verification(Round(replace(call, mesh=mesh), NONE, "local"), branches, K, None)
+    try:
+        verification.record(steps)
+    except Exception as error:  # the user's code may raise anything
+        failure = error
+    return OneDevice(steps, branches.taken, verification.numbers, failure)
+
+
+class _RetryError(Exception):
+    """The gradients do not type, and some result is K, which has a second reading."""
+
+    def __init__(self, error: ShardTypeError) -> None:
+        self.error = error
+
+
+@dataclass(frozen=True)
+class _Like:
+    """What is kept of an argument."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+
+    @staticmethod
+    def of(leaf: Tensor) -> "_Like":
+        grad = can_receive_gradient(leaf) and is_real(leaf.dtype)
+        return _Like(tuple(leaf.shape), leaf.dtype, leaf.device, grad)
+
+
+class _Verification:
+    """One attempt on one way.
+
+    `uncommitted` is what a result that is K counts as, and `one` the program on one device, if the
+    forward is to be held against it.
+    """
+
+    def __init__(
+        self, this: Round, branches: Branches, uncommitted: AxisType, one: OneDevice | None
+    ) -> None:
+        call = this.call
+        self._this, self._call = this, call
+        self._branches, self._one = branches, one
+        self._interpreter = Interpreter(call.name, call.mesh, branches, this.repair)
+        self._uncommitted = Uncommitted(self._interpreter, uncommitted)
+        self._inner = Inner(self._interpreter, self._uncommitted)
+        if one is not None and one.failure is None:
+            self._interpreter.observer = Relation(self._interpreter, one.steps)
+        self._backend = AbstractBackend(self._interpreter, this.repair)
+
+    @property
+    def numbers(self) -> Sequence[str]:
+        """The numbers made of values taken from tensors."""
+        return self._interpreter.numbers.texts
+
+    def run(self) -> Passage:
+        """Interprets forward and backward."""
+        this, interpreter, backend = self._this, self._interpreter, self._backend
+        leaving = Leaving(
+            this.call, interpreter, backend, this.settled, this.repair, self._uncommitted
+        )
+        with self._entered() as locals_:
+            try:
+                result = self._run_body(locals_)
+            except Exception as error:
+                return self._raised(error)
+            leaving.leave(result)
+            back = PullBack(this.call, interpreter, backend, locals_)
+            try:
+                back.run(result)
+                self._branches.require()
+            except ShardTypeError as error:
+                if self._uncommitted.met and self._uncommitted.kind == K:
+                    raise _RetryError(error) from None
+                raise
+            self._inner.settle()
+        if self._one is not None:
+            self._one.require(self._call.name, self._branches.taken, self.numbers)
+        return self._passage(result, leaving, back)
+
+    def record(self, steps: Recorder) -> None:
+        """Interprets the forward, and notes its steps."""
+        self._interpreter.observer = steps
+        with self._entered() as locals_:
+            result = self._run_body(locals_)
+            for position in result.fit.crossing:
+                value = self._interpreter.adopt(result.leaves[position])
+                steps.left(result.fit.paths[position], value, result.fit.spec(position))
+
+    def _run_body(self, locals_: Mapping[int, Tensor]) -> Result:
+        recording = Recording(self._interpreter, self._this.start, self._inner)
+        call = replace(self._call, follow=lambda: recording)
+        result = run_body(call, self._backend, list(locals_.values()))
+        self._branches.require()
+        return result
+
+    @contextmanager
+    def _entered(self) -> Iterator[Mapping[int, Tensor]]:
+        """The inputs as the body gets them, by position."""
+        call, interpreter = self._call, self._interpreter
+        # Outside of the modes: arguments may be those of a transform.
+        fakes = [_Like.of(call.leaves[position]) for position in call.crossing]
+        grad = any(like.grad for like in fakes) or torch.is_grad_enabled()
+        with torch.set_grad_enabled(grad), interpreting(interpreter):
+            yield {
+                position: self._enter(position, like)
+                for position, like in zip(call.crossing, fakes, strict=True)
+            }
+
+    def _raised(self, error: Exception) -> Passage:
+        """The end of a way that raises; what the body cannot help is an error of the check."""
+        branches, name = self._branches, SymbolicNumber.__name__
+        called = distributed_calls.named_in(self._call.name, error)
+        if called is not None:
+            raise called from error
+        branches.require()
+        in_words = str(error)
+        if isinstance(error, ShardMapError) or not (branches.taken or name in in_words):
+            raise error
+        if not is_raised_by_body(error) or name in in_words:
+            raise ShardTypeError(f"{self._call.name}: {type(error).__name__}: {error}") from error
+        way = Way(
+            tuple(branches.taken),
+            tuple(self._interpreter.equations),
+            f"raises {type(error).__name__}",
+        )
+        return Passage(way, None, error)
+
+    def _enter(self, position: int, like: "_Like") -> Tensor:
+        call, interpreter = self._call, self._interpreter
+        spec = call.fit.spec(position)
+        shape = local_shape(like.shape, spec, call.mesh)
+        with interpreter.paused():
+            fake = torch.empty(shape, dtype=like.dtype, device=like.device)
+        kinds = tuple(enters_as(spec, axis, call.mapped) for axis in interpreter.axes)
+        path = call.fit.paths[position]
+        cell = interpreter.bring(fake, kinds, f"input {path} ({spec!r})", f"is the input {path}")
+        cell.leaf = position
+        interpreter.observer.entered(fake, spec)
+        with interpreter.paused():
+            return fake.requires_grad_(like.grad)
+
+    def _passage(self, result: Result, leaving: Leaving, back: PullBack) -> Passage:
+        interpreter = self._interpreter
+        outputs = {}
+        leaves = list(result.leaves)
+        for position in result.fit.crossing:
+            value = result.leaves[position]
+            kinds = interpreter.cell(value).kinds
+            shape = global_shape(tuple(value.shape), result.fit.spec(position), self._call.mesh)
+            outputs[position] = (shape, value.dtype, kinds)
+            leaves[position] = None  # its graph would stay alive
+        return Passage(
+            Way(
+                tuple(self._branches.taken),
+                tuple(interpreter.equations),
+                gradients=tuple(back.gradients),
+            ),
+            replace(result, leaves=leaves),
+            None,
+            outputs,
+            leaving.exits,
+            back.needs,
+            interpreter.batches,
+        )

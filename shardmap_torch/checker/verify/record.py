@@ -1,0 +1,82 @@
+"""Recording, during a check, of what the body asks of its mesh; runs are compared with it."""
+
+from collections.abc import Hashable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from shardmap_torch.checker.guards.replay import TYPE, Fork, Step
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.verify.nested import Inner
+from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.types import AxisType
+
+
+class Recording:
+    """Takes notes while a body is interpreted; see `backend.Monitor`."""
+
+    def __init__(self, interpreter: Interpreter, start: Step, inner: Inner) -> None:
+        """`start` may have the notes of other ways already, which this one joins."""
+        self._interpreter, self._at, self._inner = interpreter, start, inner
+
+    @property
+    def depth(self) -> float:
+        """How many steps there have been."""
+        return self._at.depth
+
+    def on_operation(self, what: object, x: Tensor | None) -> None:
+        """Notes an operation."""
+        self._at = self._at.then(what, x)
+
+    def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
+        """Finds the types of `x`, and notes them for the runs, where values have none.
+
+        Raises:
+            ShardTypeError: on another way, which looks the same to a run, they are different.
+        """
+        interpreter = self._interpreter
+        known = dict(zip(interpreter.axes, interpreter.cell(x).kinds, strict=True))
+        found = tuple(known[axis] for axis in axes)
+        self.on_operation((TYPE, axes), x)
+        if self._at.kinds not in ((), found):
+            unlike = ShardTypeError(
+                f"{interpreter.name}: the value at {call_site()} is {list(self._at.kinds)} over "
+                f"{list(axes)} on one way through the body and {list(found)} on another, and a run "
+                "cannot tell which it takes. Say the type with src=."
+            )
+            interpreter.numbers.branches.insist(unlike)
+        self._at.kinds = found
+        return found
+
+    def note(self, what: object) -> Note:
+        """Returns one note for all paths that look the same to a run."""
+        self.on_operation(what, None)
+        return self._at.note
+
+    def enter(self, what: object, edge: Edge) -> Casts:
+        """Notes that an inner function begins, and leaves open axes to its backward."""
+        self.on_operation(what, None)
+        return self._inner.enter(edge, self._at.crossing)
+
+    def leave(self, what: object, edge: Edge) -> Casts:
+        """Notes that it ends, and how its results leave."""
+        self.on_operation(what, None)
+        return self._inner.leave(edge, self._at.crossing)
+
+    def fork(self, what: object) -> Monitor:
+        """Notes that some code will run again; each kind of its runs has notes of its own."""
+        self.on_operation(what, None)
+        return Fork(self, partial(self._later, self._at.later))
+
+    def _later(self, later: dict[Hashable, Step], kind: Hashable) -> "Recording":
+        return Recording(self._interpreter, later.setdefault(kind, Step()), self._inner)
+
+    def rerun(self, key: Hashable) -> Monitor | None:
+        """None: nothing runs again that was not forked."""
+        return None
+
+    def end(self, leaves: Sequence[object] = ()) -> None:
+        """Notes that the code may end here."""
+        self._at.last = True

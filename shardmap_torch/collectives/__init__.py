@@ -1,0 +1,1 @@
+"""The specification of the collectives, and the autograd Functions made from it."""

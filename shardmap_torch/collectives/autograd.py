@@ -1,0 +1,171 @@
+"""The autograd Functions that make operations differentiable under every transform."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from shardmap_torch.collectives.operations import Operation
+from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.collectives.scope import Scope
+from shardmap_torch.core.caching import constant
+from shardmap_torch.errors import TransformError
+
+
+def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
+    """Runs `operation` on `x` so that every derivative of it is right.
+
+    A Function with `setup_context`, which torch.func and Dynamo need, costs three times the
+    `forward(ctx, ...)` form, and both cost more than a plain call: take the cheapest that serves.
+    """
+    markers = backend.markers(operation.axes)
+    if markers or is_transformed():
+        out: Tensor = FunctorchForm.apply(x, operation, backend, *markers)
+        return out
+    if x.requires_grad and torch.is_grad_enabled():
+        apply = EagerForm.apply if torch.compiler.is_dynamo_compiling() else _apply_eager
+        out = apply(x, operation, backend)
+        return out
+    return operation.run(backend, x)
+
+
+def issue(scope: Scope, operation: Operation, x: Tensor) -> Tensor:
+    """Runs an operation that the code of a body asks for; `bind` runs those that follow from it."""
+    scope.on_operation(operation, x)
+    return bind(scope.backend, operation, x)
+
+
+def is_transformed() -> bool:
+    """Whether a torch.func transform or forward mode is active; not while Dynamo traces."""
+    if torch.compiler.is_dynamo_compiling():
+        _reject_transforms()
+        return False
+    functorch = torch._C._functorch.peek_interpreter_stack() is not None
+    return functorch or forward_ad._current_level >= 0
+
+
+@constant
+def _reject_transforms() -> None:
+    """Dynamo calls it while it traces, since it would trace the forward of a Function only.
+
+    Raises:
+        TransformError: a torch.func transform is active.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise TransformError(
+            "A collective, or the boundary of a shard_mapped function, cannot be compiled under a "
+            "torch.func transform: torch.compile does not differentiate or batch autograd "
+            "Functions there. Compile with .backward() outside, or do not compile."
+        )
+
+
+class TypedFunction(torch.autograd.Function):
+    """An autograd Function whose `apply` type checkers accept; torch leaves it untyped."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            """As in torch."""
+
+
+class EagerForm(TypedFunction):
+    """An operation under plain reverse-mode autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, operation: Operation, backend: Backend) -> Tensor:
+        """Runs it, and keeps the backend: backward may come after the body or on another thread."""
+        ctx.set_materialize_grads(False)
+        ctx.operation, ctx.backend = operation, backend
+        y = operation.run(backend, x)
+        if saved := operation.saved(x, y):
+            ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        """Pulls the cotangent back; a missing one stays missing, with no communication."""
+        if grad is None:
+            return None, None, None
+        return (
+            ctx.operation.pull_back(partial(bind, ctx.backend), grad, ctx.saved_tensors),
+            None,
+            None,
+        )
+
+
+def unshared(y: Tensor) -> Tensor:
+    """A copy in forward mode: torch wants a view of the tangent there, which nested levels lose."""
+    return y.clone() if forward_ad._current_level >= 0 else y
+
+
+# What Function.apply ends in, after it has looked for transforms, which costs 2 us: `bind` has seen
+# that there are none.
+_apply_eager: Final[Callable[..., Tensor]] = super(torch.autograd.Function, EagerForm).apply
+
+
+class FunctorchForm(TypedFunction):
+    """An operation under torch.func transforms, forward mode, or a batched body.
+
+    The trailing operands are the backend's markers: one per axis, batched at that axis' vmap level
+    alone, so that a level at which one is batched is known as the mesh's own.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, operation: Operation, backend: Backend, *markers: Tensor) -> Tensor:
+        """Runs it on values that no transform wraps any more."""
+        return unshared(operation.run(backend, x))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keeps what backward and forward mode need."""
+        x, operation, backend, *markers = inputs
+        ctx.set_materialize_grads(False)
+        ctx.operation, ctx.backend, ctx.num_markers = operation, backend, len(markers)
+        saved = operation.saved(x, output)
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Pulls the cotangent back, as in `EagerForm`."""
+        rest = (None,) * (2 + ctx.num_markers)
+        if grad is None:
+            return None, *rest
+        return ctx.operation.pull_back(partial(bind, ctx.backend), grad, ctx.saved_tensors), *rest
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, *_: None) -> Tensor | None:
+        """Pushes a tangent forward."""
+        if tangent is None:
+            return None
+        pushed: Tensor = ctx.operation.push_forward(
+            partial(bind, ctx.backend), tangent, ctx.saved_tensors
+        )
+        return pushed
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        x: Tensor,
+        operation: Any,
+        backend: Any,
+        *markers: Tensor,
+    ) -> tuple[Tensor, int | None]:
+        """Resolves the mesh's own level, or passes somebody else's batching through."""
+        x_dim, _, _, *marker_dims = in_dims
+        own = [level for level, dim in enumerate(marker_dims) if dim is not None]
+        if own:
+            y, y_dim = backend.resolve(operation, x, x_dim, markers, own[0])
+            # An operand that is returned as it is loses, at the levels below, how it was made:
+            # torch.func's levels of gradients take a view of it without a graph.
+            return (x.view_as(x) if y is x else y), y_dim
+        if x_dim is None:
+            return FunctorchForm.apply(x, operation, backend, *markers), None
+        # Dims are counted from the front, so a batch dim at the end disturbs none of them.
+        out = FunctorchForm.apply(x.movedim(x_dim, -1), operation, backend, *markers)
+        return out, out.ndim - 1

@@ -1,0 +1,194 @@
+"""Collective calls, and how cotangents and tangents pass them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.collectives.table import TABLE, TURNS, Row
+from shardmap_torch.core.caching import lazy, memo
+from shardmap_torch.types import AxisType, Partial, R, V
+
+Saved: TypeAlias = tuple[Tensor, ...]
+
+Bind: TypeAlias = Callable[["Operation", Tensor], Tensor]
+"""Applies an operation to a tensor so that it is differentiable again."""
+
+
+class Mover(Protocol):
+    """Moves data between ranks; a backend is one."""
+
+    def run(self, move: str, collective: "Collective", x: Tensor) -> Tensor:
+        """Moves the data of one collective, with no autograd; `move` is that of its row."""
+        ...
+
+
+class Operation(Protocol):
+    """A differentiable step: a forward, and how cotangents and tangents pass it."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes whose ranks it connects."""
+        ...
+
+    def run(self, mover: Any, x: Tensor) -> Tensor:
+        """Computes the forward, on plain values; `mover` is the backend of the body."""
+        ...
+
+    def saved(self, x: Tensor, y: Tensor) -> Saved:
+        """Selects the tensors that the derivatives need."""
+        ...
+
+    def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
+        """Turns the cotangent of the output into that of the input."""
+        ...
+
+    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
+        """Turns the tangent of the input into that of the output."""
+        ...
+
+
+class Linear:
+    """An operation whose derivatives need no saved tensor."""
+
+    def saved(self, x: Tensor, y: Tensor) -> Saved:
+        """Selects nothing."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Collective(Linear):
+    """One collective call: a row of the table with its arguments. Dims are non-negative."""
+
+    name: str
+    src: AxisType
+    dst: AxisType
+    axes: tuple[str, ...]
+    dim: int = 0
+    concat_dim: int = 0
+    tiled: bool = True
+    sizes: tuple[int, ...] | None = None
+    concat_sizes: tuple[int, ...] | None = None
+    perm: tuple[tuple[int, int], ...] = ()
+    source: int = 0
+    comm_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+    @lazy
+    def row(self) -> "Row":
+        """The table's row for this name and these types."""
+        return TABLE[self.name, self.src, self.dst]
+
+    @property
+    def move(self) -> str:
+        """What happens to the data."""
+        return self.row.move
+
+    @lazy
+    def transpose(self) -> "Collective":
+        """The collective that carries a cotangent of the output to the input."""
+        name, src, dst = self.row.transpose
+        turned = replace(self, **TURNS[self.row.turn](self))
+        return replace(
+            turned,
+            name=name,
+            src=src,
+            dst=dst,
+            comm_dtype=self.grad_comm_dtype,
+            grad_comm_dtype=self.comm_dtype,
+        )
+
+    def run(self, mover: Mover, x: Tensor) -> Tensor:
+        """Moves the data, floating and complex in `comm_dtype` if one is named."""
+        move = self.move
+        if self.comm_dtype in (None, x.dtype) or not (x.is_floating_point() or x.is_complex()):
+            return mover.run(move, self, x)
+        if x.is_complex():
+            # Its parts stand behind all dims, which are counted from the front.
+            parts = self.run(mover, torch.view_as_real(x.resolve_conj()))
+            return torch.view_as_complex(parts.contiguous())
+        return mover.run(move, self, x.to(self.comm_dtype)).to(x.dtype)
+
+    def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
+        """Applies the transpose to a cotangent of the output."""
+        return bind(self.transpose, grad)
+
+    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
+        """Applies the collective itself, which is linear, to a tangent of the input."""
+        return bind(self, tangent)
+
+    def __str__(self) -> str:
+        """As in `all_reduce('tp', P -> R)`."""
+        axes = self.axes[0] if len(self.axes) == 1 else self.axes
+        return f"{self.name}({axes!r}, {self.src} -> {self.dst})"
+
+
+def collective_of(
+    name: str, src: AxisType, dst: AxisType, axes: tuple[str, ...], **arguments: Any
+) -> Collective:
+    """The same object for the same arguments: its row and transpose are looked up once.
+
+    Where each run is compared with the checked program, it is known by its identity.
+    """
+    return _interned(name, src, dst, axes, tuple(arguments.items()))
+
+
+@memo
+def _interned(
+    name: str,
+    src: AxisType,
+    dst: AxisType,
+    axes: tuple[str, ...],
+    arguments: tuple[tuple[str, Any], ...],
+) -> Collective:
+    return Collective(name, src, dst, axes, **dict(arguments))
+
+
+@dataclass(frozen=True)
+class Extremum:
+    """All-reduce with max or min: V becomes I or R, ties share the cotangent evenly.
+
+    Not linear, so no row: its derivative is a masked all-reduce. With y the result and
+    m = (x == y) / count of ties over the ranks, a tangent t becomes sum(m * t), and a cotangent g
+    becomes m * g, where for `dst=R` the g of all ranks are summed first.
+    """
+
+    move: str
+    total: Collective
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which it reduces."""
+        return self.total.axes
+
+    def run(self, mover: Mover, x: Tensor) -> Tensor:
+        """Takes the maximum or minimum over the ranks."""
+        return mover.run(self.move, self.total, x)
+
+    def saved(self, x: Tensor, y: Tensor) -> Saved:
+        """Selects the operand and the result, which say who holds the extremum."""
+        return x, y
+
+    def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
+        """Shares the cotangent among the ranks that hold the extremum."""
+        whole = bind(self.total.transpose, grad)
+        own = bind(Collective("reinterpret", R, V, self.axes), whole)
+        return own * self._share(bind, saved, own.dtype)
+
+    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
+        """Averages the tangents of the ranks that hold the extremum."""
+        return bind(self.total, tangent * self._share(bind, saved, tangent.dtype))
+
+    def _share(self, bind: Bind, saved: Saved, dtype: torch.dtype) -> Tensor:
+        x, y = saved
+        holds = (x == y).detach().to(dtype)
+        count = bind(Collective("all_reduce", Partial, R, self.axes), holds)
+        # A NaN equals nothing: no rank holds it, and 0 / 0 would spread it to all of them.
+        return holds / count.clamp(min=1)
+
+    def __str__(self) -> str:
+        """As in `all_reduce('tp', V -> I, op='max')`."""
+        axes = self.axes[0] if len(self.axes) == 1 else self.axes
+        return f"all_reduce({axes!r}, V -> {self.total.dst}, op={self.move!r})"

@@ -1,0 +1,117 @@
+"""The scope of a body: its mesh, its bound axes, and the monitor of its run.
+
+It is the one piece of ambient state inside a body: a stack in a `threading.local` (Dynamo cannot
+trace `ContextVar.get`), which operations read once, in their forward.
+"""
+
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.collectives.protocol import Backend, Monitor
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.types import AxisType
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a body runs under: its backend, the mesh axes bound in it, and who follows it."""
+
+    backend: Backend
+    axes: frozenset[str]
+    monitor: Monitor | None = None
+
+    def on_operation(self, what: object, x: Tensor | None = None) -> None:
+        """Shows an operation to the monitor, if there is one."""
+        if self.monitor is not None:
+            self.monitor.on_operation(what, x)
+
+    def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...] | None:
+        """The types of `x` along `axes`, as the checker found them; None where it has not."""
+        return None if self.monitor is None else self.monitor.types_of(axes, x)
+
+    def fork(self, what: object) -> "Scope":
+        """For what will call the user's code again, in a backward; see `Monitor.fork`."""
+        if self.monitor is None:
+            return self
+        return Scope(self.backend, self.axes, self.monitor.fork(what))
+
+    def rerun(self, key: Hashable) -> "Scope":
+        """The scope of that code, from the one that `fork` gave."""
+        if self.monitor is None:
+            return self
+        return Scope(self.backend, self.axes, self.monitor.rerun(key))
+
+    def end(self) -> None:
+        """Ends what `again` began."""
+        if self.monitor is not None:
+            self.monitor.end()
+
+
+class _Scopes(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Scope | None] = []
+
+
+_SCOPES = _Scopes()
+
+
+def current_scope() -> Scope | None:
+    """The scope of the innermost body that runs on this thread, or None."""
+    return _SCOPES.stack[-1] if _SCOPES.stack else None
+
+
+class enter_scope:  # noqa: N801 - used as a function; a generator would cost each call 1 us
+    """Makes `scope` the current one on this thread; None is the scope outside of any body."""
+
+    def __init__(self, scope: Scope | None) -> None:
+        """Nothing changes before the block is entered."""
+        self._scope = scope
+
+    def __enter__(self) -> None:
+        """Enters it."""
+        _SCOPES.stack.append(self._scope)
+
+    def __exit__(self, *error: object) -> None:
+        """Leaves it, whatever happened."""
+        _SCOPES.stack.pop()
+
+
+def scope_of(name: str, axes: Sequence[str]) -> Scope:
+    """The current scope, after checking that `axes` may be used in it.
+
+    Raises:
+        CollectiveError: outside a body, or an axis is unknown, unbound or named twice.
+    """
+    scope = current_scope()
+    if scope is None and torch._C._current_graph_task_id() != -1:
+        raise CollectiveError(
+            f"{name} was called in a backward pass that does not know the mesh of the body. Derive "
+            "the autograd.Function whose backward calls it from shardmap_torch.Function, which "
+            "keeps the mesh for its backward."
+        )
+    if scope is None:
+        raise CollectiveError(
+            f"{name} was called outside shard_map, where no mesh axis is bound. "
+            "Call it in the body of a shard_mapped function."
+        )
+    if not (scope.axes.issuperset(axes) and len(set(axes)) == len(axes) and axes):
+        raise CollectiveError(_explain_axes(name, tuple(axes), scope))
+    return scope
+
+
+def _explain_axes(name: str, axes: tuple[str, ...], scope: Scope) -> str:
+    mesh, bound = scope.backend.mesh, ", ".join(map(repr, sorted(scope.axes)))
+    unknown = [axis for axis in axes if axis not in mesh.axis_names]
+    if unknown:
+        return f"{name}: no axis {', '.join(map(repr, unknown))} in the {mesh}."
+    unbound = [axis for axis in axes if axis not in scope.axes]
+    if unbound:
+        return (
+            f"{name}: axis {', '.join(map(repr, unbound))} is not bound here; the body is mapped "
+            f"over {bound}. Values are whole over the other axes; bind more with axis_names=."
+        )
+    return f"{name}: axes {axes} must be at least one name, each once."

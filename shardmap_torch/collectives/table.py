@@ -1,0 +1,129 @@
+"""The specification of the collectives, as one table.
+
+Each row says what a collective does to the type along its axes, how the data moves, and which row
+is its transpose. Functions, documentation and tests are driven by this table; nothing else knows
+a backward.
+
+Source of the pairs: the types of `jax.shard_map` with `check_vma` and of meta-pytorch/spmd_types.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, Final
+
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.types import AxisType, I, Partial, R, V
+
+Key = tuple[str, AxisType, AxisType]
+
+TURNS: Final[Mapping[str, Callable[[Any], Mapping[str, Any]]]] = MappingProxyType(
+    {
+        "keep": lambda c: {},
+        "swap dims": lambda c: {
+            "dim": c.concat_dim,
+            "concat_dim": c.dim,
+            "sizes": c.concat_sizes,
+            "concat_sizes": c.sizes,
+        },
+        "invert pairs": lambda c: {"perm": tuple((dst, src) for src, dst in c.perm)},
+    }
+)
+"""The arguments that change in a transpose, given those of the collective."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: the function as users call it; `reduce` and `mask` only occur as transposes.
+        src: type of the operand along the axes.
+        dst: type of the result along the axes.
+        move: what happens to the data; the backends' name for it.
+        transpose: name and types of the row that carries cotangents back.
+        turn: how the arguments change in the transpose, by its name in `TURNS`.
+        sent: bytes that each of n ranks sends, in units of the operand's bytes, as a formula in n.
+    """
+
+    name: str
+    src: AxisType
+    dst: AxisType
+    move: str
+    transpose: Key
+    sent: str = "0"
+    turn: str = "keep"
+
+    @property
+    def key(self) -> Key:
+        """Name and types, by which the table finds the row."""
+        return self.name, self.src, self.dst
+
+    def sent_by(self, num_ranks: int) -> Fraction:
+        """The value of `sent` for that many ranks.
+
+        Example:
+            >>> TABLE["all_gather", V, R].sent_by(4)
+            Fraction(3, 1)
+        """
+        return _FORMULAS[self.sent](Fraction(num_ranks))
+
+
+_FORMULAS: Final[Mapping[str, Callable[[Fraction], Fraction]]] = MappingProxyType(
+    {
+        "0": lambda n: Fraction(0),
+        "1": lambda n: Fraction(1),
+        "n-1": lambda n: n - 1,
+        "(n-1)/n": lambda n: (n - 1) / n,
+        "2(n-1)/n": lambda n: 2 * (n - 1) / n,
+    }
+)
+
+ROWS: Final = (
+    Row("all_reduce", Partial, R, "sum", ("all_reduce", Partial, R), "2(n-1)/n"),
+    Row("all_reduce", Partial, I, "sum", ("convert", I, R), "2(n-1)/n"),
+    Row("all_gather", V, R, "gather", ("reduce_scatter", Partial, V), "n-1"),
+    Row("all_gather", V, I, "gather", ("convert", I, V), "n-1"),
+    Row("reduce_scatter", Partial, V, "sum_scatter", ("all_gather", V, R), "(n-1)/n"),
+    Row("all_to_all", V, V, "exchange", ("all_to_all", V, V), "(n-1)/n", "swap dims"),
+    Row("ppermute", V, V, "permute", ("ppermute", V, V), "1", "invert pairs"),
+    Row("broadcast", V, R, "broadcast", ("reduce", Partial, V), "1"),
+    Row("broadcast", V, I, "broadcast", ("mask", I, V), "1"),
+    Row("reduce", Partial, V, "sum_mask", ("broadcast", V, R), "2(n-1)/n"),
+    Row("mask", I, V, "mask", ("broadcast", V, I)),
+    Row("convert", I, R, "same", ("all_reduce", Partial, I)),
+    Row("convert", I, V, "slice", ("all_gather", V, I)),
+    Row("convert", I, Partial, "mask", ("convert", R, I)),
+    Row("convert", R, I, "same", ("convert", I, Partial)),
+    Row("convert", R, V, "slice", ("convert", V, Partial)),
+    Row("convert", V, Partial, "pad", ("convert", R, V)),
+    Row("convert", R, Partial, "mask", ("convert", R, Partial)),
+    Row("reinterpret", R, V, "same", ("reinterpret", V, Partial)),
+    Row("reinterpret", V, Partial, "same", ("reinterpret", R, V)),
+    Row("reinterpret", R, Partial, "same", ("reinterpret", R, Partial)),
+)
+
+TABLE: Final[Mapping[Key, Row]] = {row.key: row for row in ROWS}
+
+REDUCING: Final = frozenset({"sum", "sum_scatter", "sum_mask"})
+"""Moves that add values of different ranks, where the precision of the addition matters."""
+
+
+def lookup(name: str, src: AxisType, dst: AxisType) -> Row:
+    """The row of that name and types.
+
+    Raises:
+        CollectiveError: there is none; the message lists those that there are.
+    """
+    row = TABLE.get((name, src, dst))
+    if row is None:
+        known = ", ".join(f"{r.src} -> {r.dst}" for r in ROWS if r.name == name)
+        raise CollectiveError(
+            f"{name} does not go from {src} to {dst}; it goes {known}. "
+            "redistribute(x, axis, src=, dst=) finds the collective for any two types."
+        )
+    return row
+
+
+EXTREMA: Final = ("max", "min")

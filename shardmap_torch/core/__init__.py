@@ -1,0 +1,1 @@
+"""Helpers without knowledge of meshes or types: caching, pytrees, storage, source locations."""

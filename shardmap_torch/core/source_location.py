@@ -1,0 +1,60 @@
+"""Where in the user's code something happens."""
+
+import contextlib
+import linecache
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import optree
+import torch
+
+_HERE: Final = Path(__file__).resolve().parents[2]
+_OWN: Final = (
+    *(str(_HERE / name) + "/" for name in ("shardmap_torch", "ops", "kernels")),
+    *(str(Path(package.__file__ or "").parent) + "/" for package in (torch, optree)),
+    contextlib.__file__,
+    "<",
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A line of the user's code.
+
+    Attributes:
+        file: path of the file.
+        line: number of the line.
+    """
+
+    file: str
+    line: int
+
+    @property
+    def source(self) -> str:
+        """The text of the line."""
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def place(self) -> str:
+        """As in `model.py:12`."""
+        return f"{Path(self.file).name}:{self.line}"
+
+    def __str__(self) -> str:
+        """As in `model.py:12: y = x @ w`."""
+        source = self.source
+        return self.place + (f": {source}" if source else "")
+
+
+def call_site() -> Site | None:
+    """The innermost line that belongs neither to this package nor to what it runs in."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OWN):
+            return Site(name, frame.f_lineno)
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None

@@ -1,0 +1,26 @@
+"""Results that share no memory with plain arguments.
+
+A plain argument is one value on all ranks. Writing into a result that is a view of it, as into a
+shard, would change it on this rank alone.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmap_torch.core.storage import memory_of
+
+
+def apart(results: Sequence[Tensor], arguments: Iterable[Any]) -> list[Tensor]:
+    """`results`, of which those are copied that share memory with one of `arguments`.
+
+    The local tensor of a DTensor is not its own memory: what is returned of it as it came stays so.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return list(results)
+    plain = [x for x in arguments if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+    given = {memory_of(x) for x in plain} - {None}
+    return [y.clone() if given and memory_of(y) in given else y for y in results]

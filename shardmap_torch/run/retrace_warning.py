@@ -1,0 +1,83 @@
+"""Warns of a Python value that is another one in each call, so that each call is checked anew."""
+
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any, Final
+
+from shardmap_torch.checker.guards.cache_key import Parts
+from shardmap_torch.core.source_location import call_site
+
+LIMIT: Final = 32
+"""How many calls in a row: more than most models have layers that are told their number."""
+
+_SHOWN: Final = 3
+
+_NUMBER: Final = "Pass it as a tensor, such as torch.tensor({}), with P() as its spec."
+_OTHER: Final = "Pass what is equal from call to call."
+
+
+@dataclass(frozen=True)
+class _Series:
+    """The values of one thing in successive calls."""
+
+    label: str
+    values: Sequence[Any]
+
+
+class Changing:
+    """Hears of every check of one function, and warns once."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is what warnings call the function."""
+        self._name = name
+        self._warned = False
+        self._number = 0
+        self._last: Parts | None = None
+        self._series: Mapping[Hashable, _Series] = {}
+
+    def checked(self, number: int, parts: Parts) -> None:
+        """The call of that number, of all calls, has to be checked."""
+        last, is_next = self._last, number == self._number + 1
+        self._number, self._last = number, parts
+        if self._warned or last is None or not is_next or last.rest != parts.rest:
+            self._series = {}
+            return
+        changed = {
+            key: _Series(label, [last.values[key][1], value])
+            for key, (label, value) in parts.values.items()
+            if key in last.values and not _same(last.values[key][1], value)
+        }
+        if self._series:
+            # What changes now and then is not the reason.
+            changed = {
+                key: _Series(series.label, [*series.values, changed[key].values[-1]])
+                for key, series in self._series.items()
+                if key in changed
+            }
+        self._series = changed
+        found = next((s for s in changed.values() if len(s.values) >= LIMIT), None)
+        if found is not None:
+            self._warned = True
+            _warn(self._name, found)
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # of the user's own kind, such as arrays of several truths
+        return False
+
+
+def _warn(function: str, series: _Series) -> None:
+    latest = ", ".join(map(repr, series.values[-_SHOWN:]))
+    value = series.values[-1]
+    site = call_site()
+    warnings.warn_explicit(
+        f"{function}: each of the last {len(series.values)} calls was checked anew, since "
+        f"{series.label} was another one each time: ..., {latest}. What is no tensor is a part of "
+        f"the program. {_NUMBER.format(value) if isinstance(value, Number) else _OTHER}",
+        UserWarning,
+        *(("shardmap_torch", 0) if site is None else (site.file, site.line)),
+    )

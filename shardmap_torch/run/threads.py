@@ -1,0 +1,291 @@
+"""Runs a call for all ranks of a simulated mesh as threads, and its backward likewise.
+
+Autograd outside sees one Function. Inside, every rank has a graph of its own, as every process
+would have; in the backward each rank pulls its cotangents through its own graph, and meets the
+others at the collectives that autograd runs there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from shardmap_torch.backends.threads import Rendezvous, ThreadBackend, by_ranks, show_tensor
+from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
+from shardmap_torch.boundary.matching import can_receive_gradient, crosses
+from shardmap_torch.boundary.shards import global_of, locals_of
+from shardmap_torch.collectives.autograd import TypedFunction
+from shardmap_torch.core.storage import unviewed
+from shardmap_torch.core.tree import Tree
+from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing
+from shardmap_torch.run.captures import closed_over
+from shardmap_torch.run.vmap import unequal
+from shardmap_torch.spec import P
+
+
+def run(call: Call) -> Tree:
+    """Runs all ranks to their end and joins what they returned."""
+    tensors = [call.leaves[i] for i in call.crossing]
+    ranks = _Ranks(call, [can_receive_gradient(x) for x in tensors])
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        # Closed-over tensors are known only after the run, and are operands of the Function too.
+        ranks.forward(tensors)
+        tensors += ranks.find_closures()
+    else:
+        _reject_wrapped(call)
+    outputs = _RanksFunction.apply(ranks, *tensors)
+    ranks.outputs = None  # they lead to the Function, which holds `ranks`: a cycle
+    result = ranks.results[0]
+    leaves = list(result.leaves)
+    for position, value in zip(ranks.joined, outputs, strict=True):
+        leaves[position] = value
+    return result.rebuild(leaves)
+
+
+def _reject_wrapped(call: Call) -> None:
+    """On another thread a transform's tensor is an ordinary one: its gradient would be lost."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if any(wrapped(tensor) for tensor in closed_over(call.function)):
+        raise TransformError(
+            f"{call.name}: the body closes over a tensor that a torch.func transform outside "
+            "differentiates or batches. Pass it as an argument."
+        )
+
+
+class _Ranks:
+    """All ranks of one call: their local inputs, results and graphs."""
+
+    def __init__(self, call: Call, differentiable: list[bool]) -> None:
+        self.call = call
+        self.specs = [call.fit.spec(i) for i in call.crossing]
+        self.differentiable = differentiable
+        self.backends: list[ThreadBackend] = []
+        self.leaves: list[list[Tensor]] = []
+        self.results: list[Result] = []
+        self.joined: tuple[int, ...] = ()
+        self.outputs: tuple[Tensor, ...] | None = None
+        self.closures: list[Tensor] = []
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        mesh = self.call.mesh
+        cuts = [locals_of(x.detach(), s, mesh) for x, s in zip(tensors, self.specs, strict=True)]
+        self.leaves = [
+            [
+                piece[rank].requires_grad_() if wanted else piece[rank]
+                for piece, wanted in zip(cuts, self.differentiable, strict=True)
+            ]
+            for rank in range(mesh.size)
+        ]
+        rendezvous = Rendezvous(mesh)
+        self.backends = [ThreadBackend(mesh, rank, rendezvous) for rank in range(mesh.size)]
+        watch = Untouched(self.call, self.leaves[0])
+        self.results = rendezvous.run(self._body)
+        watch.check()
+        self._reject_different()
+        self.joined = self.results[0].fit.crossing
+        self._reject_unequal()
+        self.outputs = tuple(
+            unviewed(
+                global_of([value.detach() for value in self._values(i)], self._out_spec(i), mesh)
+            )
+            for i in self.joined
+        )
+        return self.outputs
+
+    def _body(self, rank: int) -> Result:
+        # Gradients are computed inside whenever one can be asked for outside.
+        with torch.set_grad_enabled(any(self.differentiable) or torch.is_grad_enabled()):
+            return run_body(self.call, self.backends[rank], self.leaves[rank])
+
+    def _values(self, position: int) -> list[Tensor]:
+        return [result.leaves[position] for result in self.results]
+
+    def _out_spec(self, position: int) -> P:
+        return self.results[0].fit.spec(position)
+
+    def _reject_different(self) -> None:
+        """The results of all ranks must have one structure, and their tensors one shape."""
+        shown = [_describe(result) for result in self.results]
+        if len(set(shown)) > 1:
+            head = f"{self.call.name}: the ranks returned different results:"
+            raise CollectiveMismatchError(listing(head, list(by_ranks(dict(enumerate(shown))))))
+
+    def _reject_unequal(self) -> None:
+        """An output's ranks must agree, up to rounding, over every axis that is not mentioned."""
+        mesh, problems = self.call.mesh, []
+        for position in self.joined:
+            spec, path = self._out_spec(position), self.results[0].fit.paths[position]
+            values = [value.detach() for value in self._values(position)]
+            for axis in self.call.mapped:
+                if axis in spec.mentioned or axis in spec.partial:
+                    continue
+                firsts = [
+                    mesh.rank_at({**mesh.coordinates(rank), axis: 0}) for rank in range(mesh.size)
+                ]
+                if not all(
+                    close(values[f], value) for f, value in zip(firsts, values, strict=True)
+                ):
+                    problems.append(unequal(path, spec, axis))
+        if problems:
+            head = f"{self.call.name}: the result does not fit out_specs:"
+            raise ShardTypeError(listing(head, problems))
+
+    def leading_in(self) -> list[bool]:
+        """For each joined output, whether the ranks' graphs lead from it to an input."""
+        return [any(value.requires_grad for value in self._values(i)) for i in self.joined]
+
+    def find_closures(self) -> list[Tensor]:
+        """Tensors that the ranks' graphs lead to and that are not the ranks' inputs."""
+        own = {id(leaf) for leaves in self.leaves for leaf in leaves}
+        roots = [value.grad_fn for i in self.joined for value in self._values(i)]
+        found: dict[int, Tensor] = {}
+        seen: set[Node] = set()
+        pending = [node for node in roots if node is not None]
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor) and id(variable) not in own:
+                found[id(variable)] = variable
+            pending += [parent for parent, _ in node.next_functions if parent is not None]
+        self.closures = list(found.values())
+        return self.closures
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        mesh = self.call.mesh
+        given = [(i, g) for i, g in zip(self.joined, grads, strict=True) if g is not None]
+        # The cotangent of a partial sum is the same for every addend.
+        cotangents = [(i, locals_of(g, P(*self._out_spec(i).entries), mesh)) for i, g in given]
+        wanted = [i for i, yes in enumerate(self.differentiable) if yes]
+        rendezvous = Rendezvous(mesh)
+        for backend in self.backends:
+            backend.rendezvous = rendezvous
+
+        def pull(rank: int) -> tuple[Tensor | None, ...]:
+            pairs = [(self.results[rank].leaves[i], pieces[rank]) for i, pieces in cotangents]
+            pairs = [(y, g) for y, g in pairs if y.requires_grad]
+            into = [self.leaves[rank][i] for i in wanted] + self.closures
+            if not pairs or not into:
+                return (None,) * len(into)
+            ys, gs = zip(*pairs, strict=True)
+            return torch.autograd.grad(ys, into, gs, retain_graph=True, allow_unused=True)
+
+        pulled = rendezvous.run(pull)
+        found: list[Tensor | None] = [None] * (len(self.specs) + len(self.closures))
+        for k, i in enumerate(wanted):
+            found[i] = self._global_gradient([grads[k] for grads in pulled], self.specs[i])
+        for k in range(len(self.closures)):
+            found[len(self.specs) + k] = self._closure_gradient(
+                [grads[len(wanted) + k] for grads in pulled]
+            )
+        return found
+
+    def _global_gradient(self, grads: Sequence[Tensor | None], spec: P) -> Tensor | None:
+        shaped = next((g for g in grads if g is not None), None)
+        if shaped is None:
+            return None
+        filled = [torch.zeros_like(shaped) if g is None else g for g in grads]
+        # Partial in, replicate out: the cotangent is equal over the axes that no dim mentions.
+        return global_of(filled, P(*spec.entries), self.call.mesh)
+
+    def _closure_gradient(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        first = grads[0]
+        agree = all(
+            (g is None and first is None)
+            or (g is not None and first is not None and close(g, first))
+            for g in grads
+        )
+        if not agree:
+            raise ShardTypeError(
+                f"{self.call.name}: a closed-over tensor gets a different gradient on each rank, "
+                "and outside there is one. Pass the tensor as an argument whose spec names the "
+                "axes in replicate=."
+            )
+        return first
+
+
+def _describe(result: Result) -> str:
+    """As in `returned out['x'] float32[4], out['n'] int`."""
+    shown = [
+        f"{leaf.path} {show_tensor(leaf.value) if crosses(leaf) else type(leaf.value).__name__}"
+        for leaf in result.outputs
+    ]
+    return f"returned {', '.join(shown) or 'nothing'}"
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to rounding: ranks that repeat one computation may still round differently."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return bool(torch.equal(a, b))
+    tolerance = torch.finfo(a.dtype).eps ** 0.5
+    scale = float(a.abs().nan_to_num(posinf=0.0).max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+class _RanksFunction(TypedFunction):
+    """One call of all ranks, as autograd and first-order torch.func transforms see it."""
+
+    @staticmethod
+    def forward(ranks: _Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return ranks.forward(tensors) if ranks.outputs is None else ranks.outputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.ranks, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(
+            *[y for y, leads in zip(output, ctx.ranks.leading_in(), strict=True) if not leads]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *_RanksBackward.apply(ctx.ranks, len(grads), *grads, *ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise TransformError(_FIRST_ORDER)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        raise TransformError(_FIRST_ORDER)
+
+
+class _RanksBackward(TypedFunction):
+    """The backward of `_RanksFunction`: a Function too, so that functorch unwraps its operands.
+
+    It takes the inputs along so that a second derivative comes here, and fails, rather than being
+    silently zero.
+    """
+
+    @staticmethod
+    def forward(ranks: _Ranks, num_grads: int, *operands: Tensor | None) -> tuple[Any, ...]:
+        return tuple(ranks.backward(operands[:num_grads]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise TransformError(_FIRST_ORDER)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise TransformError(_FIRST_ORDER)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        raise TransformError(_FIRST_ORDER)
+
+
+_FIRST_ORDER = (
+    "Simulated ranks that run as threads give first-order reverse gradients only. For forward "
+    'mode, vmap from outside and higher orders use make_mesh(..., simulate="vmap").'
+)

@@ -1,0 +1,104 @@
+"""Runs a call for all ranks of a simulated mesh as one batched program."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backends.vmap import BatchedBackend
+from shardmap_torch.boundary.call import Call, Result, Untouched, is_checked, run_body
+from shardmap_torch.boundary.matching import spec_of
+from shardmap_torch.boundary.shards import cut, join
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.tree import Placed, Tree
+from shardmap_torch.errors import ShardTypeError, listing
+from shardmap_torch.run.aliasing import apart
+from shardmap_torch.spec import P
+
+In = dict[str, int | None]
+"""For one operand, its batch dim at each axis' level: 0 or None."""
+
+
+def run(call: Call) -> Tree:
+    """Nests one vmap per mapped axis round the body, and cuts and joins with plain operations."""
+    axes = [axis for axis in call.mesh.axis_names if axis in call.mapped]
+    operands: list[Tensor] = []
+    batching: list[In] = []
+    for position in call.crossing:
+        leaf = call.inputs[position]
+        pieces, varying = cut(leaf.value, spec_of(leaf), call.mesh)
+        operands.append(pieces)
+        batching.append({axis: 0 if axis in varying else None for axis in axes})
+    device = operands[0].device if operands else call.mesh.device
+    for axis in axes:
+        operands.append(torch.arange(call.mesh.shape[axis], device=device))
+        batching.append({other: 0 if other == axis else None for other in axes})
+
+    results: list[Result] = []
+
+    def body(*values: Tensor) -> tuple[Tensor, ...]:
+        markers = dict(zip(axes, values[len(values) - len(axes) :], strict=True))
+        backend = BatchedBackend(call.mesh, _outer_markers() | markers)
+        result = run_body(call, backend, values[: len(values) - len(axes)])
+        results.append(result)
+        return tuple(result.leaves[i] for i in result.fit.crossing)
+
+    watch = Untouched(call, operands[: len(call.crossing)])
+    stacked = _nest(body, axes, batching)(*operands)
+    watch.check()
+    result = results[0]
+    leaves = list(result.leaves)
+    if not is_checked(call):  # zeros_like of a varying value is batched too; types tell more
+        _reject_varying(call, [result.outputs[i] for i in result.fit.crossing], stacked, axes)
+    joined = [
+        join(value, result.fit.spec(position), call.mesh, axes)
+        for position, value in zip(result.fit.crossing, stacked, strict=True)
+    ]
+    for position, value in zip(result.fit.crossing, apart(joined, call.leaves), strict=True):
+        leaves[position] = value
+    return result.rebuild(leaves)
+
+
+def _outer_markers() -> dict[str, Tensor]:
+    scope = current_scope()
+    if scope is None or not isinstance(scope.backend, BatchedBackend):
+        return {}
+    return scope.backend.axis_markers
+
+
+def _nest(
+    body: Callable[..., tuple[Tensor, ...]], axes: Sequence[str], batching: Sequence[In]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The first axis is the outermost level; every level has its batch dim in front."""
+    mapped: Callable[..., Any] = body
+    for axis in reversed(axes):
+        in_dims = tuple(levels[axis] for levels in batching)
+        mapped = torch.func.vmap(mapped, in_dims=in_dims, out_dims=0, randomness="different")
+    return mapped
+
+
+def _reject_varying(
+    call: Call, leaves: Sequence[Placed[P | None]], stacked: Sequence[Tensor], axes: Sequence[str]
+) -> None:
+    """A value is batched exactly where it varies; where it does not, vmap expands it: stride 0.
+
+    Empty tensors have no such strides, and nothing that could vary.
+    """
+    problems = []
+    for leaf, value in zip(leaves, stacked, strict=True):
+        spec = spec_of(leaf)
+        for position, axis in enumerate(axes if value.numel() else ()):
+            equal = value.shape[position] == 1 or value.stride(position) == 0
+            if not equal and axis not in spec.mentioned and axis not in spec.partial:
+                problems.append(unequal(leaf.path, spec, axis))
+    if problems:
+        raise ShardTypeError(listing(f"{call.name}: the result does not fit out_specs:", problems))
+
+
+def unequal(path: str, spec: P, axis: str) -> str:
+    """Says that an output varies over an axis that its spec does not mention."""
+    return (
+        f"{path}: {spec!r} promises one value on all ranks of {axis!r}, but the result varies over "
+        f"it; reduce or gather it over {axis!r}, or name {axis!r} in the spec"
+    )

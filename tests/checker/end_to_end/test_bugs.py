@@ -1,0 +1,610 @@
+"""The bugs that ship in practice, each rejected, beside the right program, which is accepted.
+
+An accepted program is run on ranks that are threads, each with its own autograd graph, and held
+against one device.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    TransformError,
+    V,
+    all_gather,
+    all_reduce,
+    axis_index,
+    check_program,
+    convert,
+    make_mesh,
+    ppermute,
+    reduce_scatter,
+    reinterpret,
+    shard_map,
+)
+from shardmap_torch.collectives.autograd import TypedFunction
+from tests.support.golden import hold
+
+RANKS = make_mesh((4,), ("tp",), kind="simulated", simulate="ranks")
+ABSTRACT = make_mesh((4,), ("tp",), kind="abstract")
+
+
+def numbers(*shape: int, grad: bool = True, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_(grad)
+
+
+X, W, U, B = numbers(8, 6), numbers(6, 8), numbers(8, 6, seed=1), numbers(6)
+DATA = numbers(8, 6, grad=False, seed=2)
+
+
+def gradient(f: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """By torch.func, with respect to the first argument."""
+    found: Tensor = torch.func.grad(f)(*args)
+    return found
+
+
+def rejection(f: Callable[..., Any], *args: Any, in_specs: Any, out_specs: Any) -> str:
+    """The error's text; a test of this file holds it as a whole against tests/golden/bugs.txt."""
+    with pytest.raises(ShardTypeError) as caught:
+        check_program(shard_map(f, mesh=ABSTRACT, in_specs=in_specs, out_specs=out_specs), *args)
+    caller = sys._getframe(1).f_code
+    if caller.co_filename == __file__:
+        hold("bugs.txt", caller.co_name, str(caught.value))
+    return str(caught.value)
+
+
+def assert_right(
+    f: Callable[..., Any],
+    one_device: Callable[..., Tensor],
+    *args: Tensor,
+    in_specs: Any,
+    out_specs: Any,
+) -> None:
+    """Accepted, and on real ranks equal to one device, gradients included."""
+    mapped = shard_map(f, mesh=RANKS, in_specs=in_specs, out_specs=out_specs)
+    expected, actual = one_device(*args), mapped(*args)
+    torch.testing.assert_close(actual, expected)
+    wanted = [x for x in args if x.requires_grad]
+    if not expected.requires_grad:
+        return
+    weights = torch.cos(torch.arange(expected.numel(), dtype=torch.float64)).reshape(expected.shape)
+    torch.testing.assert_close(
+        torch.autograd.grad((actual * weights).sum(), wanted),
+        torch.autograd.grad((expected * weights).sum(), wanted),
+    )
+
+
+# ----------------------------------------------------------------- missing backward reductions
+
+
+def mlp(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    return all_reduce(torch.relu(x @ w) @ u, "tp", dst=I)
+
+
+def test_the_reduction_of_an_input_s_gradient_is_inserted_where_its_axis_is_open() -> None:
+    specs = (P(), P(None, "tp"), P("tp"))
+    assert_right(mlp, lambda x, w, u: torch.relu(x @ w) @ u, X, W, U, in_specs=specs, out_specs=P())
+
+
+def test_a_missing_backward_all_reduce_with_an_identical_forward_is_rejected() -> None:
+    specs = (P(invariant={"tp"}), P(None, "tp"), P("tp"))
+    text = rejection(mlp, X, W, U, in_specs=specs, out_specs=P())
+    assert text == (
+        "mlp: mm over axis 'tp' of I and V: the I operand's gradient would differ between ranks "
+        "and never be summed.\n"
+        f"  at test_bugs.py:{mlp.__code__.co_firstlineno + 1}: "
+        'return all_reduce(torch.relu(x @ w) @ u, "tp", dst=I)\n'
+        "  self: float64[8, 6], I, from input x (P(invariant={'tp'}))\n"
+        "  mat2: float64[6, 2], V, from input w (P(None, 'tp'))\n"
+        "Fix: convert the I operand with convert(x, 'tp', src=I, dst=R), which sums its gradient, "
+        "or detach it if it needs none.\n"
+        "Tried, and well-typed: replicate={'tp'} in the spec of input x (P(invariant={'tp'}))"
+    )
+
+
+def test_between_two_layers_the_activation_must_be_made_replicate() -> None:
+    def two(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        return mlp(mlp(x, w, u), w, u)
+
+    def right(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        return mlp(convert(mlp(x, w, u), "tp", src=I, dst=R), w, u)
+
+    def one(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        return torch.relu(torch.relu(x @ w) @ u @ w) @ u
+
+    specs = (P(), P(None, "tp"), P("tp"))
+    text = rejection(two, X, W, U, in_specs=specs, out_specs=P())
+    assert "from all_reduce('tp', P -> I) at test_bugs.py" in text
+    assert_right(right, one, X, W, U, in_specs=specs, out_specs=P())
+
+
+def test_a_gather_typed_i_where_the_ranks_use_it_differently_is_rejected() -> None:
+    def gathered(dst: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda x, w: all_gather(x, "tp", dst=dst) @ w
+
+    specs = (P("tp"), P(None, "tp"))
+    text = rejection(gathered(I), X, W, in_specs=specs, out_specs=P(None, "tp"))
+    assert "mm over axis 'tp' of I and V" in text
+    assert_right(gathered(R), torch.mm, X, W, in_specs=specs, out_specs=P(None, "tp"))
+
+
+def test_a_norm_weight_in_a_sequence_parallel_region_has_its_gradient_reduced() -> None:
+    def body(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, [6], weight)
+
+    def one(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, [6], weight)
+
+    assert_right(body, one, X, B, in_specs=(P("tp"), P()), out_specs=P("tp"))
+    specs = (P("tp"), P(invariant={"tp"}))
+    assert "I and V" in rejection(body, X, B, in_specs=specs, out_specs=P("tp"))
+
+
+def test_a_custom_backward_without_its_reduction_is_rejected() -> None:
+    class Column(TypedFunction):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, w = ctx.saved_tensors
+            return grad @ w.mT, x.mT @ grad
+
+    def column(x: Tensor, w: Tensor) -> Tensor:
+        y: Tensor = Column.apply(x, w)
+        return y
+
+    text = rejection(
+        column, X, W, in_specs=(P(invariant={"tp"}), P(None, "tp")), out_specs=P(None, "tp")
+    )
+    assert text.startswith(
+        "column: over 'tp', an operand of Column is I and its backward gives it a gradient that"
+    )
+    assert "Tried, and well-typed: replicate={'tp'} in the spec of input x" in text
+
+
+def test_an_error_of_the_body_s_own_further_down_does_not_hide_what_is_wrong() -> None:
+    """With the repair, the body gets as far as a sum of shapes that do not fit."""
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w + torch.zeros(3, 3)
+
+    specs = (P(invariant={"tp"}), P(None, "tp"))
+    text = rejection(body, X, W, in_specs=specs, out_specs=P(None, "tp"))
+    assert "mm over axis 'tp' of I and V" in text
+
+
+# -------------------------------------------------------------------------- gradients inside
+
+
+def local_loss(w: Tensor, x: Tensor) -> Tensor:
+    return (x @ w).square().sum()
+
+
+def test_a_loss_typed_r_under_grad_is_rejected() -> None:
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            return all_reduce(local_loss(w, x), "tp", dst=R)
+
+        return all_reduce(gradient(loss, w), "tp", dst=I)
+
+    args = W.detach(), DATA
+    text = rejection(step, *args, in_specs=(P(), P("tp")), out_specs=P())
+    assert text.splitlines()[0] == (
+        "step: the gradient of a value that is R over 'tp' would be n times too large: every rank "
+        "starts with a whole cotangent, and they are summed."
+    )
+
+
+@pytest.mark.parametrize("how", ["torch.func", "autograd.grad", "backward"])
+def test_data_parallel_gradients_that_are_reduced_are_right(how: str) -> None:
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        if how == "torch.func":
+            grad = gradient(local_loss, w, x)
+        else:
+            leaf = w.detach().requires_grad_()
+            loss = local_loss(leaf, x)
+            if how == "backward":
+                loss.backward()
+                assert leaf.grad is not None
+                grad = leaf.grad
+            else:
+                (grad,) = torch.autograd.grad(loss, leaf)
+        return w - 0.1 * all_reduce(grad, "tp", dst=I)
+
+    def one(w: Tensor, x: Tensor) -> Tensor:
+        return w - 0.1 * gradient(local_loss, w, x)
+
+    assert_right(step, one, W.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
+
+
+def test_a_gradient_used_before_its_reduction_is_rejected() -> None:
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        return w - 0.1 * gradient(local_loss, w, x)
+
+    text = rejection(step, W.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
+    assert "out: P() promises one value on all ranks of 'tp', but the result varies over it" in text
+    assert "input x (P('tp'))" in text
+
+
+def test_an_optimizer_step_on_partial_gradients_is_rejected() -> None:
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        parameter = w.detach().clone().requires_grad_()
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        local_loss(parameter, x).backward()
+        optimizer.step()
+        return parameter.detach()
+
+    text = rejection(step, W.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
+    assert "the result varies over it" in text
+
+
+def test_an_all_reduce_of_a_gradient_that_is_reduced_already_is_rejected() -> None:
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        grad = all_reduce(gradient(local_loss, w, x), "tp", dst=I)
+        return w - 0.1 * all_reduce(grad, "tp", dst=I)
+
+    text = rejection(step, W.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
+    assert text.splitlines()[0] == (
+        "step: all_reduce('tp', P -> I) takes P (a sum over ranks still to be taken) over 'tp', "
+        "but its operand is I (equal on all ranks, one computation repeated)."
+    )
+
+
+def test_a_constant_gradient_that_is_not_reduced_is_rejected() -> None:
+    """Equal on all ranks, so no comparison of ranks would show that it is too small."""
+
+    def step(b: Tensor, x: Tensor) -> Tensor:
+        def loss(b: Tensor) -> Tensor:
+            return all_reduce((x + b).sum(), "tp", dst=I)
+
+        return b - gradient(loss, b)
+
+    text = rejection(step, B.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
+    assert "the result varies over it" in text
+
+
+def test_a_constant_gradient_from_a_cotangent_of_the_user_s_is_rejected() -> None:
+    def step(b: Tensor, x: Tensor) -> Tensor:
+        loss, pull_back, *_ = torch.func.vjp(lambda b: (x + b).sum(), b)
+        grads: tuple[Tensor] = pull_back(torch.ones_like(loss))
+        return b - grads[0]
+
+    text = rejection(step, B.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
+    assert "the result varies over it" in text
+
+
+# --------------------------------------------------------------------- ranks that part ways
+
+
+def test_a_rank_dependent_branch_is_rejected() -> None:
+    def body(x: Tensor) -> Tensor:
+        if x.sum().item() > 0:
+            x = all_reduce(x, "tp", dst=R)
+        return x
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
+    assert text.splitlines()[0] == (
+        "body: taking a Python value over axis 'tp' of V: the ranks would get different Python "
+        "values or shapes, and part ways."
+    )
+
+
+def test_a_branch_on_the_rank_is_rejected() -> None:
+    def body(x: Tensor) -> Tensor:
+        return x * 2 if axis_index("tp") == 0 else x
+
+    assert "of V" in rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
+
+
+def test_a_shape_that_depends_on_the_rank_s_data_is_rejected() -> None:
+    def body(x: Tensor) -> Tensor:
+        return x[x > 0].sum()
+
+    assert "shapes" in rejection(body, DATA, in_specs=P("tp"), out_specs=P())
+
+
+def test_a_dropout_mask_drawn_by_each_rank_is_no_replicate_value() -> None:
+    def body(x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x, 0.5)
+
+    text = rejection(body, DATA, in_specs=P(), out_specs=P())
+    assert "the result varies over it" in text
+
+
+# --------------------------------------------------------------------------- memory, closures
+
+
+def test_writing_a_varying_value_into_a_replicated_buffer_makes_it_varying() -> None:
+    def body(x: Tensor) -> Tensor:
+        buffer = torch.ones(6, dtype=torch.float64)
+        view = buffer[:3]
+        view.copy_(x.sum(0)[:3])
+        return buffer
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P())
+    assert "the result varies over it" in text
+
+
+def test_writing_into_an_input_is_rejected() -> None:
+    def body(x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
+    assert "mul_ writes into a tensor that is the input x" in text
+
+
+def test_writing_through_a_conversion_is_rejected() -> None:
+    def body(x: Tensor) -> Tensor:
+        total = all_reduce(x, "tp", dst=I)
+        convert(total, "tp", src=I, dst=R).mul_(axis_index("tp"))
+        return total
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P())
+    assert "shares its memory with another value through convert('tp', I -> R)" in text
+
+
+def test_a_closed_over_parameter_whose_gradient_is_never_reduced_is_rejected() -> None:
+    def body(x: Tensor) -> Tensor:
+        return x @ W
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
+    assert text.splitlines()[0] == (
+        "body: a closed-over tensor of shape [6, 8] gets a gradient that is V over 'tp': each rank "
+        "has its own part of it, and nothing sums them."
+    )
+    assert text.splitlines()[-1] == "Fix: pass the tensor as an argument."
+
+
+def test_of_a_module_that_is_closed_over_the_way_to_call_it_is_told() -> None:
+    module = torch.nn.Linear(6, 6).double()
+
+    def body(x: Tensor) -> Tensor:
+        y: Tensor = module(x)
+        return y
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
+    assert text.splitlines()[-1] == (
+        "Fix: pass the tensor as an argument; torch.func.functional_call(module, parameters, args) "
+        "calls a module so."
+    )
+
+
+def test_operators_that_call_functions_are_refused() -> None:
+    def body(x: Tensor) -> Tensor:
+        y: Tensor = torch.cond(x.sum() > 0, lambda a: a, lambda a: -a, (x,))
+        return y
+
+    text = rejection(body, DATA, in_specs=P(), out_specs=P())
+    assert "and operators that call functions are not interpreted.\nFix: branch on x.item()" in text
+
+
+def test_tensors_that_are_not_strided_are_refused() -> None:
+    text = rejection(lambda x: x.to_sparse(), DATA, in_specs=P(), out_specs=P())
+    assert "_to_sparse gives a tensor that is not strided, and no other ones are typed." in text
+
+
+def test_a_closed_over_parameter_in_a_repeated_computation_is_accepted() -> None:
+    def body(x: Tensor) -> Tensor:
+        return all_reduce(x, "tp", dst=I) @ W
+
+    check_program(shard_map(body, mesh=ABSTRACT, in_specs=P("tp"), out_specs=P()), DATA)
+
+
+def test_a_regulariser_on_an_invariant_weight_beside_a_local_loss_is_rejected() -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        return all_reduce(
+            local_loss(convert(w, "tp", src=I, dst=R), x) + w.square().sum(), "tp", dst=I
+        )
+
+    text = rejection(body, W, DATA, in_specs=(P(invariant={"tp"}), P("tp")), out_specs=P())
+    assert "add over axis 'tp' of I and V" in text
+
+
+def test_an_addend_beside_a_sum_still_to_be_taken_is_rejected() -> None:
+    def body(x: Tensor, b: Tensor) -> Tensor:
+        partial = convert(x.sum(0), "tp", src=V, dst="P", dim=0)
+        return all_reduce(partial + b, "tp", dst=I)
+
+    text = rejection(body, DATA, numbers(24), in_specs=(P("tp"), P()), out_specs=P())
+    assert "an addend that is equal on all ranks would be counted once per rank" in text
+
+
+# ----------------------------------------------------------------------- right, and accepted
+
+
+def test_a_replicate_value_used_on_a_replicate_and_a_varying_path_is_accepted() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        y = convert(all_reduce(x.sin(), "tp", dst=I), "tp", src=I, dst=R)
+        return all_reduce((y * w).sum() + convert(y.sum(), "tp", src=R, dst="P"), "tp", dst=I)
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        y = x.reshape(4, 2, 6).sin().sum(0)
+        return (y.repeat(4, 1) * w).sum() + y.sum()
+
+    assert_right(body, one, X, U, in_specs=(P("tp"), P("tp")), out_specs=P())
+
+
+def test_an_invariant_clip_scale_on_varying_gradients_is_accepted() -> None:
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        grad = gradient(local_loss, w, x)
+        norm = all_reduce(grad.square().sum(), "tp", dst=I).sqrt()
+        return all_reduce(grad * (1 / norm), "tp", dst=I)
+
+    def one(w: Tensor, x: Tensor) -> Tensor:
+        grads = torch.stack([gradient(local_loss, w, part) for part in x.chunk(4)])
+        return grads.sum(0) / grads.square().sum().sqrt()
+
+    assert_right(step, one, W.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
+
+
+def test_a_tree_all_reduce_with_an_unused_output_is_accepted() -> None:
+    def body(x: Tensor) -> Tensor:
+        sums = all_reduce({"used": x.sin(), "unused": x.cos()}, "tp", dst=I)
+        return sums["used"]
+
+    def one(x: Tensor) -> Tensor:
+        return x.sin().reshape(4, 2, 6).sum(0)
+
+    assert_right(body, one, X, in_specs=P("tp"), out_specs=P())
+
+
+def test_a_bias_and_its_linear_loss_are_right() -> None:
+    def body(b: Tensor, x: Tensor) -> Tensor:
+        return all_reduce((x + b).sum(), "tp", dst=I)
+
+    assert_right(body, lambda b, x: (x + b).sum(), B, X, in_specs=(P(), P("tp")), out_specs=P())
+
+
+def test_a_result_that_is_replicate_leaves_with_the_right_gradient() -> None:
+    def body(x: Tensor) -> Tensor:
+        return all_gather(x, "tp", dst=R).sin()
+
+    assert_right(body, torch.sin, X, in_specs=P("tp"), out_specs=P())
+
+
+def test_an_invariant_result_that_is_cut_is_tiled_with_the_right_gradient() -> None:
+    def body(x: Tensor) -> Tensor:
+        return all_reduce(x.sin(), "tp", dst=I)
+
+    def one(x: Tensor) -> Tensor:
+        return x.reshape(4, 2, 6).sin().sum(0).repeat(4, 1)
+
+    assert_right(body, one, X, in_specs=P("tp"), out_specs=P("tp"))
+
+
+def test_reduce_scatter_and_ring_shifts_are_right() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        total = torch.zeros(2, 6, dtype=torch.float64)
+        for _ in range(4):
+            total = total + x * w
+            x = ppermute(x, "tp", [(r, (r + 1) % 4) for r in range(4)])
+        return reduce_scatter(total.repeat(2, 1), "tp")
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        parts, ws = x.reshape(4, 2, 6), w.reshape(4, 2, 6)
+        total = sum(parts.roll(k, 0) * ws for k in range(4))
+        assert isinstance(total, Tensor)
+        return total.sum(0).repeat(2, 1)
+
+    assert_right(body, one, X, U, in_specs=(P("tp"), P("tp")), out_specs=P("tp"))
+
+
+def test_a_maximum_shares_its_gradient() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        top = all_reduce(x, "tp", dst=R, op="max")
+        return (x - top).exp() * w
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        top = x.reshape(4, 2, 6).amax(0).repeat(4, 1)
+        return (x - top).exp() * w
+
+    assert_right(body, one, X, U, in_specs=(P("tp"), P("tp")), out_specs=P("tp"))
+
+
+def test_statistics_that_batch_norm_writes_vary_though_its_schema_is_silent() -> None:
+    def body(x: Tensor) -> Tensor:
+        mean, var = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+        torch.nn.functional.batch_norm(x, mean, var, training=True)
+        return mean
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P())
+    assert "the result varies over it" in text
+    assert "it comes from native_batch_norm" in text
+
+
+def test_closed_over_statistics_cannot_be_written_by_batch_norm() -> None:
+    mean, var = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+
+    def body(x: Tensor) -> Tensor:
+        return torch.nn.functional.batch_norm(x, mean, var, training=True)
+
+    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
+    assert "native_batch_norm writes into a tensor that is a closed-over Tensor" in text
+
+
+def test_batch_norm_that_writes_nothing_is_accepted() -> None:
+    def body(x: Tensor) -> Tensor:
+        return torch.nn.functional.batch_norm(x, None, None, training=True)
+
+    def one(x: Tensor) -> Tensor:
+        return torch.cat([body(part) for part in x.chunk(4)])
+
+    assert_right(body, one, X, in_specs=P("tp"), out_specs=P("tp"))
+
+
+LINEAR_AS_A_WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "matrix_exp": torch.matrix_exp,
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+    "segment_reduce": lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 3])),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_AS_A_WHOLE)
+def test_a_backward_that_is_linear_as_a_whole_takes_a_sum(name: str) -> None:
+    f = LINEAR_AS_A_WHOLE[name]
+
+    def body(x: Tensor) -> Tensor:
+        y = f(all_reduce(x.sin(), "tp", dst=R))
+        # Its cotangent is a sum over the ranks, each of which uses it in its own way.
+        own = reinterpret(y, "tp", src=R, dst=V)
+        return all_reduce((own.sin() * (1 + axis_index("tp"))).sum(), "tp", dst=I)
+
+    def one(x: Tensor) -> Tensor:
+        return f(x.sin().reshape(4, 4, 4).sum(0)).sin().sum() * 10
+
+    assert_right(body, one, numbers(16, 4), in_specs=P("tp"), out_specs=P())
+
+
+def test_a_closure_that_an_outer_vmap_batches_is_to_be_passed_as_an_argument() -> None:
+    mesh = make_mesh((4,), ("tp",), kind="simulated")
+    holder: dict[str, Tensor] = {}
+
+    def scaled(x: Tensor, s: Tensor) -> Tensor:
+        return all_reduce((x * s).sum(), "tp", dst=I)
+
+    def closing(s: Tensor) -> Tensor:
+        body = shard_map(lambda x: scaled(x, s), mesh=mesh, in_specs=P("tp"), out_specs=P())
+        return body(DATA)
+
+    def hiding(s: Tensor) -> Tensor:
+        holder["s"] = s
+        take = type("Hidden", (), {"__slots__": (), "__call__": lambda self: holder["s"]})()
+        body = shard_map(lambda x: scaled(x, take()), mesh=mesh, in_specs=P("tp"), out_specs=P())
+        return body(DATA)
+
+    def passing(s: Tensor) -> Tensor:
+        return shard_map(scaled, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())(DATA, s)
+
+    scales = torch.arange(3, dtype=torch.float64)
+    torch.testing.assert_close(torch.func.vmap(passing)(scales), DATA.sum() * scales)
+    for f in (closing, hiding):
+        with pytest.raises(TransformError) as caught:
+            torch.func.vmap(f)(scales)
+        text = str(caught.value)
+        head = "<lambda>: the body closes over a tensor that a torch.func transform outside batches"
+        assert text.startswith(head)
+        assert text.endswith("Pass it as an argument.")
+
+
+def test_a_closure_may_be_batched_in_the_body() -> None:
+    def body(x: Tensor) -> Tensor:
+        f = torch.func.vmap(lambda w: all_reduce((x @ w).sum(), "tp", dst=I))
+        y: Tensor = f(W.detach().T)
+        return y
+
+    def one(x: Tensor) -> Tensor:
+        return (x @ W.detach()).sum(0)
+
+    assert_right(body, one, X, in_specs=P("tp"), out_specs=P())

@@ -1,0 +1,60 @@
+"""A fixed tenth of op_db under check="global", and that the fuzzing sees wrong rules."""
+
+import random
+from collections.abc import Mapping
+from typing import Any, Final
+
+import pytest
+import torch
+from torch._ops import OpOverload
+from torch.testing._internal.common_methods_invocations import op_db
+
+from shardmap_torch.checker.spmd import op_rules
+from shardmap_torch.checker.spmd.layout import UnrelatedError, broadcast
+from shardmap_torch.checker.spmd.sharded import Rule, Sharded, Step
+from tests.checker.support.fuzz_all import name_of, runs_here
+from tests.checker.support.global_fuzz import fuzz, is_drawn
+
+pytestmark = pytest.mark.usefixtures("quiet")
+RUNNABLE: Final = [info for info in op_db if runs_here(info) and not is_drawn(info)]
+TENTH: Final = random.Random(2).sample(RUNNABLE, len(RUNNABLE) // 10)
+BY_NAME: Final = {name_of(info): info for info in RUNNABLE}
+
+aten = torch.ops.aten
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("info", TENTH, ids=name_of)
+def test_what_is_accepted_is_what_one_device_computes(info: Any) -> None:
+    assert fuzz(info, samples=2, draws=4).wrong == []
+
+
+def kept(step: Step) -> list[Sharded]:
+    """Says that any operation keeps the cuts of its operands."""
+    return [Sharded(broadcast(step.pieces, len(whole))) for _, whole in step.results]
+
+
+def summed(step: Step) -> list[Sharded]:
+    """Says that any reduction of one operand to a number is a sum."""
+    (x,) = step.pieces
+    if any(whole for _, whole in step.results):
+        raise UnrelatedError("no number")
+    return [Sharded((), frozenset(x.axes)) for _ in step.results]
+
+
+WRONG: Final[Mapping[str, tuple[OpOverload, Rule]]] = {
+    "softmax with_dtype": (aten._softmax.default, kept),
+    "cumsum": (aten.cumsum.default, kept),
+    "flip": (aten.flip.default, kept),
+    "mean": (aten.mean.default, summed),
+    "amax": (aten.amax.default, summed),
+    "sort": (aten.sort.default, kept),
+    "tril": (aten.tril.default, kept),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_fuzzing_sees_a_wrong_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, rule = WRONG[name]
+    monkeypatch.setattr(op_rules, "RULES", {**op_rules.RULES, op: rule})
+    assert fuzz(BY_NAME[name], samples=6, draws=40, until_wrong=True).wrong

@@ -1,0 +1,121 @@
+"""Random programs under check="global": what is accepted gives on ranks what one device gives."""
+
+import itertools
+import os
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import pytest
+import torch
+
+from shardmap_torch import I, P, R
+from shardmap_torch.checker.spmd import collective_rules, op_rules
+from shardmap_torch.checker.spmd.collective_rules import Move, State
+from shardmap_torch.checker.spmd.layout import UnrelatedError, _merged, axes_of
+from tests.checker.end_to_end.test_global_fuzz import kept
+from tests.checker.support.global_programs import (
+    FOREIGN,
+    Program,
+    Step,
+    drawn_inputs,
+    grown,
+    mutants,
+)
+from tests.checker.support.global_score import fate_of, same
+from tests.checker.support.score import MISSED
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+def is_right(program: Program, seed: int) -> bool:
+    inputs = drawn_inputs(seed)
+    exits = program.exits(inputs)
+    assert exits is not None
+    return same(program.on_ranks(inputs, exits), program.on_one_device(inputs, exits))
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
+def test_accepted_programs_are_those_of_one_device(seed: int) -> None:
+    program, refused = grown(seed, drawn_inputs(seed))
+    assert len(program.steps) >= 4
+    assert refused > 0
+    assert is_right(program, seed)
+
+
+@pytest.mark.slow
+def test_a_mutant_of_an_accepted_program_is_that_of_one_device_or_refused() -> None:
+    tried = 0
+    for seed in range(100, 105):
+        inputs = drawn_inputs(seed)
+        program, _ = grown(seed, inputs)
+        assert is_right(program, seed)
+        rng = random.Random(seed)
+        found = list(mutants(program, rng))  # as many as it has collectives
+        for what, mutant in rng.sample(found, min(6, len(found))):
+            assert fate_of(mutant, inputs) != MISSED, (what, mutant)
+            tried += 1
+    assert tried >= 15
+
+
+def test_a_value_that_is_cut_behind_its_leading_digit_leaves_as_several_dims() -> None:
+    steps = (Step("column", (0,)), Step("tanh", (2,)), Step("all_gather", (0,), ("a", 1, R)))
+    program = Program((2, 3), (P(None, "a"), P()), steps)
+    exits = program.exits(drawn_inputs(0))
+    assert exits is not None
+    assert exits[3] is not None
+    assert exits[3].digits == (((None, 12), ("a", 2), (None, 6)), ())
+    assert exits[3].spec() == P(None, "a", None)
+    assert is_right(program, 0)
+
+
+@pytest.mark.parametrize("name", ["max", *FOREIGN])
+def test_a_collective_that_means_nothing_on_one_device_is_refused(name: str) -> None:
+    for spec, dst in itertools.product((P("a"), P()), (I, R)):
+        steps = (Step("matmul", (0, 1)), Step(name, (2,), ("a", 0, dst)))
+        assert Program((2, 3), (spec, P()), steps[:1]).exits(drawn_inputs(0)) is not None
+        assert Program((2, 3), (spec, P()), steps).exits(drawn_inputs(0)) is None
+
+
+def _lenient_sum(move: Move) -> State:
+    return move.x.dims, move.partial - set(move.axes)
+
+
+def _untouched(move: Move) -> State:
+    return move.x.dims, move.partial
+
+
+def _in_any_order(move: Move) -> State:
+    """Puts a dim together whatever the order in which the axes cut it."""
+    dim = move.collective.dim
+    joined = tuple((None if axis in move.axes else axis, n) for axis, n in move.x.dims[dim])
+    if not set(move.axes) <= set(axes_of(move.x.dims[dim])):
+        raise UnrelatedError("it is not cut")
+    return (*move.x.dims[:dim], tuple(_merged(joined)), *move.x.dims[dim + 1 :]), move.partial
+
+
+def _moves(**wrong: Callable[[Move], State]) -> tuple[Any, str, Any]:
+    return collective_rules, "_MOVES", {**collective_rules._MOVES, **wrong}
+
+
+aten = torch.ops.aten
+WRONG: Final[Mapping[str, tuple[Any, str, Any]]] = {
+    "a sum of what is no sum": _moves(sum=_lenient_sum),
+    "pieces of other ranks": _moves(permute=_untouched, broadcast=_untouched),
+    "parts put together in another order": _moves(gather=_in_any_order),
+    "a maximum of pieces": _moves(max=_lenient_sum),
+    "softmax of a piece": (op_rules, "RULES", {**op_rules.RULES, aten._softmax.default: kept}),
+}
+
+
+QUICKLY_SEEN: Final = ("a sum of what is no sum", "pieces of other ranks", "softmax of a piece")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG if os.environ.get("SHARDMAP_FUZZ") else QUICKLY_SEEN)
+def test_random_programs_see_a_wrong_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*WRONG[name])
+    programs = ((grown(seed, drawn_inputs(seed))[0], seed) for seed in range(60))
+    assert any(not is_right(*each) for each in programs)

@@ -1,0 +1,249 @@
+"""Functions of the user's own in a checked body: right backwards pass, wrong ones are told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardmap_torch
+from shardmap_torch import I, P, R, all_reduce, convert, make_mesh, shard_map
+from shardmap_torch.collectives.autograd import TypedFunction
+from tests.checker.end_to_end.test_bugs import U, X, assert_right, numbers, rejection
+
+
+class Plain(TypedFunction):
+    """A product whose backward does not sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.mT, x.mT @ grad
+
+
+class SetUp(TypedFunction):
+    """The same in torch's newer form."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    backward = Plain.backward
+
+
+class Summing(shardmap_torch.Function):
+    """The same, and the backward sums."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return all_reduce(grad @ w.mT, "tp", dst=I), x.mT @ grad
+
+
+W = numbers(6, 8)
+COLUMNS: dict[str, Any] = {
+    "in_specs": (P(invariant={"tp"}), P(None, "tp")),
+    "out_specs": P(None, "tp"),
+}
+
+
+def test_a_function_whose_backward_sums_is_right() -> None:
+    def inner(x: Tensor, w: Tensor) -> Tensor:
+        y: Tensor = Summing.apply(all_reduce(x, "tp", dst=I), w)
+        return y
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        return x.reshape(4, 2, 6).sum(0) @ w
+
+    assert_right(lambda x, w: Summing.apply(x, w), torch.mm, X, W, **COLUMNS)
+    specs: dict[str, Any] = {**COLUMNS, "in_specs": (P("tp"), P(None, "tp"))}
+    assert_right(inner, one, X, W, **specs)
+
+
+@pytest.mark.parametrize("function", [Plain, SetUp])
+def test_a_function_whose_operands_are_used_alike_is_right(function: Any) -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        y: Tensor = function.apply(x, w)
+        return all_reduce(y.square().sum(), "tp", dst=I)
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).square().sum()
+
+    assert_right(body, one, X, W, in_specs=(P("tp"), P()), out_specs=P())
+
+
+@pytest.mark.parametrize("function", [Plain, SetUp])
+def test_a_backward_that_forgets_the_sum_is_told_with_the_forward_s_line(function: Any) -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        y = all_reduce(x, "tp", dst=I)
+        z: Tensor = function.apply(y, w)
+        return z
+
+    line = function.forward.__code__.co_firstlineno
+    lines = rejection(
+        body, X, W, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")
+    ).splitlines()
+    assert lines[0] == (
+        f"body: over 'tp', an operand of {function.__name__} is I and its backward gives it a "
+        "gradient that is V: each rank has its own part of it, and nothing sums them."
+    )
+    assert lines[1].startswith("  at test_custom_functions.py:")
+    assert int(lines[1].split(":")[1]) in range(line, line + 4)
+    made = body.__code__.co_firstlineno + 1
+    assert lines[2] == (
+        "  the operand is float64[2, 6], from all_reduce('tp', P -> I) at "
+        f'test_custom_functions.py:{made}: y = all_reduce(x, "tp", dst=I)'
+    )
+    assert lines[4:] == [
+        "Fix: give it the operand as R, with convert(x, 'tp', src=I, dst=R), or sum the gradient "
+        "in the backward of a shardmap_torch.Function.",
+        f"Tried, and well-typed: dst=R in all_reduce at test_custom_functions.py:{made}",
+    ]
+
+
+# ------------------------------------------------------------------------ under torch.func
+
+
+def gradients(function: Any) -> Callable[..., Any]:
+    """Gradients that are taken in the body, of a loss that all ranks share."""
+
+    def body(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(x: Tensor, w: Tensor) -> Tensor:
+            y = torch.tanh(function.apply(torch.sin(x), w))
+            return all_reduce(y.square().sum(), "tp", dst=I)
+
+        grads: tuple[Tensor, Tensor] = torch.func.grad(loss, (0, 1))(x, w)
+        return grads
+
+    return body
+
+
+def one_loss(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(torch.sin(x) @ w).square().sum()
+
+
+GRADIENTS: dict[str, Any] = {**COLUMNS, "out_specs": (P(), P(None, "tp"))}
+
+
+RANKS = make_mesh((4,), ("tp",), kind="simulated", simulate="ranks")
+
+
+def test_under_torch_func_a_function_whose_backward_sums_is_right() -> None:
+    found = shard_map(gradients(Summing), mesh=RANKS, **GRADIENTS)(X.detach(), W.detach())
+    expected = torch.func.grad(one_loss, (0, 1))(X.detach(), W.detach())
+    torch.testing.assert_close(found, expected)
+
+
+class Batched(Summing):
+    """The same for torch.func.vmap."""
+
+    generate_vmap_rule = True
+
+
+def test_so_it_is_for_each_item_of_a_batch() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            y: Tensor = Batched.apply(x.unsqueeze(0), w)
+            return all_reduce(y.square().sum(), "tp", dst=I)
+
+        out: Tensor = torch.func.vmap(torch.func.grad(loss))(x)
+        return out
+
+    specs: dict[str, Any] = {**COLUMNS, "out_specs": P()}
+    found = shard_map(body, mesh=RANKS, **specs)(X.detach(), W.detach())
+    torch.testing.assert_close(found, 2 * X.detach() @ W.detach() @ W.detach().mT)
+
+
+def test_under_torch_func_a_backward_that_forgets_the_sum_is_told() -> None:
+    text = rejection(gradients(SetUp), X.detach(), W.detach(), **GRADIENTS)
+    assert text.startswith(
+        "body: over 'tp', an operand of SetUp is I and its backward gives it a gradient that is V"
+    )
+    line = SetUp.forward.__code__.co_firstlineno + 2
+    assert f"  at test_custom_functions.py:{line}: return x @ w" in text
+
+
+def test_a_backward_that_is_right_only_once_is_rejected_where_it_is_differentiated() -> None:
+    """What `Summing` gives `w` mixes I and V, and nothing sums that gradient's gradient."""
+    body = gradients(Summing)
+
+    def twice(x: Tensor, w: Tensor) -> Tensor:
+        grad: Tensor = torch.func.grad(lambda x: body(x, w)[1].square().sum())(x)
+        return grad
+
+    def by_hand(x: Tensor, w: Tensor) -> Tensor:
+        def inner(x: Tensor, w: Tensor) -> Tensor:
+            y: Tensor = Summing.apply(x, w)
+            (grad,) = torch.autograd.grad(y.square().sum(), w, create_graph=True)
+            return grad.square().sum()
+
+        grads: tuple[Tensor, Tensor] = torch.func.grad(inner, (0, 1))(x, w)
+        return grads[0]
+
+    specs: dict[str, Any] = {"in_specs": COLUMNS["in_specs"], "out_specs": P()}
+    texts = [
+        rejection(twice, X.detach(), W.detach(), **specs),
+        rejection(by_hand, X.detach(), W.detach(), **specs),
+        rejection(body, X, W, **GRADIENTS),  # differentiated from outside
+    ]
+    for text in texts:
+        assert "mm over axis 'tp' of I and V: the I operand's gradient would differ" in text
+        assert "\n  in the backward of test_custom_functions.py:" in text
+
+
+def test_a_backward_in_the_body_is_watched_too() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        y = all_reduce(leaf, "tp", dst=I)
+        (grad,) = torch.autograd.grad(Plain.apply(y, w).sum(), leaf)
+        return grad
+
+    text = rejection(
+        body, U.detach(), W.detach(), in_specs=(P("tp"), P(None, "tp")), out_specs=P("tp")
+    )
+    assert "an operand of Plain is I and its backward gives it a gradient that is V" in text
+
+
+class Buffered(TypedFunction):
+    """Its gradients are collected in a buffer: that of the first result is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        return x * 2, x @ w
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        total = torch.zeros_like(x)
+        total += first
+        return total * 2 + second @ w.t(), x.t() @ second
+
+
+def test_a_whole_cotangent_stays_one_in_a_buffer() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        first, second = Buffered.apply(convert(x, "tp", src=I, dst=R), w)
+        loss: Tensor = first.sum() + all_reduce(second.sum(), "tp", dst=I)
+        return loss
+
+    text = rejection(body, X, W, in_specs=COLUMNS["in_specs"], out_specs=P())
+    assert "a value is needed both ways over 'tp'" in text
+    assert "one use gives a gradient that is I, from mul at" in text

@@ -1,0 +1,677 @@
+"""Branches on numbers taken from tensors: each way through a body is checked, and the ways agree.
+
+What is accepted is run on ranks that are threads, with data for each way, and held against one
+device, gradients included.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    all_gather,
+    all_reduce,
+    axis_index,
+    check_program,
+    convert,
+    explain,
+    make_mesh,
+    shard_map,
+    trace,
+)
+from shardmap_torch.checker.ir.paths import LIMIT, Branches, Condition, every_way
+from tests.checker.end_to_end.test_bugs import (
+    ABSTRACT,
+    RANKS,
+    assert_right,
+    gradient,
+    numbers,
+    rejection,
+)
+
+X, W = numbers(8, 6), numbers(6, 3)
+SPECS, WHOLE = (P("tp"), P()), P()
+AUTO = make_mesh((4,), ("tp",), kind="simulated")
+
+
+def ways(f: Callable[..., Any], *args: Any, in_specs: Any = SPECS, out_specs: Any = WHOLE) -> int:
+    mapped = shard_map(f, mesh=ABSTRACT, in_specs=in_specs, out_specs=out_specs)
+    return len(check_program(mapped, *args).ways)
+
+
+def both(f: Callable[..., Any], one: Callable[..., Tensor], *args: Tensor, **specs: Any) -> None:
+    """Right with data for each of two ways: `args`, and its first tensor a thousandth as large."""
+
+    def touching(g: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """On one way a result may not lead to every argument."""
+        return lambda *args: g(*args) + 0 * sum(x.sum() for x in args)
+
+    mapped = shard_map(f, mesh=RANKS, **specs)
+    for scale in (1.0, 1e-3):
+        x = (args[0].detach() * scale).requires_grad_(args[0].requires_grad)
+        given = (x, *args[1:])
+        expected, actual = touching(one)(*given), touching(mapped)(*given)
+        torch.testing.assert_close(actual, expected)
+        wanted = [x for x in given if x.requires_grad]
+        if wanted:
+            weights = torch.linspace(1, 2, expected.numel(), dtype=X.dtype).reshape(expected.shape)
+            torch.testing.assert_close(
+                torch.autograd.grad((actual * weights).sum(), wanted),
+                torch.autograd.grad((expected * weights).sum(), wanted),
+            )
+
+
+def loss(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce((x @ w).square().sum(), "tp", dst=I)
+
+
+def plain_loss(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).square().sum()
+
+
+# ------------------------------------------------------------------------- what users write
+
+
+def test_gradient_clipping_by_a_branch_on_the_norm_is_right_on_both_ways() -> None:
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        grad = all_reduce(gradient(lambda w: (x @ w).square().sum(), w), "tp", dst=I)
+        norm = grad.square().sum().sqrt()
+        if norm.item() > 1.0:
+            grad = grad * (1.0 / norm.item())
+        return w - 0.1 * grad
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        grad = gradient(lambda w: plain_loss(x, w), w)
+        norm = grad.square().sum().sqrt()
+        return w - 0.1 * (grad / norm if norm > 1 else grad)
+
+    both(step, one, X.detach(), W.detach(), in_specs=SPECS, out_specs=P())
+
+
+def test_a_step_that_is_skipped_on_overflow_is_right_on_both_ways() -> None:
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        grad = all_reduce(gradient(lambda w: (x @ w).square().sum(), w), "tp", dst=I)
+        found_inf = all_reduce((x.abs().max() > 0.1).float(), "tp", dst=I, op="max")
+        if found_inf.item():
+            return w
+        return w - 0.1 * grad
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        return w if x.abs().max() > 0.1 else w - 0.1 * gradient(lambda w: plain_loss(x, w), w)
+
+    both(step, one, X.detach(), W.detach(), in_specs=SPECS, out_specs=P())
+
+
+def test_gradients_from_outside_are_right_on_both_ways_of_an_invariant_branch() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        total = loss(x, w)
+        if total > 1.0:
+            # A collective on one way only: every rank takes it.
+            return total * all_reduce(x.sin().sum(), "tp", dst=I)
+        return total * total.item()
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        total = plain_loss(x, w)
+        return total * (x.sin().sum() if total > 1 else total.detach())
+
+    assert ways(body, X, W) == 2
+    both(body, one, X, W, in_specs=SPECS, out_specs=P())
+
+
+def test_a_division_by_a_count_has_one_way() -> None:
+    def body(x: Tensor) -> Tensor:
+        count = all_reduce((x > 0).sum(), "tp", dst=I)
+        return all_reduce(x.relu().sum(), "tp", dst=I) / count.item()
+
+    def one(x: Tensor) -> Tensor:
+        return x.relu().sum() / (x > 0).sum()
+
+    assert ways(body, X, in_specs=P("tp")) == 1
+    assert_right(body, one, X, in_specs=P("tp"), out_specs=P())
+
+
+@pytest.mark.parametrize("how", ["raise", "assert", "clip_grad_norm_", "gaussian_nll_loss"])
+def test_a_way_may_end_in_an_exception_of_the_body(how: str) -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        total = loss(x, w)
+        if how == "raise" and torch.isnan(total):
+            raise ValueError("the loss is not a number")
+        if how == "assert":
+            assert bool((total == total).all()), "the loss is not a number"
+        if how == "clip_grad_norm_":
+            leaf = torch.ones(2, dtype=torch.float64).requires_grad_()
+            leaf.grad = total.detach() * torch.ones_like(leaf)
+            torch.nn.utils.clip_grad_norm_([leaf], 1.0, error_if_nonfinite=True)
+        if how == "gaussian_nll_loss":  # raises in Python, under the modes
+            variance = torch.where(torch.isnan(total), -1.0, 1.0).detach()
+            torch.nn.functional.gaussian_nll_loss(total, total, variance)
+        return total
+
+    assert_right(body, plain_loss, X, W, in_specs=SPECS, out_specs=P())
+    mapped = shard_map(body, mesh=RANKS, in_specs=SPECS, out_specs=P())
+    with pytest.raises(
+        (ValueError, AssertionError, RuntimeError), match=r"not a number|non-finite|negative"
+    ):
+        mapped(X * torch.nan, W)
+
+
+def test_an_exception_on_every_way_is_raised_as_it_is() -> None:
+    def body(x: Tensor) -> Tensor:
+        raise KeyError("yes" if all_reduce(x.sum(), "tp", dst=I) > 0 else "no")
+
+    with pytest.raises(KeyError, match="yes"):
+        ways(body, X, in_specs=P("tp"))
+
+
+def test_an_operation_that_fails_on_one_way_is_no_end_of_it() -> None:
+    def body(x: Tensor) -> Tensor:
+        total = all_reduce(x.sum(), "tp", dst=I)
+        return total if total > 0 else torch.ones(2, 3) @ torch.ones(2, 3)
+
+    text = rejection(body, X, in_specs=P("tp"), out_specs=P())
+    assert text.startswith("body: RuntimeError: ")
+    assert "where #1 is False at test_paths.py" in text
+
+
+def test_a_number_is_logged_and_returned() -> None:
+    logged: list[str] = []
+
+    def body(x: Tensor, w: Tensor) -> tuple[Tensor, float]:
+        total = loss(x, w)
+        logged.append(f"{total.item():.3f} {total:.1f}")
+        return total, total.item()
+
+    f = shard_map(body, mesh=AUTO, in_specs=SPECS, out_specs=(P(), None))
+    total, number = f(X, W)
+    assert number == total.item()
+    assert logged == ["<#1> <float64[]>"] + [f"{number:.3f} {number:.1f}"] * 4
+
+
+def test_values_of_literals_are_known_and_make_no_branch() -> None:
+    def body(x: Tensor) -> Tensor:
+        return x if torch.tensor(2.0).item() > 1 and torch.equal(torch.ones(1), x[:1]) else 2 * x
+
+    def literal(x: Tensor) -> Tensor:
+        return x if torch.tensor(2.0) > 1 else 2 * x
+
+    assert ways(literal, X, in_specs=P("tp"), out_specs=P("tp")) == 1
+    assert ways(body, X, in_specs=P(), out_specs=P()) == 2
+
+
+def test_a_literal_that_has_met_a_number_is_known_no_more() -> None:
+    def body(x: Tensor) -> Tensor:
+        literal = torch.tensor(2.0, dtype=torch.float64)
+        view = literal.view(1)
+        literal.mul_(x.sum().item())
+        made = torch.tensor(x.sum().item())
+        return x if view.item() > 1 else 2 * x if made > 1 else 3 * x
+
+    assert ways(body, X, in_specs=P(), out_specs=P()) == 3
+
+
+# --------------------------------------------------------------- numbers that ranks do not share
+
+
+def test_a_branch_on_a_varying_value_is_rejected_with_a_reduction_that_was_tried() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        total = (x @ w).sum()
+        if total.item() > 0:
+            total = all_reduce(total, "tp", dst=R)
+        return all_reduce(x.sum(), "tp", dst=I)
+
+    line = body.__code__.co_firstlineno + 1
+    text = rejection(body, X, W, in_specs=SPECS, out_specs=P())
+    assert text.splitlines() == [
+        "body: taking a Python value over axis 'tp' of V: the ranks would get different Python "
+        "values or shapes, and part ways.",
+        f"  at test_paths.py:{line + 1}: if total.item() > 0:",
+        f"  self: float64[], V, from sum at test_paths.py:{line}: total = (x @ w).sum()",
+        f"  self varies because of mm at test_paths.py:{line}: total = (x @ w).sum() <- "
+        "input x (P('tp'))",
+        "Fix: compute what it decides with torch.where or a mask, or make it equal on all ranks of "
+        "'tp' first.",
+        "Tried, and well-typed: all_reduce(x, 'tp', dst=I) before its value is taken at "
+        f"test_paths.py:{line + 1}",
+    ]
+
+
+def test_the_reduction_of_a_bool_is_a_maximum() -> None:
+    def body(x: Tensor) -> Tensor:
+        return 2 * x if (x > 0).all() else x
+
+    text = rejection(body, X, in_specs=P("tp"), out_specs=P("tp"))
+    assert "Tried, and well-typed: all_reduce(x.int(), 'tp', dst=I, op=\"max\") before" in text
+
+
+def test_a_branch_on_the_rank_gets_no_reduction_proposed() -> None:
+    def body(x: Tensor) -> Tensor:
+        return 2 * x if axis_index("tp") == 0 else x
+
+    assert "Tried" not in rejection(body, X, in_specs=P("tp"), out_specs=P("tp"))
+
+
+def test_the_value_of_a_sum_still_to_be_taken_is_rejected() -> None:
+    def body(x: Tensor) -> Tensor:
+        return x * convert(x.sum().reshape(1), "tp", src="V", dst="P", dim=0).sum().item()
+
+    text = rejection(body, X, in_specs=P("tp"), out_specs=P("tp"))
+    assert text.startswith("body: taking a Python value over axis 'tp' of P")
+
+
+@pytest.mark.parametrize("compare", [torch.equal, torch.allclose])
+def test_comparing_tensors_is_a_branch_where_ranks_share_them(compare: Any) -> None:
+    def body(x: Tensor) -> Tensor:
+        return 2 * x if compare(x, x + 1) else x
+
+    assert ways(body, X, in_specs=P(), out_specs=P()) == 2
+    assert "of V" in rejection(body, X, in_specs=P("tp"), out_specs=P("tp"))
+
+
+# ------------------------------------------------------------------------ plain numbers, sizes
+
+PLAIN: dict[str, Callable[[Any, Any], Any]] = {
+    "float(n)": lambda n, t: float(n),
+    "int(n)": lambda n, t: int(n),
+    "math.log(n)": lambda n, t: math.log(n),
+    "float(t)": lambda n, t: float(t),
+    "int(t)": lambda n, t: int(t),
+    "range(n)": lambda n, t: range(n),
+    "range(t)": lambda n, t: range(t.long()),
+    "size": lambda n, t: torch.zeros(n),
+    "sizes": lambda n, t: torch.zeros((n, 2)),
+    "fill": lambda n, t: torch.full((n,), 0.0),
+    "position": lambda n, t: X[n],
+    "slice": lambda n, t: X[:n],
+    "write": lambda n, t: torch.ones(3).__setitem__(n, 0.0),
+    "dim": lambda n, t: X.sum(n),
+    "repeat": lambda n, t: X.repeat(n, 1),
+    "steps": lambda n, t: torch.arange(0, n * 1.0),
+    "scale": lambda n, t: torch.nn.functional.interpolate(torch.ones(1, 1, 4), scale_factor=n / 2),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("swallows", [False, True])
+def test_what_needs_the_number_itself_is_refused(name: str, swallows: bool) -> None:
+    def body(x: Tensor) -> Tensor:
+        count = all_reduce((x > 0).sum(), "tp", dst=I)
+        try:
+            PLAIN[name](count.item(), count.double())
+        except Exception:
+            if not swallows:
+                raise
+        return x
+
+    text = rejection(body, X, in_specs=P("tp"), out_specs=P("tp"))
+    assert "plain Python number" in text or "may go by its value" in text or "is used as a" in text
+    assert "  at test_paths.py" in text
+    assert "\nFix: " in text
+
+
+Take = Callable[[Any, Any, Any], Any]
+
+INSTEAD: dict[str, tuple[str, Take, Take]] = {
+    "float(x)": (
+        "write x.item() in place of float(x), ",
+        lambda n, real, whole: float(real),
+        lambda n, real, whole: real.item(),
+    ),
+    "float(x) of integers": (
+        "write x.double().item() in place of float(x), ",
+        lambda n, real, whole: float(whole),
+        lambda n, real, whole: whole.double().item(),
+    ),
+    "math.f(x)": (
+        " and x.f().item() in place of math.f(x): ",
+        lambda n, real, whole: math.sqrt(real),
+        lambda n, real, whole: real.sqrt().item(),
+    ),
+    "int(x)": (
+        "write x.long().item() in place of int(x): ",
+        lambda n, real, whole: int(real),
+        lambda n, real, whole: real.long().item(),
+    ),
+    "int(x) of integers": (
+        "write x.item() in place of int(x): ",
+        lambda n, real, whole: int(whole),
+        lambda n, real, whole: whole.item(),
+    ),
+    "float(n)": (
+        "write n * 1.0 in place of float(n),",
+        lambda n, real, whole: float(n),
+        lambda n, real, whole: n * 1.0,
+    ),
+    "int(n)": (
+        "write math.trunc(n) in place of int(n),",
+        lambda n, real, whole: int(n),
+        lambda n, real, whole: math.trunc(n),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_is_advised_in_place_of_a_plain_number_is_followed_and_right(name: str) -> None:
+    advice, plain, instead = INSTEAD[name]
+
+    def body_with(take: Take) -> Callable[..., Tensor]:
+        def body(x: Tensor, w: Tensor) -> Tensor:
+            real, whole = loss(x, w).detach(), all_reduce((x > 0).sum(), "tp", dst=I)
+            number = take(real.item(), real, whole)
+            return torch.mm(x * number if number > 2 else x - number, w)
+
+        return body
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        real, whole = plain_loss(x, w).detach(), (x > 0).sum()
+        number = plain(real.item(), real, whole)
+        return torch.mm(x * number if number > 2 else x - number, w)
+
+    assert advice in rejection(body_with(plain), X, W, in_specs=SPECS, out_specs=P("tp"))
+    assert_right(body_with(instead), one, X, W, in_specs=SPECS, out_specs=P("tp"))
+
+
+def test_arithmetic_on_numbers_is_followed() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        n, m = loss(x, w).item(), all_reduce((x > 0).sum(), "tp", dst=I).item()
+        k = (-n + 1) * 2 / abs(n - 3) + n**2 % 7 - m // 2 + round(n, 1) + max(m, 3) + 5.0
+        y = torch.where(x > k, x, n).clamp(max=m) + torch.full((6,), k) + m
+        y[0] = k
+        torch._foreach_mul_([y], [k])
+        return torch.nn.functional.dropout(torch.add(y, x, alpha=k) * k, n, training=False)
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        n, m = plain_loss(x, w).item(), (x > 0).sum().item()
+        k = (-n + 1) * 2 / abs(n - 3) + n**2 % 7 - m // 2 + round(n, 1) + max(m, 3) + 5.0
+        y = torch.where(x > k, x, n).clamp(max=m) + k + m
+        y[::2] = k
+        return (y * k + x * k) * k
+
+    x = (X.detach() / 30).requires_grad_()  # the loss is a probability
+    assert_right(body, one, x, W.detach(), in_specs=SPECS, out_specs=P("tp"))
+
+
+def test_attributes_of_numbers_are_refused_where_numbers_have_them() -> None:
+    def body(x: Tensor, attribute: str) -> Tensor:
+        number: Any = x.sum().item()
+        return x if hasattr(number, attribute) else 2 * x
+
+    def f(attribute: str) -> Any:
+        return lambda x: body(x, attribute)
+
+    text = rejection(f("is_integer"), X, in_specs=P(), out_specs=P())
+    assert ".is_integer makes a plain Python number of one that is taken from a tensor." in text
+    assert ways(f("item"), X, in_specs=P(), out_specs=P()) == 1
+
+
+def test_a_number_that_the_body_keeps_means_nothing_after_the_check() -> None:
+    kept: list[Any] = []
+
+    def body(x: Tensor) -> Tensor:
+        kept.append(x.sum().item())
+        return x
+
+    assert ways(body, X, in_specs=P(), out_specs=P()) == 1
+    assert str(kept[0] + 1) == "<(#1 + 1)>"
+    for use in (lambda: kept[0] > 1, lambda: bool(kept[0]), lambda: max(kept[0], 3)):
+        with pytest.raises(ShardTypeError, match="kept when it was checked"):
+            use()
+    with pytest.raises(ShardTypeError, match="used after its check has ended"):
+        torch.ones(1) * kept[0]
+
+
+# -------------------------------------------------------------------------------- how many ways
+
+
+def counted(f: Callable[[Any], Any]) -> int:
+    """Ways of a body that branches on the number of one tensor."""
+
+    def body(x: Tensor) -> Tensor:
+        return x * (1.0 if f(x.sum()) else 2.0)
+
+    return ways(body, X, in_specs=P(), out_specs=P())
+
+
+def test_a_condition_that_is_known_on_a_way_is_no_branch() -> None:
+    assert counted(lambda t: t.item() > 1 and t.item() > 1) == 2
+    assert counted(lambda t: t.item() > 1 and t.item() > 0) == 2
+    assert counted(lambda t: t.item() > 1 and t.item() > 2) == 3
+    assert counted(lambda t: t.item() > 1 and t.item() < 1) == 2
+    assert counted(lambda t: t.item() < 1 or t.item() >= 1) == 3  # neither: not a number
+    assert counted(lambda t: t.long().item() < 1 or t.long().item() >= 1) == 3  # two tensors
+    assert counted(lambda t: (n := t.long().item()) < 1 or n >= 1) == 2
+    assert counted(lambda t: (n := t.long().item()) > 0 and n < 2 and n == 1) == 3
+    assert counted(lambda t: (n := (t > 0).item()) or not n) == 2
+    assert counted(lambda t: (a := t.item()) > (b := t.sin().item()) and b < a) == 2
+    assert counted(lambda t: (a := t.item()) + 1 > 0 and a + 1 > 0) == 2
+    assert counted(lambda t: t.item() if t.item() != t.item() else 0) == 3
+
+
+def test_a_tensor_that_is_written_has_another_number() -> None:
+    def body(x: Tensor) -> Tensor:
+        y = x.detach().sum().clone()
+        if y.item() > 1:
+            y.data.add_(1)
+        return x * 2 if y.item() > 1 else x
+
+    assert ways(body, X, in_specs=P(), out_specs=P()) == 3
+
+
+def test_a_loop_whose_end_depends_on_data_is_refused() -> None:
+    def body(x: Tensor) -> Tensor:
+        total = all_reduce(x.square().sum(), "tp", dst=I)
+        while total > 1e-3:
+            total = total / 2
+        return total
+
+    line = body.__code__.co_firstlineno + 2
+    text = rejection(body, X, in_specs=P("tp"), out_specs=P()).splitlines()
+    assert text[:4] == [
+        "body: there are more than 64 ways through the branches on numbers taken from tensors.",
+        f"  at test_paths.py:{line}: while total > 1e-3:",
+        "Fix: use torch.where, or a loop whose number of steps does not depend on the data.",
+        "  after 60 other branches",
+    ]
+    assert len(text) == 8
+
+
+def test_sixty_four_ways_are_interpreted_and_one_more_is_not() -> None:
+    def runs(num: int) -> int:
+        def run(branches: Branches) -> None:
+            for i in range(num):
+                branches.decide(Condition(f"#{i}", float, ">", 0))
+
+        return len(every_way("f", run))
+
+    assert runs(6) == LIMIT
+    with pytest.raises(ShardTypeError, match="more than 64 ways"):
+        runs(7)
+
+
+# ----------------------------------------------------------------------- what the ways must share
+
+
+def test_an_input_that_one_way_does_not_use_gets_the_spec_of_the_other() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        big = all_reduce(x.detach().abs().sum(), "tp", dst=I) > 1
+        return loss(x, w) if big else all_reduce(x.sum(), "tp", dst=I)
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        return plain_loss(x, w) if x.abs().sum() > 1 else x.sum()
+
+    both(body, one, X, W, in_specs=SPECS, out_specs=P())
+
+
+def test_an_input_that_two_ways_need_differently_is_refused() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        big = all_reduce(x.detach().abs().sum(), "tp", dst=I) > 1
+        if big:
+            return loss(x, w)
+        return all_reduce(x.sum(), "tp", dst=I) * w.sum()
+
+    line = body.__code__.co_firstlineno + 2
+    mm = f"{loss.__code__.co_firstlineno + 1}: return all_reduce"
+    assert rejection(body, X, W, in_specs=SPECS, out_specs=P()).splitlines() == [
+        "body: the ways through the body need the axis 'tp' of input w in different ways:",
+        "  a sum over the ranks, as from replicate=, of the gradient from mm at "
+        f'test_paths.py:{mm}((x @ w).square().sum(), "tp", dst=I)',
+        f"    where #1 is True at test_paths.py:{line}: if big:",
+        "  no sum, as from invariant=, of the gradient from mul at "
+        f'test_paths.py:{line + 2}: return all_reduce(x.sum(), "tp", dst=I) * w.sum()',
+        f"    where #1 is False at test_paths.py:{line}: if big:",
+        "Fix: give them one type before they leave the branch, or use torch.where.",
+    ]
+
+
+def leaving(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
+    def body(x: Tensor, w: Tensor) -> Any:
+        big = all_reduce(x.detach().abs().sum(), "tp", dst=I) > 1
+        return first(x, w) if big else second(x, w)
+
+    return body
+
+
+def constant(x: Tensor, w: Tensor) -> Tensor:
+    return torch.ones((), dtype=x.dtype)
+
+
+def test_results_that_leave_differently_are_refused() -> None:
+    def other(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce((x @ w).square().sum(), "tp", dst=R)
+
+    text = rejection(leaving(loss, other), X, W, in_specs=SPECS, out_specs=P())
+    assert "return out with types over 'tp' that leave differently" in text
+    assert "  as it is, the value of all_reduce('tp', P -> I)" in text
+    assert "  convert(R -> I) of all_reduce('tp', P -> R)" in text
+
+
+def test_a_result_that_fits_both_leaves_as_the_other_way_s() -> None:
+    def other(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce((x @ w).square().sum(), "tp", dst=R)
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        if x.abs().sum() > 1:
+            return plain_loss(x, w)
+        return constant(x, w)
+
+    for f in (leaving(other, constant), leaving(loss, constant)):
+        both(f, one, X, W, in_specs=SPECS, out_specs=P())
+
+
+def test_a_constant_beside_a_shard_leaves_as_shards() -> None:
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        return x.sin() if x.abs().sum() > 1 else torch.ones_like(x)
+
+    f = leaving(lambda x, w: x.sin(), lambda x, w: torch.ones_like(x))
+    both(lambda x: f(x, W), lambda x: one(x, W), X, in_specs=P("tp"), out_specs=P("tp"))
+
+
+def test_a_constant_beside_a_partial_result_is_refused_and_a_zero_is_right() -> None:
+    def local(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).square().sum()
+
+    specs: dict[str, Any] = {"in_specs": SPECS, "out_specs": P(partial={"tp"})}
+    text = rejection(leaving(local, constant), X, W, **specs)
+    assert "that leave differently" in text
+
+    def one(x: Tensor, w: Tensor) -> Tensor:
+        return plain_loss(x, w) * (x.abs().sum() > 1)
+
+    zero = leaving(local, lambda x, w: torch.zeros((), dtype=x.dtype))
+    both(zero, one, X, W, **specs)
+
+
+@pytest.mark.parametrize("second", [lambda x, w: None, lambda x, w: torch.ones(2)])
+def test_results_of_different_shape_or_structure_are_refused(second: Callable[..., Any]) -> None:
+    text = rejection(leaving(loss, second), X, W, in_specs=SPECS, out_specs=P())
+    assert text.startswith("<lambda>: ") or text.startswith(
+        "body: the ways through the body return"
+    )
+    assert "different results:\n  out: float64[]\n" in text
+
+
+# ------------------------------------------------------------------------------- the typed program
+
+
+def test_the_program_shows_each_way_and_its_fingerprint_is_not_that_of_one() -> None:
+    def body(x: Tensor) -> Tensor:
+        total = all_reduce(x.sum(), "tp", dst=I)
+        if total.item() > 1:
+            raise ValueError
+        return all_gather(x, "tp", dst=I) if total.item() < 0 else x.repeat(4, 1) * total.item()
+
+    def straight(x: Tensor) -> Tensor:
+        return all_gather(x, "tp", dst=I)
+
+    x = X.detach()
+    f = shard_map(straight, mesh=ABSTRACT, in_specs=P("tp"), out_specs=P())
+    with pytest.raises(ShardTypeError, match="varies over it"):
+        trace(shard_map(body, mesh=ABSTRACT, in_specs=P("tp"), out_specs=P()), x)
+    g = shard_map(body, mesh=ABSTRACT, in_specs=P("tp"), out_specs=P("tp"))
+    line = body.__code__.co_firstlineno + 2
+    lines = str(trace(g, x)).splitlines()
+    shown = [text for text in lines if "item" in text or "way" in text or "raises" in text]
+    test, choice = (f"  # test_paths.py:{n}: " for n in (line, line + 2))
+    assert f"way 1, where #1 > 1 is True{test}if total.item() > 1:" in shown
+    assert f"  #1 = item(%2){test}if total.item() > 1:" in shown
+    assert "  raises ValueError" in shown
+    assert f"way 2, where #1 > 1 is False{test}if total.item() > 1:" in shown
+    assert any(text.startswith(f"  and #1 < 0 is True{choice}") for text in shown)
+    assert "mul(%3; other=#1)" in "".join(lines)
+    assert trace(g, x).fingerprint == trace(g, x).fingerprint != trace(f, x).fingerprint
+    assert len({way.branches for way in check_program(g, x).ways}) == 3
+
+
+def test_explain_tells_each_way_and_the_bytes_of_the_one_that_sends_most() -> None:
+    def body(x: Tensor) -> Tensor:
+        total = all_reduce(x.sum(), "tp", dst=I)
+        if total.item() > 1:
+            raise ValueError
+        return all_reduce(x, "tp", dst=I).sum() if total.item() > 0 else total
+
+    x = X.detach()
+    f = shard_map(body, mesh=ABSTRACT, in_specs=P("tp"), out_specs=P())
+    lines = explain(f, x).splitlines()
+    assert [text.split("  # ")[0] for text in lines if text.startswith(("way", "  and"))] == [
+        "way 1, where #1 > 1 is True",
+        "way 2, where #1 > 1 is False",
+        "  and #1 > 0 is True",
+        "way 3, where #1 > 1 is False",
+        "  and #1 > 0 is False",
+    ]
+    total = "  all_reduce('tp', P -> I) of float64[], sends 12 B"
+    assert len([text for text in lines if text.startswith(total)]) == 3
+    assert lines.count("  raises ValueError") == 1
+    # Two sums, of one number and of 12, on the way that sends most.
+    assert trace(f, x).bytes_sent() == {"tp": 12 + 12 * 12}
+
+
+# ------------------------------------------------------------------------------ global strictness
+
+
+def test_global_strictness_holds_each_way_against_the_same_way_on_one_device() -> None:
+    def clipped(x: Tensor, w: Tensor) -> Tensor:
+        total = loss(x, w)
+        if total.item() > 1:
+            return total / total.item()
+        return all_reduce(x.sum(), "tp", dst=I) * 2
+
+    def biased(x: Tensor, w: Tensor) -> Tensor:
+        total = loss(x, w)
+        if total.item() > 1:
+            return total
+        return all_reduce(x.sum() + 1, "tp", dst=I)
+
+    specs: dict[str, Any] = {"mesh": ABSTRACT, "in_specs": SPECS, "out_specs": P()}
+    verdict = check_program(shard_map(clipped, check="global", **specs), X, W)
+    assert [branch.holds for way in verdict.ways for branch in way.branches] == [True, False]
+    check_program(shard_map(biased, **specs), X, W)
+    with pytest.raises(ShardTypeError, match="where #1 > 1 is False"):
+        check_program(shard_map(biased, check="global", **specs), X, W)

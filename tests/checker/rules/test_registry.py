@@ -1,0 +1,59 @@
+"""Rules for custom operators."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    Partial,
+    Row,
+    ShardTypeError,
+    V,
+    all_reduce,
+    make_mesh,
+    register_rule,
+    reinterpret,
+    shard_map,
+)
+
+MESH = make_mesh((2,), ("i",), kind="simulated", simulate="ranks")
+
+
+@torch.library.custom_op("shardmap_test::double", mutates_args=())
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@double.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def body(x: Tensor) -> Tensor:
+    y: Tensor = double(reinterpret(x, "i", src=V, dst=Partial))
+    return all_reduce(y, "i", dst=I)
+
+
+def test_a_custom_operator_is_refused_until_it_has_a_rule() -> None:
+    op = torch.ops.shardmap_test.double.default
+    f = shard_map(body, mesh=MESH, in_specs=P("i"), out_specs=P())
+    with pytest.raises(ShardTypeError) as caught:
+        f(torch.ones(2))
+    line = body.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        "body: shardmap_test.double.default is refused: nothing is known about what it does to the "
+        "ranks' values; tell it with register_rule.\n"
+        f'  at test_registry.py:{line}: y: Tensor = double(reinterpret(x, "i", src=V, dst=Partial))'
+    )
+    with pytest.raises(ShardTypeError) as caught:
+        register_rule(op, Row(linear=(("y",),)))
+    assert str(caught.value) == (
+        "register_rule: shardmap_test.double.default has no argument 'y'; it has x."
+    )
+    register_rule(op, Row(linear=(("x",),)))
+    torch.testing.assert_close(f(torch.ones(2)), torch.tensor([4.0]))
+    with pytest.raises(ShardTypeError) as caught:
+        register_rule(op, Row())
+    assert str(caught.value) == ("register_rule: shardmap_test.double.default has a rule already.")

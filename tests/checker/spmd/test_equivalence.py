@@ -1,0 +1,520 @@
+"""check="global": the forward must be that of the same program on one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.gpt import model
+from examples.gpt.optim import AdamW, clip
+from examples.gpt.step import loss_and_grads
+from shardmap_torch import (
+    I,
+    P,
+    Partial,
+    R,
+    S,
+    ShardTypeError,
+    SpecError,
+    V,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    assert_type,
+    axis_index,
+    axis_size,
+    check_program,
+    checkpoint,
+    convert,
+    explain,
+    local_region,
+    make_mesh,
+    reduce_scatter,
+    reinterpret,
+    shard_map,
+    typeof,
+)
+from tests.checker.support.other_programs import (
+    ARGS,
+    GOLDEN,
+    MESH,
+    WRONG,
+    Body,
+    W,
+    X,
+    bias_before_reduction,
+    mapped,
+    messages,
+)
+
+RANKS = make_mesh((2, 4), ("dp", "tp"), kind="simulated", simulate="ranks")
+ONE = make_mesh((1, 1), ("dp", "tp"), kind="simulated", simulate="ranks")
+
+
+def accepted(body: Body, out: P) -> None:
+    """Accepts it, and it gives on ranks what it gives on one device, gradients included."""
+    found = [_with_gradients(mapped(body, out, mesh=mesh)) for mesh in (RANKS, ONE)]
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+def _with_gradients(f: Body) -> list[Tensor]:
+    y = f(*ARGS)
+    weights = torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape)
+    grads = torch.autograd.grad((y * weights).sum(), ARGS, allow_unused=True)
+    return [y.detach(), *(g if g is not None else torch.zeros(()) for g in grads)]
+
+
+def rejected(body: Body, out: P, text: str) -> None:
+    """Rejects it, where local strictness accepts it."""
+    check_program(mapped(body, out, check="local"), *ARGS)
+    with pytest.raises(ShardTypeError, match=text):
+        check_program(mapped(body, out), *ARGS)
+
+
+def mlp(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return all_reduce(torch.tanh(x @ w + b) @ w2, "tp", dst=I) + b2
+
+
+def sequence_parallel(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    x = convert(x, "tp", src=R, dst=V, dim=0)
+    y = torch.tanh(all_gather(x, "tp", dim=0, dst=R) @ w + b) @ w2
+    return reduce_scatter(y, "tp", dim=0) + b2
+
+
+def heads(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = (x @ w + b).unflatten(-1, (-1, 4))  # 8 heads, 2 on each rank
+    y: Tensor = all_reduce(h.softmax(-1).flatten(1) @ w2, "tp", dst=I) + b2
+    return y
+
+
+def heads_counted(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = (x @ w + b).view(x.shape[0], 8 // axis_size("tp"), 4)
+    return all_reduce(h.softmax(-1).flatten(1) @ w2, "tp", dst=I) + b2
+
+
+def batched_heads(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    # A product of four dims merges batch and heads, both of them cut.
+    h = (x @ w + b).unflatten(0, (-1, 2)).unflatten(-1, (-1, 4)).transpose(1, 2)
+    h = (h @ h.mT) @ h
+    y: Tensor = all_reduce(h.transpose(1, 2).flatten(2).flatten(0, 1) @ w2, "tp", dst=I) + b2
+    return y
+
+
+def mean_by_whole_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    mean = all_reduce(h.sum(-1, keepdim=True), "tp", dst=R) / (h.shape[-1] * axis_size("tp"))
+    return all_reduce((h - mean) @ w2, "tp", dst=I) + b2
+
+
+def to_heads_and_back(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = x @ w + b
+    rows = all_to_all(h, "tp", split_dim=0, concat_dim=1).softmax(-1)
+    h = all_to_all(rows, "tp", split_dim=1, concat_dim=0)
+    return all_reduce(h @ w2, "tp", dst=I) + b2
+
+
+def sums_of_parts(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    y = (x @ w + b) @ w2
+    y = 2 * y + y.flip(1)
+    return all_reduce(y, "tp", dst=I) + b2
+
+
+def bias_in_one_part(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    part = convert(b2.expand(x.shape[0], -1), "tp", src=I, dst=Partial)
+    return all_reduce((x @ w + b) @ w2 + part, "tp", dst=I)
+
+
+def zeros_of_local_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    zeros = torch.zeros(x.shape[0], x.shape[1], dtype=x.dtype)
+    return mlp(torch.where(x > zeros, x, zeros), w, b, w2, b2)
+
+
+def loop(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x + mlp(convert(x, "tp", src=I, dst=R), w, b, w2, b2)
+    return x
+
+
+def in_place(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = torch.zeros_like(x) + x
+    h.mul_(2).add_(x)
+    h[:, 0] = 1.0
+    return mlp(h, w, b, w2, b2)
+
+
+def inner_gradient(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Tensor:
+        return all_reduce((x @ w + b).square().sum(), ("dp", "tp"), dst=I)
+
+    gradient = all_reduce(torch.func.grad(loss)(x), "tp", dst=R)  # parts of it before
+    return mlp(x - 0.1 * gradient, w, b, w2, b2)
+
+
+def vmapped(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    def row(x: Tensor) -> Tensor:
+        return all_reduce((x @ w + b) @ w2, "tp", dst=I)
+
+    return torch.vmap(row)(x) + b2
+
+
+def tangents(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    def f(x: Tensor) -> Tensor:
+        return mlp(x, w, b, w2, b2)
+
+    found: tuple[Tensor, Tensor] = torch.func.jvp(f, (x,), (torch.ones_like(x),))  # type: ignore[assignment]
+    return found[0] + found[1]
+
+
+def recomputed(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return checkpoint(mlp, x, w, b, w2, b2)
+
+
+def turned_in_place(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    turned = (2 * x).unsqueeze(0).transpose_(0, 1).squeeze_(1)
+    return mlp(turned, w, b, w2, b2)
+
+
+def written_buffers(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    buffer = torch.zeros_like(x)
+    buffer += x
+    double = torch.empty_like(x)
+    double.copy_(2 * buffer)
+    return mlp(double, w, b, w2, b2)
+
+
+def picked(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    ids = (x[:, 0] > 0).long()  # cut like the rows
+    table = torch.arange(4.0, dtype=x.dtype).reshape(2, 2)
+    columns = torch.tensor([3, 1])
+    return mlp(x + (x[:, columns] * table[ids]).repeat(1, 8), w, b, w2, b2)
+
+
+def region_recomputed(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    squash = local_region(torch.tanh, (P("dp", "tp"),), P("dp", "tp"))
+
+    def loss(x: Tensor) -> Tensor:
+        total = checkpoint(lambda x: squash(x @ w).square().sum(), x)
+        return all_reduce(total, ("dp", "tp"), dst=I)
+
+    gradient = all_reduce(torch.func.grad(loss)(x), "tp", dst=R)
+    return mlp(x - gradient, w, b, w2, b2)
+
+
+def part_of_features(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return mlp(torch.cat([x[:, 8:], x[:, :8]], 1), w, b, w2, b2)
+
+
+RIGHT = [
+    (mlp, P("dp")),
+    (sequence_parallel, P(("dp", "tp"))),
+    (heads, P("dp")),
+    (heads_counted, P("dp")),
+    (batched_heads, P("dp")),
+    (mean_by_whole_size, P("dp")),
+    (to_heads_and_back, P("dp")),
+    (sums_of_parts, P("dp")),
+    (bias_in_one_part, P("dp")),
+    (zeros_of_local_size, P("dp")),
+    (loop, P("dp")),
+    (in_place, P("dp")),
+    (inner_gradient, P("dp")),
+    (part_of_features, P("dp")),
+    (vmapped, P("dp")),
+    (region_recomputed, P("dp")),
+    (written_buffers, P("dp")),
+    (picked, P("dp")),
+    (recomputed, P("dp")),
+    (turned_in_place, P("dp")),
+]
+
+
+@pytest.mark.parametrize(("body", "out"), RIGHT, ids=lambda v: getattr(v, "__name__", ""))
+def test_accepts_one_device_programs(body: Body, out: P) -> None:
+    accepted(body, out)
+
+
+@pytest.mark.parametrize(("body", "out", "text"), WRONG, ids=lambda v: getattr(v, "__name__", ""))
+def test_rejects_what_is_another_program_on_one_device(body: Body, out: P, text: str) -> None:
+    rejected(body, out, text)
+
+
+# A number that is another one where every axis has one rank, made of a piece h in many ways.
+OF_LOCAL_SIZE: dict[str, Callable[[Tensor], Tensor]] = {
+    "product": lambda h: h * h.shape[1],
+    "stride": lambda h: h * h.stride(0),
+    "power": lambda h: h ** h.shape[1],
+    "list": lambda h: torch._foreach_mul([h], h.shape[1])[0],
+    "full": lambda h: h * torch.full((1,), h.shape[1], dtype=h.dtype),
+    "full_like": lambda h: h * torch.full_like(h, h.shape[1]),
+    "new_full": lambda h: h * h.new_full((1,), h.shape[1]),
+    "fill_": lambda h: h * torch.zeros(1, dtype=h.dtype).fill_(h.shape[1]),
+    "literal": lambda h: h * torch.tensor([h.shape[1]], dtype=h.dtype),
+    "count": lambda h: h * torch.ones_like(h).sum(),
+    "count of ones": lambda h: h * torch.ones(h.shape[1], dtype=h.dtype).sum(),
+    "count of one": lambda h: h * torch.ones(1, 1, dtype=h.dtype).expand(h.shape).sum(),
+    "product of ones": lambda h: h * (h.new_ones(1, h.shape[1]) @ h.new_ones(h.shape[1], 1)),
+    "positions": lambda h: h * torch.ones_like(h).cumsum(1),
+    "linspace": lambda h: h * torch.linspace(0, 1, h.shape[1], dtype=h.dtype),
+    "first": lambda h: h * torch.arange(64, dtype=h.dtype)[: h.shape[1]],
+    "one of": lambda h: h * torch.arange(64, dtype=h.dtype)[h.shape[1]],
+}
+
+
+@pytest.mark.parametrize("name", OF_LOCAL_SIZE)
+def test_no_number_of_local_size_passes(name: str) -> None:
+    def body(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        h: Tensor = x @ w
+        return all_reduce(OF_LOCAL_SIZE[name](h) @ w2, "tp", dst=I)
+
+    values = [value.detach() for value in ARGS]
+    check_program(mapped(body, P("dp"), check="local"), *values)
+    with pytest.raises(ShardTypeError, match="check='global'"):
+        check_program(mapped(body, P("dp")), *values)
+
+
+def test_every_rejection_reads_as_it_did() -> None:
+    assert messages() == GOLDEN.read_text(), "read `python -m tests.checker.support.other_programs`"
+
+
+# ------------------------------------------------------------------------------- boundaries
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")
+def test_tangents() -> None:
+    values = [value.detach() for value in ARGS]
+    batched, one = (
+        mapped(tangents, P("dp"), mesh=make_mesh(sizes, ("dp", "tp"), kind="simulated"))(*values)
+        for sizes in ((2, 4), (1, 1))
+    )
+    torch.testing.assert_close(batched, one)
+
+
+def test_nested_bodies() -> None:
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(x @ w, "tp", dst=I)
+
+    def outer(x: Tensor, w: Tensor) -> Tensor:
+        specs: dict[str, Any] = {"in_specs": (P(None, "tp"), P("tp")), "out_specs": P()}
+        return 2 * shard_map(product, axis_names={"tp"}, **specs)(x, w)
+
+    f = shard_map(
+        outer,
+        mesh=RANKS,
+        in_specs=(P("dp"), P()),
+        out_specs=P("dp"),
+        axis_names={"dp"},
+        check="global",
+    )
+    torch.testing.assert_close(f(X.double(), W.double()), 2 * X.double() @ W.double())
+
+
+def test_result_cut_in_another_way() -> None:
+    f = shard_map(
+        lambda x: x * 2, mesh=MESH, in_specs=P("dp"), out_specs=P(None, "dp"), check="global"
+    )
+    with pytest.raises(ShardTypeError, match=r"dim 0 is cut over 'dp', and .* promises whole"):
+        f(X)
+
+
+def test_order_of_axes_in_one_dim() -> None:
+    def swapped(x: Tensor) -> Tensor:
+        return all_gather(all_gather(x, "dp", dim=0, dst=I), "tp", dim=0, dst=I)
+
+    specs: dict[str, Any] = {"mesh": MESH, "in_specs": P(("dp", "tp")), "out_specs": P()}
+    shard_map(swapped, **specs)(X)
+    with pytest.raises(ShardTypeError, match="puts dim 0 together over 'tp'"):
+        shard_map(swapped, check="global", **specs)(X)
+
+
+def test_one_axis_in_two_dims() -> None:
+    f = shard_map(
+        lambda x, y: x @ y.T,
+        mesh=MESH,
+        in_specs=(P("tp"), P("tp")),
+        out_specs=P("tp"),
+        check="global",
+    )
+    with pytest.raises(ShardTypeError, match="'tp' cuts two dims of the result"):
+        f(X, X)
+
+
+def test_tiled_result() -> None:
+    f = shard_map(lambda x: x * 2, mesh=MESH, in_specs=P(), out_specs=P("dp"), check="global")
+    with pytest.raises(ShardTypeError, match="promises cut over 'dp'"):
+        f(X)
+
+
+def test_unfinished_result() -> None:
+    f = shard_map(
+        lambda x, w: x @ w,
+        mesh=MESH,
+        in_specs=(P(None, "tp"), P("tp")),
+        out_specs=P("tp"),
+        check="global",
+    )
+    with pytest.raises(ShardTypeError, match="a sum still to be taken"):
+        f(X, W)
+
+
+def test_partial_result() -> None:
+    f = shard_map(
+        lambda x, w: reinterpret(x @ w, "tp", src=V, dst=Partial),
+        mesh=RANKS,
+        in_specs=(P(None, "tp"), P("tp")),
+        out_specs=P(partial={"tp"}),
+        check="global",
+    )
+    torch.testing.assert_close(f(X.double(), W.double()), X.double() @ W.double())
+
+
+def test_unknown_strictness() -> None:
+    with pytest.raises(SpecError, match="'global', not 'strict'"):
+        shard_map(lambda x: x, mesh=MESH, in_specs=P(), out_specs=P(), check="strict")  # type: ignore[call-overload]
+
+
+# ------------------------------------------------------------------------- types and regions
+
+
+def test_types_have_dims() -> None:
+    seen: list[Any] = []
+
+    def body(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        h = assert_type(x @ w, {"dp": S(0), "tp": S(1)})
+        seen.append(dict(typeof(h @ w2)))
+        return all_reduce(h @ w2, "tp", dst=I)
+
+    mapped(body, P("dp"))(*ARGS)
+    assert seen[-1] == {"dp": S(0), "tp": Partial}
+
+    def wrong(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return all_reduce(assert_type(x @ w, {"tp": S(0)}) @ w2, "tp", dst=I)
+
+    with pytest.raises(ShardTypeError, match=r"expects S\(0\) over 'tp', but the value is S\(1\)"):
+        mapped(wrong, P("dp"))(*ARGS)
+
+
+def own_rows(table: Tensor, ids: Tensor) -> Tensor:
+    local = ids - axis_index("tp") * table.shape[0]
+    owned = (local >= 0) & (local < table.shape[0])
+    return table[local * owned] * owned.unsqueeze(1)
+
+
+rows = local_region(own_rows, (P("tp"), P()), P(partial={"tp"}))
+
+
+def embed(table: Tensor, ids: Tensor) -> Tensor:
+    return all_reduce(rows(table, ids), "tp", dst=I)
+
+
+def test_region() -> None:
+    table, ids = torch.randn(8, 3), torch.tensor([7, 0, 3])
+    specs: dict[str, Any] = {"in_specs": (P("tp"), P()), "out_specs": P()}
+    f = shard_map(embed, mesh=RANKS, check="global", **specs)
+    torch.testing.assert_close(f(table, ids), table[ids])
+
+    def bare_embed(table: Tensor, ids: Tensor) -> Tensor:
+        return all_reduce(own_rows(table, ids), "tp", dst=I)
+
+    bare = shard_map(bare_embed, mesh=RANKS, check="global", **specs)
+    with pytest.raises(ShardTypeError, match="wrap code that is per-rank by nature"):
+        bare(table, ids)
+
+
+def test_region_with_wrong_arguments() -> None:
+    f = shard_map(
+        embed, mesh=MESH, in_specs=(P(None, "tp"), P()), out_specs=P(None, "tp"), check="global"
+    )
+    with pytest.raises(ShardTypeError, match=r"dim 0 is whole, and .* promises cut over 'tp'"):
+        f(torch.randn(8, 4), torch.tensor([0]))
+
+
+def test_region_with_wrong_promise() -> None:
+    promised = local_region(lambda x: x * axis_index("tp"), (P(),), P())
+    f = shard_map(promised, mesh=MESH, in_specs=P(), out_specs=P("tp"))
+    with pytest.raises(ShardTypeError, match=r"over 'tp' a result is V, and"):
+        f(X)
+
+
+def test_region_with_wrong_tree() -> None:
+    promised = local_region(lambda x: x, (P("tp", None, "dp"),), P())
+    f = shard_map(promised, mesh=MESH, in_specs=P(), out_specs=P())
+    with pytest.raises(SpecError, match="is for more than 2 dims"):
+        f(X)
+
+
+def clipped(x: Tensor) -> Tensor:
+    norm = all_reduce(x.square().sum(), "dp", dst=I).sqrt().item()
+    return x / norm if norm > 1.0 else x
+
+
+def averaged(x: Tensor) -> Tensor:
+    return x * (all_reduce(x.sum(), "dp", dst=I).item() / x.shape[0])
+
+
+def branching_on_size(x: Tensor) -> Tensor:
+    return x * 2 if all_reduce(x.sum(), "dp", dst=I).item() > x.shape[0] else x
+
+
+def test_numbers_taken_from_tensors() -> None:
+    def checked(body: Body) -> Body:
+        return shard_map(body, mesh=RANKS, in_specs=P("dp"), out_specs=P("dp"), check="global")
+
+    torch.testing.assert_close(checked(clipped)(X), X / X.norm())
+    with pytest.raises(ShardTypeError, match=r"is \(#1 / 4\) on a rank and \(#1 / 8\) on one"):
+        checked(averaged)(X)
+    with pytest.raises(ShardTypeError, match="takes other branches"):
+        checked(branching_on_size)(X)
+
+
+# --------------------------------------------------------------------------------- examples
+
+
+def test_training_example() -> None:
+    """The model, its gradients and the whole step, optimiser included."""
+    config, optimizer = model.Config(layers=1), AdamW(100)
+    cuts, tokens = model.specs(config), torch.zeros(8, 65, dtype=torch.int64)
+    params = optree.tree_map(lambda p: p.requires_grad_(), model.init(config))
+    for check in ("local", "global"):
+        loss = shard_map(
+            model.loss, mesh=MESH, in_specs=(cuts, P("dp")), out_specs=P(), check=check
+        )
+        check_program(loss, params, tokens)
+
+        @shard_map(
+            mesh=MESH,
+            in_specs=(cuts, optimizer.specs(cuts), P("dp")),
+            out_specs=(cuts, optimizer.specs(cuts), P()),
+            check=check,
+        )
+        def step(params: Any, state: Any, batch: Tensor) -> Any:
+            loss, grads = loss_and_grads(params, batch)
+            grads, _ = clip(grads, cuts, optimizer.max_norm)
+            return *optimizer.update(params, grads, state), loss
+
+        plain = optree.tree_map(lambda p: p.detach(), params)
+        check_program(step, plain, optimizer.init(plain), tokens)
+
+
+def test_torch_layers() -> None:
+    """A block of torch's own modules, cut by hand over the batch."""
+    block = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    names = dict(block.named_parameters())
+
+    def body(params: Any, x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(block, params, x)
+        return y
+
+    f = shard_map(body, mesh=MESH, in_specs=(P(), P("dp")), out_specs=P("dp"), check="global")
+    check_program(f, names, torch.randn(8, 4, 16))
+
+
+def test_explain_says_what_global_would_say() -> None:
+    right, wrong = (
+        explain(mapped(body, P("dp"), check="local"), *ARGS)
+        for body in (mlp, bias_before_reduction)
+    )
+    assert "global: the same program on one device" in right
+    assert "counted once per rank" in wrong

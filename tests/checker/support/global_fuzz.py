@@ -1,0 +1,273 @@
+"""Tries global strictness on PyTorch's operator database, against one device.
+
+For one operator, one sample and one cut for each operand: the body is checked on an abstract mesh,
+which tells how its results are cut; then real ranks run it on their pieces, and what they give, put
+together by those cuts, must be what the operator gives on the whole operands.
+
+Writes a section of docs/coverage.md:
+.venv/bin/python -m tests.checker.support.global_fuzz
+"""
+
+import itertools
+import math
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+
+from shardmap_torch import P, R, ShardMapError, all_reduce, make_mesh, shard_map
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.spmd.equivalence import Relation
+from tests.checker.support.fuzz import Case, cases, written_in_place
+from tests.checker.support.fuzz_all import dtypes_of, name_of, runs_here
+from tests.checker.support.page import commit, write
+
+# Samples have dims of 5 and 10, mostly.
+SIZES: Final = {"a": 5, "b": 2}
+ABSTRACT: Final = make_mesh(tuple(SIZES.values()), tuple(SIZES), kind="abstract")
+RANKS: Final = make_mesh(
+    tuple(SIZES.values()), tuple(SIZES), kind="simulated", simulate="ranks", device="cpu"
+)
+
+
+@dataclass
+class Score:
+    """What has been found out about an operator; `cut`: accepted with an operand that is cut."""
+
+    name: str
+    accepted: int = 0
+    cut: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+def cuts(x: Tensor, axes: Sequence[str]) -> list[P]:
+    """Every spec of one tensor over some axes."""
+    found = [P(*[None] * x.ndim)]
+    for axis in axes:
+        more = []
+        for spec in found:
+            for dim in range(x.ndim):
+                entries = [_axes(entry) for entry in spec.entries]
+                entries[dim] = (*entries[dim], axis)
+                count = math.prod(SIZES[name] for name in entries[dim])
+                if x.shape[dim] and x.shape[dim] % count == 0:
+                    more.append(P(*[entry or None for entry in entries]))
+        found += more
+    return found
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def layouts(case: Case, rng: random.Random, count: int) -> Iterator[dict[int, P]]:
+    """Cuts of all operands: every one by a single axis if these are few, then at random by both."""
+    places = [i for i, x in enumerate(case.leaves) if isinstance(x, Tensor)]
+    single = [cuts(case.leaves[i], ["a"]) for i in places]
+    if math.prod(map(len, single)) <= count:
+        every = list(itertools.product(*single))
+        count -= len(every)
+        yield from (dict(zip(places, specs, strict=True)) for specs in every)
+    options = {i: cuts(case.leaves[i], tuple(SIZES)) for i in places}
+    some = [spec for found in options.values() for spec in found if spec.mentioned]
+    for attempt in range(count if some else 0):
+        first = rng.choice(some)
+        alike = attempt % 2 == 0
+        yield {
+            i: first if alike and first in found else rng.choice(found)
+            for i, found in options.items()
+        }
+
+
+class WrongError(Exception):
+    """The ranks give something else than one device."""
+
+
+def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
+    """Why it is refused, or None.
+
+    Raises:
+        WrongError: it is accepted, and the ranks give other values, or other gradients.
+    """
+    places = list(specs)
+    found: list[P | None] = []
+    pending: list[Pending] = []  # what is left to take of each result
+    taken: list[Pending] = []
+
+    def body(*values: Tensor) -> tuple[Tensor, ...]:
+        out = case.call(dict(zip(places, values, strict=True)))
+        interpreter = current_interpreter()
+        judged = interpreter is not None and interpreter.observer.judges
+        if interpreter is not None and judged:
+            pending[:] = [_pending(interpreter, y) for y in out]
+        out = [_finished(y, each) for y, each in zip(out, taken or [()] * len(out), strict=True)]
+        if interpreter is not None and judged:
+            found[:] = [interpreter.observer.spec_of(interpreter.adopt(y)) for y in out]
+        return tuple(out)
+
+    def probe(*values: Tensor) -> tuple[()]:
+        body(*values)
+        return ()
+
+    values = [case.leaves[i].clone().requires_grad_(grad and i in case.smooth) for i in places]
+    in_specs = tuple(specs.values())
+    try:
+        probed = shard_map(probe, mesh=ABSTRACT, in_specs=in_specs, out_specs=P(), check="global")
+        probed(*values)
+        if any(pending):
+            taken[:] = pending
+            probed(*values)
+        if not found or None in found:
+            return "no result"
+        outs = tuple(found)
+        ranks = shard_map(body, mesh=RANKS, in_specs=in_specs, out_specs=outs, check="global")
+        got = ranks(*values)
+    except ShardMapError as error:
+        return str(error)
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+        return f"on pieces: {error}"  # of the operator itself
+    _compare(got, case.call(dict(zip(places, values, strict=True))), values)
+    return None
+
+
+Pending = Sequence[tuple[str, str]]
+"""Axes, each with what is to be taken over its ranks, "max", "min" or "mean"."""
+
+
+def _pending(interpreter: Interpreter, y: Tensor) -> Pending:
+    observer = interpreter.observer
+    assert isinstance(observer, Relation)
+    return sorted(observer._notes.sums(interpreter.adopt(y)).pending)
+
+
+def _finished(y: Tensor, pending: Pending) -> Tensor:
+    for axis, kind in pending:
+        y = all_reduce(y, axis, dst=R, op=kind)  # type: ignore[arg-type]  # one of three
+    return y
+
+
+def _compare(got: Sequence[Tensor], want: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
+    pairs = list(zip(got, want, strict=True))
+    smooth = [y for y in want if y.requires_grad]
+    leaves = [x for x in operands if x.requires_grad]
+    if leaves and smooth:
+        pairs += zip(_gradients(got, leaves), _gradients(want, leaves), strict=True)
+    try:
+        for mine, right in pairs:
+            torch.testing.assert_close(mine, right, rtol=1e-8, atol=1e-10, equal_nan=True)
+    except AssertionError as wrong:
+        raise WrongError(str(wrong).splitlines()[0]) from wrong
+
+
+def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Of a sum of the results in which each entry has a weight of its own."""
+    smooth = [y for y in outputs if y.requires_grad]
+    seeds = [torch.linspace(1, 2, y.numel()).reshape(y.shape).to(y.dtype) for y in smooth]
+    found = torch.autograd.grad(smooth, leaves, seeds, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+
+
+def fuzz(info: Any, samples: int, draws: int, until_wrong: bool = False) -> Score:
+    """All trials of one operator, its in-place variant included, or those up to a wrong one."""
+    score = Score(name_of(info))
+    for case, specs in _trials(info, samples, draws):
+        if not _note(score, case, specs, grad=True):
+            _note(score, case, specs, grad=False)
+        if until_wrong and score.wrong:
+            break
+    return score
+
+
+def _trials(info: Any, samples: int, draws: int) -> Iterator[tuple[Case, dict[int, P]]]:
+    rng = random.Random(info.name)
+    variant = written_in_place(info)
+    for dtype in dtypes_of(info, False):
+        for op in (None, variant) if variant else (None,):
+            for case in cases(info, dtype, samples, op):
+                yield from ((case, specs) for specs in layouts(case, rng, draws))
+
+
+def _note(score: Score, case: Case, specs: dict[int, P], grad: bool) -> bool:
+    """Counts one trial; whether it was accepted."""
+    try:
+        refusal = try_cuts(case, specs, grad)
+    except WrongError as wrong:
+        score.wrong.append(f"{list(specs.values())}: {wrong}")
+        return True
+    if refusal is None:
+        score.accepted += 1
+        score.cut += any(spec.mentioned for spec in specs.values())
+    elif not grad:
+        score.refused[refusal.splitlines()[0].split(": ", 1)[-1][:120]] += 1
+    return refusal is None
+
+
+def is_drawn(info: Any) -> bool:
+    """Whether it draws numbers, which are others on one device, or signs that nobody chose."""
+    return name_of(info) in DRAWN
+
+
+DRAWN: Final = frozenset(
+    {"uniform", "normal", "exponential", "cauchy", "geometric", "log_normal", "bernoulli"}
+    | {"normal in_place", "normal number_mean", "rand_like", "randn_like", "randint_like"}
+    | {"linalg.eig", "nn.functional.dropout", "nn.functional.feature_alpha_dropout with_train"}
+)
+
+
+SAMPLES: Final = 3
+DRAWS: Final = 20
+
+
+def section(scores: Sequence[Score], draws: int, commit: str) -> str:
+    """What the page on coverage says of operators under global strictness."""
+    never = [f"`{score.name}`" for score in scores if not score.cut]
+    accepted = sum(score.accepted for score in scores)
+    refused = sum(score.refused.total() for score in scores)
+    wrong = sum(len(score.wrong) for score in scores)
+    return "\n".join(
+        [
+            '## Operators under check="global"',
+            "",
+            f"Generated at commit {commit} "
+            "by `python -m tests.checker.support.global_fuzz`; do not edit.",
+            "",
+            f"{len(scores)} operators were tried, {SAMPLES} samples of each cut in at most {draws} "
+            f"ways over axes of {' and '.join(map(str, SIZES.values()))} ranks: "
+            f"{accepted + refused} trials, {accepted} accepted, "
+            f"{sum(score.cut for score in scores)} of these with an operand "
+            "that is cut. Values and gradients on rank threads were held against the operator on "
+            f"the whole samples: {wrong} were wrong.",
+            "",
+            f"{len(scores) - len(never)} operators are accepted on some cut. The others, of which "
+            f"some have no operand that could be cut: {', '.join(never)}.",
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """All of op_db; a number on the command line says how many cuts are drawn."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    draws = int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS
+    scores = [
+        fuzz(info, SAMPLES, draws) for info in op_db if runs_here(info) and not is_drawn(info)
+    ]
+    for score in scores:
+        for text in score.wrong:
+            print(f"{score.name}: wrong: {text}")
+    write(section(scores, draws, commit()))
+    return any(score.wrong for score in scores)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""op_db through everything: `shard_map`, the checker, ranks that run, and their gradients.
+
+`tests/checker/support/fuzz.py` tries the rule tables by themselves, many times faster; here each
+operator is the body of a `shard_map` whose operands enter with given types. What the ranks return,
+and what gradients come out of the boundary, is held against one autograd graph of all ranks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from shardmap_torch import P, ShardMapError, check_program, make_mesh, reinterpret, shard_map
+from shardmap_torch.checker.verify import verdict
+from shardmap_torch.types import AxisType, I, K, Partial, R, V
+from tests.checker.support.fuzz import NUM_RANKS, Case, Typings, Values, _close, _precision
+from tests.checker.support.machines import types_of
+from tests.checker.support.programs import differentiated
+
+AXIS: Final = "r"
+ABSTRACT: Final = make_mesh((NUM_RANKS,), (AXIS,), kind="abstract")
+RANKS: Final = make_mesh((NUM_RANKS,), (AXIS,), kind="simulated", simulate="ranks")
+ENTERS: Final[Mapping[AxisType, P]] = {
+    V: P(AXIS),
+    Partial: P(AXIS),  # the body takes the V for addends
+    R: P(replicate={AXIS}),
+    I: P(invariant={AXIS}),
+    K: P(),
+}
+
+
+@dataclass
+class Finding:
+    """What one trial came to: refused, skipped, wrong, or none of these."""
+
+    refused: str | None = None
+    skipped: str | None = None
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One sample with a type for each floating operand; `cut` says how an R result leaves."""
+
+    case: Case
+    types: Typings
+    cut: bool = False
+    seed: int = 0
+
+    def leaves(self) -> list[Tensor]:
+        """The operands as global values: the ranks' own ones stacked."""
+        values = Values(self.case, self.types, torch.Generator().manual_seed(self.seed))
+        made = []
+        for place, kind in self.types.operands.items():
+            column = values.operand(place)
+            whole = torch.stack(column) if kind in (V, Partial) else column[0].clone()
+            made.append(whole.requires_grad_(place in self.case.smooth and kind != K))
+        return made
+
+    def body(self, note: Callable[[list[Tensor]], None]) -> Callable[..., tuple[Tensor, ...]]:
+        """The operator on one rank's operands; its results are noted on their way."""
+        operands = self.types.operands
+
+        def run(*locals_: Tensor) -> tuple[Tensor, ...]:
+            values = {}
+            for (place, kind), x in zip(operands.items(), locals_, strict=True):
+                own = x[0] if kind in (V, Partial) else x
+                if place not in self.case.smooth:
+                    own = own.clone()  # running statistics, say, which the operator writes
+                if kind == Partial:
+                    own = reinterpret(own, AXIS, src=V, dst=Partial)
+                values[place] = own
+            outs = self.case.call(values)
+            note(outs)
+            return tuple(outs)
+
+        return run
+
+    def specs(self) -> tuple[P, ...]:
+        return tuple(ENTERS[kind] for kind in self.types.operands.values())
+
+
+def tried(trial: Trial) -> Finding:
+    """Checks one operator, runs it on ranks, and compares."""
+    kinds: list[AxisType] = []
+
+    def note(outs: list[Tensor]) -> None:
+        kinds[:] = [types_of(out)[0] for out in outs]
+
+    alone = trial.body(note)
+
+    def forward(*locals_: Tensor) -> tuple[()]:
+        alone(*locals_)
+        return ()
+
+    if trial.case.name.startswith(("empty", "new_empty")):
+        return Finding(skipped="memory not yet written")
+    try:
+        leaves = trial.leaves()
+        with patch.object(verdict, "_TRIES", 0):
+            check_program(
+                shard_map(forward, mesh=ABSTRACT, in_specs=trial.specs(), out_specs=()), *leaves
+            )
+            return _held(trial, kinds, leaves)
+    except ShardMapError as error:
+        return Finding(refused=str(error).splitlines()[0])
+    except Exception as problem:  # a sample that fake tensors, or this build, cannot run
+        return Finding(skipped=f"{type(problem).__name__}: {problem}".splitlines()[0])
+
+
+def _held(trial: Trial, kinds: Sequence[AxisType], leaves: Sequence[Tensor]) -> Finding:
+    """Runs an operator whose results' types are known, and compares."""
+    cuts = [kind == V or (trial.cut and kind == R) for kind in kinds]
+    specs = tuple(
+        P(AXIS) if cut else P(partial={AXIS} if kind == Partial else ())
+        for cut, kind in zip(cuts, kinds, strict=True)
+    )
+    one = trial.body(lambda outs: None)
+
+    def body(*locals_: Tensor) -> tuple[Tensor, ...]:
+        outs = one(*locals_)
+        return tuple(y.unsqueeze(0) if cut else y for y, cut in zip(outs, cuts, strict=True))
+
+    mapped = shard_map(body, mesh=RANKS, in_specs=trial.specs(), out_specs=specs)
+    smooth = [x for x in leaves if x.requires_grad]
+    state = torch.get_rng_state()
+    columns = [_run(trial, leaves, rank) for rank in range(NUM_RANKS)]
+    drawn = not torch.equal(state, torch.get_rng_state())
+    truth = [
+        _whole([column[k] for column in columns], kind, cut)
+        for k, (kind, cut) in enumerate(zip(kinds, cuts, strict=True))
+    ]
+    if any(not bool(torch.isfinite(y).all()) for y in truth):
+        return Finding(skipped="infinite values")
+    finding = Finding(wrong=list(_unequal(columns, kinds)))
+    actual = list(mapped(*leaves))
+    if drawn:
+        return finding  # there is nothing to compare with
+    pairs = [*zip(actual, truth, strict=True)]
+    pairs += zip(_gradients(actual, smooth), _gradients(truth, smooth), strict=True)
+    finding.wrong += [
+        f"result or gradient {number} of types {list(kinds)}"
+        for number, (x, y) in enumerate(pairs)
+        if not _equal(x.detach(), y.detach())
+    ]
+    return finding
+
+
+def _gradients(values: Sequence[Tensor], smooth: Sequence[Tensor]) -> list[Tensor]:
+    real = [y for y in values if y.requires_grad]
+    return differentiated(real, smooth)
+
+
+def _run(trial: Trial, leaves: Sequence[Tensor], rank: int) -> list[Tensor]:
+    values = {}
+    for (place, kind), leaf in zip(trial.types.operands.items(), leaves, strict=True):
+        own = leaf[rank] if kind in (V, Partial) else leaf
+        values[place] = own if place in trial.case.smooth else own.clone()
+    return trial.case.call(values)
+
+
+def _whole(column: Sequence[Tensor], kind: AxisType, cut: bool) -> Tensor:
+    if cut:
+        return torch.stack(list(column))
+    return sum(column[1:], column[0]) if kind == Partial else column[0]
+
+
+def _unequal(columns: Sequence[Sequence[Tensor]], kinds: Sequence[AxisType]) -> Iterator[str]:
+    for number, (kind, *column) in enumerate(zip(kinds, *columns, strict=True)):
+        if kind not in (V, Partial) and not _equal(column[0].detach(), column[1].detach()):
+            yield f"result {number} is typed {kind}, and the ranks differ"
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and _close(first, second, _precision(second))
+
+
+def trials_of(case: Case) -> dict[str, Trial]:
+    """What must be accepted, and one P beside R for each operand."""
+    places = case.places
+    named = {
+        "V": Trial(case, Typings(dict.fromkeys(places, V))),
+        "R": Trial(case, Typings(dict.fromkeys(places, R))),
+        "R, cut": Trial(case, Typings(dict.fromkeys(places, R)), cut=True),
+        "I": Trial(case, Typings(dict.fromkeys(places, I))),
+        "K": Trial(case, Typings(dict.fromkeys(places, K))),
+    }
+    for number, place in enumerate(places[:3]):
+        types = Typings({**dict.fromkeys(places, R), place: Partial})
+        named[f"P in {number}"] = Trial(case, types)
+        types = Typings({**dict.fromkeys(places, R), place: V})
+        named[f"V in {number}"] = Trial(case, types)
+    return named
+
+
+FLOORS: Final = ("V", "R", "R, cut", "I")
+
+GAPS: Final = {
+    "part ways": "data-dependent",
+    "without data": "data-dependent",
+    "Python value": "data-dependent",
+    "plain Python number": "data-dependent",
+    "weights sum to zero": "a check in torch's C++, which may fail",
+    "data is not allocated yet": "the same, in istft",
+    "_segment_reduce_backward": "its backward is not known to be linear",
+    "abs over axis 'r' of P": "logcumsumexp's backward splits the cotangent by its sign",
+    "matrix_exp": "its backward is not known to be linear",
+    "linear_cross_entropy_batch_chunked": "an operator of torch that writes no derivative down",
+}
+"""Refusals of what the floors ask for, by a part of the text."""
+
+
+def is_excused(trial: str, case: Case, refused: str) -> bool:
+    """Whether a floor is missed for a reason that is known; what draws is V, and meets no I."""
+    met = any(each in refused for each in ("of I and V", "gets a gradient that is V"))
+    draws = trial == "I" and met and case_draws(case)
+    return draws or any(part in refused for part in GAPS)
+
+
+def case_draws(case: Case) -> bool:
+    """Whether an operator draws random numbers, as far as its sample can show it."""
+    if not any(case.leaves[place].numel() for place in case.places):
+        return True
+    state = torch.get_rng_state()
+    case.call({})
+    return not torch.equal(state, torch.get_rng_state())

@@ -1,0 +1,58 @@
+"""Spreading prefix trees of specs over values."""
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+
+from shardmap_torch import P
+from shardmap_torch.boundary.matching import is_spec
+from shardmap_torch.core.tree import Misfit, flatten, map_leaves, spread, unflatten
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+def found(prefix: Any, tree: Any) -> list[Any]:
+    return list(spread(prefix, tree, "t", is_spec))
+
+
+def test_a_spec_covers_all_leaves_below_it() -> None:
+    leaves = found({"a": P("x"), "b": None}, {"b": 1, "a": [2, (3, None)]})
+    assert [(leaf.path, leaf.value, leaf.spec) for leaf in leaves] == [
+        ("t['a'][0]", 2, P("x")),
+        ("t['a'][1][0]", 3, P("x")),
+        ("t['b']", 1, None),
+    ]
+
+
+def test_leaves_come_in_the_order_of_flatten() -> None:
+    tree = {"z": (1, {"k": 2}), "a": OrderedDict(q=3, b=4), "m": Point(5, [6])}
+    leaves, structure = flatten(tree)
+    assert [leaf.value for leaf in found(P(), tree)] == leaves
+    assert unflatten(structure, leaves) == tree
+    assert map_leaves(lambda leaf: -leaf, tree)["m"] == Point(-5, [-6])
+
+
+def test_named_tuples_are_told_by_their_fields() -> None:
+    assert [leaf.path for leaf in found(Point(P("x"), None), Point(1, 2))] == ["t.x", "t.y"]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "tree", "texts"),
+    [
+        ((P(), P()), (1,), ["t: the specs have 2 items here, the value has 1"]),
+        ([P()], (1,), ["t: the specs have a list here, the value is a tuple"]),
+        ({"a": P()}, 3, ["t: the specs have a dict here, the value is a int"]),
+        ({"a": P()}, {"b": 1}, ["t: no spec for ['b']; specs for absent ['a']"]),
+        ({"a": P(), "b": P()}, {"b": 1}, ["t: specs for absent ['a']"]),
+        ((P(), "tp"), (1, [2]), ["t[1]: 'tp' is no spec; use P(...), or None for a static value"]),
+        (
+            ({"a": P()}, (P(), P())),
+            ({"a": 1, "c": 2}, (1,)),
+            ["t[0]: no spec for ['c']", "t[1]: the specs have 2 items here, the value has 1"],
+        ),
+    ],
+)
+def test_every_place_where_the_trees_part_is_told(prefix: Any, tree: Any, texts: list[str]) -> None:
+    problems = [str(leaf) for leaf in found(prefix, tree) if isinstance(leaf, Misfit)]
+    assert problems == texts

@@ -1,0 +1,233 @@
+"""The cost model against the virtual clock, the rule of `auto`, and the measured fabric."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmap_torch.errors import KernelError
+from shardmap_torch.kernels.algorithms import (
+    gather_backward,
+    gather_forward,
+    reduce_backward,
+    reduce_forward,
+    scatter_backward,
+    scatter_forward,
+)
+from shardmap_torch.kernels.calibrate import _doubtful, measure
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.planner import (
+    MAX_PARTS,
+    MIN_GAIN,
+    MIN_ROWS,
+    Problem,
+    best,
+    candidates,
+    check_overlap,
+    decide,
+    obstructed,
+    overlapped_seconds,
+    unfused_seconds,
+)
+from shardmap_torch.kernels.transport_virtual import VirtualNetwork
+from shardmap_torch.kernels.transports.gloo import GlooTransport
+from shardmap_torch.kernels.transports.protocol import Steps, Transport
+from tests.support.pool import Pool
+
+ROWS, INNER, COLUMNS = 1024, 512, 2048  # A rank's block, the contracted size, the weight's.
+FABRIC = Fabric(latency=2e-6, bandwidth=2e9, flops=1e12, memory=1e13, launch=3e-6)
+
+
+def meta(*shape: int) -> Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+def gather(t: Transport, c: Choice) -> Steps[object]:
+    return gather_forward(t, meta(ROWS, INNER), [meta(INNER, COLUMNS)], [None], 0, c)
+
+
+def scatter(t: Transport, c: Choice) -> Steps[object]:
+    return scatter_forward(t, meta(ROWS * t.num_ranks, COLUMNS), meta(COLUMNS, INNER), 0, c)
+
+
+def reduce(t: Transport, c: Choice) -> Steps[object]:
+    return reduce_forward(t, meta(ROWS * t.num_ranks, COLUMNS), meta(COLUMNS, INNER), c)
+
+
+def column(t: Transport, c: Choice) -> Steps[object]:
+    tokens = ROWS * t.num_ranks
+    dys = [meta(tokens, COLUMNS)]
+    return gather_backward(t, meta(tokens, INNER), [meta(INNER, COLUMNS)], dys, [True], 0, c)
+
+
+def row(t: Transport, c: Choice) -> Steps[object]:
+    x, w = meta(ROWS * t.num_ranks, COLUMNS), meta(COLUMNS, INNER)
+    return scatter_backward(t, x, w, meta(ROWS, INNER), (True, True), 0, c)
+
+
+def reduced(t: Transport, c: Choice) -> Steps[object]:
+    x, w, dy = (
+        meta(ROWS * t.num_ranks, COLUMNS),
+        meta(COLUMNS, INNER),
+        meta(ROWS * t.num_ranks, INNER),
+    )
+    return reduce_backward(t, x, w, dy, (True, True), c)
+
+
+# Kernel, schedule, matmuls in the pipeline, matmuls after it, passes.
+KERNELS: dict[str, tuple[Callable[[Transport, Choice], Steps[object]], str, int, int, int]] = {
+    "gather": (gather, "gather/ring", 1, 0, 1),
+    "scatter": (scatter, "scatter/direct", 1, 0, 1),
+    "reduce": (reduce, "reduce/direct", 1, 0, 2),
+    "column backward": (column, "scatter/direct", 1, 1, 1),
+    "row backward": (row, "gather/ring", 2, 0, 1),
+    "reduce backward": (reduced, "sum/direct", 2, 0, 2),
+}
+
+
+def problem(name: str, num_ranks: int) -> Problem:
+    _, schedule, piped, tail, passes = KERNELS[name]
+    flops = 2.0 * ROWS * num_ranks * INNER * COLUMNS
+    return Problem(
+        op=name,
+        axis="'tp'",
+        num_ranks=num_ranks,
+        schedules=(schedule,),
+        block_rows=ROWS,
+        block_bytes=4.0 * ROWS * INNER,
+        flops=piped * flops,
+        tail_flops=tail * flops,
+        passes=passes,
+    )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("slower", [0.25, 1, 4], ids=["comm", "even", "compute"])
+@pytest.mark.parametrize("num_parts", [1, pytest.param(4, marks=pytest.mark.slow), 8])
+def test_the_formula_predicts_what_the_virtual_clock_shows(
+    name: str, num_ranks: int, slower: float, num_parts: int
+) -> None:
+    """Within 10 %: the formula leaves out the sums and the latency of the last message."""
+    fabric = replace(FABRIC, flops=FABRIC.flops / slower)
+    kernel, schedule, *_ = KERNELS[name]
+    network = VirtualNetwork(num_ranks, fabric)
+    network.run(lambda transport: kernel(transport, Choice(schedule, num_parts)))
+    predicted = overlapped_seconds(problem(name, num_ranks), fabric, Choice(schedule, num_parts))
+    assert network.seconds == pytest.approx(predicted, rel=0.1)
+
+
+def test_without_overlap_the_formula_is_the_unfused_one_and_more_launches() -> None:
+    alone = replace(FABRIC, overlap=0.0, launch=0.0, latency=0.0)
+    for name in KERNELS:
+        case = problem(name, 4)
+        for parts in (1, 8):
+            slow = overlapped_seconds(case, alone, Choice(case.schedules[0], parts))
+            assert slow == pytest.approx(unfused_seconds(case, alone))
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(127, ()), (128, (1,)), (511, (1, 2)), (1024, (1, 2, 4, 8)), (10**6, (1, 2, 4, 8))],
+)
+def test_parts_are_powers_of_two_of_at_least_128_rows(rows: int, options: tuple[int, ...]) -> None:
+    assert candidates(replace(problem("gather", 2), block_rows=rows), None) == options
+    assert all(rows // parts >= MIN_ROWS and parts <= MAX_PARTS for parts in options)
+
+
+def test_more_parts_are_chosen_only_while_they_shorten_the_prediction() -> None:
+    case = problem("gather", 4)
+    slow_launch, fast_launch = replace(FABRIC, launch=1e-3), replace(FABRIC, launch=0.0)
+    assert best(case, slow_launch, (1, 2, 4, 8))[0].num_parts == 1
+    comm_bound = replace(fast_launch, flops=1e13, latency=0.0)
+    assert best(case, comm_bound, (1, 2, 4, 8))[0].num_parts == 8
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "latency", "schedule"),
+    [
+        (8, 1e-4, "gather/two-way"),
+        (3, 1e-4, "gather/two-way"),
+        (2, 1e-4, "gather/ring"),
+        (8, 1e-7, "gather/ring"),
+    ],
+)
+def test_both_directions_are_used_where_the_waits_for_messages_are_long(
+    num_ranks: int, latency: float, schedule: str
+) -> None:
+    """With two ranks there is one direction, and with short waits nothing to gain."""
+    fabric = replace(FABRIC, latency=latency, flops=1e14)
+    case = replace(problem("gather", num_ranks), schedules=("gather/ring", "gather/two-way"))
+    choice, predicted = best(case, fabric, (1,))
+    assert choice == Choice(schedule, 1)
+    seconds = {}
+    for each in case.schedules:
+        network = VirtualNetwork(num_ranks, fabric)
+        network.run(partial(gather, c=Choice(each, 1)))
+        seconds[each] = network.seconds
+    assert seconds[schedule] <= min(seconds.values()) * (1 + MIN_GAIN)
+    assert seconds[schedule] == pytest.approx(predicted, rel=0.1)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.02, 0.05, 0.5, 1.0])
+def test_auto_overlaps_exactly_where_the_predicted_gain_is_3_percent(overlap: float) -> None:
+    fabric = replace(FABRIC, overlap=overlap, launch=0.0, latency=0.0)
+    plan = decide(problem("gather", 2), lambda: fabric, None, forced=False)
+    assert plan.unfused is not None
+    assert plan.overlapped is not None
+    assert (plan.choice is not None) == (plan.unfused / plan.overlapped - 1 >= MIN_GAIN)
+
+
+def test_a_fabric_is_not_measured_where_the_block_is_too_small() -> None:
+    def never() -> Fabric:
+        raise AssertionError
+
+    plan = decide(replace(problem("gather", 2), block_rows=5), never, None, forced=False)
+    assert str(plan) == "gather over 'tp': unfused (a rank's block has 5 rows; a chunk needs 128)"
+
+
+def test_required_overlap_that_is_impossible_raises_with_the_reason() -> None:
+    assert obstructed("op", "'tp'", "auto", "it rains").reason == "it rains"
+    with pytest.raises(KernelError) as caught:
+        obstructed("op", "'tp'", "require", "it rains")
+    assert str(caught.value) == (
+        "op over axis 'tp' cannot overlap: it rains.\n"
+        'Fix: pass overlap="auto" to run the unfused composition where overlap is not possible.'
+    )
+    with pytest.raises(KernelError, match=r"^op: overlap='yes' is none of auto, require, off\.$"):
+        check_overlap("op", "yes")
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([0.8, 0.81, 0.79, 0.8], 0.8),  # A quiet machine.
+        ([0.9, -0.6, 0.1, 1.4, 0.0, 0.7, -0.1, 0.5], 0.0),  # A busy one: nothing is promised.
+        ([1.2, 1.3, 1.1, 1.2], 1.0),
+    ],
+)
+def test_a_share_of_overlap_that_scatters_is_taken_at_its_lower_quartile(
+    shares: list[float], expected: float
+) -> None:
+    assert _doubtful(shares) == expected
+
+
+def measured() -> tuple[Fabric, Fabric]:
+    transport = GlooTransport(dist.new_group(), "tp")
+    return measure(transport, torch.float32), measure(transport, torch.bfloat16)
+
+
+def test_every_rank_measures_the_same_plausible_fabric(gloo: Callable[[int], Pool]) -> None:
+    results = gloo(3).run(measured)
+    assert results[0] == results[1] == results[2]
+    for fabric in results[0]:
+        assert 0 <= fabric.overlap <= 1
+        assert 1e-6 < fabric.latency < 1
+        assert 0 <= fabric.launch < 1
+        assert 1e6 < fabric.bandwidth < 1e12
+        assert 1e7 < fabric.flops < 1e14

@@ -1,0 +1,113 @@
+"""What transports say when something is wrong, and how tags are handed out."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmap_torch.errors import KernelError
+from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.executor import Choice, Gather
+from shardmap_torch.kernels.schedule import Chunk, Message
+from shardmap_torch.kernels.transport_virtual import VirtualNetwork
+from shardmap_torch.kernels.transports import gloo
+from shardmap_torch.kernels.transports.gloo import GlooTransport
+from shardmap_torch.kernels.transports.protocol import Channel, TagCounter
+
+TO_PEER = Message(source=0, target=1, chunk=Chunk(owner=0, part=3), step=2)
+
+
+class Broken:
+    """A process group whose peer is gone: at once, or when it is waited for."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> "Broken":
+        if self.at_once:
+            self.wait()
+        return self
+
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.fixture
+def gloo_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "network_of", lambda group, device_type: "gloo")
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+
+
+@pytest.mark.usefixtures("gloo_rank_0")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_failed_transfer_names_axis_step_chunk_and_peer(at_once: bool) -> None:
+    group: Any = Broken(at_once)
+    channel = Channel.open(GlooTransport(group, "tp"), "all_gather_matmul", num_parts=4)
+    with pytest.raises(KernelError) as caught:
+        channel.send(torch.zeros(1), TO_PEER).wait()
+    assert str(caught.value) == (
+        "all_gather_matmul over axis 'tp': at step 2, rank 0 sends part 3 of block 0 to rank 1, "
+        "and the transfer failed: Connection closed by peer\n"
+        "Either that rank has died, or it does not run the same kernel; see its own error first."
+    )
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_group_that_is_not_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "network_of", lambda group, device_type: "nccl")
+    group: Any = object()
+    with pytest.raises(KernelError) as caught:
+        GlooTransport(group, "tp")
+    assert str(caught.value) == (
+        "the kernels' transport over axis 'tp' needs a gloo group, got 'nccl'"
+    )
+
+
+def test_tags_of_calls_in_flight_do_not_meet_and_start_again_below_the_limit() -> None:
+    tags = TagCounter()
+    assert [tags.reserve(10), tags.reserve(5), tags.reserve(1)] == [0, 10, 15]
+    assert tags.reserve(TagCounter.LIMIT - 16) == 16
+    assert tags.reserve(1) == 0
+
+
+def virtual() -> VirtualNetwork:
+    return VirtualNetwork(2, Fabric(latency=1.0, bandwidth=1.0, flops=1.0))
+
+
+def test_a_virtual_handle_cannot_be_waited_for_outside_the_network() -> None:
+    channel = Channel.open(virtual().transports[0], "op", num_parts=4)
+    with pytest.raises(KernelError) as caught:
+        channel.send(torch.zeros(1), TO_PEER).wait()
+    assert str(caught.value) == (
+        "a virtual transfer is waited for by VirtualNetwork.run, not by itself"
+    )
+
+
+def test_a_gather_has_nothing_to_add() -> None:
+    transport = virtual().transports[0]
+    gather = Gather(transport, "op", torch.ones(1, 1), lambda *_: None, Choice("gather/ring", 1))
+    with pytest.raises(NotImplementedError):
+        gather.combine(Chunk(0, 0))
+
+
+def test_a_small_message_arrives_a_latency_after_a_long_one_before_it() -> None:
+    """The link is free again when the bytes are sent, not when they arrive."""
+    network = virtual()
+
+    def kernel(transport: Any) -> Any:
+        channel = Channel.open(transport, "op", num_parts=2)
+        start = channel.receive if transport.rank else channel.send
+        handles = [
+            start(torch.zeros(size, dtype=torch.uint8), Message(0, 1, Chunk(0, part), 1))
+            for part, size in enumerate((10, 1))
+        ]
+        yield from handles
+
+    network.run(kernel)
+    assert [(line.num_bytes, line.begin, line.end) for line in network.log] == [
+        (10, 0.0, 11.0),
+        (1, 10.0, 12.0),
+    ]

@@ -1,0 +1,56 @@
+"""Runs one scenario, a function that takes a mesh and asserts, on every kind of mesh."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import Mesh, make_mesh, shard_map
+from tests.programs.support.harness import whole, worker_mesh
+from tests.support.pool import Gloo
+
+
+def unchecked(f: Callable[..., Any] | None = None, /, **kwargs: Any) -> Callable[..., Any]:
+    """`shard_map` without the type checker: what the core does by itself."""
+    mapped: Callable[..., Any] = shard_map(f, check=False, **kwargs)
+    return mapped
+
+
+Scenario = Callable[[Mesh], None]
+
+KINDS = ["vmap", "ranks", pytest.param("gloo", marks=pytest.mark.slow)]
+ON_EVERY_MESH = pytest.mark.parametrize("kind", KINDS)
+ON_PROCESSES_OR_VMAP = pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
+ON_REAL_RANKS = pytest.mark.parametrize("kind", KINDS[1:])
+SIMULATED = pytest.mark.parametrize("kind", KINDS[:2])
+
+
+def run_on(
+    kind: Any, scenario: Scenario, gloo: Gloo, shape: Sequence[int] = (2,), names: Any = ("tp",)
+) -> None:
+    """Runs `scenario` on a simulated mesh, or on every process of the pool."""
+    if kind == "gloo":
+        size = 1
+        for length in shape:
+            size *= length
+        gloo(size).run(_in_worker, scenario, tuple(shape), tuple(names))
+    else:
+        scenario(make_mesh(shape, names, kind="simulated", simulate=kind))
+
+
+def _in_worker(scenario: Scenario, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    scenario(worker_mesh(shape, names))
+
+
+def same(actual: Any, expected: Any) -> None:
+    """Compares two tensors, or tuples of them, by their global values, to 1e-10."""
+    actual, expected = _several(actual), _several(expected)
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(whole(one), other.detach(), rtol=1e-10, atol=1e-10)
+
+
+def _several(values: Any) -> list[Tensor]:
+    return [values] if isinstance(values, Tensor) else list(values)

@@ -1,0 +1,82 @@
+"""Processes that would run different programs are stopped before they wait for one another."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardmap_torch import CollectiveMismatchError, I, Mesh, P, all_reduce, make_mesh, shard_map
+from tests.support.pool import Gloo
+
+
+def call(mesh: Mesh, body: Callable[[Tensor], Tensor]) -> str:
+    try:
+        shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P())(torch.ones(2))
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "ran"
+
+
+def same(x: Tensor) -> Tensor:
+    return all_reduce(x.sum(), "i", dst=I)
+
+
+def other_factor(x: Tensor) -> Tensor:
+    factor = 2.0 if torch.distributed.get_rank() == 1 else 1.0
+    return all_reduce(x * factor, "i", dst=I)
+
+
+def one_more(x: Tensor) -> Tensor:
+    y = all_reduce(x, "i", dst=I)
+    return y.sin() if torch.distributed.get_rank() == 1 else y
+
+
+def rejected_on_one(x: Tensor) -> Tensor:
+    return x if torch.distributed.get_rank() == 1 else all_reduce(x, "i", dst=I)
+
+
+def raises_on_one(x: Tensor) -> Tensor:
+    if torch.distributed.get_rank() == 1:
+        raise KeyError("mode")
+    return all_reduce(x, "i", dst=I)
+
+
+def misfits_on_one() -> None:
+    mesh = make_mesh((2,), ("i",), kind="process_group")
+    size = 3 if torch.distributed.get_rank() == 1 else 2
+    known = shard_map(same, mesh=mesh, in_specs=P("i"), out_specs=P())
+    known(torch.ones(2))
+    known(torch.ones(size))  # rank 0 has checked it, and waits in the collective
+
+
+def test_an_argument_that_does_not_fit_on_one_process_is_told_on_every_one(gloo: Gloo) -> None:
+    first, second = (raised.text for raised in gloo(2).run(misfits_on_one, expect_error=True))
+    assert first == second
+    assert "  rank 0: waits in all_reduce('i', P -> I) at test_agreement.py:" in first
+    assert "  rank 1: same is rejected: same: the arguments do not fit in_specs" in first
+
+
+def in_worker() -> list[str]:
+    mesh = make_mesh((2,), ("i",), kind="process_group")
+    bodies = (same, other_factor, one_more, rejected_on_one, raises_on_one, same)
+    return [call(mesh, body) for body in bodies]
+
+
+def test_the_first_difference_of_two_programs_is_told_on_every_rank(gloo: Gloo) -> None:
+    first, second = gloo(2).run(in_worker)
+    assert first == second
+    ran, factor, more, rejected, raised, again = first
+    assert (ran, again) == ("ran", "ran")
+    path = f"test_agreement.py:{other_factor.__code__.co_firstlineno + 2}"
+    line = "# " + path + ': return all_reduce(x * factor, "i", dst=I)'
+    assert factor == (
+        "other_factor: processes run different programs. The first difference:\n"
+        f"  rank 0: %1: float32[1] {{i: V}} = mul(input x (P('i')); other=1.0)  {line}\n"
+        f"  rank 1: %1: float32[1] {{i: V}} = mul(input x (P('i')); other=2.0)  {line}\n"
+        "Fix: run the same code with the same Python values on every process. What depends on the "
+        "rank inside of a body is the tensor axis_index(axis)."
+    )
+    assert more.splitlines()[1] == "  rank 0: backward:"
+    assert more.splitlines()[2].startswith("  rank 1: %2: float32[1] {i: K} = sin(%1)  # ")
+    assert "  rank 1: rejected_on_one is rejected: rejected_on_one: the result" in rejected
+    assert "  rank 1: raises_on_one raises KeyError: 'mode'" in raised

@@ -1,0 +1,88 @@
+"""What a batched body can and cannot do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    P,
+    Partial,
+    R,
+    TransformError,
+    V,
+    all_gather,
+    all_reduce,
+    make_mesh,
+    reinterpret,
+)
+from tests.programs.support.everywhere import same
+from tests.programs.support.everywhere import unchecked as shard_map
+from tests.programs.support.harness import random
+
+MESH = make_mesh((2,), ("tp",), kind="simulated", simulate="vmap")
+
+
+def test_a_backward_that_the_body_let_out_is_refused() -> None:
+    """Its ranks are levels of vmap, which have ended."""
+    kept: list[Callable[..., Any]] = []
+
+    def body(x: Tensor) -> Tensor:
+        y, pull_back, *_ = torch.func.vjp(lambda x: all_reduce(x, "tp", dst=R), x)
+        kept.append(pull_back)
+        value: Tensor = y
+        return value
+
+    shard_map(body, mesh=MESH, in_specs=P("tp"), out_specs=P(replicate="tp"))(random((4,), 0))
+    with pytest.raises(TransformError) as caught:
+        kept[0](random((2,), 1))
+    assert str(caught.value) == (
+        "all_reduce('tp', P -> R) ran after the batched body had ended, where its ranks exist no "
+        'more. Use make_mesh(..., simulate="ranks") for code that runs backward by itself.'
+    )
+
+
+def test_values_that_are_equal_on_all_ranks_are_computed_once() -> None:
+    shapes: list[torch.Size] = []
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.__matmul__ or func is torch.Tensor.matmul:
+                inner = out
+                while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+                    inner = torch._C._functorch.get_unwrapped(inner)
+                shapes.append(inner.shape)
+            return out
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return all_gather(x, "tp", dst=R) @ w
+
+    x, w = random((4, 3), 0), random((3, 2), 1)
+    with Seen():
+        y = shard_map(body, mesh=MESH, in_specs=(P("tp"), P()), out_specs=P(replicate="tp"))(x, w)
+    same(y, x @ w)
+    assert shapes == [(4, 2)]
+
+
+@pytest.mark.parametrize("axes", [("tp",), ("dp", "tp")], ids=str)
+@pytest.mark.parametrize("dst", [V, Partial], ids=str)
+def test_what_varies_from_now_on_can_be_written_to(axes: tuple[str, ...], dst: Any) -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        own = reinterpret(w * w, axes, src=R, dst=dst).clone()
+        return own.add_(x)
+
+    def derived(simulate: Any) -> list[Tensor]:
+        mesh = make_mesh((2,) * len(axes), axes, kind="simulated", simulate=simulate)
+        specs = (P(axes), P(replicate=set(axes)))
+        mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(partial=set(axes)))
+        x, w = (random((count,), 0).requires_grad_() for count in (2 * 2 ** len(axes), 2))
+        y = mapped(x, w)
+        return [y.detach(), *torch.autograd.grad((y**2).sum(), (x, w))]
+
+    for actual, expected in zip(derived("vmap"), derived("ranks"), strict=True):
+        same(actual, expected)

@@ -1,0 +1,34 @@
+"""Whole texts that tests compare with, by the name of the test that raises them.
+
+`SHARDMAP_GOLDEN=1 pytest FILES` writes them; read the difference before you commit it.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+FOLDER: Final = Path(__file__).parents[1] / "golden"
+WRITES: Final = bool(os.environ.get("SHARDMAP_GOLDEN"))
+_HEAD: Final = "=== "
+
+
+def read(path: Path) -> dict[str, str]:
+    """The texts of one file."""
+    parts = ("\n" + path.read_text() if path.exists() else "").split("\n" + _HEAD)[1:]
+    return dict(part.rstrip("\n").split("\n", 1) for part in parts)
+
+
+def without_lines(text: str) -> str:
+    """The text without line numbers, which every edit of a test changes."""
+    return re.sub(r"(\w+\.py):\d+", r"\1:LINE", text)
+
+
+def hold(file: str, name: str, text: str) -> None:
+    """Compares a text with the one that is kept under `name`, or keeps it."""
+    path, text = FOLDER / file, without_lines(text)
+    kept = read(path)
+    if WRITES:
+        kept[name] = text
+        path.write_text("\n\n".join(f"{_HEAD}{k}\n{v}" for k, v in sorted(kept.items())) + "\n")
+    assert kept.get(name) == text
