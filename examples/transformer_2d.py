@@ -23,7 +23,6 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
-from examples.gpt.layers import rotate
 from shardmap_torch import (
     Mesh,
     P,
@@ -37,6 +36,7 @@ from shardmap_torch import (
     value_and_grad,
     visualize_sharding,
 )
+from shardmap_torch.nn import attention, positions, rotary
 
 Params: TypeAlias = dict[str, Tensor]
 AXES: Final = ("x", "y", "z")
@@ -106,13 +106,12 @@ def plain_layer(params: Params, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def attend_and_activate(q_wi: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Attention and SwiGLU of some heads: [b, t, h, q + 2f] and [b, t, 2q] -> [b, t, h, q + f]."""
     k, v = kv.chunk(2, -1)
-    k = rotate(k.unsqueeze(2)).squeeze(2)
+    at = positions(kv.shape[1], device=kv.device)
+    k = rotary(k.unsqueeze(2), at).squeeze(2)
     query, hidden = k.shape[-1], (q_wi.shape[-1] - k.shape[-1]) // 2
     q, gate, up = q_wi.split([query, hidden, hidden], -1)
-    scores = torch.einsum("bthq,bsq->bhts", rotate(q), k) / math.sqrt(query)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=k.device).triu(1)
-    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-    attended = torch.einsum("bhts,bsq->bthq", weights, v)
+    one_head = k.unsqueeze(2), v.unsqueeze(2)  # keys and values that all query heads share
+    attended = attention(rotary(q, at), *one_head, causal=True)
     return torch.cat([attended, functional.silu(gate) * up], -1), k, v
 
 

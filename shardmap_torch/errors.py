@@ -47,6 +47,10 @@ class CheckpointError(ShardMapError):
     """A checkpoint cannot be saved or loaded: incomplete, damaged, or of another tree."""
 
 
+class LayerError(ShardMapError):
+    """A layer of `shardmap_torch.nn` was called with arguments that cannot work."""
+
+
 def listing(head: str, problems: Sequence[str]) -> str:
     """Joins a headline and its offenders, one line each.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from examples.gpt.layers import causal_attention, column, cross_entropy, embed, rms_norm, row
-from shardmap_torch import I, P, R, all_reduce, axis_size, convert
+from shardmap_torch import I, P, R, convert
 from shardmap_torch.kernels import Overlap
 
 Params: TypeAlias = Any
@@ -96,5 +96,4 @@ def loss(params: Params, batch: Tensor, overlap: Overlap = "off") -> Tensor:
     Each rank of "dp" uses the parameters on other sequences: R, so gradients are summed over "dp".
     """
     params = convert(params, "dp", src=I, dst=R)
-    nats = cross_entropy(apply(params, batch[:, :-1], overlap), batch[:, 1:])
-    return all_reduce(nats.sum(), "dp", dst=I) / (nats.numel() * axis_size("dp"))
+    return cross_entropy(apply(params, batch[:, :-1], overlap), batch[:, 1:])

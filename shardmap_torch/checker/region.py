@@ -98,7 +98,7 @@ def local_region(
         for tensor, spec in zip(outputs, out_specs, strict=True):
             _check_result(interpreter, name, tensor, spec)
         observer.region_ended(name, outputs, out_specs)
-        _tell(interpreter, name, inputs, outputs)
+        note_region(interpreter, name, inputs, outputs)
         return out
 
     # What `validate_rule` reads.
@@ -152,7 +152,7 @@ def _promise(wanted: str) -> str:
     return {"S": "pieces.", "P": "a sum still to be taken."}.get(wanted, "one value on all ranks.")
 
 
-def _tell(
+def note_region(
     interpreter: Interpreter, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
     """Notes the region in the typed program."""

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import shardmap_torch
-from examples.gpt import data, layers, model, optim, plain, step
+from examples.gpt import data, model, optim, plain, step
 from examples.gpt.check import compare, tolerance
 from examples.gpt.model import Config, Params
 from shardmap_torch import Mesh, P, R, ShardTypeError, check_program, full, make_mesh, shard_map
 from shardmap_torch.kernels import Overlap, Plan, autograd, dispatch, last_plan
 from shardmap_torch.kernels.planner import record
+from shardmap_torch.nn import arguments, loss
 from tests.support.pool import Gloo
 
 CONFIG = Config(vocabulary=32, length=8, width=16, heads=4, hidden=24, layers=2)
@@ -69,7 +70,7 @@ def on_mesh(
 
 def without_norm_conversion(sizes: tuple[int, int], strategy: Any = "auto") -> dict[str, Tensor]:
     """The model with a bug: norm scales stay invariant where each rank scales other positions."""
-    with mock.patch.object(layers, "convert", lambda x, axis, src, dst: x):
+    with mock.patch.object(arguments, "convert", lambda x, axis, src, dst: x):
         return on_mesh(sizes, strategy, check=False)
 
 
@@ -79,7 +80,7 @@ def with_every_sum_replicated(sizes: tuple[int, int], strategy: Any = "auto") ->
     def all_reduce(x: Tensor, axis: str, dst: Any, op: Any = "sum") -> Tensor:
         return shardmap_torch.all_reduce(x, axis, dst=R, op=op)
 
-    with mock.patch.object(layers, "all_reduce", all_reduce):
+    with mock.patch.object(loss, "all_reduce", all_reduce):
         return on_mesh(sizes, strategy, check=False)
 
 
@@ -145,7 +146,7 @@ def test_a_sum_of_wrong_type_shows_on_processes_in_every_gradient(
 
 def test_the_checker_rejects_a_missing_conversion_and_names_the_gradient() -> None:
     with (
-        mock.patch.object(layers, "convert", lambda x, axis, src, dst: x),
+        mock.patch.object(arguments, "convert", lambda x, axis, src, dst: x),
         pytest.raises(ShardTypeError, match=r"final_norm.* varies over it"),
     ):
         on_mesh((2, 4))

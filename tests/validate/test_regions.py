@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples.gpt import layers
 from shardmap_torch import (
     I,
     P,
@@ -75,21 +74,6 @@ def message(*args: Any, **kwargs: Any) -> str:
     with pytest.raises((ShardTypeError, SpecError)) as caught:
         validate_rule(*args, **kwargs)
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("region", "args"),
-    [
-        (layers._own_embeddings, (TOKENS, TABLE)),
-        (layers._own_logits, (random(6, 2, 12), TOKENS)),
-    ],
-)
-def test_regions_of_the_gpt_example_keep_their_promises(
-    region: Region, args: tuple[Tensor, ...]
-) -> None:
-    found = validate_rule(region, *args)
-    assert found.tried == 2
-    assert [claim.split()[0] for claim in found.shown] == ["result", "gradient"]
 
 
 def test_right_lookup_is_shown_forward_and_backward() -> None:

@@ -1,0 +1,75 @@
+"""Reading and checking the arguments that layers share."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shardmap_torch.errors import LayerError
+from shardmap_torch.ops import convert
+from shardmap_torch.ops.arguments import Axis, read_axes, shown
+from shardmap_torch.types import AxisType, I, R, TypeLike, V, as_type
+
+
+def read_layout(name: str, word: str, value: TypeLike, allowed: Sequence[str]) -> AxisType:
+    """Reads a type over the axis of a layer, of which `allowed` names the first letters.
+
+    Raises:
+        LayerError: it is none of these.
+    """
+    found = as_type(value)
+    if found.kind not in allowed:
+        known = ", ".join({"S": "S(dim)", "P": "Partial"}.get(each, each) for each in allowed)
+        raise LayerError(f"{name}: {word}={found} is none of {known}.")
+    return found
+
+
+def as_used(weight: Tensor, axis: Axis, weight_type: TypeLike, name: str) -> Tensor:
+    """Converts a weight that is equal on all ranks to R, for ranks that use it differently.
+
+    With `weight_type=R` somebody has done so already, as for all weights of a model at once.
+    """
+    found = read_layout(name, "weight_type", weight_type, "IR")
+    return weight if found == R else convert(weight, axis, src=I, dst=R)
+
+
+def shard_of(weight: Tensor, axis: Axis, weight_type: TypeLike, name: str) -> Tensor:
+    """Takes this rank's shard of a vector that is equal on all ranks."""
+    found = read_layout(name, "weight_type", weight_type, "IR")
+    return convert(weight, axis, src=found, dst=V, dim=0)
+
+
+def check_inner(name: str, x: Tensor, size: int, weight: Tensor, what: str) -> None:
+    """Requires that the features of `x` are those that a weight contracts.
+
+    Raises:
+        LayerError: they are another number.
+    """
+    if x.shape[-1:] != (size,):
+        raise LayerError(
+            f"{name}: x {list(x.shape)} has no last dimension of size {size}, which {what} "
+            f"{list(weight.shape)} contracts. Shapes are those of one rank."
+        )
+
+
+def num_ranks(name: str, axis: Axis) -> int:
+    """The number of ranks along an axis, in a body."""
+    axes, scope = read_axes(name, axis)
+    return scope.backend.mesh.num_ranks(axes)
+
+
+def check_shards(name: str, what: str, size: int, axis: Axis) -> int:
+    """Divides a size over the ranks of an axis.
+
+    Raises:
+        LayerError: it does not divide.
+    """
+    axes, scope = read_axes(name, axis)
+    count = scope.backend.mesh.num_ranks(axes)
+    if size % count:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        raise LayerError(
+            f"{name}: {size} {what} do not divide over the {count} ranks of {shown(axes)} "
+            f"({size} = {size // count}*{count} + {size % count}). Use a number of ranks that "
+            f"divides {size}: one of {divisors}."
+        )
+    return size // count

@@ -1,0 +1,179 @@
+"""Attention of the heads that a rank holds."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardmap_torch.collectives.protocol import is_checker
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.errors import LayerError
+from shardmap_torch.nn.arguments import check_shards
+from shardmap_torch.nn.region import PerRank, per_rank
+from shardmap_torch.ops import axis_index
+from shardmap_torch.ops.arguments import Axis
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    offset: Tensor | int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attends with each query head to the keys of its key head.
+
+    Heads are independent, so that nothing is communicated: with heads sharded over an axis each
+    rank computes its own. Where there are fewer key heads than query heads (grouped queries), each
+    serves as many query heads in a row; with fewer key heads than ranks, `own_kv_heads` gives each
+    rank those that it needs.
+
+    Shape: q [..., t, h, d], k [..., s, g, d], v [..., s, g, e], g dividing h, gives [..., t, h, e].
+    Types: those of q, k and v, which are sharded alike; t, s, d and e are not sharded. Sends
+    nothing, forward and backward.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        causal: whether query i sees only keys 0 to i + offset.
+        mask: booleans that broadcast to [..., h, t, s]; true where a query may see a key.
+        offset: the position of the first query among the keys, an integer tensor or a number;
+            by default 0. For decoding with a cache, where queries come after what is cached.
+        scale: of the scores; by default 1 / sqrt(d).
+
+    Raises:
+        LayerError: shapes that do not match, or a mask that is not boolean.
+
+    Source: Vaswani et al. 2017; `torch.nn.functional.scaled_dot_product_attention`, whose dims are
+    [..., h, t, d]; grouped queries: Ainslie et al. 2023.
+
+    Example:
+        >>> q = torch.zeros(1, 2, 4, 1)  # 2 positions, 4 heads
+        >>> k = torch.zeros(1, 2, 2, 1)  # 2 key heads
+        >>> v = torch.tensor([1.0, 3.0]).reshape(1, 2, 1, 1).expand(1, 2, 2, 1)
+        >>> attention(q, k, v, causal=True).squeeze()
+        tensor([[1., 1., 1., 1.],
+                [2., 2., 2., 2.]])
+    """
+    _check_shapes(q, k, v)
+    groups = q.shape[-2] // k.shape[-2]
+    q, k, v = (x.transpose(-2, -3) for x in (q, _repeated(k, groups), _repeated(v, groups)))
+    is_square = causal and offset is None and q.shape[-2] == k.shape[-2]
+    if _has_kernel() and mask is None and (is_square or not causal):
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=is_square, scale=scale)
+    else:
+        seen = _seen(q, k, causal, mask, offset)
+        y = _in_full(q, k, v, seen, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    return y.transpose(-2, -3)
+
+
+def own_kv_heads(kv: Tensor, axis: Axis, num_heads: int) -> Tensor:
+    """Gives each rank the key or value heads of its query heads, where ranks outnumber the former.
+
+    The weights of keys and values are then equal on all ranks, which compute all of their heads;
+    use `column_linear(..., src=R)` or a plain matmul with weights of type R.
+
+    Shape: kv [..., g, d] gives [..., num_heads/r, d] on each of r ranks, one head for each query
+    head. Types: R over `axis` becomes sharded along the heads (S(-2)). Backward: the gradient of
+    kv is a pending sum over `axis`. Sends nothing.
+
+    Args:
+        kv: all key heads, or all value heads.
+        axis: the axis over which query heads are sharded.
+        num_heads: the number of query heads on all ranks together.
+
+    Raises:
+        LayerError: the number of query heads does not divide over the ranks or the key heads.
+        CollectiveError: outside a body, or an unknown axis.
+
+    Source: Megatron-LM, `num_query_groups` below the tensor-parallel size.
+
+    Example:
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> mesh = make_mesh((4,), ("tp",), kind="simulated")
+        >>> f = lambda kv: own_kv_heads(kv, "tp", 4)
+        >>> g = shard_map(f, mesh=mesh, in_specs=(P(replicate="tp"),), out_specs=P("tp"))
+        >>> g(torch.tensor([[1.0], [2.0]])).squeeze()
+        tensor([1., 1., 2., 2.])
+    """
+    check_shards("own_kv_heads", "query heads", num_heads, axis)
+    if kv.ndim < 2 or num_heads % kv.shape[-2]:
+        raise LayerError(
+            f"own_kv_heads: {num_heads} query heads are no multiple of the key heads of "
+            f"{list(kv.shape)}, which are its dimension -2."
+        )
+    own: Tensor = selected_heads(axis, num_heads)(kv)
+    return own
+
+
+def selected_heads(axis: Axis, num_heads: int) -> PerRank:
+    """Makes the per-rank choice of `own_kv_heads`."""
+
+    @per_rank("...gd->...hd", over={"h": axis})
+    def key_heads_of_own_queries(kv: Tensor) -> Tensor:
+        count = check_shards("own_kv_heads", "query heads", num_heads, axis)
+        heads = axis_index(axis) * count + torch.arange(count, device=kv.device)
+        return kv.index_select(-2, heads // (num_heads // kv.shape[-2]))
+
+    return key_heads_of_own_queries
+
+
+def _repeated(kv: Tensor, groups: int) -> Tensor:
+    """Repeats each key head for the query heads that it serves."""
+    if groups == 1:
+        return kv
+    expanded = kv.unsqueeze(-2).expand(*kv.shape[:-1], groups, kv.shape[-1])
+    return expanded.flatten(-3, -2)
+
+
+def _has_kernel() -> bool:
+    """Says whether torch's fused kernels are used, which keep no scores in memory.
+
+    On simulated ranks they are not: torch has no batching rule for them and would run them rank by
+    rank, with a warning. With a mask they are not known to global strictness.
+    """
+    scope = current_scope()
+    if scope is None or is_checker(scope.backend):
+        return True
+    return scope.backend.mesh.kind != "simulated"
+
+
+def _seen(
+    q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, offset: Tensor | int | None
+) -> Tensor | None:
+    """Says which keys each query sees; None: all."""
+    if not causal:
+        return mask
+    queries = torch.arange(q.shape[-2], device=q.device) + (0 if offset is None else offset)
+    past = torch.arange(k.shape[-2], device=q.device) <= queries.unsqueeze(-1)
+    return past if mask is None else past & mask
+
+
+def _in_full(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """Computes what `scaled_dot_product_attention` does, with all scores at once."""
+    scores: Tensor = (q @ k.mT) * scale
+    if seen is None:
+        return scores.softmax(-1) @ v
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1).masked_fill(~seen, 0.0)  # a query that sees nothing gets zeros
+    return weights @ v
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if min(q.ndim, k.ndim, v.ndim) < 3 or k.shape[:-1] != v.shape[:-1] or q.ndim != k.ndim:
+        raise LayerError(
+            "attention takes q [..., t, h, d], k [..., s, g, d] and v [..., s, g, e], not "
+            f"{shapes}."
+        )
+    if q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2]:
+        raise LayerError(
+            f"attention: {shapes}: the key heads (dimension -2) must divide the query heads, and "
+            "the last dimension of q and k must be the same. Where key heads are fewer than "
+            "ranks, use own_kv_heads."
+        )

@@ -1,0 +1,213 @@
+"""Linear layers whose weight is sharded over an axis: by columns, or by rows."""
+
+from collections.abc import Sequence
+from typing import overload
+
+from torch import Tensor
+
+from shardmap_torch.errors import LayerError
+from shardmap_torch.kernels import (
+    Overlap,
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from shardmap_torch.nn.arguments import as_used, check_inner, num_ranks, read_layout, shard_of
+from shardmap_torch.ops import convert
+from shardmap_torch.ops.arguments import Axis, read_dim
+from shardmap_torch.types import AxisType, I, Partial, R, TypeLike
+
+
+@overload
+def column_linear(
+    x: Tensor,
+    weight: Tensor,
+    axis: Axis,
+    *,
+    bias: Tensor | None = None,
+    src: TypeLike = I,
+    overlap: Overlap = "auto",
+) -> Tensor: ...
+
+
+@overload
+def column_linear(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    axis: Axis,
+    *,
+    bias: Sequence[Tensor | None] | None = None,
+    src: TypeLike = I,
+    overlap: Overlap = "auto",
+) -> tuple[Tensor, ...]: ...
+
+
+def column_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    axis: Axis,
+    *,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    src: TypeLike = I,
+    overlap: Overlap = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """Multiplies by a weight whose columns (output features) are sharded over `axis`.
+
+    A fused weight, as of q, k and v or of gate and up, has its chunks in a dimension of its own, so
+    that sharding another one gives each rank its part of every chunk: qkv [d, h, 3, k] is
+    `P(None, "tp")`, gate_up [d, 2, f] is `P(None, None, "tp")`, and the result is `unbind`ed.
+
+    Shape: x [..., d], weight [d, n/r, ...] gives [..., n/r, ...] on each of r ranks; with
+    `src=S(i)` dimension i of x is t/r and that of the result t. Types: x is `src`, the weight and
+    the bias are sharded (V), the result is sharded over its feature dimension. Backward: for
+    `src=I` one all-reduce of dx, 2(r-1)/r * x.nbytes; for `src=R` none here, dx is a pending sum;
+    for `src=S(i)` dx is reduce-scattered. Sends nothing forward, and (r-1) * x.nbytes for
+    `src=S(i)`.
+
+    Args:
+        x: input features, all of them on every rank.
+        weight: [d, ...], or several that share one gather of x, as of q, k and v.
+        axis: the axis, or several that act as one, over which weights are sharded.
+        bias: as the weight without its first dimension, sharded in the same way.
+        src: I where all ranks hold the same x (tensor parallelism), R where somebody converts it
+            for several layers, S(i) where dimension i is sharded (sequence parallelism).
+        overlap: whether the gather of `src=S(i)` overlaps with the matmul; see
+            `shardmap_torch.kernels.all_gather_matmul`.
+
+    Raises:
+        LayerError: shapes that do not match, or another `src`.
+        KernelError: overlap is required but impossible.
+        CollectiveError: outside a body, or an unknown axis.
+
+    Source: Shoeybi et al. 2019, "Megatron-LM", ColumnParallelLinear; for `src=S(i)` Korthikanti et
+    al. 2022, "Reducing activation recomputation in large transformer models".
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x, w: column_linear(x, w, "tp")
+        >>> g = shard_map(f, mesh=mesh, in_specs=(P(), P(None, "tp")), out_specs=P(None, "tp"))
+        >>> g(torch.ones(1, 2), torch.arange(8.0).reshape(2, 4))
+        tensor([[ 4.,  6.,  8., 10.]])
+    """
+    weights = (weight,) if isinstance(weight, Tensor) else tuple(weight)
+    biases = _biases(weights, bias if bias is None or not isinstance(bias, Tensor) else (bias,))
+    layout = read_layout("column_linear", "src", src, "IRS")
+    dim = None if layout.dim is None else read_dim("column_linear", "src dim", layout.dim, x.ndim)
+    parts = num_ranks("column_linear", axis) if dim == x.ndim - 1 else 1
+    for each in weights:
+        _check_matrix("column_linear", each)
+        check_inner("column_linear", x, each.shape[0] // parts, each, "weight")
+    flat = [each.flatten(1) for each in weights]
+    addends = [None if each is None else each.flatten() for each in biases]
+    if dim is not None:
+        found = all_gather_matmul(x, flat, axis, gather_dim=dim, bias=addends, overlap=overlap)
+    else:
+        x = convert(x, axis, src=I, dst=R) if layout == I else x
+        products = (x @ each for each in flat)
+        pairs = zip(products, addends, strict=True)
+        found = tuple(y if b is None else y + b for y, b in pairs)
+    split = tuple(
+        y if each.ndim == 2 else y.unflatten(-1, each.shape[1:])
+        for y, each in zip(found, weights, strict=True)
+    )
+    return split[0] if isinstance(weight, Tensor) else split
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    axis: Axis,
+    *,
+    bias: Tensor | None = None,
+    dst: TypeLike = I,
+    bias_type: TypeLike = I,
+    overlap: Overlap = "auto",
+) -> Tensor:
+    """Multiplies by a weight whose rows (input features) are sharded over `axis`, and sums.
+
+    The bias is added once, after the sum, and not once per rank.
+
+    Shape: x [..., n/r, ...], weight [n/r, ..., d] gives [..., d] on each of r ranks, summed over
+    all dimensions of the weight but the last; for `dst=S(i)` dimension i is divided by r. Types:
+    x and the weight are sharded (V), the bias is equal on all ranks, the result is `dst`. Backward:
+    for `dst=I` nothing is sent, for `dst=R` the cotangent is all-reduced, for `dst=S(i)` gathered.
+    Sends 2(r-1)/r * y.nbytes for I and R, (r-1)/r * y.nbytes for S(i), y being the sum; nothing
+    for Partial.
+
+    Args:
+        x: input features, those of this rank.
+        weight: the matching rows, [features of x ..., d].
+        axis: the axis, or several that act as one, over which both are sharded.
+        bias: [d], equal on all ranks.
+        dst: I or R where every rank gets the sum, S(i) where it gets its part along dimension i
+            (sequence parallelism), Partial to leave the sum to the caller.
+        bias_type: I, or R where somebody has converted all weights at once.
+        overlap: whether the sum overlaps with the matmul; see
+            `shardmap_torch.kernels.matmul_reduce_scatter`.
+
+    Raises:
+        LayerError: shapes that do not match, or another `dst`.
+        KernelError: overlap is required but impossible.
+        CollectiveError: outside a body, unknown axis, or a size that does not divide.
+
+    Source: Shoeybi et al. 2019, "Megatron-LM", RowParallelLinear.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x, w, b: row_linear(x, w, "tp", bias=b)
+        >>> g = shard_map(f, mesh=mesh, in_specs=(P(None, "tp"), P("tp"), P()), out_specs=P())
+        >>> g(torch.ones(1, 4), torch.ones(4, 2), torch.tensor([0.0, 0.5]))
+        tensor([[4.0000, 4.5000]])
+    """
+    layout = read_layout("row_linear", "dst", dst, "IRSP")
+    _check_matrix("row_linear", weight)
+    given = read_layout("row_linear", "bias_type", bias_type, "IR")
+    if layout == I and given == R:
+        raise LayerError("row_linear: with dst=I the bias is I as well, not bias_type=R.")
+    x, matrix = x.flatten(x.ndim - weight.ndim + 1), weight.flatten(0, -2)
+    check_inner("row_linear", x, matrix.shape[0], weight, "weight")
+    if layout.dim is not None:
+        dim = read_dim("row_linear", "dst dim", layout.dim, x.ndim)
+        y = matmul_reduce_scatter(x, matrix, axis, scatter_dim=dim, overlap=overlap)
+    elif layout == Partial:
+        y = x @ matrix
+    else:
+        y = matmul_all_reduce(x, matrix, axis, dst=layout, overlap=overlap)
+    return y if bias is None else y + _bias_after(bias, axis, layout, given, y.ndim)
+
+
+def _bias_after(bias: Tensor, axis: Axis, layout: AxisType, given: AxisType, ndim: int) -> Tensor:
+    """Converts the bias of a row-parallel layer to what can be added to its result."""
+    if layout.dim is not None and layout.dim % ndim == ndim - 1:
+        return shard_of(bias, axis, given, "row_linear")
+    if layout == Partial:
+        return convert(bias, axis, src=given, dst=Partial)
+    return bias if layout == I else as_used(bias, axis, given, "row_linear")
+
+
+def _biases(
+    weights: tuple[Tensor, ...], bias: Sequence[Tensor | None] | None
+) -> Sequence[Tensor | None]:
+    if bias is None:
+        return [None] * len(weights)
+    shapes = [None if each is None else list(each.shape) for each in bias]
+    wanted = [list(each.shape[1:]) for each in weights]
+    if len(bias) != len(weights) or any(
+        have not in (None, want) for have, want in zip(shapes, wanted, strict=True)
+    ):
+        raise LayerError(
+            f"column_linear: biases have the shapes {shapes}, and the weights need {wanted}."
+        )
+    return bias
+
+
+def _check_matrix(name: str, weight: Tensor) -> None:
+    if weight.ndim < 2:
+        raise LayerError(
+            f"{name}: weight {list(weight.shape)} has {weight.ndim} dimensions, and needs at "
+            "least 2: input features and output features."
+        )

@@ -1,0 +1,137 @@
+"""Per-rank code of a layer as a `local_region`, whatever axes the rest of the program has.
+
+A layer knows the axis that it communicates over and not the others: its batch may be sharded over
+"dp", or over none. A `local_region` states the types over all axes. Here the types over the axes
+that the layer does not know are those that its arguments have, carried from dimension to dimension
+by letters, as in `torch.einsum`: "...,vd->...d" is a lookup of rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor
+
+from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.interpreter.observer import UNOBSERVED
+from shardmap_torch.checker.region import local_region, note_region
+from shardmap_torch.core.tree import flatten
+from shardmap_torch.ops.arguments import Axis
+from shardmap_torch.spec import Entry, P
+
+Types: TypeAlias = tuple[tuple[P, ...], P | tuple[P, ...]]
+"""`in_types` and `out_types` of a `local_region`."""
+
+_BATCH: Final = "..."
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A function of tensors that is per-rank code; calling it calls the function.
+
+    With `check="global"` each call is a `local_region` whose types are those of the arguments.
+    `typed` is that region for one choice of layouts, which `validate_rule` can try.
+    """
+
+    function: Callable[..., Any]
+    equation: str
+    over: Mapping[str, Axis]
+    partial: Axis
+
+    def __call__(self, *args: Tensor) -> Any:
+        """Calls the function."""
+        interpreter = current_interpreter()
+        if interpreter is None:
+            return self.function(*args)
+        observer = interpreter.observer
+        if observer is UNOBSERVED:  # not under global strictness: nothing is known of layouts
+            out = self.function(*args)
+            note_region(interpreter, self.function.__name__, args, flatten(out)[0])
+            return out
+        layouts = [observer.spec_of(interpreter.adopt(x)) or P() for x in args]
+        return self.typed(*layouts, ranks=[x.ndim for x in args])(*args)
+
+    def typed(self, *layouts: P, ranks: Sequence[int]) -> Callable[..., Any]:
+        """Declares the region for arguments of these layouts and numbers of dimensions."""
+        types = region_types(self.equation, self.over, self.partial, layouts, ranks)
+        return local_region(self.function, *types)
+
+
+def per_rank(
+    equation: str, *, over: Mapping[str, Axis], partial: Axis = ()
+) -> Callable[[Callable[..., Any]], PerRank]:
+    """Makes a decorator that declares a function of tensors as per-rank code.
+
+    The function must treat the dimensions that `over` does not name position by position, so that
+    any of them may be sharded over other axes.
+
+    Args:
+        equation: one term per argument and one per result, as in `torch.einsum`: a letter for a
+            dimension, "..." for any number of leading ones. Nothing before "->": no arguments.
+        over: the axis over which a letter's dimension is sharded.
+        partial: axes over which the results are pending sums.
+
+    Example:
+        >>> rows = per_rank("...,vd->...d", over={"v": "tp"}, partial="tp")
+        >>> rows(lambda ids, table: table[ids]).partial
+        'tp'
+    """
+    return lambda f: PerRank(f, equation, over, partial)
+
+
+def region_types(
+    equation: str,
+    over: Mapping[str, Axis],
+    partial: Axis,
+    layouts: Sequence[P],
+    ranks: Sequence[int],
+) -> Types:
+    """Derives `in_types` and `out_types` from the layouts of the arguments.
+
+    Args:
+        equation: as in `per_rank`.
+        over: as in `per_rank`.
+        partial: as in `per_rank`.
+        layouts: of the arguments, over the axes that `over` does not name.
+        ranks: numbers of dimensions of the arguments.
+
+    Example:
+        >>> region_types("...,vd->...d", {"v": "tp"}, "tp", [P("dp"), P()], [2, 2])
+        ((P('dp', None), P('tp', None)), P('dp', None, None, partial={'tp'}))
+    """
+    left, right = equation.split("->")
+    terms = left.split(",") if left else []
+    own = {axis for each in (*over.values(), partial) for axis in _axes(each)}
+    entries: dict[str, Entry] = {letter: _entry(axis) for letter, axis in over.items()}
+    spelled = [list(_letters(term, rank)) for term, rank in zip(terms, ranks, strict=True)]
+    for term, layout in zip(spelled, layouts, strict=True):
+        for letter, entry in zip(term, layout.entries, strict=False):
+            if letter not in over and own.isdisjoint(_axes(entry or ())):
+                entries[letter] = entries.get(letter) or entry
+    batch = sorted({letter for term in spelled for letter in term if len(letter) > 1})
+    results = tuple(
+        P(*map(entries.get, _letters(term, len(batch) + _num_named(term))), partial=_axes(partial))
+        for term in right.split(",")
+    )
+    arguments = tuple(P(*map(entries.get, term)) for term in spelled)
+    return arguments, results[0] if len(results) == 1 else results
+
+
+def _num_named(term: str) -> int:
+    return len(term.removeprefix(_BATCH))
+
+
+def _letters(term: str, rank: int) -> Iterator[str]:
+    """Names every dimension: leading ones by their position, counted from the front."""
+    if term.startswith(_BATCH):
+        yield from (f"batch {at}" for at in range(rank - _num_named(term)))
+    yield from term.removeprefix(_BATCH)
+
+
+def _axes(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _entry(axis: Axis) -> Entry:
+    axes = _axes(axis)
+    return axes[0] if len(axes) == 1 else axes

@@ -1,0 +1,109 @@
+"""Rotary positions, at global positions of a sequence that may be sharded."""
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.errors import LayerError
+from shardmap_torch.nn.arguments import check_shards
+from shardmap_torch.nn.region import PerRank, per_rank
+from shardmap_torch.ops import axis_index
+from shardmap_torch.ops.arguments import Axis
+
+
+def positions(
+    length: int,
+    axis: Axis | None = None,
+    *,
+    offset: Tensor | int = 0,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Counts the global positions of this rank's part of a sequence.
+
+    Shape: int64 [length], or with `axis` [length/r] on each of r ranks. Types: equal on all ranks,
+    or with `axis` S(0). Sends nothing.
+
+    Args:
+        length: of the sequence on all ranks together.
+        axis: over which the sequence is sharded, in order; None where it is not.
+        offset: added to each, an integer tensor or a number; for decoding with a cache.
+        device: of the result.
+
+    Raises:
+        LayerError: the length does not divide over the ranks.
+        CollectiveError: with `axis`, outside a body, or an unknown axis.
+
+    Example:
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("cp",), kind="simulated")
+        >>> shard_map(lambda: positions(6, "cp"), mesh=mesh, in_specs=(), out_specs=P("cp"))()
+        tensor([0, 1, 2, 3, 4, 5])
+    """
+    if axis is None:
+        return torch.arange(length, device=device) + offset
+    own: Tensor = own_positions(length, axis, device)()
+    return own + offset
+
+
+def own_positions(length: int, axis: Axis, device: torch.device | str | None = None) -> PerRank:
+    """Makes the per-rank count of `positions`."""
+
+    @per_rank("->t", over={"t": axis})
+    def positions_of_own_shard() -> Tensor:
+        count = check_shards("positions", "positions", length, axis)
+        return axis_index(axis) * count + torch.arange(count, device=device)
+
+    return positions_of_own_shard
+
+
+def rotary(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    base: float = 10_000.0,
+    frequencies: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """Turns each pair of features by an angle that grows with the position.
+
+    Pair j of d features turns by position * base ** (-2 j / d). Angles are computed in float32 or
+    better.
+
+    Shape: x [..., t, h, d], positions [t] or [..., t] gives [..., t, h, d]; d is even and not
+    sharded. Types: those of x, along whose t positions are sharded; nothing flows to positions.
+    Sends nothing, forward and backward.
+
+    Args:
+        x: queries or keys.
+        positions: the global position of each, as `positions` counts them; with a sharded or
+            permuted sequence those of this rank.
+        base: of the wave lengths.
+        frequencies: [d/2] in place of `base`, as for scaled rotary positions.
+        interleaved: whether a pair is features 2j and 2j + 1 (Su et al., GGUF) and not j and
+            j + d/2 (GPT-NeoX, Hugging Face).
+
+    Raises:
+        LayerError: shapes that do not match.
+
+    Source: Su et al. 2021, "RoFormer".
+
+    Example:
+        >>> rotary(torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]]), torch.arange(2)).squeeze()
+        tensor([[1.0000, 0.0000],
+                [0.5403, 0.8415]])
+    """
+    width = x.shape[-1]
+    if x.ndim < 3 or width % 2 or positions.shape[-1:] != x.shape[-3:-2]:
+        raise LayerError(
+            f"rotary takes x [..., t, h, d] with an even d and positions [..., t], not x "
+            f"{list(x.shape)} and positions {list(positions.shape)}."
+        )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if frequencies is None:
+        steps = torch.arange(width // 2, dtype=wide, device=x.device) * (2 / width)
+        frequencies = torch.pow(base, -steps)
+    angles = positions.to(wide)[..., None, None] * frequencies.to(wide)  # [..., t, 1, d/2]
+    cos, sin = angles.cos(), angles.sin()
+    pairs = x.to(wide).unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    turned = [first * cos - second * sin, first * sin + second * cos]
+    return torch.stack(turned, -1 if interleaved else -2).flatten(-2).to(x.dtype)

@@ -1,0 +1,122 @@
+"""Lookups in sharded tables equal one device; an id that does not exist shows."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardmap_torch import (
+    I,
+    LayerError,
+    P,
+    Partial,
+    R,
+    S,
+    V,
+    make_mesh,
+    redistribute,
+    shard_map,
+    validate_rule,
+)
+from shardmap_torch.nn import vocab_parallel_embedding
+from shardmap_torch.nn.embedding import own_embeddings
+from tests.nn.support.cases import (
+    Case,
+    assert_equal_on_processes,
+    assert_equals_one_device,
+    budget,
+    integers,
+    over_dp,
+    random,
+)
+from tests.support.pool import Gloo
+
+IDS, TABLE = integers(12, 4, 6), random(12, 8)
+
+
+def embed(ids: Tensor, table: Tensor, dst: Any) -> Tensor:
+    return vocab_parallel_embedding(ids, over_dp(table), "tp", dst=dst)
+
+
+def embed_to(ids: Tensor, table: Tensor, dst: Any) -> Tensor:
+    return redistribute(embed(ids, table, dst), "tp", src=dst, dst=S(1))
+
+
+SPECS = P("dp"), P("tp")
+CASES = {
+    "to I": Case(partial(embed, dst=I), functional.embedding, SPECS, P("dp"), (IDS, TABLE)),
+    "to S(1)": Case(
+        partial(embed, dst=S(1)), functional.embedding, SPECS, P("dp", "tp"), (IDS, TABLE)
+    ),
+    "to R": Case(
+        partial(embed_to, dst=R), functional.embedding, SPECS, P("dp", "tp"), (IDS, TABLE)
+    ),
+    "to Partial, summed later": Case(
+        partial(embed_to, dst=Partial), functional.embedding, SPECS, P("dp", "tp"), (IDS, TABLE)
+    ),
+}
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
+    name: str, simulate: str
+) -> None:
+    assert_equals_one_device(CASES[name], simulate)
+
+
+def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
+    assert_equal_on_processes(CASES, __name__, gloo)
+
+
+def test_the_gradient_of_the_table_stays_sharded() -> None:
+    assert budget(CASES["to I"]) == ({"all_reduce": 1}, {})
+    assert budget(CASES["to S(1)"]) == ({"reduce_scatter": 1}, {"all_gather": 1})
+
+
+@pytest.mark.parametrize("batch", [P(), P("dp"), P(None, "dp")])
+def test_the_lookup_keeps_its_promise(batch: P) -> None:
+    region = own_embeddings("tp").typed(batch, P(), ranks=(2, 2))
+    assert validate_rule(region, IDS, TABLE, num_ranks=2)
+
+
+def test_an_id_that_does_not_exist_is_nan_and_spoils_no_other() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    f = shard_map(
+        partial(vocab_parallel_embedding, axis="tp"), mesh=mesh, in_specs=SPECS_TP, out_specs=P()
+    )
+    rows = f(torch.tensor([-1, 0, 11, 12]), TABLE)
+    assert rows.isnan().all(1).tolist() == [True, False, False, True]
+    assert rows[1:3].equal(TABLE[[0, 11]])
+
+
+SPECS_TP = P(), P("tp")
+
+
+@pytest.mark.parametrize(
+    ("ids", "table", "dst", "text"),
+    [
+        (
+            torch.zeros(2),
+            torch.zeros(4, 2),
+            I,
+            "vocab_parallel_embedding takes integer ids and a table [v/r, d], not ids of "
+            "torch.float32 and a table [4, 2].",
+        ),
+        (
+            torch.zeros(2, dtype=torch.int64),
+            torch.zeros(4, 2),
+            V,
+            "vocab_parallel_embedding: dst=V is none of I, R, S(dim), Partial.",
+        ),
+    ],
+)
+def test_arguments_that_do_not_match_are_refused(
+    ids: Tensor, table: Tensor, dst: Any, text: str
+) -> None:
+    with pytest.raises(LayerError) as error:
+        vocab_parallel_embedding(ids, table, "tp", dst=dst)
+    assert str(error.value) == text

@@ -1,0 +1,123 @@
+"""Rotary positions are global, whatever part of the sequence a rank holds."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import LayerError, P, make_mesh, shard_map, validate_rule
+from shardmap_torch.nn import positions, rotary
+from shardmap_torch.nn.rotary import own_positions
+from tests.nn.support.cases import (
+    Case,
+    assert_equal_on_processes,
+    assert_equals_one_device,
+    budget,
+    random,
+)
+from tests.support.pool import Gloo
+
+X = random(4, 6, 4, 8)
+
+
+def own(x: Tensor, axis: str | None, **options: Any) -> Tensor:
+    return rotary(x, positions(6, axis, offset=3), **options)
+
+
+def complex_product(x: Tensor, interleaved: bool = False, base: float = 10_000.0) -> Tensor:
+    """Each pair, as a complex number, times exp(i * position * frequency)."""
+    half = x.shape[-1] // 2
+    frequencies = base ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = torch.outer(torch.arange(3.0, 9.0, dtype=x.dtype), frequencies).unsqueeze(1)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    if interleaved:
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(
+            -2
+        )
+    turned = torch.complex(x[..., :half], x[..., half:]) * turn
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+CASES = {
+    "sharded heads": Case(
+        partial(own, axis=None), complex_product, (P("dp", None, "tp"),), P("dp", None, "tp"), (X,)
+    ),
+    "a sharded sequence": Case(
+        partial(own, axis="tp"), complex_product, (P("dp", "tp"),), P("dp", "tp"), (X,)
+    ),
+    "neighbouring pairs": Case(
+        partial(own, axis="tp", interleaved=True, base=100.0),
+        partial(complex_product, interleaved=True, base=100.0),
+        (P("dp", "tp"),),
+        P("dp", "tp"),
+        (X,),
+    ),
+}
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
+    name: str, simulate: str
+) -> None:
+    assert_equals_one_device(CASES[name], simulate)
+
+
+def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
+    assert_equal_on_processes(CASES, __name__, gloo)
+
+
+def test_nothing_is_sent() -> None:
+    assert budget(CASES["a sharded sequence"]) == ({}, {})
+
+
+def test_scaled_frequencies_take_the_place_of_the_base() -> None:
+    frequencies = 10_000.0 ** (-torch.arange(4, dtype=X.dtype) / 4)
+    found = rotary(X, torch.arange(6), frequencies=frequencies / 2)
+    assert found[:, 2].allclose(
+        rotary(X, torch.arange(6))[:, 2].new_tensor(0) + rotary(X[:, 2:3], torch.tensor([1]))[:, 0]
+    )
+
+
+def test_positions_of_a_part_keep_their_promise() -> None:
+    with pytest.raises(Exception, match="needs an example call with a tensor"):
+        validate_rule(own_positions(6, "tp").typed(ranks=()))
+    mesh = make_mesh((3,), ("cp",), kind="simulated")
+    f = shard_map(partial(positions, 6, "cp", offset=2), mesh=mesh, in_specs=(), out_specs=P("cp"))
+    assert f().tolist() == [2, 3, 4, 5, 6, 7]
+
+
+def test_half_precision_turns_by_angles_of_float32() -> None:
+    x, far = random(1, 1, 8).to(torch.bfloat16), torch.tensor([30_001])
+    exact = rotary(x.double(), far)
+    found = rotary(x, far).double()
+    # One rounding of values of at most 8; bfloat16 angles would be off by up to 64 radians.
+    torch.testing.assert_close(found, exact, rtol=2**-8, atol=2**-8 * 4)
+
+
+@pytest.mark.parametrize(
+    ("x", "at", "text"),
+    [
+        ((6, 4, 8), 5, "x [6, 4, 8] and positions [5]"),
+        ((6, 4, 7), 6, "x [6, 4, 7] and positions [6]"),
+    ],
+)
+def test_shapes_that_do_not_match_are_refused(x: tuple[int, ...], at: int, text: str) -> None:
+    with pytest.raises(LayerError) as error:
+        rotary(torch.ones(x), torch.arange(at))
+    assert str(error.value) == (
+        f"rotary takes x [..., t, h, d] with an even d and positions [..., t], not {text}."
+    )
+
+
+def test_a_length_that_does_not_divide_is_refused() -> None:
+    mesh = make_mesh((4,), ("cp",), kind="simulated")
+    f = shard_map(partial(positions, 6, "cp"), mesh=mesh, in_specs=(), out_specs=P("cp"))
+    with pytest.raises(LayerError) as error:
+        f()
+    assert str(error.value) == (
+        "positions: 6 positions do not divide over the 4 ranks of 'cp' (6 = 1*4 + 2). Use a number "
+        "of ranks that divides 6: one of [1, 2, 3, 6]."
+    )
