@@ -73,8 +73,8 @@ def block_one_device(x: Tensor, *weights: Tensor) -> Tensor:
     y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = x + torch.einsum("bhtk,hkd->btd", y, out)
     gate, up = torch.einsum("btd,dxf->xbtf", functional.rms_norm(x, (8,), norm2, 1e-6), gate_up)
-    y = (functional.silu(gate) * up) @ down
-    return x + y
+    out_of_mlp: Tensor = (functional.silu(gate) * up) @ down
+    return x + out_of_mlp
 
 
 def model_one_device(ids: Tensor, targets: Tensor, *weights: Tensor) -> Tensor:
