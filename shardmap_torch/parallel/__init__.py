@@ -1,0 +1,25 @@
+"""For people who have modules: pure functions of them, and plans in torch's words."""
+
+from shardmap_torch.parallel.functional import functional
+from shardmap_torch.parallel.module import parallelize
+from shardmap_torch.parallel.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "functional",
+    "parallelize",
+]

@@ -1,0 +1,213 @@
+"""The inputs and outputs of a parallelized module: their specs, and what they are outside."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.fit import is_spec
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.parallel.layouts import normalized, spec_of
+from shardmap_torch.parallel.plan import Plan
+from shardmap_torch.parallel.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from shardmap_torch.placing import from_local
+from shardmap_torch.spec import P
+from shardmap_torch.tree import Misfit, Tree, flatten, map_leaves, spread, unflatten
+
+
+class UnknownDims(Exception):
+    """Ends the first run of a body whose output layouts count dims from the end."""
+
+    def __init__(self, num_dims: tuple[int, ...]) -> None:
+        """`num_dims` has the dims of each output."""
+        super().__init__(num_dims)
+        self.num_dims = num_dims
+
+
+class Inputs:
+    """How the inputs of a parallelized module enter its body."""
+
+    def __init__(self, mesh: Mesh, plan: Plan, in_specs: Tree, names: Sequence[str]) -> None:
+        """`in_specs` as for `shard_map`, or None: by the root's style; `names` of the inputs."""
+        self._mesh, self._axis, self._names = mesh, plan.axis, names
+        self._in_specs = in_specs
+        self._layouts, self._named = _input_layouts(plan.root)
+
+    def specs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tree, Tree]:
+        """The spec of every leaf; None for what is no tensor.
+
+        Raises:
+            SpecError: names every input that has no spec, or another structure than its spec.
+        """
+        problems: list[str] = []
+        positional = [
+            self._expand(self._path(i), x, self._prefix(i, self._path(i), x), problems)
+            for i, x in enumerate(args)
+        ]
+        named = {
+            name: self._expand(name, x, self._prefix(self._place(name), name, x), problems)
+            for name, x in kwargs.items()
+        }
+        if problems:
+            raise SpecError(listing("The inputs do not match in_specs:", problems))
+        return tuple(positional), named
+
+    def enter(self, tree: Tree, specs: Tree) -> Tree:
+        """Makes DTensors of this rank's plain tensors, where the plan says that they are shards."""
+        if self._mesh.kind != "process_group" or self._in_specs is not None:
+            return tree
+        leaves, structure = flatten(tree)
+        found = [
+            from_local(leaf, self._mesh, spec)
+            if isinstance(spec, P) and spec.named and not isinstance(leaf, DTensor)
+            else leaf
+            for leaf, spec in zip(leaves, _spec_leaves(specs, tree), strict=True)
+        ]
+        return unflatten(structure, found)
+
+    def _path(self, position: int) -> str:
+        return self._names[position] if position < len(self._names) else f"input {position}"
+
+    def _place(self, name: str) -> int:
+        return self._names.index(name) if name in self._names else -1
+
+    def _prefix(self, position: int, name: str, value: Any) -> Tree:
+        """The spec tree of one input; a Misfit where there is none."""
+        specs = self._in_specs
+        if specs is None:
+            return self._by_layout(position, name, value)
+        if isinstance(specs, Mapping) and name in specs:
+            return specs[name]
+        if isinstance(specs, tuple) and 0 <= position < len(specs):
+            return specs[position]
+        if is_spec(specs):
+            return specs
+        return Misfit(name, f"in_specs={specs!r} has no spec for this input")
+
+    def _by_layout(self, position: int, name: str, value: Any) -> Tree:
+        layout = self._named.get(name)
+        if layout is None and 0 <= position < len(self._layouts):
+            layout = self._layouts[position]
+        if layout is None or not isinstance(value, Tensor):
+            return P()
+        return spec_of(normalized(layout, value.ndim, name), self._axis)
+
+    def _expand(self, name: str, value: Any, prefix: Tree, problems: list[str]) -> Tree:
+        found = [prefix] if isinstance(prefix, Misfit) else spread(prefix, value, name, is_spec)
+        specs = []
+        for leaf in found:
+            if isinstance(leaf, Misfit):
+                problems.append(str(leaf))
+            else:
+                specs.append(leaf.spec if isinstance(leaf.value, Tensor) else None)
+        return None if problems else unflatten(flatten(value)[1], specs)
+
+
+class Outputs:
+    """How the outputs of a parallelized module leave its body."""
+
+    def __init__(self, mesh: Mesh, plan: Plan, out_specs: Tree) -> None:
+        """`out_specs` as for `shard_map`, or None: by the root's style."""
+        self._mesh, self._axis, self._out_specs = mesh, plan.axis, out_specs
+        self._layouts = _output_layouts(plan.root)
+        self._is_local = out_specs is None and _returns_local(plan.root)
+
+    def check_dims(self, out: Tree, num_dims: tuple[int, ...] | None) -> None:
+        """Asks for the dims of the outputs, where the specs depend on them and they are unknown.
+
+        Raises:
+            UnknownDims: tells them.
+        """
+        from_end = any(isinstance(x, Shard) and x.dim < 0 for x in self._layouts)
+        if self._out_specs is None and from_end:
+            outputs = out if isinstance(out, tuple) else (out,)
+            found = tuple(x.ndim if isinstance(x, Tensor) else 0 for x in outputs)
+            if found != num_dims:
+                raise UnknownDims(found)
+
+    def specs(self, num_dims: tuple[int, ...] | None) -> Tree:
+        """The specs for `shard_map`; `num_dims` has the dims of each output, where known."""
+        if self._out_specs is not None:
+            return self._out_specs
+        dims = num_dims or (1,) * len(self._layouts)
+        specs = tuple(
+            P() if layout is None else spec_of(_from_front(layout, ndim), self._axis)
+            for layout, ndim in zip(self._layouts, dims, strict=False)
+        )
+        return specs if len(specs) > 1 else (*specs, P())[0]
+
+    def leave(self, out: Tree) -> Tree:
+        """Gives DTensors or this rank's tensors, as the plan says."""
+        if self._mesh.kind != "process_group" or self._out_specs is not None:
+            return out
+        return map_leaves(self._to_local if self._is_local else self._to_dtensor, out)
+
+    def _to_local(self, leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        # The cotangent of a sum is the same for every addend.
+        grads = [Replicate() if p.is_partial() else p for p in leaf.placements]
+        return leaf.to_local(grad_placements=grads)
+
+    def _to_dtensor(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+            return leaf
+        placements = [Replicate()] * len(self._mesh.axis_names)
+        return DTensor.from_local(leaf, self._mesh.device_mesh, placements, run_check=False)
+
+
+def input_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the positional inputs of a forward."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(forward).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def _spec_leaves(specs: Tree, tree: Tree) -> list[Any]:
+    return [leaf.spec for leaf in spread(specs, tree, "", is_spec) if not isinstance(leaf, Misfit)]
+
+
+def _from_front(layout: Placement, ndim: int) -> Placement:
+    negative = isinstance(layout, Shard) and layout.dim < 0
+    return normalized(layout, max(ndim, 1), "the output") if negative else layout
+
+
+_Layouts = tuple[Sequence[Placement | None], Mapping[str, Placement]]
+
+
+def _input_layouts(style: ParallelStyle | None) -> _Layouts:
+    if isinstance(style, PrepareModuleInputOutput):
+        style = style.prepare_module_input
+    if isinstance(style, PrepareModuleInput):
+        return style.input_layouts or (), style.input_kwarg_layouts
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        return (style.input_layouts,), {}
+    return ((Shard(style.sequence_dim),) if isinstance(style, SequenceParallel) else ()), {}
+
+
+def _output_layouts(style: ParallelStyle | None) -> Sequence[Placement | None]:
+    if isinstance(style, PrepareModuleInputOutput):
+        style = style.prepare_module_output
+    if isinstance(style, PrepareModuleOutput):
+        return style.desired_output_layouts
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        return (style.output_layouts,)
+    return (Shard(style.sequence_dim),) if isinstance(style, SequenceParallel) else ()
+
+
+def _returns_local(style: ParallelStyle | None) -> bool:
+    if isinstance(style, PrepareModuleInputOutput):
+        style = style.prepare_module_output
+    return isinstance(style, PrepareModuleInput) or bool(getattr(style, "use_local_output", True))

@@ -1,0 +1,299 @@
+"""`parallelize`: a module runs as one checked per-rank program, by a plan."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any, Final, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardmap_torch.errors import SpecError
+from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.parallel.bound import BoundModule
+from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDims, input_names
+from shardmap_torch.parallel.forwards import style_forward
+from shardmap_torch.parallel.plan import Plan, make_plan
+from shardmap_torch.parallel.styles import ROOT, ParallelStyle
+from shardmap_torch.placements import placements_of
+from shardmap_torch.spec import P
+from shardmap_torch.transform import shard_map
+from shardmap_torch.tree import Tree, flatten
+
+M = TypeVar("M", bound=nn.Module)
+Check = Literal["local", "global"]
+
+_VERDICT: Final = "_shardmap_verdict"
+"""The attribute by which `check_program` and its like reach the checker."""
+
+
+def parallelize(
+    module: M,
+    mesh: Mesh | DeviceMesh | None,
+    plan: ParallelStyle | Mapping[str, ParallelStyle],
+    *,
+    axis: str | None = None,
+    in_specs: Tree = None,
+    out_specs: Tree = None,
+    check: Check = "global",
+    src_data_rank: int | None = 0,
+) -> M:
+    """Parallelizes a module in place, by a plan in torch's words, and returns it.
+
+    A call of the module runs its whole forward as the body of one `shard_map`, on this rank's
+    shards of the parameters; the modules of the plan change layouts by typed collectives before
+    and after their own forward. So all that happens in the module, between the styles too, is
+    checked before it first runs, and `check_program`, `explain` and `trace` take the module. Types
+    are known in the body: where the plan says Shard(1) and the value is replicated, there is an
+    error, and not another result.
+
+    On a process-group mesh every parameter becomes a DTensor parameter, placed as the plan says
+    and replicated where it says nothing (buffers stay plain tensors), so `state_dict`, optimizers
+    (made after this), `clip_grad_norm_`, `torch.save` of the state and
+    torch.distributed.checkpoint work as on torch's parallel modules. Inputs that the style of the
+    root (the key "") takes as Shard or Partial are this rank's values, or DTensors, and its
+    `use_local_output` decides what is returned, as in torch. Other inputs are equal on all ranks.
+
+    On a simulated mesh parameters, inputs and outputs stay plain global tensors: a Shard layout of
+    the root says how they are sharded inside, and a Partial output is its sum. So the
+    module computes and trains as the one that was passed in, and its `state_dict` is the same. On an
+    abstract mesh a call gives the shapes of the outputs, and computes nothing.
+
+    Below the root values are always this rank's tensors: `use_local_output` has no meaning there,
+    and code that reshapes by the global number of heads must divide it (`view(b, t, -1, head_dim)`
+    needs nothing). A module that is called with other attributes later (`train()`, `eval()`) is
+    checked again.
+
+    Shape: that of the module's result; this rank's shard where `use_local_output` asks for it.
+    Moves: what the styles move.
+
+    Args:
+        module: any module. Its forward must not set attributes or write into buffers.
+        mesh: the mesh; None takes that of `use_mesh`.
+        plan: a style for the module itself, or styles by module name, as `"layers.*.w1"`; each part
+            of a name may have wildcards. "" is the module itself.
+        axis: the mesh axis of the plan's layouts; may be left out where the mesh has one axis.
+        in_specs: as for `shard_map`, of the inputs of the forward, in place of the root's
+            layouts: also over other axes of the mesh. Plain tensors are then global values.
+        out_specs: the same for the outputs, which are then DTensors unless they are replicated.
+        check: how strict the checker is. "global": the program is that of the module on one device.
+            "local": only that gradients are right, for code that is per-rank by nature.
+        src_data_rank: the rank along the axis whose parameters and buffers are kept; None keeps
+            each rank's own, without communication.
+
+    Raises:
+        SpecError: names all entries that match no module, modules that a style does not know, and
+            parameters that do not divide; or, in a call, inputs that do not match.
+        MeshError: there is no mesh.
+        ShardTypeError: in a call, the plan and the values do not match, or gradients would be wrong.
+
+    Source: `torch.distributed.tensor.parallel.parallelize_module`.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from shardmap_torch import ColwiseParallel, RowwiseParallel, make_mesh, parallelize
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> x = torch.randn(3, 4)
+        >>> y = mlp(x)
+        >>> mlp = parallelize(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        >>> torch.allclose(mlp(x), y, atol=1e-6)
+        True
+    """
+    if not isinstance(module, nn.Module):
+        raise SpecError(f"parallelize takes a torch.nn.Module, not a {type(module).__name__}.")
+    if check not in ("local", "global"):
+        raise SpecError(f"parallelize: check is 'local' or 'global', not {check!r}.")
+    on = as_mesh(mesh)
+    _reject_parallel(module)
+    found = make_plan(module, on, plan, _resolve_axis(on, axis))
+    if on.kind == "process_group":
+        _place(module, on, found, src_data_rank)
+    call = _ParallelCall(module, on, found, in_specs, out_specs, check)
+    vars(module)["forward"], vars(module)[_VERDICT] = call, call.verdict_on
+    return module
+
+
+class _ParallelCall:
+    """The forward of a parallelized module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        plan: Plan,
+        in_specs: Tree,
+        out_specs: Tree,
+        check: Check,
+    ) -> None:
+        self._module, self._mesh, self._plan, self._check = module, mesh, plan, check
+        self._inputs = Inputs(mesh, plan, in_specs, input_names(module.forward))
+        self._outputs = Outputs(mesh, plan, out_specs)
+        body = partial(_body, module, plan, vars(module).get("forward"), self._outputs)
+        self._body: Callable[..., Any] = body
+        self._mapped: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _WITHOUT_FAST_PATH():
+            return self._outputs.leave(self._with_specs(_call, args, kwargs))
+
+    def verdict_on(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], strictness: Any = None
+    ) -> Any:
+        """Checks without running."""
+
+        def check(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+            return mapped._shardmap_verdict(values, {}, strictness)  # type: ignore[attr-defined]
+
+        return self._with_specs(check, args, kwargs)
+
+    def _with_specs(
+        self,
+        use: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        specs = self._inputs.specs(args, kwargs)
+        args, kwargs = self._inputs.enter((args, kwargs), specs)
+        parameters = dict(self._module.named_parameters())
+        buffers = dict(self._module.named_buffers())
+        values = (parameters, buffers, args, kwargs)
+        spec_leaves, structure = flatten(specs)
+        key = (structure, *spec_leaves)
+        try:
+            return use(self._mapped.get(key) or self._map(key, specs, None), values)
+        except UnknownDims as unknown:
+            return use(self._map(key, specs, unknown.num_dims), values)
+
+    def _map(
+        self, key: Any, specs: tuple[Tree, Tree], num_dims: tuple[int, ...] | None
+    ) -> Callable[..., Any]:
+        # A partial, not a method: the checker looks through it at the module and its code.
+        body = partial(self._body, num_dims)
+        body.__name__ = type(self._module).__name__  # type: ignore[attr-defined]
+        mapped = self._mapped[key] = shard_map(
+            body,
+            mesh=self._mesh,
+            in_specs=(dict(self._plan.specs), P(), *specs),
+            out_specs=self._outputs.specs(num_dims),
+            check=self._check,
+        )
+        return mapped
+
+
+def _call(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+    return mapped(*values)
+
+
+def _body(
+    module: nn.Module,
+    plan: Plan,
+    original: Callable[..., Any] | None,
+    outputs: Outputs,
+    num_dims: tuple[int, ...] | None,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The module on one rank: on its shards of the parameters, with the forwards of the plan."""
+
+    def adapt(path: str, copy: nn.Module) -> None:
+        if path == ROOT:
+            vars(copy)["forward"] = _rebound(original, copy)
+        style_forward(plan, path, copy)
+
+    bound = BoundModule(module, parameters, buffers, adapt)
+    out = bound.root.forward(*args, **kwargs)
+    bound.check_unwritten()
+    outputs.check_dims(out, num_dims)
+    return out
+
+
+def _rebound(original: Callable[..., Any] | None, copy: nn.Module) -> Callable[..., Any]:
+    function = type(copy).forward if original is None else getattr(original, "__func__", None)
+    if function is None:  # a function that somebody has put there
+        assert original is not None
+        return original
+    return MethodType(function, copy)
+
+
+def _resolve_axis(mesh: Mesh, axis: str | None) -> str:
+    if axis is None and len(mesh.axis_names) == 1:
+        return mesh.axis_names[0]
+    if axis not in mesh.axis_names:
+        raise SpecError(
+            f"parallelize: axis is one of {', '.join(map(repr, mesh.axis_names))}, not {axis!r}: "
+            "the one that the plan's layouts are about."
+        )
+    assert axis is not None
+    return axis
+
+
+def _reject_parallel(module: nn.Module) -> None:
+    found = [path for path, each in module.named_modules() if _VERDICT in vars(each)]
+    tensors = [name for name, x in module.named_parameters() if isinstance(x, DTensor)]
+    if found or tensors:
+        what = f"{(found[0] or 'it')!r} is" if found else f"{tensors[0]!r} is a DTensor:"
+        raise SpecError(
+            f"parallelize: {what} parallelized already. Give one plan for the outermost module, "
+            "with names such as 'layers.*.w1'."
+        )
+
+
+def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:
+    """Makes DTensors of all parameters; one that is shared stays shared."""
+    names = {id(value): name for name, value in module.named_parameters()}
+    placed: dict[int, Tensor] = {}
+
+    def put(value: Tensor, spec: P) -> DTensor:
+        placements = placements_of(mesh, spec)
+        return distribute_tensor(
+            value.detach(), mesh.device_mesh, placements, src_data_rank=src_data_rank
+        )
+
+    for each in module.modules():
+        for own, value in each._parameters.items():
+            if value is None:
+                continue
+            if id(value) not in placed:
+                new = put(value, plan.specs[names[id(value)]])
+                placed[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
+            each._parameters[own] = placed[id(value)]  # type: ignore[assignment]
+        for own, value in each._buffers.items():
+            if value is not None and id(value) not in placed:
+                placed[id(value)] = put(value, P()).to_local()
+            each._buffers[own] = None if value is None else placed[id(value)]
+
+
+class _FastPath:
+    """Turns off torch's fused transformer layer, which would use weights without their styles.
+
+    The flag is torch's, one for the process; the last call to end restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._depth, self._before = threading.Lock(), 0, True
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if self._depth == 0:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if self._depth == 0:
+                    torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_WITHOUT_FAST_PATH: Final = _FastPath()

@@ -1,0 +1,206 @@
+"""A plan held against a module: which style each module has, and how each parameter is sharded."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, Final
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.parallel.styles import (
+    ROOT,
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+)
+from shardmap_torch.spec import P, misfits
+
+_SPECS: Final[Mapping[tuple[type, type], Mapping[str, Callable[[str], P]]]] = {
+    (ColwiseParallel, nn.Linear): {"weight": P, "bias": P},
+    (ColwiseParallel, nn.Embedding): {"weight": lambda axis: P(None, axis)},
+    (RowwiseParallel, nn.Linear): {"weight": lambda axis: P(None, axis), "bias": lambda axis: P()},
+    (RowwiseParallel, nn.Embedding): {"weight": P},
+}
+"""How a style shards the parameters of a module; all others are replicated."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a plan says of one module.
+
+    Attributes:
+        axis: the mesh axis of its placements.
+        styles: by the path of the module.
+        specs: of the parameters, by name; a shared one has its first.
+    """
+
+    axis: str
+    styles: Mapping[str, ParallelStyle]
+    specs: Mapping[str, P]
+
+    @property
+    def root(self) -> ParallelStyle | None:
+        """The style of the module itself."""
+        return self.styles.get(ROOT)
+
+    def splits_below(self, path: str) -> bool:
+        """Tells how the modules below go on with what is replicated: all of them differently."""
+        below = [
+            style
+            for name, style in self.styles.items()
+            if name != path and (path == ROOT or name.startswith(path + "."))
+        ]
+        replicated = any(
+            isinstance(style, ColwiseParallel | RowwiseParallel)
+            and isinstance(style.output_layouts, Replicate)
+            for style in below
+        )
+        return any(isinstance(style, ColwiseParallel) for style in below) and not replicated
+
+
+def make_plan(
+    module: nn.Module,
+    mesh: Mesh,
+    styles: "ParallelStyle | Mapping[str, ParallelStyle]",
+    axis: str,
+) -> Plan:
+    """Finds the module of each entry, and the spec of each parameter.
+
+    Raises:
+        SpecError: names all entries that match nothing, or modules they cannot parallelize; or all
+            parameters that do not divide, or are shared between modules that shard them otherwise.
+    """
+    found = _resolve(module, styles)
+    specs = _parameter_specs(module, found, axis)
+    problems = [
+        f"{name}: {problem}"
+        for name, value in module.named_parameters()
+        for problem in misfits(specs[name], tuple(value.shape), mesh.shape)
+    ]
+    if problems:
+        head = f"parallelize: these parameters do not fit on the {mesh}:"
+        raise SpecError(listing(head, problems))
+    return Plan(axis, MappingProxyType(found), MappingProxyType(specs))
+
+
+def _resolve(
+    module: nn.Module, styles: "ParallelStyle | Mapping[str, ParallelStyle]"
+) -> dict[str, ParallelStyle]:
+    if isinstance(styles, ParallelStyle):
+        styles = {ROOT: styles}
+    _check_entries(styles)
+    found: dict[str, ParallelStyle] = {}
+    keys: dict[str, str] = {}
+    problems: list[str] = []
+    paths = {id(target): path for path, target in module.named_modules()}
+    for key, style in styles.items():
+        matched = list(_matches(module, key))
+        if not matched:
+            problems.append(f"{key!r} matches no module{_hint(module, key)}")
+        for target in matched:
+            path = paths[id(target)]
+            if keys.get(path, key) != key:
+                problems.append(f"{path!r} is matched by {keys[path]!r} and by {key!r}")
+            problems += [f"{key!r}: {problem}" for problem in _unsupported(style, path, target)]
+            found[path], keys[path] = style, key
+    if problems:
+        raise SpecError(
+            listing(f"parallelize: the plan does not match {type(module).__name__}:", problems)
+        )
+    return found
+
+
+def _check_entries(styles: object) -> None:
+    if not isinstance(styles, Mapping):
+        raise SpecError(
+            "parallelize takes a plan: a style, or a dict from module names to styles, not a "
+            f"{type(styles).__name__}."
+        )
+    wrong = [
+        f"{key!r}: {type(style).__module__}.{type(style).__name__}"
+        for key, style in styles.items()
+        if not (isinstance(key, str) and isinstance(style, ParallelStyle))
+    ]
+    if wrong:
+        head = "parallelize: a plan has styles of shardmap_torch (not of torch) by module name:"
+        raise SpecError(listing(head, wrong))
+
+
+def _matches(module: nn.Module, key: str) -> Iterator[nn.Module]:
+    """The modules that a key names; each part of it may have wildcards, as torch's."""
+    if key == ROOT:
+        yield module
+        return
+    tokens = key.split(".")
+    for path, target in module.named_modules(remove_duplicate=False):
+        parts = path.split(".")
+        if path and len(parts) == len(tokens) and all(map(fnmatchcase, parts, tokens)):
+            yield target
+
+
+def _hint(module: nn.Module, key: str) -> str:
+    """The names that stand where the key goes wrong."""
+    tokens = key.split(".")
+    for length in range(len(tokens) - 1, -1, -1):
+        path = ".".join(tokens[:length])
+        for parent in _matches(module, path):
+            names = ", ".join(repr(name) for name, _ in parent.named_children()) or "none"
+            return f"; the modules in {path or type(module).__name__!r} are {names}"
+    return ""
+
+
+def _unsupported(style: ParallelStyle, path: str, module: nn.Module) -> Iterator[str]:
+    """Why a style cannot parallelize a module."""
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return
+    name, kind = type(style).__name__, type(module).__name__
+    where = f"{path!r} is" if path else "the module is"
+    if _sharding(style, module) is None:
+        yield f"{name} shards nn.Linear and nn.Embedding, and {where} a {kind}"
+    elif isinstance(style, RowwiseParallel) and type(module).forward not in _REWRITTEN:
+        yield f"{name} adds up nn.{kind}'s own result, and {where} a {kind} with its own forward"
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if isinstance(module, nn.Embedding) and getattr(module, option):
+            yield f"{where} an Embedding with {option}, which cannot be sharded"
+
+
+_REWRITTEN: Final = (nn.Linear.forward, nn.Embedding.forward)
+
+
+def _sharding(style: ParallelStyle, module: nn.Module) -> Mapping[str, Callable[[str], P]] | None:
+    for (style_type, module_type), specs in _SPECS.items():
+        if isinstance(style, style_type) and isinstance(module, module_type):
+            return specs
+    return None
+
+
+def _parameter_specs(
+    module: nn.Module, styles: Mapping[str, ParallelStyle], axis: str
+) -> dict[str, P]:
+    names = {id(value): name for name, value in module.named_parameters()}
+    specs: dict[str, P] = {}
+    problems: dict[str, None] = {}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for path in sorted(modules, key=lambda path: path not in styles):  # those with a style first
+        style, target = styles.get(path), modules[path]
+        sharding: Mapping[str, Any] = (style and _sharding(style, target)) or {}
+        for own, value in target._parameters.items():
+            if value is None:
+                continue
+            name = names[id(value)]
+            spec = sharding[own](axis) if own in sharding else P()
+            if style is not None and specs.setdefault(name, spec) != spec:
+                problems[
+                    f"{name}: is shared; {path!r} needs it by {spec!r}, and another module by "
+                    f"{specs[name]!r}"
+                ] = None
+            specs.setdefault(name, spec)
+    if problems:
+        raise SpecError(
+            listing("parallelize: modules that share a parameter must shard it alike:", [*problems])
+        )
+    return specs

@@ -1,0 +1,116 @@
+"""One plan, twice: by torch's `parallelize_module` and by `parallelize`, on the same processes."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel as torch_parallel
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from shardmap_torch import Mesh, parallel
+from tests.programs.harness import random, whole
+
+Plan = Callable[[ModuleType], Any]
+"""Makes the plan of the styles of one of the two packages, which have the same names."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module, a plan, and what each process passes.
+
+    Attributes:
+        module: makes it, in float64.
+        plan: of the styles of a package.
+        inputs: shapes of this process' tensors; or ids, as lists of ints.
+        kwargs: the same by name.
+        is_sum: whether the output is a sum over the processes, whose addends may differ.
+    """
+
+    module: Callable[[], nn.Module]
+    plan: Plan
+    inputs: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    is_sum: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a module returned on one process, and the gradients of a weighted sum of it."""
+
+    placements: list[tuple[Placement, ...] | None]
+    values: list[Tensor]
+    parameters: dict[str, Tensor | None]
+    inputs: list[Tensor | None]
+
+
+def by_torch(row: Row, mesh: Mesh, rank: int) -> Outcome:
+    def prepare(module: nn.Module) -> nn.Module:
+        return torch_parallel.parallelize_module(
+            module, mesh.device_mesh, row.plan(torch_parallel)
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _run(row, prepare, rank)
+
+
+def by_us(row: Row, mesh: Mesh, rank: int) -> Outcome:
+    return _run(row, lambda module: parallel.parallelize(module, mesh, row.plan(parallel)), rank)
+
+
+def assert_same(name: str, actual: Outcome, expected: Outcome) -> None:
+    assert actual.placements == expected.placements, name
+    assert len(actual.values) == len(expected.values)
+    for ours, theirs in zip(actual.values, expected.values, strict=True):
+        _assert_close(f"{name}: value", ours, theirs)
+    assert actual.parameters.keys() == expected.parameters.keys()
+    for key, grad in actual.parameters.items():
+        _assert_close(f"{name}: gradient of {key}", grad, expected.parameters[key])
+    for i, (mine, other) in enumerate(zip(actual.inputs, expected.inputs, strict=True)):
+        _assert_close(f"{name}: gradient of input {i}", mine, other)
+
+
+def _assert_close(name: str, actual: Tensor | None, expected: Tensor | None) -> None:
+    assert (actual is None) == (expected is None), name
+    if actual is not None and expected is not None:
+        note = partial("{}: {}".format, name)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, msg=note)
+
+
+def _run(row: Row, prepare: Callable[[nn.Module], nn.Module], rank: int) -> Outcome:
+    torch.manual_seed(0)
+    module = prepare(row.module())
+    args = [_input(like, 10 * i + rank) for i, like in enumerate(row.inputs)]
+    kwargs = {k: _input(x, 100 + rank) for k, x in row.kwargs.items()}
+    out = module(*args, **kwargs)
+    outputs = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor)]
+    local = [y.to_local() if isinstance(y, DTensor) else y for y in outputs]
+    # What follows a replicated output is the same on all ranks, what follows a shard is not.
+    parts = [(y * random(y.shape, 1000)).sum() for y in local]
+    torch.stack(parts).sum().backward()
+    if row.is_sum:
+        local = [y.detach().clone() for y in local]
+        for y in local:
+            dist.all_reduce(y)
+    return Outcome(
+        [y.placements if isinstance(y, DTensor) else None for y in outputs],
+        [y.detach() for y in local],
+        {name: _grad(p) for name, p in module.named_parameters()},
+        [_grad(x) for x in [*args, *kwargs.values()] if x.is_floating_point()],
+    )
+
+
+def _input(like: Any, seed: int) -> Tensor:
+    if isinstance(like, list):
+        return torch.tensor(like)
+    return random(like, seed).requires_grad_()
+
+
+def _grad(x: Tensor) -> Tensor | None:
+    return None if x.grad is None else whole(x.grad)

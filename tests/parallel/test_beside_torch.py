@@ -1,0 +1,204 @@
+"""Every style and layout that torch documents gives what torch gives, on two processes."""
+
+import os
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from tests.parallel import models
+from tests.parallel.beside_torch import Plan, Row, assert_same, by_torch, by_us
+from tests.pool import Gloo
+from tests.programs.harness import worker_mesh
+
+R, S0, S1, LAST, SUM = Replicate(), Shard(0), Shard(1), Shard(-1), Partial()
+ALL = (R, S0, S1, LAST, SUM)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(8, 16).double()
+
+
+def embedding() -> nn.Module:
+    return nn.Embedding(12, 8).double()
+
+
+def shape(layout: Placement, global_shape: tuple[int, ...] = (2, 4, 8)) -> tuple[int, ...]:
+    """What one of two processes has of a tensor."""
+    sizes = list(global_shape)
+    if isinstance(layout, Shard):
+        sizes[layout.dim] //= 2
+    return tuple(sizes)
+
+
+def ids(layout: Placement) -> list[list[int]]:
+    rows = [[0, 7, 11, 3], [5, 5, 6, 1]]
+    if layout == S0:
+        return rows[:1]
+    return [row[:2] for row in rows] if layout in (S1, LAST) else rows
+
+
+def style(name: str, **arguments: Any) -> Plan:
+    return lambda package: getattr(package, name)(**arguments)
+
+
+def linears() -> Iterator[tuple[str, Row]]:
+    for name, have, out, local in product(
+        ("ColwiseParallel", "RowwiseParallel"), ALL, ALL, (True, False)
+    ):
+        if name == "ColwiseParallel" and out == SUM:
+            continue  # torch cannot
+        plan = style(name, input_layouts=have, output_layouts=out, use_local_output=local)
+        row = Row(linear, plan, (shape(have),), is_sum=out == SUM)
+        yield f"{name} Linear {have} {out} {local}", row
+
+
+def embeddings() -> Iterator[tuple[str, Row]]:
+    for name, have, out in product(
+        ("ColwiseParallel", "RowwiseParallel"), (R, S0, S1, LAST), (R, S0, S1, LAST)
+    ):
+        plan = style(name, input_layouts=have, output_layouts=out)
+        yield f"{name} Embedding {have} {out}", Row(embedding, plan, (ids(have),))
+
+
+def sequences() -> Iterator[tuple[str, Row]]:
+    for dim, local in product((0, 1), (True, False)):
+        plan = style("SequenceParallel", sequence_dim=dim, use_local_output=local)
+        given = (shape(Shard(dim)),)
+        yield f"norm {dim} {local}", Row(lambda: nn.LayerNorm(8).double(), plan, given)
+        yield f"RMS norm {dim} {local}", Row(lambda: models.RMSNorm(8).double(), plan, given)
+        yield f"dropout {dim} {local}", Row(lambda: nn.Dropout(0.0), plan, given)
+
+
+def changes() -> Iterator[tuple[str, Row]]:
+    """Inputs and outputs that go from any layout to any that torch can make of it."""
+    pairs = [(a, b) for a, b in product(ALL, ALL) if b != SUM or a == SUM]
+    for (have, desired), local in product(pairs, (True, False)):
+        if desired == SUM:
+            continue  # the module would compute with an addend, which only linear ones can
+        plan = style(
+            "PrepareModuleInputOutput",
+            input_layouts=have,
+            desired_input_layouts=desired,
+            use_local_input=True,
+            output_layouts=desired,
+            desired_output_layouts=have if have != SUM else R,
+            use_local_output=local,
+        )
+        name = f"prepare {have} {desired} {local}"
+        yield name, Row(lambda: nn.Tanh().double(), plan, (shape(have),))
+
+
+class Two(nn.Module):
+    """Two inputs and outputs, one of each by keyword or not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+
+    def forward(self, x: Any, scale: Any = None, *, y: Any) -> tuple[Any, Any]:
+        return self.linear(x) * (1 if scale is None else scale), y.tanh()
+
+
+def keywords() -> Iterator[tuple[str, Row]]:
+    plan = style(
+        "PrepareModuleInputOutput",
+        input_layouts=(S1, None),
+        desired_input_layouts=(R, None),
+        input_kwarg_layouts={"y": S0},
+        desired_input_kwarg_layouts={"y": S1},
+        use_local_input=True,
+        output_layouts=(R, S1),
+        desired_output_layouts=(S0, R),
+    )
+    yield "keywords", Row(Two, plan, (shape(S1), shape(R)), {"y": shape(S0)})
+
+
+def whole_modules() -> Iterator[tuple[str, Row]]:
+    x, tokens = (2, 4, 8), [[0, 7, 11, 3], [5, 5, 6, 1]]
+    yield "MLP", Row(models.mlp, mlp_plan, (x,))
+    yield "encoder layer", Row(models.encoder_layer, encoder_plan, (x,))
+    yield "attention", Row(models.SelfAttention, attention_plan, (shape(S1),))
+    yield "Llama", Row(models.Llama, llama_plan, (tokens,))
+    yield "Llama, sequence parallel", Row(models.Llama, sequence_plan, (tokens,))
+
+
+def mlp_plan(package: Any) -> Any:
+    return {"0": package.ColwiseParallel(), "2": package.RowwiseParallel()}
+
+
+def encoder_plan(package: Any) -> Any:
+    return {"linear1": package.ColwiseParallel(), "linear2": package.RowwiseParallel()}
+
+
+def attention_plan(package: Any) -> Any:
+    """What torch can do of nn.MultiheadAttention: gather before it, and scatter after it."""
+    return package.PrepareModuleInputOutput(
+        input_layouts=S1,
+        desired_input_layouts=R,
+        use_local_input=True,
+        output_layouts=R,
+        desired_output_layouts=S1,
+    )
+
+
+def llama_plan(package: Any) -> Any:
+    column, row = package.ColwiseParallel, package.RowwiseParallel
+    return {
+        "tok_embeddings": row(input_layouts=R),
+        "layers.*.attention.w[qkv]": column(),
+        "layers.*.attention.wo": row(),
+        "layers.*.feed_forward.w[13]": column(),
+        "layers.*.feed_forward.w2": row(),
+        "output": column(output_layouts=R),
+    }
+
+
+def sequence_plan(package: Any) -> Any:
+    """As torchtitan has it."""
+    column, row = package.ColwiseParallel, package.RowwiseParallel
+    norm, prepare = package.SequenceParallel, package.PrepareModuleInput
+    return {
+        "tok_embeddings": row(input_layouts=R, output_layouts=S1),
+        "layers.*.attention_norm": norm(),
+        "layers.*.attention": prepare(
+            input_layouts=(S1, None), desired_input_layouts=(R, None)
+        ),
+        "layers.*.attention.w[qkv]": column(),
+        "layers.*.attention.wo": row(output_layouts=S1),
+        "layers.*.ffn_norm": norm(),
+        "layers.*.feed_forward": prepare(input_layouts=S1, desired_input_layouts=R),
+        "layers.*.feed_forward.w[13]": column(),
+        "layers.*.feed_forward.w2": row(output_layouts=S1),
+        "norm": norm(),
+        "output": column(input_layouts=S1, output_layouts=R),
+    }
+
+
+FAMILIES = {
+    "linears": linears,
+    "embeddings": embeddings,
+    "sequences": sequences,
+    "changes": changes,
+    "keywords": keywords,
+    "modules": whole_modules,
+}
+
+
+def compare(family: str, step: int) -> int:
+    mesh, rank = worker_mesh((2,), ("tp",)), dist.get_rank()
+    rows = list(FAMILIES[family]())[::step]
+    for name, row in rows:
+        assert_same(name, by_us(row, mesh, rank), by_torch(row, mesh, rank))
+    return len(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_style_gives_the_values_and_gradients_that_torch_gives(family: str, gloo: Gloo) -> None:
+    # A step that no number of layouts divides: `make fuzz` takes all.
+    step = 1 if family != "linears" or "SHARDMAP_FUZZ" in os.environ else 7
+    assert gloo(2).run(compare, family, step, timeout=250)[0] > 0
