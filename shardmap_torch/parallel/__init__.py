@@ -1,6 +1,7 @@
 """For people who have modules: pure functions of them, and plans in torch's words."""
 
 from shardmap_torch.parallel.functional import functional
+from shardmap_torch.parallel.loss import loss_parallel
 from shardmap_torch.parallel.module import parallelize
 from shardmap_torch.parallel.styles import (
     ColwiseParallel,
@@ -21,5 +22,6 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "functional",
+    "loss_parallel",
     "parallelize",
 ]

@@ -111,7 +111,7 @@ def parallelize(
         raise SpecError(f"parallelize: check is 'local' or 'global', not {check!r}.")
     on = as_mesh(mesh)
     _reject_parallel(module)
-    found = make_plan(module, on, plan, _resolve_axis(on, axis))
+    found = make_plan(module, on, plan, resolve_axis("parallelize", on, axis))
     if on.kind == "process_group":
         _place(module, on, found, src_data_rank)
     call = _ParallelCall(module, on, found, in_specs, out_specs, check)
@@ -223,13 +223,17 @@ def _rebound(original: Callable[..., Any] | None, copy: nn.Module) -> Callable[.
     return MethodType(function, copy)
 
 
-def _resolve_axis(mesh: Mesh, axis: str | None) -> str:
+def resolve_axis(name: str, mesh: Mesh, axis: str | None) -> str:
+    """The axis that is meant: the named one, or the only one.
+
+    Raises:
+        SpecError: the mesh has no such axis, or several and none is named.
+    """
     if axis is None and len(mesh.axis_names) == 1:
         return mesh.axis_names[0]
     if axis not in mesh.axis_names:
         raise SpecError(
-            f"parallelize: axis is one of {', '.join(map(repr, mesh.axis_names))}, not {axis!r}: "
-            "the one that the plan's layouts are about."
+            f"{name}: axis is one of {', '.join(map(repr, mesh.axis_names))}, not {axis!r}."
         )
     assert axis is not None
     return axis
