@@ -1,8 +1,8 @@
 """For people who have modules: pure functions of them, and plans in torch's words."""
 
-from shardmap_torch.parallel.functional import functional
 from shardmap_torch.parallel.loss import loss_parallel
 from shardmap_torch.parallel.module import parallelize
+from shardmap_torch.parallel.pure import functional
 from shardmap_torch.parallel.styles import (
     ColwiseParallel,
     ParallelStyle,

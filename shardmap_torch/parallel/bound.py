@@ -98,7 +98,8 @@ class BoundModule:
     def _rebind(self, value: Any) -> Any:
         """What an attribute refers to in the copy: methods, and lists of modules or parameters."""
         if isinstance(value, MethodType) and id(value.__self__) in self._modules:
-            return MethodType(value.__func__, self._copy(value.__self__))
+            owner: Any = value.__self__
+            return MethodType(value.__func__, self._copy(owner))
         if type(value) in (list, tuple):
             found = [self._counterpart(item) for item in value]
             return value if all(map(is_, found, value)) else type(value)(found)

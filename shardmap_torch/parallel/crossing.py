@@ -2,9 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -27,7 +26,7 @@ from shardmap_torch.spec import P
 from shardmap_torch.tree import Misfit, Tree, flatten, map_leaves, spread, unflatten
 
 
-class UnknownDims(Exception):
+class UnknownDimsError(Exception):
     """Ends the first run of a body whose output layouts count dims from the end."""
 
     def __init__(self, num_dims: tuple[int, ...]) -> None:
@@ -128,14 +127,14 @@ class Outputs:
         """Asks for the dims of the outputs, where the specs depend on them and they are unknown.
 
         Raises:
-            UnknownDims: tells them.
+            UnknownDimsError: tells them.
         """
         from_end = any(isinstance(x, Shard) and x.dim < 0 for x in self._layouts)
         if self._out_specs is None and from_end:
             outputs = out if isinstance(out, tuple) else (out,)
             found = tuple(x.ndim if isinstance(x, Tensor) else 0 for x in outputs)
             if found != num_dims:
-                raise UnknownDims(found)
+                raise UnknownDimsError(found)
 
     def specs(self, num_dims: tuple[int, ...] | None) -> Tree:
         """The specs for `shard_map`; `num_dims` has the dims of each output, where known."""

@@ -101,7 +101,7 @@ def _add_bias(y: Tensor, bias: Tensor, own: _Styled, layout: Placement) -> Tenso
 
 
 def _embed(ids: Tensor, table: Tensor, axis: str, padding: int | None) -> Tensor:
-    """ids [...], table [v/n, d] -> [..., d], zero where another rank has the row."""
+    """Looks up ids [...] in table [v/n, d] -> [..., d], zero where another rank has the row."""
 
     @local_region(in_types=(P(), P(axis)), out_types=P(partial={axis}))
     def own_rows(ids: Tensor, table: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.parallel.bound import BoundModule
-from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDims, input_names
+from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDimsError, input_names
 from shardmap_torch.parallel.forwards import style_forward
 from shardmap_torch.parallel.plan import Plan, make_plan
 from shardmap_torch.parallel.styles import ROOT, ParallelStyle
@@ -59,9 +59,9 @@ def parallelize(
     `use_local_output` decides what is returned, as in torch. Other inputs are equal on all ranks.
 
     On a simulated mesh parameters, inputs and outputs stay plain global tensors: a Shard layout of
-    the root says how they are sharded inside, and a Partial output is its sum. So the
-    module computes and trains as the one that was passed in, and its `state_dict` is the same. On an
-    abstract mesh a call gives the shapes of the outputs, and computes nothing.
+    the root says how they are sharded inside, and a Partial output is its sum. So the module
+    computes and trains as the one that was passed in, and has the same `state_dict`. On an abstract
+    mesh a call gives the shapes of the outputs, and computes nothing.
 
     Below the root values are always this rank's tensors: `use_local_output` has no meaning there,
     and code that reshapes by the global number of heads must divide it (`view(b, t, -1, head_dim)`
@@ -89,7 +89,7 @@ def parallelize(
         SpecError: names all entries that match no module, modules that a style does not know, and
             parameters that do not divide; or, in a call, inputs that do not match.
         MeshError: there is no mesh.
-        ShardTypeError: in a call, the plan and the values do not match, or gradients would be wrong.
+        ShardTypeError: in a call, plan and values do not match, or gradients would be wrong.
 
     Source: `torch.distributed.tensor.parallel.parallelize_module`.
 
@@ -167,7 +167,7 @@ class _ParallelCall:
         key = (structure, *spec_leaves)
         try:
             return use(self._mapped.get(key) or self._map(key, specs, None), values)
-        except UnknownDims as unknown:
+        except UnknownDimsError as unknown:
             return use(self._map(key, specs, unknown.num_dims), values)
 
     def _map(
@@ -252,8 +252,6 @@ def _reject_parallel(module: nn.Module) -> None:
 
 def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:
     """Makes DTensors of all parameters; one that is shared stays shared."""
-    names = {id(value): name for name, value in module.named_parameters()}
-    placed: dict[int, Tensor] = {}
 
     def put(value: Tensor, spec: P) -> DTensor:
         placements = placements_of(mesh, spec)
@@ -261,18 +259,18 @@ def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None)
             value.detach(), mesh.device_mesh, placements, src_data_rank=src_data_rank
         )
 
+    parameters = {
+        old: nn.Parameter(put(old, plan.specs[name]), requires_grad=old.requires_grad)
+        for name, old in module.named_parameters()
+    }
+    buffers = {old: put(old, P()).to_local() for old in module.buffers()}
     for each in module.modules():
-        for own, value in each._parameters.items():
-            if value is None:
-                continue
-            if id(value) not in placed:
-                new = put(value, plan.specs[names[id(value)]])
-                placed[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad)
-            each._parameters[own] = placed[id(value)]  # type: ignore[assignment]
-        for own, value in each._buffers.items():
-            if value is not None and id(value) not in placed:
-                placed[id(value)] = put(value, P()).to_local()
-            each._buffers[own] = None if value is None else placed[id(value)]
+        each._parameters.update(
+            {name: parameters[old] for name, old in each._parameters.items() if old is not None}
+        )
+        each._buffers.update(
+            {name: buffers[old] for name, old in each._buffers.items() if old is not None}
+        )
 
 
 class _FastPath:

@@ -1,6 +1,5 @@
 """The entries of a plan: by torch's names, with torch's arguments."""
 
-from abc import ABC
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
@@ -16,7 +15,7 @@ ROOT: Final = ""
 """The key of a plan that stands for the module itself."""
 
 
-class ParallelStyle(ABC):
+class ParallelStyle:
     """How one module of a plan is parallelized; each class below says it by torch's arguments."""
 
     def __repr__(self) -> str:
@@ -63,8 +62,8 @@ class ColwiseParallel(_Linear):
 
     Example:
         >>> from shardmap_torch import ColwiseParallel
-        >>> ColwiseParallel()
-        ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(dim=-1), use_local_output=True)
+        >>> ColwiseParallel().output_layouts
+        Shard(dim=-1)
     """
 
     def __init__(
@@ -75,9 +74,7 @@ class ColwiseParallel(_Linear):
         use_local_output: bool = True,
     ) -> None:
         """Checks and stores the layouts; see the class."""
-        super().__init__(
-            input_layouts, output_layouts, use_local_output, (Replicate(), Shard(-1))
-        )
+        super().__init__(input_layouts, output_layouts, use_local_output, (Replicate(), Shard(-1)))
 
 
 class RowwiseParallel(_Linear):
@@ -116,16 +113,15 @@ class RowwiseParallel(_Linear):
         use_local_output: bool = True,
     ) -> None:
         """Checks and stores the layouts; see the class."""
-        super().__init__(
-            input_layouts, output_layouts, use_local_output, (Shard(-1), Replicate())
-        )
+        super().__init__(input_layouts, output_layouts, use_local_output, (Shard(-1), Replicate()))
 
 
 class SequenceParallel(ParallelStyle):
-    """Runs a module on a shard of the sequence, as a norm or dropout can; parameters are replicated.
+    """Runs a module, such as a norm or dropout, on a shard of the sequence.
 
-    Input and output are sharded on `sequence_dim`. Parameters keep their `requires_grad` and are
-    those of rank 0 (torch lets each rank keep its own, and makes frozen ones trainable).
+    Input and output are sharded on `sequence_dim`; parameters are replicated. They are those of
+    rank 0 and keep their `requires_grad` (torch lets each rank keep its own, and makes frozen ones
+    trainable).
 
     Moves: nothing; backward the gradients of the parameters are summed by an all_reduce.
 
@@ -189,9 +185,7 @@ class PrepareModuleInput(ParallelStyle):
     ) -> None:
         """Checks and stores the layouts; see the class."""
         self.input_layouts = _several(self, "input_layouts", input_layouts)
-        self.desired_input_layouts = _several(
-            self, "desired_input_layouts", desired_input_layouts
-        )
+        self.desired_input_layouts = _several(self, "desired_input_layouts", desired_input_layouts)
         self.input_kwarg_layouts = _named(self, "input_kwarg_layouts", input_kwarg_layouts)
         self.desired_input_kwarg_layouts = _named(
             self, "desired_input_kwarg_layouts", desired_input_kwarg_layouts
@@ -346,8 +340,8 @@ def _same_length(
     for place, (ours, theirs) in enumerate(zip(have or (), desired or (), strict=False)):
         if ours is None and theirs is not None:
             raise SpecError(
-                f"{type(style).__name__}: desired_{name}[{place}] is {theirs!r}, and {name}[{place}] "
-                "does not say from what; give both, or None for both."
+                f"{type(style).__name__}: desired_{name}[{place}] is {theirs!r}, and "
+                f"{name}[{place}] does not say from what; give both, or None for both."
             )
     if len(have or ()) != len(desired or ()):
         raise SpecError(

@@ -51,9 +51,7 @@ class Outcome:
 
 def by_torch(row: Row, mesh: Mesh, rank: int) -> Outcome:
     def prepare(module: nn.Module) -> nn.Module:
-        return torch_parallel.parallelize_module(
-            module, mesh.device_mesh, row.plan(torch_parallel)
-        )
+        return torch_parallel.parallelize_module(module, mesh.device_mesh, row.plan(torch_parallel))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

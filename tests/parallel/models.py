@@ -41,9 +41,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.head_dim = width // num_heads
-        self.wq, self.wk, self.wv, self.wo = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor, rope: Rope) -> Tensor:
         b, t, _ = x.shape

@@ -165,9 +165,7 @@ def sequence_plan(package: Any) -> Any:
     return {
         "tok_embeddings": row(input_layouts=R, output_layouts=S1),
         "layers.*.attention_norm": norm(),
-        "layers.*.attention": prepare(
-            input_layouts=(S1, None), desired_input_layouts=(R, None)
-        ),
+        "layers.*.attention": prepare(input_layouts=(S1, None), desired_input_layouts=(R, None)),
         "layers.*.attention.w[qkv]": column(),
         "layers.*.attention.wo": row(output_layouts=S1),
         "layers.*.ffn_norm": norm(),
