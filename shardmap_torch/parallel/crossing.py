@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from shardmap_torch.boundary.matching import is_spec
+from shardmap_torch.core.tree import Misfit, Tree, flatten, map_leaves, spread, unflatten
 from shardmap_torch.errors import SpecError, listing
-from shardmap_torch.fit import is_spec
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.parallel.layouts import normalized, spec_of
 from shardmap_torch.parallel.plan import Plan
@@ -23,7 +24,6 @@ from shardmap_torch.parallel.styles import (
 )
 from shardmap_torch.placing import from_local
 from shardmap_torch.spec import P
-from shardmap_torch.tree import Misfit, Tree, flatten, map_leaves, spread, unflatten
 
 
 class UnknownDimsError(Exception):

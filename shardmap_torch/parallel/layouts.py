@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial as PartialPlacement
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardmap_torch.backend import current_scope
+from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.ops import convert, redistribute, reinterpret
 from shardmap_torch.spec import P
@@ -65,7 +65,7 @@ def spec_of(placement: Placement, axis: str) -> P:
 def type_along(axis: str, x: Tensor) -> AxisType:
     """The type of `x` along `axis`, as the checker found it; V, I, R, K, Z or Partial."""
     scope = current_scope()
-    found = None if scope is None else scope.kinds((axis,), x)
+    found = None if scope is None else scope.types_of((axis,), x)
     assert found is not None  # a parallelized module is always checked
     return V if found[0].dim is not None else found[0]
 

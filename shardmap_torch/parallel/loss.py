@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardmap_torch.backend import current_scope
+from shardmap_torch.boundary.placements import spec_of
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import SpecError
-from shardmap_torch.memo import Memo
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.parallel.cross_entropy import REDUCTIONS, CrossEntropy
 from shardmap_torch.parallel.module import resolve_axis
-from shardmap_torch.placements import spec_of
 from shardmap_torch.spec import Entry, P
 from shardmap_torch.transform import shard_map
 

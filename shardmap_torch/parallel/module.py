@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardmap_torch.boundary.placements import placements_of
+from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.parallel.bound import BoundModule
@@ -19,10 +21,8 @@ from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDimsError, 
 from shardmap_torch.parallel.forwards import style_forward
 from shardmap_torch.parallel.plan import Plan, make_plan
 from shardmap_torch.parallel.styles import ROOT, ParallelStyle
-from shardmap_torch.placements import placements_of
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
-from shardmap_torch.tree import Tree, flatten
 
 M = TypeVar("M", bound=nn.Module)
 Check = Literal["local", "global"]

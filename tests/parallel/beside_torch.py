@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from shardmap_torch import Mesh, parallel
-from tests.programs.harness import random, whole
+from tests.programs.support.harness import random, whole
 
 Plan = Callable[[ModuleType], Any]
 """Makes the plan of the styles of one of the two packages, which have the same names."""

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tests.parallel import models
 from tests.parallel.beside_torch import Plan, Row, assert_same, by_torch, by_us
-from tests.pool import Gloo
-from tests.programs.harness import worker_mesh
+from tests.programs.support.harness import worker_mesh
+from tests.support.pool import Gloo
 
 R, S0, S1, LAST, SUM = Replicate(), Shard(0), Shard(1), Shard(-1), Partial()
 ALL = (R, S0, S1, LAST, SUM)
