@@ -1,6 +1,6 @@
 """A functional `shard_map` for PyTorch with typed, differentiable collectives."""
 
-from shardmap_torch import lax, random
+from shardmap_torch import lax, optim, random
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
 from shardmap_torch.checker.interpreter.decompositions import register_decomposition
@@ -16,6 +16,7 @@ from shardmap_torch.errors import (
     KernelError,
     LayerError,
     MeshError,
+    OptimizerError,
     ShardMapError,
     ShardTypeError,
     SpecError,
@@ -53,6 +54,7 @@ from shardmap_torch.parallel import (
 )
 from shardmap_torch.placing import device_put, from_local, full
 from shardmap_torch.spec import P
+from shardmap_torch.spec_patterns import match_specs
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import I, Partial, R, S, V
 from shardmap_torch.validate import Validation, validate_rule
@@ -72,6 +74,7 @@ __all__ = [
     "LayerError",
     "Mesh",
     "MeshError",
+    "OptimizerError",
     "P",
     "ParallelStyle",
     "Partial",
@@ -111,6 +114,8 @@ __all__ = [
     "local_region",
     "loss_parallel",
     "make_mesh",
+    "match_specs",
+    "optim",
     "parallelize",
     "ppermute",
     "random",

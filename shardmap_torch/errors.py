@@ -51,6 +51,10 @@ class LayerError(ShardMapError):
     """A layer of `shardmap_torch.nn` was called with arguments that cannot work."""
 
 
+class OptimizerError(ShardMapError):
+    """An optimizer cannot be made, or cannot update what it was given."""
+
+
 def listing(head: str, problems: Sequence[str]) -> str:
     """Joins a headline and its offenders, one line each.
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.boundary.dtensor import Enter, Leave
 from shardmap_torch.boundary.matching import check_inputs, crosses, is_spec, spec_of
+from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.core.tree import Misfit, Placed, Tree, flatten, map_leaves, spread, unflatten
 from shardmap_torch.errors import SpecError, listing
@@ -20,7 +21,9 @@ from shardmap_torch.spec import P
 X = TypeVar("X")
 
 
-def device_put(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
+def device_put(
+    tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree, *, as_dtensor: bool = False
+) -> X:
     """Places global values on the mesh: each rank keeps its piece.
 
     On a process-group mesh every rank passes the same values, and cut ones become DTensors; on a
@@ -31,6 +34,9 @@ def device_put(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
         tree: pytree of tensors, or DTensors, which are redistributed.
         mesh: the mesh; None takes that of `use_mesh`.
         specs: pytree prefix of specs.
+        as_dtensor: on a process-group mesh, whether leaves that are replicated on every rank become
+            DTensors too, instead of staying plain: torch's foreach optimizers and
+            `clip_grad_norm_` refuse trees that have both. Gradients are DTensors then as well.
 
     Raises:
         SpecError: names every leaf that does not fit its spec.
@@ -55,9 +61,10 @@ def device_put(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
     def put(leaf: Placed[P | None]) -> Tensor:
         spec = spec_of(leaf)
         local = bind(backend, Enter(on, spec), leaf.value)
-        if spec.cuts:  # a view would keep the whole value, and write into it
+        if spec.cuts or as_dtensor:  # a view would keep the whole value, and write into it
             (local,) = apart([local], [leaf.value])
-        return bind(backend, Leave(on, spec), local)
+        is_whole = as_dtensor and not spec.partial
+        return bind(backend, Leave(on, spec, placements_of(on, spec) if is_whole else None), local)
 
     return _replace(moved, placed, put)
 

@@ -1,0 +1,29 @@
+"""Optimizers on pytrees of local tensors, and what training on shards needs around them.
+
+All functions are pure and run in the body of a shard_mapped function, where values are plain local
+tensors; `adamw`, `sgd`, `global_norm` and `clip_by_global_norm` take trees of DTensors and plain
+tensors outside as well.
+"""
+
+from shardmap_torch.optim.adamw import adamw
+from shardmap_torch.optim.norm import clip_by_global_norm, clip_grad_norm_, global_norm
+from shardmap_torch.optim.optimizer import Optimizer
+from shardmap_torch.optim.schedules import warmup_cosine
+from shardmap_torch.optim.sgd import sgd
+from shardmap_torch.optim.sync import gather_params, shard_params, sync_gradients
+from shardmap_torch.optim.zero import shard_over, zero
+
+__all__ = [
+    "Optimizer",
+    "adamw",
+    "clip_by_global_norm",
+    "clip_grad_norm_",
+    "gather_params",
+    "global_norm",
+    "sgd",
+    "shard_over",
+    "shard_params",
+    "sync_gradients",
+    "warmup_cosine",
+    "zero",
+]

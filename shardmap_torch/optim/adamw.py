@@ -1,0 +1,93 @@
+"""AdamW on lists of tensors."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.optim.lists import Tensors, each
+from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
+from shardmap_torch.optim.schedules import Rate
+
+
+def adamw(
+    lr: Rate = 1e-3,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    decays: Decays = True,
+    state_dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """Makes the AdamW optimizer: decoupled weight decay, then a step along normalised moments.
+
+    Its `update` equals `torch.optim.AdamW`, entry by entry, on any shards. It runs all parameters
+    in some fourteen fused calls. State: the step and two moments, `exp_avg` and `exp_avg_sq`, each
+    as large as the parameters and sharded as they are; nothing is communicated.
+
+    Args:
+        lr: the learning rate, or a function of the step such as `warmup_cosine(...)`.
+        betas: how much of the moments each step keeps.
+        eps: added to the root of the second moment.
+        weight_decay: each step multiplies parameters by 1 - lr * weight_decay.
+        decays: which parameters decay: a function of the parameter, as `lambda p: p.ndim > 1`, or a
+            pytree prefix of bools.
+        state_dtype: the dtype of the moments and of the arithmetic; by default each parameter's.
+
+    Raises:
+        OptimizerError: an argument is out of range.
+
+    Source: Loshchilov and Hutter 2019; `torch.optim.AdamW`, `optax.adamw`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch.optim import adamw
+        >>> optimizer, params = adamw(0.1, weight_decay=0.0), {"w": torch.ones(2)}
+        >>> params, state = optimizer.update(params, {"w": torch.ones(2)}, optimizer.init(params))
+        >>> params["w"], state["step"].item()
+        (tensor([0.9000, 0.9000]), 1)
+    """
+    check_range(
+        "adamw",
+        lr=(0.0 if callable(lr) else lr, 0.0, float("inf")),
+        beta1=(betas[0], 0.0, 1.0),
+        beta2=(betas[1], 0.0, 1.0),
+        eps=(eps, 0.0, float("inf")),
+        weight_decay=(weight_decay, 0.0, float("inf")),
+    )
+    return _AdamW(lr, weight_decay, decays, state_dtype, betas, eps)
+
+
+@dataclass(frozen=True)
+class _AdamW(Elementwise):
+    betas: tuple[float, float]
+    eps: float
+
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def step(
+        self, params: Tensors, grads: Tensors, moments: list[Tensors], at: Step
+    ) -> tuple[Tensors, list[Tensors]]:
+        beta1, beta2 = self.betas
+        mean = each("lerp", moments[0], grads, 1 - beta1)
+        square = each("mul", moments[1], beta2)
+        square = each("addcmul", square, grads, grads, value=1 - beta2)
+        scale = torch.rsqrt(1 - beta2**at.number)
+        denominator = each("add", each("mul", each("sqrt", square), scale), self.eps)
+        change = each("div", each("mul", mean, at.lr / (1 - beta1**at.number)), denominator)
+        decayed = decay(params, at)
+        return each("sub", decayed, change), [mean, square]
+
+
+def decay(params: Tensors, at: Step) -> Tensors:
+    """Returns params * (1 - lr * decay), touching only those that decay."""
+    places = [place for place, amount in enumerate(at.decays) if amount]
+    if not places:
+        return params
+    amount = at.decays[places[0]]
+    kept: Tensor | float = 1 - at.lr * amount
+    result = list(params)
+    for place, shrunk in zip(places, each("mul", [params[i] for i in places], kept), strict=True):
+        result[place] = shrunk
+    return result

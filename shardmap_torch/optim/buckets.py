@@ -1,0 +1,170 @@
+"""Many small collectives as few large ones: leaves travel together in flat buffers.
+
+A leaf is laid out as a matrix with one row per rank that its rows go to, or one row in all, and the
+matrices of a bucket stand side by side. Under check="global" a bucket is a `local_region`: that a
+buffer holds several leaves concerns one rank, and each leaf comes out as its own collective would
+give it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.region import local_region
+from shardmap_torch.ops import all_gather, all_reduce, axis_size, convert, reduce_scatter
+from shardmap_torch.spec import P
+from shardmap_torch.types import I, V
+
+Kind: TypeAlias = Literal["all_reduce", "reduce_scatter", "all_gather", "slice"]
+
+BUCKET_BYTES: Final = 25 * 2**20
+"""As of torch's DistributedDataParallel: large enough for the bandwidth of a network."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The collective that takes one leaf from `src` to `dst`.
+
+    Attributes:
+        name: which; "slice" communicates nothing.
+        axes: over which.
+        dim: the dim that is gathered, scattered or sliced; None for all_reduce.
+        src: how the leaf lies before.
+        dst: how it lies after.
+    """
+
+    name: Kind
+    axes: tuple[str, ...]
+    dim: int | None
+    src: P
+    dst: P
+
+    def run(self, x: Tensor, comm_dtype: torch.dtype | None) -> Tensor:
+        """Transfers one leaf by itself."""
+        return _COLLECTIVES[self.name](x, self.axes, self.dim, comm_dtype)
+
+
+_One: TypeAlias = Callable[[Tensor, tuple[str, ...], int | None, torch.dtype | None], Tensor]
+
+_COLLECTIVES: Final[Mapping[Kind, _One]] = {
+    "all_reduce": lambda x, axes, _, dtype: all_reduce(x, axes, dst=I, comm_dtype=dtype),
+    "reduce_scatter": lambda x, axes, dim, dtype: reduce_scatter(
+        x, axes, dim=dim or 0, comm_dtype=dtype
+    ),
+    "all_gather": lambda x, axes, dim, dtype: all_gather(
+        x, axes, dim=dim or 0, dst=I, comm_dtype=dtype
+    ),
+    "slice": lambda x, axes, dim, _: convert(x, axes, src=I, dst=V, dim=dim),
+}
+
+
+def transfer_all(
+    leaves: Sequence[Tensor],
+    transfers: Sequence[Transfer | None],
+    bucket_bytes: int,
+    comm_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """Runs one transfer for each leaf that has one, those that can in common buffers."""
+    result = list(leaves)
+    for places in _groups(leaves, transfers):
+        some = [transfer for place in places if (transfer := transfers[place]) is not None]
+        values = [leaves[place] for place in places]
+        if len(places) == 1:
+            result[places[0]] = some[0].run(values[0], comm_dtype)
+            continue
+        move = partial(_move_group, some, bucket_bytes, comm_dtype)
+        move.__name__ = f"{some[0].name}_buckets"  # type: ignore[attr-defined]  # shown in reports
+        sources, targets = tuple(t.src for t in some), tuple(t.dst for t in some)
+        moved = local_region(move, in_types=sources, out_types=targets)(*values)
+        for place, value in zip(places, moved, strict=True):
+            result[place] = value
+    return result
+
+
+def _groups(leaves: Sequence[Tensor], transfers: Sequence[Transfer | None]) -> Iterator[list[int]]:
+    """Groups the places of leaves whose values may stand in one buffer.
+
+    They go over the same axes, have one dtype, and vary over the same axes before and after:
+    beside a leaf that varies, one that is equal on all ranks would come out as varying.
+
+    Sizes do not count here, so that one device, which the program is held against, has the same
+    groups.
+    """
+    groups: dict[object, list[int]] = {}
+    for place, (leaf, transfer) in enumerate(zip(leaves, transfers, strict=True)):
+        if transfer is None:
+            continue
+        key: object = place
+        if transfer.name != "slice":
+            src, dst = transfer.src, transfer.dst
+            ends = frozenset(src.mentioned), src.partial, frozenset(dst.mentioned)
+            key = (transfer.name, transfer.axes, ends, leaf.dtype, leaf.device)
+        groups.setdefault(key, []).append(place)
+    yield from groups.values()
+
+
+def _move_group(
+    transfers: Sequence[Transfer],
+    bucket_bytes: int,
+    comm_dtype: torch.dtype | None,
+    *leaves: Tensor,
+) -> tuple[Tensor, ...]:
+    """Moves the leaves of a group, in as many buffers as needed."""
+    moved: list[Tensor] = []
+    for places in _filled([x.nbytes for x in leaves], bucket_bytes):
+        some, values = [transfers[place] for place in places], [leaves[place] for place in places]
+        if len(places) == 1:
+            moved.append(some[0].run(values[0], comm_dtype))
+        else:
+            moved += _move_bucket(some, values, comm_dtype)
+    return tuple(moved)
+
+
+def _filled(sizes: Sequence[int], capacity: int) -> Iterator[list[int]]:
+    """Distributes places of these sizes, in order, over buckets."""
+    bucket: list[int] = []
+    total = 0
+    for place, size in enumerate(sizes):
+        if bucket and total + size > capacity:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(place)
+        total += size
+    yield bucket
+
+
+def _move_bucket(
+    transfers: Sequence[Transfer],
+    leaves: Sequence[Tensor],
+    comm_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """Packs the leaves side by side, moves the buffer, and unpacks what each has become."""
+    name, axes = transfers[0].name, transfers[0].axes
+    num_before, num_after = (axis_size(axes) if per_rank else 1 for per_rank in _ROWS[name])
+    fronts = [
+        x.movedim(t.dim or 0, 0) if x.ndim else x for x, t in zip(leaves, transfers, strict=True)
+    ]
+    buffer = torch.cat([x.reshape(num_before, -1) for x in fronts], dim=1)
+    dim = None if name == "all_reduce" else 0
+    moved = _COLLECTIVES[name](buffer, axes, dim, comm_dtype)
+    widths = [x.numel() // num_before for x in fronts]
+    result = []
+    for part, front, transfer in zip(moved.split(widths, dim=1), fronts, transfers, strict=True):
+        shape = list(front.shape)
+        if name != "all_reduce":
+            shape[0] = shape[0] * num_after // num_before
+        whole = part.reshape(shape)
+        result.append(whole.movedim(0, transfer.dim or 0) if whole.ndim else whole)
+    return result
+
+
+_ROWS: Final[Mapping[Kind, tuple[bool, bool]]] = {
+    "all_reduce": (False, False),
+    "reduce_scatter": (True, False),
+    "all_gather": (False, True),
+}
+"""Whether a buffer has a row for each rank, before and after."""

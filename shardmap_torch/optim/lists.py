@@ -1,0 +1,40 @@
+"""Arithmetic on lists of tensors, position by position, in one fused call where torch has it."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Tensors: TypeAlias = list[Tensor]
+
+
+def each(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: float) -> Tensors:
+    """Applies the operator `torch.<name>` at every position of the operands that are lists.
+
+    Runs `torch._foreach_<name>`, one kernel for many tensors on CUDA, and one operator after the
+    other under functorch transforms, for which torch has no batching rules of these.
+
+    Example:
+        >>> each("add", [torch.ones(1)], [torch.ones(1)], alpha=2.0)
+        [tensor([3.])]
+    """
+    lists = [operand for operand in operands if isinstance(operand, list)]
+    if not lists[0]:
+        return []
+    values = [value for o in operands for value in (o if isinstance(o, list) else [o])]
+    if not any(map(_is_transformed, values)):
+        fused: Any = getattr(torch, f"_foreach_{name}")
+        return list(fused(*operands, **scalars))
+    single: Any = getattr(torch, name)
+    return [
+        single(*(o[i] if isinstance(o, list) else o for o in operands), **scalars)
+        for i in range(len(lists[0]))
+    ]
+
+
+def _is_transformed(x: object) -> bool:
+    """Returns whether a functorch transform is at work; Dynamo traces plain tensors only."""
+    if torch.compiler.is_dynamo_compiling() or not isinstance(x, Tensor):
+        return False
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))

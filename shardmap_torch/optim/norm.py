@@ -1,0 +1,261 @@
+"""The norm over a whole tree of sharded tensors, and clipping by it."""
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from shardmap_torch.checker.region import local_region
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.tree import Misfit, Placed, Tree, flatten, map_leaves, spread
+from shardmap_torch.errors import OptimizerError, SpecError, listing
+from shardmap_torch.ops import all_reduce
+from shardmap_torch.spec import P
+from shardmap_torch.types import I
+
+X = TypeVar("X")
+G = TypeVar("G", bound=Hashable)
+Op: TypeAlias = Literal["sum", "max"]
+Layout: TypeAlias = tuple[DeviceMesh, tuple[bool, ...]] | None
+"""The mesh of a DTensor, and over which of its axes it is sharded; None of a plain tensor."""
+
+
+def global_norm(tree: Tree, specs: Tree | None = None, *, ord: float = 2.0) -> Tensor:
+    """Computes the norm of all entries of all leaves, each counted once, equal on all ranks.
+
+    In a body, the powers of a leaf's shards are summed over the axes that its spec mentions, and
+    over no other: there every rank holds the same. One scalar is reduced for each distinct set of
+    axes, none for replicated leaves. Outside of a body the leaves are DTensors and plain tensors,
+    mixed as they come, and `specs` is not needed.
+
+    Shape: a scalar, of the widest dtype of the leaves, float32 at least. Types: each leaf's S
+    becomes I. Sends a scalar for each distinct set of axes.
+
+    Args:
+        tree: pytree of complete gradients, or of anything else; pending sums are an error.
+        specs: pytree prefix of their specs; in a body only.
+        ord: the order of the norm, at least 1; `math.inf` for the largest magnitude.
+
+    Raises:
+        SpecError: specs that do not match the tree, or none in a body.
+        OptimizerError: an order below 1, an empty tree.
+        ShardTypeError: in a checked call, a leaf that its spec does not describe.
+
+    Source: `optax.global_norm`, `torch.nn.utils.get_total_norm`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> from shardmap_torch.optim import global_norm
+        >>> mesh, specs = make_mesh((2,), ("tp",), kind="simulated"), {"w": P("tp"), "b": P()}
+        >>> norm = shard_map(
+        ...     lambda g: global_norm(g, specs), mesh=mesh, in_specs=(specs,), out_specs=P()
+        ... )
+        >>> norm({"w": torch.tensor([2.0, 4.0]), "b": torch.tensor([4.0])})
+        tensor(6.)
+    """
+    if not ord >= 1:
+        raise OptimizerError(f"global_norm: ord={ord} is no norm; it must be at least 1.")
+    if not flatten(tree)[0]:
+        raise OptimizerError("global_norm: the tree has no leaves.")
+    in_body = current_scope() is not None
+    amounts = _in_body(tree, specs, ord) if in_body else _outside(tree, ord)
+    dtype = _widest(amounts)
+    stacked = torch.stack([amount.to(dtype) for amount in amounts])
+    if ord == math.inf:
+        return stacked.max()
+    return stacked.sum().sqrt() if ord == 2 else stacked.sum() ** (1 / ord)
+
+
+def clip_by_global_norm(
+    tree: X, specs: Tree | None = None, max_norm: float = 1.0, *, ord: float = 2.0
+) -> tuple[X, Tensor]:
+    """Scales all leaves so that their global norm is at most `max_norm`.
+
+    Works where `global_norm` does, and sends what it sends. The scale is min(1, max_norm / norm):
+    a tree whose norm is smaller comes back as it is, bit for bit. A norm that is no finite number
+    makes every leaf nan or zero, as with `torch.nn.utils.clip_grad_norm_`; look at the norm.
+
+    Args:
+        tree: pytree of complete gradients.
+        specs: pytree prefix of their specs; in a body only.
+        max_norm: the bound.
+        ord: the order of the norm.
+
+    Returns:
+        The tree, of unchanged shapes, dtypes and types, and its norm before.
+
+    Raises:
+        As `global_norm`.
+
+    Source: `optax.clip_by_global_norm`; Pascanu et al. 2013.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch.optim import clip_by_global_norm
+        >>> clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, max_norm=2.5)
+        ({'w': tensor([1.5000, 2.0000])}, tensor(5.))
+    """
+    norm = global_norm(tree, specs, ord=ord)
+    # A norm of zero gives infinity here, and 1 after the clamp.
+    scale = (max_norm / norm).clamp(max=1)
+    scaled: X = map_leaves(lambda leaf: _scaled(leaf, scale), tree)
+    return scaled, norm
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clips the gradients of parameters in place by their global norm, DTensors and plain mixed.
+
+    To be called outside of a body, after `.backward()`. Sends a scalar for each distinct set of
+    axes over which gradients are sharded.
+
+    Args:
+        parameters: parameters; those without a gradient are left out.
+        max_norm: the bound.
+        norm_type: the order of the norm.
+        error_if_nonfinite: whether a norm that is no finite number is an error.
+
+    Returns:
+        The norm before, a plain tensor that is equal on all ranks.
+
+    Raises:
+        OptimizerError: an order below 1, or a norm that is no finite number.
+
+    Source: `torch.nn.utils.clip_grad_norm_`, which refuses such mixtures.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch.optim import clip_grad_norm_
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> (w * torch.tensor([3.0, 4.0])).sum().backward()
+        >>> clip_grad_norm_([w], 1.0), w.grad
+        (tensor(5.), tensor([0.6000, 0.8000]))
+    """
+    several = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = [p.grad for p in several if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    clipped, norm = clip_by_global_norm(grads, max_norm=max_norm, ord=norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise OptimizerError(f"clip_grad_norm_: the norm of the gradients is {norm.item()}.")
+    for grad, new in zip(grads, clipped, strict=True):
+        grad.copy_(new)
+    return norm
+
+
+def _widest(amounts: Sequence[Tensor]) -> torch.dtype:
+    dtype = amounts[0].dtype
+    for amount in amounts[1:]:
+        dtype = torch.promote_types(dtype, amount.dtype)
+    return dtype
+
+
+def _amount(x: Tensor, ord: float) -> Tensor:
+    """What of one shard is added over the shards, or compared: sums of powers, or the maximum."""
+    wide = torch.promote_types(x.abs().dtype if x.is_complex() else x.dtype, torch.float32)
+    if ord == math.inf:
+        return x.abs().amax().to(wide) if x.numel() else x.new_zeros((), dtype=wide)
+    powers = x.to(wide).square() if ord == 2 and not x.is_complex() else x.abs().to(wide) ** ord
+    return powers.sum()
+
+
+def _by_group(amounts: Iterable[tuple[G, Tensor]], op: Op) -> Iterator[tuple[G, Tensor]]:
+    """Combines the amounts of each group and dtype, so that each needs one reduction."""
+    groups: dict[tuple[G, torch.dtype], list[Tensor]] = {}
+    for key, amount in amounts:
+        groups.setdefault((key, amount.dtype), []).append(amount)
+    for (key, _), some in groups.items():
+        together = torch.stack(some)
+        yield key, together.amax() if op == "max" else together.sum()
+
+
+def _op(ord: float) -> Op:
+    return "max" if ord == math.inf else "sum"
+
+
+def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
+    """One amount, equal on all ranks, for each distinct set of axes."""
+    if specs is None:
+        raise SpecError("global_norm: in a body it needs specs=: shards do not tell how they lie.")
+    found = list(spread(specs, tree, "tree", lambda spec: isinstance(spec, P)))
+    if problems := [str(leaf) for leaf in found if isinstance(leaf, Misfit)]:
+        raise SpecError(listing("global_norm: the specs do not match the tree:", problems))
+    placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+    if ord == math.inf:
+        return list(_largest(placed))
+    amounts = ((tuple(sorted(leaf.spec.mentioned)), _amount(leaf.value, ord)) for leaf in placed)
+    return [
+        all_reduce(amount, axes, dst=I) if axes else amount
+        for axes, amount in _by_group(amounts, "sum")
+    ]
+
+
+def _largest(placed: Sequence[Placed[P]]) -> Iterator[Tensor]:
+    """The largest magnitude of each group of leaves.
+
+    A region, since the checker follows maxima of shards through views only.
+    """
+    groups: dict[tuple[str, ...], list[Placed[P]]] = {}
+    for leaf in placed:
+        groups.setdefault(tuple(sorted(leaf.spec.mentioned)), []).append(leaf)
+    for axes, leaves in groups.items():
+
+        def largest(*shards: Tensor, axes: tuple[str, ...] = axes) -> Tensor:
+            ((_, amount),) = _by_group(((None, _amount(x, math.inf)) for x in shards), "max")
+            return all_reduce(amount, axes, op="max", dst=I) if axes else amount
+
+        types = tuple(P(*leaf.spec.entries) for leaf in leaves)
+        yield local_region(largest, in_types=types, out_types=P())(*(x.value for x in leaves))
+
+
+# Outside of a body DTensors tell how they lie, and torch does the communication.
+
+
+def _outside(tree: Tree, ord: float) -> list[Tensor]:
+    leaves = [_settled(leaf) for leaf in flatten(tree)[0]]
+    amounts = ((_layout(x), _amount(_local(x), ord)) for x in leaves)
+    return [_over_ranks(layout, x, _op(ord)) for layout, x in _by_group(amounts, _op(ord))]
+
+
+def _settled(x: Tensor) -> Tensor:
+    """A DTensor that is a sum over some ranks, summed."""
+    if not isinstance(x, DTensor) or not any(p.is_partial() for p in x.placements):
+        return x
+    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _layout(x: Tensor) -> Layout:
+    if not isinstance(x, DTensor):
+        return None
+    return x.device_mesh, tuple(not p.is_replicate() for p in x.placements)
+
+
+def _over_ranks(layout: Layout, amount: Tensor, op: Op) -> Tensor:
+    if layout is None:
+        return amount
+    mesh, is_sharded = layout
+    placements = [Partial(op) if sharded else Replicate() for sharded in is_sharded]
+    return DTensor.from_local(amount, mesh, placements, run_check=False).full_tensor()
+
+
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    scaled = _local(x) * scale.to(x.dtype)
+    if not isinstance(x, DTensor):
+        return scaled
+    return DTensor.from_local(
+        scaled, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )

@@ -1,0 +1,214 @@
+"""What an optimizer is: three pure functions, and how they run on trees."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmap_torch.core.tree import Misfit, Placed, Tree, flatten, map_leaves, spread, unflatten
+from shardmap_torch.errors import OptimizerError, listing
+from shardmap_torch.optim.lists import Tensors
+from shardmap_torch.optim.schedules import Rate, rate_at
+from shardmap_torch.spec import P
+from shardmap_torch.spec_patterns import leaf_paths
+
+State: TypeAlias = Any
+"""A dict: "step", and for each kind of moment a tree like the parameters."""
+
+Decays: TypeAlias = Callable[[Tensor], bool] | Tree
+"""Which parameters decay: a function of the parameter, or a pytree prefix of bools."""
+
+
+class Optimizer(ABC):
+    """An optimizer as pure functions of pytrees: `init`, `update`, and `specs` of its state.
+
+    Made by `adamw`, `sgd` and `zero`. Every function works in the body of a shard_mapped function
+    on local tensors, outside on trees of DTensors and plain tensors, and on one device.
+
+    Source: `optax.GradientTransformation`, except that `update` returns the new parameters.
+    """
+
+    @abstractmethod
+    def init(self, params: Tree) -> State:
+        """Returns the state before the first step; moments lie on the mesh as `params` do."""
+
+    @abstractmethod
+    def specs(self, params: Tree) -> State:
+        """Returns the specs of the state, given those of the parameters."""
+
+    @abstractmethod
+    def update(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+        """Returns the parameters and the state after one step; changes nothing in place."""
+
+
+@dataclass(frozen=True)
+class Elementwise(Optimizer):
+    """An optimizer that treats every entry by itself, and so every shard as it comes.
+
+    Attributes:
+        lr: the learning rate, or a function of the step.
+        weight_decay: how much of a parameter each step takes away.
+        decays: which parameters decay.
+        state_dtype: the dtype of moments and of the update; None takes each parameter's.
+    """
+
+    lr: Rate
+    weight_decay: float
+    decays: Decays
+    state_dtype: torch.dtype | None
+
+    moments: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The moments that the state has."""
+        return self.moments
+
+    @abstractmethod
+    def step(
+        self, params: Tensors, grads: Tensors, moments: list[Tensors], at: "Step"
+    ) -> tuple[Tensors, list[Tensors]]:
+        """Returns new parameters and moments; lists in the order of the leaves."""
+
+    def init(self, params: Tree) -> State:
+        """Returns step 0 and moments that are zero."""
+        _reject_complex(params)
+
+        def zeros() -> Tree:
+            return map_leaves(lambda p: torch.zeros_like(p, dtype=self.state_dtype), params)
+
+        device = next((p.device for p in flatten(params)[0]), None)
+        step = torch.zeros((), dtype=torch.int64, device=device)
+        return {"step": step, **{name: zeros() for name in self.kept}}
+
+    def specs(self, params: Tree) -> State:
+        """Returns specs by which moments lie as their parameters do; the step is replicated."""
+        return {"step": P(), **dict.fromkeys(self.kept, params)}
+
+    def update(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+        """Returns parameters and state after one step.
+
+        Shapes, dtypes and types are kept. Nothing is communicated. `grads` must be complete, as
+        `sync_gradients` makes them.
+
+        Raises:
+            OptimizerError: the trees differ; lists every leaf that does.
+        """
+        leaves, structure = flatten(params)
+        trees = [grads, *(state[name] for name in self.kept)]
+        columns = [_like(tree, params) for tree in trees]
+        number = state["step"] + 1
+        at = Step(number.double(), rate_at(self.lr, number.double()), self._decayed(params, leaves))
+        locals_ = [_locals_like(column, leaves) for column in columns]
+        wide = [self._widened(column, leaves) for column in (_locals(leaves), *locals_)]
+        moved, moments = self.step(wide[0], wide[1], wide[2:], at)
+        moved = [m.to(p.dtype) for m, p in zip(moved, leaves, strict=True)]
+        trees = [unflatten(structure, _globals(column, leaves)) for column in (moved, *moments)]
+        return trees[0], {"step": number, **dict(zip(self.kept, trees[1:], strict=True))}
+
+    def _widened(self, column: Tensors, params: Sequence[Tensor]) -> Tensors:
+        return [x.to(self.state_dtype or p.dtype) for x, p in zip(column, params, strict=True)]
+
+    def _decayed(self, params: Tree, leaves: Sequence[Tensor]) -> list[float]:
+        """Returns the decay of each leaf."""
+        if callable(self.decays):
+            chosen = [bool(self.decays(leaf)) for leaf in leaves]
+        else:
+            found = list(spread(self.decays, params, "params", lambda v: isinstance(v, bool)))
+            if problems := [str(leaf) for leaf in found if isinstance(leaf, Misfit)]:
+                raise OptimizerError(listing("decays= does not match the parameters:", problems))
+            chosen = [leaf.spec for leaf in found if isinstance(leaf, Placed)]
+        return [self.weight_decay if each else 0.0 for each in chosen]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The scalars of one step.
+
+    Attributes:
+        number: of the step, from 1, float64.
+        lr: the learning rate.
+        decays: the weight decay of each leaf.
+    """
+
+    number: Tensor
+    lr: Tensor | float
+    decays: list[float]
+
+
+def check_range(name: str, **values: tuple[float, float, float]) -> None:
+    """Requires low <= value < high of each keyword.
+
+    Raises:
+        OptimizerError: lists all that are out of range.
+    """
+    problems = [
+        f"{word}={value} is not in [{low:g}, {high:g})"
+        for word, (value, low, high) in values.items()
+        if not low <= value < high
+    ]
+    if problems:
+        raise OptimizerError(listing(f"{name}:", problems))
+
+
+def _reject_complex(params: Tree) -> None:
+    wrong = [
+        f"{path}: {leaf.dtype}"
+        for path, leaf in zip(leaf_paths(params), flatten(params)[0], strict=True)
+        if not leaf.is_floating_point()
+    ]
+    if wrong:
+        head = "An optimizer takes real floating parameters; leave others out of the tree:"
+        raise OptimizerError(listing(head, wrong))
+
+
+def _like(tree: Tree, params: Tree) -> Tensors:
+    """Returns the leaves of a tree that must have the structure and shapes of `params`."""
+    leaves, paths = flatten(tree)[0], leaf_paths(tree)
+    expected, names = flatten(params)[0], leaf_paths(params)
+    problems = [f"{name}: is missing" for name in names if name not in paths]
+    problems += [f"{path}: is no parameter" for path in paths if path not in names]
+    if not problems:
+        problems = [
+            f"{name}: has shape {tuple(leaf.shape)}, the parameter {tuple(p.shape)}"
+            for name, leaf, p in zip(names, leaves, expected, strict=True)
+            if leaf.shape != p.shape
+        ]
+    if problems:
+        head = "An optimizer needs gradients and moments like the parameters:"
+        raise OptimizerError(listing(head, problems))
+    return leaves
+
+
+# Outside of a body. Entries are treated one by one, so each rank works on its own shards.
+
+
+def _locals(column: Sequence[Tensor]) -> Tensors:
+    return [x.to_local() if isinstance(x, DTensor) else x for x in column]
+
+
+def _locals_like(column: Sequence[Tensor], params: Sequence[Tensor]) -> Tensors:
+    return _locals([_placed_as(x, p) for x, p in zip(column, params, strict=True)])
+
+
+def _placed_as(x: Tensor, param: Tensor) -> Tensor:
+    if not isinstance(param, DTensor):
+        return x.full_tensor() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, param.device_mesh, run_check=False)
+    return x.redistribute(param.device_mesh, param.placements)
+
+
+def _globals(column: Sequence[Tensor], params: Sequence[Tensor]) -> Tensors:
+    return [
+        DTensor.from_local(
+            x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+        if isinstance(p, DTensor)
+        else x
+        for x, p in zip(column, params, strict=True)
+    ]

@@ -1,0 +1,101 @@
+"""Stochastic gradient descent on lists of tensors."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from shardmap_torch.errors import OptimizerError
+from shardmap_torch.optim.lists import Tensors, each
+from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
+from shardmap_torch.optim.schedules import Rate
+
+
+def sgd(
+    lr: Rate = 1e-3,
+    *,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decays: Decays = True,
+    state_dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """Makes the optimizer of stochastic gradient descent, with momentum or without.
+
+    Its `update` equals `torch.optim.SGD`, entry by entry, on any shards. State: the step and, with
+    momentum, `momentum_buffer`, as large as the parameters and sharded as they are; nothing is
+    communicated.
+
+    Args:
+        lr: the learning rate, or a function of the step such as `warmup_cosine(...)`.
+        momentum: how much of the buffer each step keeps.
+        dampening: how much of the gradient does not go into the buffer, from the second step on.
+        nesterov: whether to look ahead; needs momentum, and no dampening.
+        weight_decay: times the parameter, is added to its gradient.
+        decays: which parameters decay; see `adamw`.
+        state_dtype: the dtype of the buffer and of the arithmetic; by default each parameter's.
+
+    Raises:
+        OptimizerError: an argument is out of range.
+
+    Source: `torch.optim.SGD`, `optax.sgd`; Sutskever et al. 2013.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch.optim import sgd
+        >>> optimizer, params = sgd(0.5), {"w": torch.ones(2)}
+        >>> optimizer.update(params, {"w": torch.ones(2)}, optimizer.init(params))[0]
+        {'w': tensor([0.5000, 0.5000])}
+    """
+    check_range(
+        "sgd",
+        lr=(0.0 if callable(lr) else lr, 0.0, float("inf")),
+        momentum=(momentum, 0.0, float("inf")),
+        weight_decay=(weight_decay, 0.0, float("inf")),
+    )
+    if nesterov and (not momentum or dampening):
+        raise OptimizerError("sgd: nesterov=True needs momentum > 0 and dampening=0.")
+    return _SGD(lr, weight_decay, decays, state_dtype, momentum, dampening, nesterov)
+
+
+@dataclass(frozen=True)
+class _SGD(Elementwise):
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+    moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.moments if self.momentum else ()
+
+    def step(
+        self, params: Tensors, grads: Tensors, moments: list[Tensors], at: Step
+    ) -> tuple[Tensors, list[Tensors]]:
+        grads = self._with_decay(params, grads, at)
+        change = grads
+        if moments:
+            kept = each("mul", moments[0], self.momentum)
+            moments = [each("add", kept, self._dampened(grads, at))]
+            change = moments[0]
+            if self.nesterov:
+                change = each("add", grads, each("mul", moments[0], self.momentum))
+        return each("sub", params, each("mul", change, at.lr)), moments
+
+    def _dampened(self, grads: Tensors, at: Step) -> Tensors:
+        """The first step takes all of the gradient, as torch's does."""
+        if not self.dampening:
+            return grads
+        return each("mul", grads, torch.where(at.number == 1, 1.0, 1 - self.dampening))
+
+    def _with_decay(self, params: Tensors, grads: Tensors, at: Step) -> Tensors:
+        places = [place for place, amount in enumerate(at.decays) if amount]
+        result = list(grads)
+        if places:
+            own = [grads[i] for i in places], [params[i] for i in places]
+            added = each("add", *own, alpha=self.weight_decay)
+            for place, grad in zip(places, added, strict=True):
+                result[place] = grad
+        return result

@@ -1,0 +1,302 @@
+"""Gradients summed, parameters sharded and gathered: whole trees moved in flat buckets."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.assertions import typeof
+from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.tree import Misfit, Placed, Tree, flatten, spread, unflatten
+from shardmap_torch.errors import ShardTypeError, SpecError, listing
+from shardmap_torch.ops.arguments import Axis
+from shardmap_torch.optim.buckets import BUCKET_BYTES, Transfer, transfer_all
+from shardmap_torch.spec import P
+from shardmap_torch.types import I, K, R
+
+X = TypeVar("X")
+
+
+def sync_gradients(
+    grads: X,
+    specs: Tree,
+    axis: Axis = (),
+    *,
+    into: Tree | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    comm_dtype: torch.dtype | None = None,
+) -> X:
+    """Sums the pending gradients of all leaves over the ranks, in flat buckets.
+
+    A gradient that is taken in the body, of parameters that every rank of an axis uses on other
+    data, is one rank's addend. Each leaf is summed over those of `axis` that its spec neither
+    mentions nor names in `invariant=`, and over those that it names in `replicate=`, as the scales
+    of norms under sequence parallelism do over "tp". Leaves that are summed over the same axes and
+    sharded over the same ones travel together.
+
+    With `into`, the specs of ZeRO's shards that `shard_over` gives, gradients are reduce-scattered:
+    a rank receives the sum of its own shard only, and what is left is all-reduced.
+
+    Shape: unchanged, or that of the shard. Types: P over those axes becomes I, or S(dim). Sends
+    2(n-1)/n of the bytes of the leaves per rank over n ranks, or (n-1)/n with `into`; ceil(bytes /
+    bucket_bytes) collectives for each distinct set of axes.
+
+    Args:
+        grads: pytree of gradients.
+        specs: pytree prefix of the specs of the parameters.
+        axis: the axes over which gradients are pending, such as "dp" or ("dp", "cp").
+        into: pytree prefix of the specs of the shards.
+        bucket_bytes: the largest buffer; one leaf may be larger.
+        comm_dtype: dtype in which gradients travel and are added.
+
+    Raises:
+        SpecError: specs that do not match the gradients, or each other.
+        ShardTypeError: in a checked call, a gradient that is not pending over one of these axes.
+
+    Source: `torch.nn.parallel.DistributedDataParallel`; Megatron-LM's
+    `finalize_model_grads`; Rajbhandari et al. 2020 (ZeRO).
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
+        >>> from shardmap_torch.optim import sync_gradients
+        >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
+        >>> @shard_map(mesh=mesh, in_specs=(P(), P("dp")), out_specs=P(), check="global")
+        ... def grads(params, x):
+        ...     loss = lambda p: all_reduce((x * p["w"] + p["b"]).sum(), "dp", dst=I)
+        ...     return sync_gradients(torch.func.grad(loss)(params), P(), "dp")
+        >>> grads({"w": torch.ones(()), "b": torch.ones(())}, torch.arange(4.0))
+        {'w': tensor(6.), 'b': tensor(4.)}
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    leaves = _placed("sync_gradients", "grads", specs, grads)
+    shards = specs if into is None else into
+    targets = _placed("sync_gradients", "grads", shards, grads)
+    pairs = [(leaf.spec, target.spec) for leaf, target in zip(leaves, targets, strict=True)]
+    _check_added("sync_gradients", leaves, targets)
+    pending = [_pending(spec, axes) for spec, _ in pairs]
+    _check_scattered(leaves, targets, pending)
+    _check_types(leaves, pending)
+    scatters = [_scatter(*pair, axes_) for pair, axes_ in zip(pairs, pending, strict=True)]
+    sums = [_sum(*pair, axes_) for pair, axes_ in zip(pairs, pending, strict=True)]
+    return _move(grads, (scatters, sums), bucket_bytes, comm_dtype)
+
+
+def shard_params(params: X, specs: Tree, into: Tree) -> X:
+    """Takes each rank's own shard of parameters that all ranks of an axis hold.
+
+    Shape: a dim of size d becomes d/n over n ranks. Types: I becomes S(dim). Sends nothing.
+
+    Args:
+        params: pytree of parameters.
+        specs: pytree prefix of their specs.
+        into: pytree prefix of the specs of the shards, as `shard_over` gives.
+
+    Raises:
+        SpecError: specs that do not match the parameters, or each other.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> from shardmap_torch.optim import shard_params
+        >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
+        >>> own = lambda p: shard_params(p, P(), P("dp"))
+        >>> shard_map(own, mesh=mesh, in_specs=P(), out_specs=P("dp"))(torch.arange(4.0))
+        tensor([0., 1., 2., 3.])
+    """
+    return _reshard("shard_params", params, specs, into, _slice, BUCKET_BYTES, None)
+
+
+def gather_params(
+    params: X,
+    specs: Tree,
+    into: Tree,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    comm_dtype: torch.dtype | None = None,
+) -> X:
+    """Gathers shards of parameters on all ranks of an axis, in flat buckets; undoes `shard_params`.
+
+    Shape: a dim of size d becomes n*d over n ranks. Types: S(dim) becomes I. Sends (n-1) times the
+    bytes of the shards per rank.
+
+    Args:
+        params: pytree of shards.
+        specs: pytree prefix of the specs of the shards, as `shard_over` gives.
+        into: pytree prefix of the specs of the gathered parameters.
+        bucket_bytes: the largest buffer, of shards; one leaf may be larger.
+        comm_dtype: dtype in which the values travel.
+
+    Raises:
+        SpecError: specs that do not match the parameters, or each other.
+
+    Source: the all-gather after the step of ZeRO stage 1 and 2 (Rajbhandari et al. 2020).
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> from shardmap_torch.optim import gather_params
+        >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
+        >>> full = lambda p: gather_params(p, P("dp"), P())
+        >>> shard_map(full, mesh=mesh, in_specs=P("dp"), out_specs=P())(torch.arange(4.0))
+        tensor([0., 1., 2., 3.])
+    """
+    return _reshard("gather_params", params, into, specs, _gather, bucket_bytes, comm_dtype)
+
+
+Make: TypeAlias = Callable[[P, P], Transfer | None]
+"""From the specs of a leaf and of its shard, what takes the one to the other."""
+
+
+def _reshard(
+    name: str,
+    params: X,
+    specs: Tree,
+    shards: Tree,
+    make: Make,
+    bucket_bytes: int,
+    comm_dtype: torch.dtype | None,
+) -> X:
+    leaves = _placed(name, "params", specs, params)
+    targets = _placed(name, "params", shards, params)
+    _check_added(name, leaves, targets)
+    pairs = zip(leaves, targets, strict=True)
+    transfers = [make(leaf.spec, target.spec) for leaf, target in pairs]
+    return _move(params, (transfers,), bucket_bytes, comm_dtype)
+
+
+def _move(
+    tree: X,
+    stages: Sequence[Sequence[Transfer | None]],
+    bucket_bytes: int,
+    comm_dtype: torch.dtype | None,
+) -> X:
+    leaves, structure = flatten(tree)
+    for stage in stages:
+        leaves = transfer_all(leaves, stage, bucket_bytes, comm_dtype)
+    moved: X = unflatten(structure, leaves)
+    return moved
+
+
+def _placed(name: str, what: str, specs: Tree, tree: Tree) -> list[Placed[P]]:
+    found = list(spread(specs, tree, what, lambda spec: isinstance(spec, P)))
+    problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+    problems += [
+        f"{leaf.path}: is no tensor but a {type(leaf.value).__name__}"
+        for leaf in found
+        if isinstance(leaf, Placed) and not isinstance(leaf.value, Tensor)
+    ]
+    if problems:
+        raise SpecError(listing(f"{name}: the specs do not match the {what}:", problems))
+    return [leaf for leaf in found if isinstance(leaf, Placed)]
+
+
+def added(spec: P, shard: P) -> tuple[int, tuple[str, ...]] | None:
+    """Returns the dim that `shard` shards further than `spec` does, and by which axes.
+
+    None where both shard alike.
+
+    Raises:
+        ValueError: they differ in more than further axes at the end of one dim.
+
+    Example:
+        >>> added(P("tp"), P(("tp", "dp")))
+        (0, ('dp',))
+    """
+    one, other = dict(spec.cuts), dict(shard.cuts)
+    dims = [dim for dim in sorted(one.keys() | other.keys()) if one.get(dim) != other.get(dim)]
+    if not dims:
+        return None
+    own, further = one.get(dims[0], ()), other.get(dims[0], ())
+    if len(dims) > 1 or further[: len(own)] != own:
+        raise ValueError("they may differ in axes at the end of one dim only")
+    return dims[0], further[len(own) :]
+
+
+def _check_added(name: str, leaves: Sequence[Placed[P]], targets: Sequence[Placed[P]]) -> None:
+    problems = []
+    for leaf, target in zip(leaves, targets, strict=True):
+        try:
+            added(leaf.spec, target.spec)
+        except ValueError as error:
+            problems.append(f"{leaf.path}: {leaf.spec!r} and {target.spec!r}: {error}")
+    if problems:
+        raise SpecError(listing(f"{name}: shards must be shards of the parameters:", problems))
+
+
+def _check_scattered(
+    leaves: Sequence[Placed[P]], targets: Sequence[Placed[P]], pending: Sequence[tuple[str, ...]]
+) -> None:
+    """Requires that what is scattered is a sum: else each rank would get its own addend only."""
+    problems = []
+    for leaf, target, axes in zip(leaves, targets, pending, strict=True):
+        extra = added(leaf.spec, target.spec)
+        missing = [axis for axis in extra[1] if axis not in axes] if extra else []
+        if missing:
+            names = ", ".join(map(repr, missing))
+            problems.append(f"{leaf.path}: is scattered over {names}, which axis= does not name")
+    if problems:
+        raise SpecError(listing("sync_gradients: only pending sums are scattered:", problems))
+
+
+def _check_types(leaves: Sequence[Placed[P]], pending: Sequence[tuple[str, ...]]) -> None:
+    """While the body is checked: that each leaf is a sum over its axes, and over no other."""
+    if current_interpreter() is None:
+        return
+    problems = []
+    for leaf, axes in zip(leaves, pending, strict=True):
+        types = {axis: plain(kind) for axis, kind in typeof(leaf.value).items()}
+        complete = [axis for axis in axes if types.get(axis) in (I, R, K)]
+        done = (*axes, *leaf.spec.mentioned)
+        forgotten = [axis for axis, kind in types.items() if kind.varies and axis not in done]
+        if complete:
+            names = ", ".join(map(repr, complete))
+            problems.append(f"{leaf.path}: is equal on all ranks of {names}, complete already")
+        if forgotten:
+            names = ", ".join(map(repr, forgotten))
+            problems.append(
+                f"{leaf.path}: is pending over {names} too; name it in axis=, or in replicate= of "
+                f"its spec, {leaf.spec!r}"
+            )
+    if problems:
+        head = f"sync_gradients: the gradients are not pending as told, at {call_site()}:"
+        raise ShardTypeError(listing(head, problems))
+
+
+def _pending(spec: P, axes: tuple[str, ...]) -> tuple[str, ...]:
+    others = [a for a in axes if a not in spec.mentioned and a not in spec.invariant]
+    return tuple(dict.fromkeys([*others, *sorted(spec.replicate)]))
+
+
+def _bare(spec: P, partial_: Sequence[str] = ()) -> P:
+    """The spec without types of axes that do not shard."""
+    return P(*spec.entries, partial=partial_)
+
+
+def _scatter(spec: P, shard: P, pending: tuple[str, ...]) -> Transfer | None:
+    extra = added(spec, shard)
+    if extra is None:
+        return None
+    dim, axes = extra
+    rest = [axis for axis in pending if axis not in axes]
+    return Transfer("reduce_scatter", axes, dim, _bare(spec, pending), _bare(shard, rest))
+
+
+def _sum(spec: P, shard: P, pending: tuple[str, ...]) -> Transfer | None:
+    axes = tuple(axis for axis in pending if axis not in shard.mentioned)
+    if not axes:
+        return None
+    return Transfer("all_reduce", axes, None, _bare(shard, axes), _bare(shard))
+
+
+def _slice(spec: P, shard: P) -> Transfer | None:
+    extra = added(spec, shard)
+    return extra and Transfer("slice", extra[1], extra[0], _bare(spec), _bare(shard))
+
+
+def _gather(spec: P, shard: P) -> Transfer | None:
+    extra = added(spec, shard)
+    return extra and Transfer("all_gather", extra[1], extra[0], _bare(shard), _bare(spec))

@@ -1,0 +1,117 @@
+"""Specs for a tree of parameters, written as patterns over the paths of its leaves."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import optree
+
+from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
+from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.spec import P
+
+
+def match_specs(tree: Tree, patterns: Mapping[str, P], *, default: P | None = None) -> Tree:
+    """Gives every leaf of `tree` the spec of the one pattern that matches its path.
+
+    The path of a leaf is its keys, indices and attribute names joined by dots, as in
+    `layers.0.wq`. In a pattern `*` stands for any characters within one name, `**` for any number
+    of names, none included, `?` for one character and `[abc]` for one of several. Nothing is
+    communicated and no data is read: leaves need a `shape` only, if they have one.
+
+    Args:
+        tree: pytree of tensors, or of `ShapeDtype`.
+        patterns: a spec for each pattern; each must match at least one leaf.
+        default: the spec of leaves that no pattern matches; by default these are an error.
+
+    Returns:
+        A pytree like `tree` with a `P` in place of each leaf, for `in_specs`, `device_put` and the
+        functions of `shardmap_torch.optim`.
+
+    Raises:
+        SpecError: a pattern that matches no leaf, a leaf that no pattern or several patterns match,
+            a spec with more entries than its leaf has dims; lists all of them.
+
+    Source: `match_partition_rules` of EasyLM and Levanter, without its order of precedence.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, match_specs
+        >>> layer = {"wq": torch.ones(4, 4), "norm": torch.ones(4)}
+        >>> specs = match_specs(
+        ...     {"layers": [layer, layer], "head": torch.ones(4, 8)},
+        ...     {"layers.*.wq": P(None, "tp"), "**.norm": P(), "head": P(None, "tp")},
+        ... )
+        >>> specs["layers"][1], specs["head"]
+        ({'wq': P(None, 'tp'), 'norm': P()}, P(None, 'tp'))
+    """
+    leaves, structure = flatten(tree)
+    paths = leaf_paths(tree)
+    matches = [[each for each in patterns if _regex(each).fullmatch(path)] for path in paths]
+    used = {pattern for found in matches for pattern in found}
+    problems = [_unused(pattern, paths) for pattern in patterns if pattern not in used]
+    specs = []
+    for path, leaf, found in zip(paths, leaves, matches, strict=True):
+        spec = patterns[found[0]] if found else default
+        problems += _leaf_problems(path, leaf, spec, found)
+        specs.append(spec)
+    if problems:
+        raise SpecError(listing("match_specs: patterns and leaves do not match:", problems))
+    return unflatten(structure, specs)
+
+
+def leaf_paths(tree: Tree) -> list[str]:
+    """Returns the path of each leaf, its names joined by dots, in the order of `flatten`.
+
+    Example:
+        >>> leaf_paths({"layers": [{"wq": 1}, {"wq": 2}]})
+        ['layers.0.wq', 'layers.1.wq']
+    """
+    return [".".join(map(str, path)) for path in optree.tree_paths(tree, namespace=NAMESPACE)]
+
+
+_ANY_CHARACTERS, _ANY_NAMES = r"[^.]*", r"(?:[^.]+\.)*"
+
+
+@lru_cache(maxsize=4096)
+def _regex(pattern: str) -> re.Pattern[str]:
+    if not isinstance(pattern, str):
+        raise SpecError(f"match_specs: a pattern is a string, not {pattern!r}.")
+    *leading, last = pattern.split(".")
+    parts = [_ANY_NAMES if name == "**" else _name_regex(name) + r"\." for name in leading]
+    # A last `**` stands for at least the name of the leaf itself.
+    parts.append(_ANY_NAMES + r"[^.]+" if last == "**" else _name_regex(last))
+    return re.compile("".join(parts))
+
+
+def _name_regex(name: str) -> str:
+    tokens = re.findall(r"\[[^\]]+\]|.", name)
+    return "".join(_TOKENS.get(token, _literal(token)) for token in tokens)
+
+
+_TOKENS: Mapping[str, str] = {"*": _ANY_CHARACTERS, "?": r"[^.]"}
+
+
+def _literal(token: str) -> str:
+    if len(token) == 1:
+        return re.escape(token)
+    inside = token[1:-1].replace("\\", r"\\")
+    return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
+
+
+def _unused(pattern: str, paths: Sequence[str]) -> str:
+    near = difflib.get_close_matches(pattern, paths, n=1, cutoff=0.0)
+    return f"pattern {pattern!r}: matches no leaf" + "".join(
+        f"; the nearest is {n!r}" for n in near
+    )
+
+
+def _leaf_problems(path: str, leaf: Any, spec: P | None, found: Sequence[str]) -> Iterable[str]:
+    if len(found) > 1:
+        yield f"leaf {path!r}: matched by {' and '.join(map(repr, found))}"
+    elif spec is None:
+        yield f"leaf {path!r}: no pattern matches"
+    elif (shape := getattr(leaf, "shape", None)) is not None and len(spec.entries) > len(shape):
+        yield f"leaf {path!r}: {spec!r} has {len(spec.entries)} entries, shape {tuple(shape)}"

@@ -1,0 +1,232 @@
+"""Gradients and parameters that travel in buckets arrive as they would one by one."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    Mesh,
+    P,
+    ShardTypeError,
+    SpecError,
+    explain,
+    full,
+    make_mesh,
+    shard_map,
+    validate_rule,
+)
+from shardmap_torch.checker.region import local_region
+from shardmap_torch.optim import buckets, gather_params, shard_over, shard_params, sync_gradients
+from shardmap_torch.optim.sync import added
+from tests.optim.training import (
+    AXES,
+    MESH,
+    SPECS,
+    Params,
+    assert_equal,
+    batch,
+    loss,
+    loss_on_one_device,
+    params,
+)
+from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
+from tests.programs.support.harness import random
+from tests.support.pool import Gloo
+
+BARE = {name: P(*spec.entries) for name, spec in SPECS.items()}
+
+
+def shards(mesh: Mesh) -> dict[str, P]:
+    sharded: dict[str, P] = shard_over(BARE, params(), "dp", mesh)
+    return sharded
+
+
+def gradients(mesh: Mesh, into: dict[str, P] | None, **options: Any) -> Params:
+    """The synced gradients of the first batch, as plain global tensors."""
+
+    @shard_map(
+        mesh=mesh,
+        in_specs=(BARE, P("dp", "tp")),
+        out_specs=BARE if into is None else into,
+        check="global",
+    )
+    def body(weights: Params, x: Tensor) -> Params:
+        grads = torch.func.grad(loss)(weights, x)
+        return sync_gradients(grads, SPECS, "dp", into=into, **options)
+
+    return full(body(params(), batch(0)))
+
+
+def on_one_device() -> Params:
+    grads: Params = torch.func.grad(loss_on_one_device)(params(), batch(0))
+    return grads
+
+
+def sums(mesh: Mesh) -> None:
+    for bucket_bytes in (1, 500, 10**9):
+        assert_equal(gradients(mesh, None, bucket_bytes=bucket_bytes), on_one_device())
+
+
+@ON_EVERY_MESH
+def test_summed_gradients_are_those_of_one_device(kind: Any, gloo: Gloo) -> None:
+    run_on(kind, sums, gloo, MESH, AXES)
+
+
+def scatters(mesh: Mesh) -> None:
+    for bucket_bytes in (1, 10**9):
+        assert_equal(gradients(mesh, shards(mesh), bucket_bytes=bucket_bytes), on_one_device())
+
+
+@ON_EVERY_MESH
+def test_scattered_gradients_are_those_of_one_device(kind: Any, gloo: Gloo) -> None:
+    run_on(kind, scatters, gloo, MESH, AXES)
+
+
+def there_and_back(mesh: Mesh) -> None:
+    into = shards(mesh)
+
+    @shard_map(mesh=mesh, in_specs=(BARE,), out_specs=(into, BARE), check="global")
+    def body(weights: Params) -> tuple[Params, Params]:
+        own = shard_params(weights, BARE, into)
+        return own, gather_params(own, into, BARE)
+
+    for moved in body(params()):
+        assert_equal(full(moved), params())
+
+
+@ON_EVERY_MESH
+def test_parameters_are_sharded_and_gathered_again(kind: Any, gloo: Gloo) -> None:
+    run_on(kind, there_and_back, gloo, MESH, AXES)
+
+
+SPECS_PARTIAL = {
+    name: P(*spec.entries, partial={"dp", *spec.replicate}) for name, spec in SPECS.items()
+}
+
+
+def count(mesh: Mesh, into: bool, **options: Any) -> int:
+    """How many collectives a synchronisation of gradients runs."""
+    target = shards(mesh) if into else BARE
+
+    @shard_map(mesh=mesh, in_specs=(SPECS_PARTIAL,), out_specs=target)
+    def body(grads: Params) -> Params:
+        return sync_gradients(grads, SPECS, "dp", into=target if into else None, **options)
+
+    lines = str(explain(body, params())).splitlines()
+    return sum(line.strip().startswith(("all_reduce(", "reduce_scatter(")) for line in lines)
+
+
+def test_leaves_that_are_summed_alike_travel_together() -> None:
+    mesh = make_mesh(MESH, AXES, kind="abstract")
+    # w1, b1 and w2 over dp; scale and gain over dp and tp.
+    assert count(mesh, into=False) == 2
+    # scale is scattered by itself, then summed over tp; gain has no dim to scatter.
+    assert count(mesh, into=True) == 4
+    assert count(mesh, into=False, bucket_bytes=1) == len(SPECS)
+
+
+def test_gradients_that_are_pending_otherwise_are_an_error_that_names_each_of_them() -> None:
+    mesh = make_mesh(MESH, AXES, kind="abstract")
+
+    @shard_map(mesh=mesh, in_specs=(BARE, P("dp", "tp")), out_specs=BARE)
+    def forgotten(weights: Params, x: Tensor) -> Params:
+        return sync_gradients(torch.func.grad(loss)(weights, x), BARE, "dp")
+
+    @shard_map(mesh=mesh, in_specs=(BARE, P("dp", "tp")), out_specs=BARE)
+    def twice(weights: Params, x: Tensor) -> Params:
+        grads = sync_gradients(torch.func.grad(loss)(weights, x), SPECS, "dp")
+        return sync_gradients({"w1": grads["w1"]}, SPECS["w1"], "dp")
+
+    forgotten_fix = "is pending over 'tp' too; name it in axis=, or in replicate= of its spec, P()"
+    for step, line, problems in (
+        (forgotten, "BARE", [f"grads[{name!r}]: {forgotten_fix}" for name in ("gain", "scale")]),
+        (twice, "w1", ["grads['w1']: is equal on all ranks of 'dp', complete already"]),
+    ):
+        with pytest.raises(ShardTypeError) as caught:
+            step(params(), batch(0))
+        head, *found = str(caught.value).splitlines()
+        assert head.startswith(
+            "sync_gradients: the gradients are not pending as told, at test_sync"
+        )
+        assert line in head
+        assert [each.strip() for each in found] == problems
+
+
+def test_the_promise_of_a_bucket_is_kept() -> None:
+    """What `check="global"` takes a bucket to be, simulated ranks compute, backward included."""
+    found: dict[str, tuple[Any, list[int]]] = {}
+
+    def spy(move: Any, in_types: Any, out_types: Any) -> Any:
+        region = local_region(move, in_types=in_types, out_types=out_types)
+
+        def recorded(*leaves: Tensor) -> Any:
+            found[move.__name__] = region, [leaf.ndim for leaf in leaves]
+            return region(*leaves)
+
+        return recorded
+
+    mesh = make_mesh(MESH, AXES, kind="simulated", simulate="ranks")
+    with mock.patch.object(buckets, "local_region", spy):
+        there_and_back(mesh)
+        gradients(mesh, None)
+        gradients(mesh, shards(mesh))
+    assert sorted(found) == ["all_gather_buckets", "all_reduce_buckets", "reduce_scatter_buckets"]
+    for region, ndims in found.values():
+        example = [random((8,) * ndim, seed) for seed, ndim in enumerate(ndims)]
+        validate_rule(region, *example, num_ranks=2)
+
+
+def test_leaves_of_one_rank_and_no_axis_stay_as_they_are() -> None:
+    leaf = torch.ones(2)
+    assert sync_gradients({"w": leaf}, P())["w"] is leaf
+
+
+@pytest.mark.parametrize(
+    ("spec", "shard", "expected"),
+    [
+        (P("tp"), P("tp"), None),
+        (P(), P(None, "dp"), (1, ("dp",))),
+        (P("tp"), P(("tp", "dp", "cp")), (0, ("dp", "cp"))),
+    ],
+)
+def test_what_a_shard_has_more(spec: P, shard: P, expected: Any) -> None:
+    assert added(spec, shard) == expected
+
+
+X = {"w": torch.ones(4, 4)}
+ERRORS = {
+    "tree": (
+        lambda: sync_gradients(X, {"v": P()}, "dp"),
+        "sync_gradients: the specs do not match the grads:\n"
+        "  grads: no spec for ['w']; specs for absent ['v']",
+    ),
+    "no tensor": (
+        lambda: sync_gradients({"w": 1.0}, P(), "dp"),
+        "sync_gradients: the specs do not match the grads:\n  grads['w']: is no tensor but a float",
+    ),
+    "other shards": (
+        lambda: shard_params(X, P("tp"), P("dp")),
+        "shard_params: shards must be shards of the parameters:\n"
+        "  params['w']: P('tp') and P('dp'): they may differ in axes at the end of one dim only",
+    ),
+    "not pending": (
+        lambda: sync_gradients(X, P(), "dp", into=P(("dp", "cp"))),
+        "sync_gradients: only pending sums are scattered:\n"
+        "  grads['w']: is scattered over 'cp', which axis= does not name",
+    ),
+    "shard_over": (
+        lambda: shard_over({"w": P("dp")}, X, "dp", make_mesh((2,), ("dp",), kind="abstract")),
+        "shard_over 'dp':\n  params['w']: P('dp') mentions 'dp'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_specs_that_do_not_match_are_an_error(name: str) -> None:
+    make, text = ERRORS[name]
+    with pytest.raises(SpecError) as caught:
+        make()
+    assert str(caught.value) == text
