@@ -63,8 +63,8 @@ def device_put(
         local = bind(backend, Enter(on, spec), leaf.value)
         if spec.cuts or as_dtensor:  # a view would keep the whole value, and write into it
             (local,) = apart([local], [leaf.value])
-        is_whole = as_dtensor and not spec.partial
-        return bind(backend, Leave(on, spec, placements_of(on, spec) if is_whole else None), local)
+        lies = placements_of(on, spec) if as_dtensor and not spec.partial else None
+        return bind(backend, Leave(on, spec, lies), local)
 
     return _replace(moved, placed, put)
 

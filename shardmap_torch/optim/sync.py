@@ -262,7 +262,9 @@ def _check_types(leaves: Sequence[Placed[P]], pending: Sequence[tuple[str, ...]]
                 f"its spec, {leaf.spec!r}"
             )
     if problems:
-        head = f"sync_gradients: the gradients are not pending as told, at {call_site()}:"
+        site = call_site()
+        where = f" at {site}" if site is not None else ""
+        head = f"sync_gradients{where}: the gradients are not pending over the axes named:"
         raise ShardTypeError(listing(head, problems))
 
 

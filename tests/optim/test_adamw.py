@@ -128,7 +128,9 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "sgd: nesterov=True needs momentum > 0 and dampening=0.",
     ),
     "dtype": (
-        lambda: adamw().init({"a": torch.ones(2, dtype=torch.int64), "b": [W.cfloat()], "c": W}),
+        lambda: adamw().init(
+            {"a": torch.ones(2, dtype=torch.int64), "b": [W.to(torch.complex64)], "c": W}
+        ),
         "An optimizer takes real floating parameters; leave others out of the tree:\n"
         "  a: torch.int64\n"
         "  b.0: torch.complex64",
