@@ -55,7 +55,7 @@ def _program(local: bool) -> Parallel:
 
 
 def _parameter(name: str) -> Tensor:
-    cut = dict(SPECS[name].cuts)
+    cut = dict(SPECS[name].sharded_dims)
     over_tp = spmd.S(next(iter(cut))) if cut else spmd.I
     typed: Tensor = spmd.assert_type(
         torch.empty(shard_of(name), requires_grad=True), {"dp": spmd.I, "tp": over_tp}

@@ -25,7 +25,7 @@ from shardmap_torch.collectives.table import TABLE, Row
 from shardmap_torch.errors import CollectiveError, SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.arguments import check_comm_dtype, each_leaf
-from shardmap_torch.spec import P, misfits
+from shardmap_torch.spec import P, mismatches
 from shardmap_torch.types import AxisType, I, Partial, R, V
 
 X = TypeVar("X")
@@ -139,7 +139,7 @@ def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tupl
         raise SpecError(f"reshard: no axis {', '.join(map(repr, unknown))} in the {mesh}.")
     if shape is not None:
         for word, spec in (("src", src), ("dst", dst)):
-            problems = misfits(spec, tuple(shape), sizes)
+            problems = mismatches(spec, tuple(shape), sizes)
             if problems:
                 raise SpecError(
                     f"reshard from {src!r} to {dst!r}: {word} does not fit the global shape "
@@ -168,7 +168,7 @@ def _no_axes(src: P, dst: P) -> tuple[str, ...]:
 
 def _global_shape(x: Tensor, src: P, mesh: Mesh) -> tuple[int, ...]:
     shape = list(x.shape)
-    for dim, axes in src.cuts:
+    for dim, axes in src.sharded_dims:
         if dim < len(shape):
             shape[dim] *= mesh.num_ranks(axes)
     return tuple(shape)
@@ -181,19 +181,21 @@ def _global_shape(x: Tensor, src: P, mesh: Mesh) -> tuple[int, ...]:
 class _Layout:
     """For each dim the axes that cut it, and the types of the axes that cut none."""
 
-    cuts: Cuts
+    sharded_dims: Cuts
     kinds: frozenset[tuple[str, AxisType]]
 
     def of_kind(self, kind: AxisType) -> list[str]:
         return sorted(axis for axis, its in self.kinds if its == kind)
 
     def recut(self, changes: Mapping[int, tuple[str, ...]]) -> "_Layout":
-        cuts = tuple(changes.get(dim, axes) for dim, axes in enumerate(self.cuts))
+        cuts = tuple(changes.get(dim, axes) for dim, axes in enumerate(self.sharded_dims))
         return _Layout(cuts, self.kinds)
 
     def retyped(self, axes: Sequence[str], kind: AxisType | None) -> "_Layout":
         kept = frozenset(pair for pair in self.kinds if pair[0] not in axes)
-        return _Layout(self.cuts, kept | {(axis, kind) for axis in axes if kind is not None})
+        return _Layout(
+            self.sharded_dims, kept | {(axis, kind) for axis in axes if kind is not None}
+        )
 
 
 _Moves = Iterator[tuple[Collective, _Layout]]
@@ -231,7 +233,7 @@ def _search(
 
 
 def _layout(spec: P, axes: frozenset[str], num_dims: int) -> _Layout:
-    cuts = dict(spec.cuts)
+    cuts = dict(spec.sharded_dims)
     types = {axis: spec.types.get(axis, I) for axis in axes - set(spec.mentioned)}
     return _Layout(tuple(cuts.get(dim, ()) for dim in range(num_dims)), frozenset(types.items()))
 
@@ -244,7 +246,7 @@ def _step(
     sizes: Mapping[str, int],
 ) -> Step:
     if collective.name == "ppermute":  # the pairs of those that are not taken are never needed
-        collective = _permutation(before.cuts, after.cuts, sizes)
+        collective = _permutation(before.sharded_dims, after.sharded_dims, sizes)
     return Step(collective, *_bytes(collective, before, after, start, sizes))
 
 
@@ -256,11 +258,11 @@ def _bytes(
     sizes: Mapping[str, int],
 ) -> tuple[Fraction, Fraction]:
     """What each rank sends, forward and backward."""
-    whole = _pieces(start.cuts, sizes)
+    whole = _pieces(start.sharded_dims, sizes)
     forward, back = _rates(collective.row, prod(sizes[axis] for axis in collective.axes))
     return (
-        forward * Fraction(whole, _pieces(before.cuts, sizes)),
-        back * Fraction(whole, _pieces(after.cuts, sizes)),
+        forward * Fraction(whole, _pieces(before.sharded_dims, sizes)),
+        back * Fraction(whole, _pieces(after.sharded_dims, sizes)),
     )
 
 
@@ -296,7 +298,7 @@ class _Neighbours:
 
     def _exchanges(self, layout: _Layout) -> _Moves:
         for dim, axes, left in self._loose_ends(layout):
-            for other, own in enumerate(layout.cuts):
+            for other, own in enumerate(layout.sharded_dims):
                 if other != dim and self._divides(other, (*own, *axes)):
                     after = layout.recut({dim: left, other: (*own, *axes)})
                     yield Collective("all_to_all", V, V, axes, dim=other, concat_dim=dim), after
@@ -312,7 +314,9 @@ class _Neighbours:
 
     def _cuts(self, layout: _Layout) -> _Moves:
         kinds = dict(layout.kinds)
-        for dim, (own, wanted) in enumerate(zip(layout.cuts, self.goal.cuts, strict=True)):
+        for dim, (own, wanted) in enumerate(
+            zip(layout.sharded_dims, self.goal.sharded_dims, strict=True)
+        ):
             if wanted[: len(own)] != own:
                 continue
             for end in range(len(own) + 1, len(wanted) + 1):
@@ -338,15 +342,15 @@ class _Neighbours:
 
     def _permutations(self, layout: _Layout) -> _Moves:
         """The same pieces on other ranks: other orders of the cut axes."""
-        flat = [axis for axes in layout.cuts for axis in axes]
-        lengths = [len(axes) for axes in layout.cuts]
+        flat = [axis for axes in layout.sharded_dims for axis in axes]
+        lengths = [len(axes) for axes in layout.sharded_dims]
         orders = {_regroup(order, lengths) for order in permutations(flat)}
-        if sorted(flat) == sorted(axis for axes in self.goal.cuts for axis in axes):
-            orders.add(self.goal.cuts)
-        for cuts in orders - {layout.cuts}:
+        if sorted(flat) == sorted(axis for axes in self.goal.sharded_dims for axis in axes):
+            orders.add(self.goal.sharded_dims)
+        for cuts in orders - {layout.sharded_dims}:
             same = all(
                 _pieces((a,), self.sizes) == _pieces((b,), self.sizes)
-                for a, b in zip(layout.cuts, cuts, strict=True)
+                for a, b in zip(layout.sharded_dims, cuts, strict=True)
             )
             if same and self._keeps_fronts(layout, cuts):
                 yield Collective("ppermute", V, V, tuple(flat)), _Layout(cuts, layout.kinds)
@@ -355,23 +359,23 @@ class _Neighbours:
         self, layout: _Layout
     ) -> Iterator[tuple[int, tuple[str, ...], tuple[str, ...]]]:
         """For each dim the ends of its tuple that may leave, and what is left."""
-        for dim, axes in enumerate(layout.cuts):
+        for dim, axes in enumerate(layout.sharded_dims):
             for at in range(self._front(dim, axes), len(axes)):
                 yield dim, axes[at:], axes[:at]
 
     def _front(self, dim: int, axes: tuple[str, ...]) -> int:
         """How many axes stand where the goal has them."""
-        return len(_common_front(axes, self.goal.cuts[dim]))
+        return len(_common_front(axes, self.goal.sharded_dims[dim]))
 
     def _keeps_fronts(self, layout: _Layout, cuts: Cuts) -> bool:
-        fronts = [axes[: self._front(dim, axes)] for dim, axes in enumerate(layout.cuts)]
+        fronts = [axes[: self._front(dim, axes)] for dim, axes in enumerate(layout.sharded_dims)]
         return all(axes[: len(front)] == front for front, axes in zip(fronts, cuts, strict=True))
 
     def _divides(self, dim: int, axes: tuple[str, ...]) -> bool:
         num = _pieces((axes,), self.sizes)
         if self.even is not None:
             return self.even[dim] % num == 0
-        known = (self.start.cuts[dim], self.goal.cuts[dim])
+        known = (self.start.sharded_dims[dim], self.goal.sharded_dims[dim])
         return any(_pieces((cut,), self.sizes) % num == 0 for cut in known)
 
 

@@ -96,14 +96,14 @@ class P:
                 yield name, axes
 
     @property
-    def cuts(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    def sharded_dims(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """The dimensions that are cut, with the axes that cut them, major first."""
         return tuple((dim, _entry_axes(e)) for dim, e in enumerate(self.entries) if _entry_axes(e))
 
     @property
     def mentioned(self) -> tuple[str, ...]:
         """The axes that cut some dimension."""
-        return tuple(axis for _, axes in self.cuts for axis in axes)
+        return tuple(axis for _, axes in self.sharded_dims for axis in axes)
 
     @property
     def named(self) -> frozenset[str]:
@@ -118,7 +118,7 @@ class P:
             >>> P("dp", replicate={"tp"}).types
             {'dp': S(0), 'tp': R}
         """
-        types = {axis: S(dim) for dim, axes in self.cuts for axis in axes}
+        types = {axis: S(dim) for dim, axes in self.sharded_dims for axis in axes}
         keywords = ((self.replicate, R), (self.invariant, I), (self.partial, Partial))
         return types | {axis: kind for axes, kind in keywords for axis in sorted(axes)}
 
@@ -152,20 +152,20 @@ def _reject_repeats(spec: P) -> None:
         raise SpecError(f"{spec!r} names {', '.join(map(repr, twice))} more than once.")
 
 
-def misfits(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
+def mismatches(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
     """Says how `spec` fails to cut a tensor of global `shape` over axes of these `sizes`.
 
     Returns:
         One sentence per problem, none when it fits.
 
     Example:
-        >>> misfits(P("tp"), (10,), {"tp": 4})
+        >>> mismatches(P("tp"), (10,), {"tp": 4})
         ["dim 0 has size 10, which does not divide over 'tp' = 4 ranks (10 = 2*4 + 2)"]
     """
     if len(spec.entries) > len(shape):
         return [f"{spec!r} has {len(spec.entries)} entries, but the value has {len(shape)} dims"]
     problems = []
-    for dim, axes in spec.cuts:
+    for dim, axes in spec.sharded_dims:
         counts = [sizes[axis] for axis in axes]
         num_ranks, size = prod(counts), shape[dim]
         if size % num_ranks:

@@ -13,7 +13,7 @@ from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import (
-    Fit,
+    Match,
     check_inputs,
     input_signature,
     is_spec,
@@ -164,8 +164,8 @@ class _Body:
         self._in_specs, self._out_specs = in_specs, out_specs
         self._mesh, self._axis_names, self._check = mesh, axis_names, bool(check)
         # Annotated, since Dynamo cannot call the generic alias Memo[Fit].
-        self._in_fits: Memo[Fit] = Memo()
-        self._out_fits: Memo[Fit] = Memo()
+        self._in_matches: Memo[Match] = Memo()
+        self._out_matches: Memo[Match] = Memo()
         strictness: Strictness = "global" if check == "global" else "local"
         self._checked = Checked(self._name, function, strictness)
 
@@ -207,9 +207,9 @@ class _Body:
             args, kwargs = stand_ins((args, kwargs))
         leaves, structure = flatten((args, kwargs))
 
-        def fit() -> Fit:
+        def match() -> Match:
             found = place_arguments(self._function, self._signature, args, kwargs, self._in_specs)
-            return Fit.of(check_inputs(self._name, mesh, axes, found, infers))
+            return Match.of(check_inputs(self._name, mesh, axes, found, infers))
 
         key = (structure, mesh, axes, infers, *map(input_signature, leaves))
         return Call(
@@ -219,10 +219,10 @@ class _Body:
             frozenset(axes) | (scope.axes if scope is not None else frozenset()),
             axes,
             leaves,
-            self._in_fits.get(key, fit),
+            self._in_matches.get(key, match),
             structure,
             self._out_specs,
-            self._out_fits,
+            self._out_matches,
         )
 
 

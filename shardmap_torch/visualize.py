@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardmap_torch.boundary.placements import spec_of
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
-from shardmap_torch.spec import P, misfits
+from shardmap_torch.spec import P, mismatches
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ def visualize_sharding(
         raise SpecError(
             f"visualize_sharding: {cut!r} names {names}, but the axes are {on.axis_names}."
         )
-    problems = misfits(cut, shape, on.shape)
+    problems = mismatches(cut, shape, on.shape)
     if problems:
         raise SpecError(f"visualize_sharding: {shape} does not fit its spec: {'; '.join(problems)}")
     rows, columns = _shown_dims(cut, shape)
@@ -104,7 +104,7 @@ def _spec_of(x: DTensor, mesh: Mesh) -> P:
 
 def _shown_dims(spec: P, shape: tuple[int, ...]) -> tuple[int | None, int | None]:
     """The dims that run down and across; a single cut runs across where its dim is the last."""
-    dims = sorted(dim for dim, _ in spec.cuts)
+    dims = sorted(dim for dim, _ in spec.sharded_dims)
     if len(dims) > 2:
         raise SpecError(
             f"visualize_sharding: {spec!r} cuts dims {dims}; a table shows two. "
@@ -120,7 +120,7 @@ def _shown_dims(spec: P, shape: tuple[int, ...]) -> tuple[int | None, int | None
 def _table(
     shape: tuple[int, ...], mesh: Mesh, spec: P, down: int | None, across: int | None
 ) -> Table:
-    axes = dict(spec.cuts)
+    axes = dict(spec.sharded_dims)
     holders: dict[tuple[int, int], list[int]] = {}
     for rank in range(mesh.size):
         place = mesh.coordinates(rank)

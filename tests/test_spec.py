@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardmap_torch import I, P, Partial, R, S, SpecError
 from shardmap_torch.core.tree import flatten
-from shardmap_torch.spec import misfits
+from shardmap_torch.spec import mismatches
 
 AXES = ("a", "b", "c", "d")
 
@@ -102,14 +102,14 @@ def test_what_is_no_spec_is_refused(make: Any, text: str) -> None:
 
 def test_misfits_show_the_arithmetic_of_every_dim() -> None:
     sizes = {"a": 2, "b": 3}
-    assert misfits(P("a", None, "b"), (5, 1, 7), sizes) == [
+    assert mismatches(P("a", None, "b"), (5, 1, 7), sizes) == [
         "dim 0 has size 5, which does not divide over 'a' = 2 ranks (5 = 2*2 + 1)",
         "dim 2 has size 7, which does not divide over 'b' = 3 ranks (7 = 2*3 + 1)",
     ]
-    assert misfits(P(("a", "b")), (10,), sizes) == [
+    assert mismatches(P(("a", "b")), (10,), sizes) == [
         "dim 0 has size 10, which does not divide over ('a', 'b') = 2*3 = 6 ranks (10 = 1*6 + 4)"
     ]
-    assert misfits(P("a", None), (2,), sizes) == [
+    assert mismatches(P("a", None), (2,), sizes) == [
         "P('a', None) has 2 entries, but the value has 1 dims"
     ]
-    assert misfits(P(("a", "b")), (0, 5), sizes) == []
+    assert mismatches(P(("a", "b")), (0, 5), sizes) == []

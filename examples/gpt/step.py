@@ -33,9 +33,9 @@ def sharded_loss_and_grads(mesh: Mesh, config: Config) -> LossAndGrads:
 def sharded_step(mesh: Mesh, config: Config, optimizer: AdamW) -> Step:
     """One step of training, from gradients to new parameters, in one body."""
     cuts = model.specs(config)
-    state_cuts = optimizer.specs(cuts)
+    state_specs = optimizer.specs(cuts)
 
-    @shard_map(mesh=mesh, in_specs=(cuts, state_cuts, P("dp")), out_specs=(cuts, state_cuts, P()))
+    @shard_map(mesh=mesh, in_specs=(cuts, state_specs, P("dp")), out_specs=(cuts, state_specs, P()))
     def step(params: Params, state: State, batch: Tensor) -> tuple[Params, State, Tensor]:
         loss, grads = loss_and_grads(params, batch, config.overlap)
         grads, _ = clip(grads, cuts, optimizer.max_norm)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.casts import apply
-from shardmap_torch.boundary.matching import Fit, Spec, place_results
+from shardmap_torch.boundary.matching import Match, Spec, place_results
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, Casts, Edge, Monitor
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
@@ -49,22 +49,22 @@ class Call:
     bound: frozenset[str]
     mapped: tuple[str, ...]
     leaves: Sequence[Any]
-    fit: Fit
+    match: Match
     structure: Structure
     out_specs: Tree
-    out_fits: Memo[Fit]
+    out_matches: Memo[Match]
     exits: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
     follow: Callable[[], Monitor] | None = None
 
     @lazy
     def inputs(self) -> tuple[Placed[Spec], ...]:
         """Every leaf with its path and spec."""
-        return self.fit.place(self.leaves)
+        return self.match.place(self.leaves)
 
     @property
     def crossing(self) -> tuple[int, ...]:
         """Positions of the leaves that are tensors and cross by a spec."""
-        return self.fit.crossing
+        return self.match.crossing
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Result:
     """What one run of a body returned, as in `Call`."""
 
     leaves: Sequence[Any]
-    fit: Fit
+    match: Match
     structure: Structure
 
     @lazy
     def outputs(self) -> tuple[Placed[Spec], ...]:
         """Every leaf with its path and spec."""
-        return self.fit.place(self.leaves)
+        return self.match.place(self.leaves)
 
     def rebuild(self, leaves: Sequence[Any]) -> Tree:
         """Puts other leaves in the places of these."""
@@ -97,7 +97,7 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
     with enter_scope(Scope(backend, call.bound, monitor)):
         values = list(call.leaves)
         for position, casts, local in zip(
-            call.fit.crossing, call.fit.entries, tensors, strict=True
+            call.match.crossing, call.match.entries, tensors, strict=True
         ):
             values[position] = apply(backend, casts, local)
         for position, found in _enter(call, monitor).items():
@@ -106,15 +106,15 @@ def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
         out = call.function(*args, **kwargs)
         leaves, structure = flatten(out)
         key = (structure, call.mapped, *map(_output_signature, leaves))
-        fit = call.out_fits.get(key, lambda: _place(call, out))
-        exits = _leave(call, monitor, fit, leaves)
-        for position, casts in zip(fit.crossing, fit.exits, strict=True):
+        match = call.out_matches.get(key, lambda: _place(call, out))
+        exits = _leave(call, monitor, match, leaves)
+        for position, casts in zip(match.crossing, match.exits, strict=True):
             promised = exits.get(position, ())
             leaves[position] = apply(backend, (*casts, *promised), leaves[position])
-    return Result(leaves, fit, structure)
+    return Result(leaves, match, structure)
 
 
-def _place(call: Call, out: Tree) -> Fit:
+def _place(call: Call, out: Tree) -> Match:
     return place_results(call.name, call.mesh, call.mapped, call.out_specs, out)
 
 
@@ -136,21 +136,21 @@ def _enter(call: Call, monitor: Monitor | None) -> Casts:
     if call.follow is not None or monitor is None:
         return _NONE
     return monitor.enter(
-        ("shard_map", call.mapped, call.fit.specs), _edge(call, call.fit, call.leaves)
+        ("shard_map", call.mapped, call.match.specs), _edge(call, call.match, call.leaves)
     )
 
 
-def _leave(call: Call, monitor: Monitor | None, fit: Fit, leaves: list[Any]) -> Casts:
+def _leave(call: Call, monitor: Monitor | None, match: Match, leaves: list[Any]) -> Casts:
     if monitor is None:
         return call.exits
     if call.follow is None:
-        return monitor.leave(("return", fit.specs), _edge(call, fit, leaves))
+        return monitor.leave(("return", match.specs), _edge(call, match, leaves))
     monitor.end(leaves)
     return call.exits
 
 
-def _edge(call: Call, fit: Fit, leaves: Sequence[Any]) -> Edge:
-    return Edge(call.name, call.mapped, leaves, fit.paths, fit.specs, fit.crossing)
+def _edge(call: Call, match: Match, leaves: Sequence[Any]) -> Edge:
+    return Edge(call.name, call.mapped, leaves, match.paths, match.specs, match.crossing)
 
 
 _NONE: Final[Casts] = {}
@@ -166,7 +166,7 @@ class Untouched:
     def __init__(self, call: Call, tensors: Sequence[Tensor]) -> None:
         """Notes the versions of the tensors that cross, before the body runs."""
         self._name = call.name
-        paths = [call.fit.paths[i] for i in call.crossing]
+        paths = [call.match.paths[i] for i in call.crossing]
         self._seen = [(p, x, _version(x)) for p, x in zip(paths, tensors, strict=True)]
 
     def check(self) -> None:

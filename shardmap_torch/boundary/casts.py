@@ -20,9 +20,9 @@ def apply(backend: Backend, operations: Sequence[Operation], x: Tensor) -> Tenso
 
 
 @memo
-def entry_cuts(spec: P) -> tuple[Collective, ...]:
+def entry_shards(spec: P) -> tuple[Collective, ...]:
     """The conversions that cut a value which is whole on every rank, or make it partial."""
-    cuts = [Collective("convert", I, V, axes, dim=dim) for dim, axes in spec.cuts]
+    cuts = [Collective("convert", I, V, axes, dim=dim) for dim, axes in spec.sharded_dims]
     partial = tuple(sorted(spec.partial))
     if partial:
         cuts.append(Collective("convert", I, Partial, partial))
@@ -44,7 +44,9 @@ def exit_casts(spec: P) -> tuple[Collective, ...]:
 @memo
 def exit_joins(spec: P) -> tuple[Collective, ...]:
     """The collectives that make a result whole on every rank."""
-    joins = [Collective("all_gather", V, I, axes, dim=dim) for dim, axes in reversed(spec.cuts)]
+    joins = [
+        Collective("all_gather", V, I, axes, dim=dim) for dim, axes in reversed(spec.sharded_dims)
+    ]
     partial = tuple(sorted(spec.partial))
     if partial:
         joins.insert(0, Collective("all_reduce", Partial, I, partial))

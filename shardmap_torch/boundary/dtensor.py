@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as private
 
-from shardmap_torch.boundary.casts import entry_cuts
+from shardmap_torch.boundary.casts import entry_shards
 from shardmap_torch.boundary.placements import Placements, placements_of, spec_of
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.collectives.operations import (
@@ -45,9 +45,9 @@ def _make_spec(
 ) -> private.DTensorSpec:
     assert mesh.device_mesh is not None  # only process-group meshes come here
     placements = placements_of(mesh, spec)
-    sizes = [size * _cut_by(mesh, spec, dim) for dim, size in enumerate(shape)]
+    sizes = [size * _sharded_by(mesh, spec, dim) for dim, size in enumerate(shape)]
     strides = list(stride)
-    for dim, axes in spec.cuts:
+    for dim, axes in spec.sharded_dims:
         # Dims that lie outside the cut one in memory move apart by as much as it grows.
         grown = [
             s * mesh.num_ranks(axes) if s > stride[dim] or (s == stride[dim] and k < dim) else s
@@ -58,8 +58,8 @@ def _make_spec(
     return private.DTensorSpec(mesh.device_mesh, placements, tensor_meta=meta)
 
 
-def _cut_by(mesh: Mesh, spec: P, dim: int) -> int:
-    return next((mesh.num_ranks(axes) for cut, axes in spec.cuts if cut == dim), 1)
+def _sharded_by(mesh: Mesh, spec: P, dim: int) -> int:
+    return next((mesh.num_ranks(axes) for cut, axes in spec.sharded_dims if cut == dim), 1)
 
 
 def wrap(mesh: Mesh, spec: P, local: Tensor) -> DTensor:
@@ -158,7 +158,7 @@ class Enter(Linear):
             self._given = tuple(x.placements)
             cuts, x = _added(self._mesh, self._spec, self._given), unwrap(self._mesh, self._spec, x)
         else:
-            cuts = entry_cuts(self._spec)
+            cuts = entry_shards(self._spec)
         for collective in cuts:
             x = mover.run(collective.move, collective, x)
         return x
@@ -169,7 +169,7 @@ class Enter(Linear):
             for collective in _finished(self._spec):
                 grad = bind(collective, grad)
             return bind(Leave(self._mesh, P(*self._spec.entries), self._given), grad)
-        for collective in reversed(entry_cuts(self._spec)):
+        for collective in reversed(entry_shards(self._spec)):
             grad = bind(collective.transpose, grad)
         return grad
 
@@ -194,7 +194,7 @@ class Leave(Linear):
 
     @property
     def _is_whole(self) -> bool:
-        return not (self._spec.cuts or self._spec.partial)
+        return not (self._spec.sharded_dims or self._spec.partial)
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
         """Wraps."""
@@ -251,7 +251,7 @@ def enter(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
 
 def leave(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
     """Brings a value out of a body, differentiably; see `Leave`."""
-    if torch.compiler.is_dynamo_compiling() and (spec.cuts or spec.partial):
+    if torch.compiler.is_dynamo_compiling() and (spec.sharded_dims or spec.partial):
         return _leave_traced(mesh, spec, x)
     return bind(backend, Leave(mesh, spec), x)
 

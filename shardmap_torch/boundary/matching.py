@@ -12,10 +12,10 @@ from torch import Tensor
 from shardmap_torch.boundary.casts import entry_casts, exit_casts
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
-from shardmap_torch.core.tree import Misfit, Placed, Tree, spread
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, spread
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.spec import P, misfits
+from shardmap_torch.spec import P, mismatches
 
 Spec = P | None
 """How one leaf crosses; None passes any Python value as it is."""
@@ -38,7 +38,7 @@ def is_spec(value: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
+class Match:
     """The leaves of a tree held against their specs; one object for all calls of one signature.
 
     Attributes:
@@ -54,9 +54,9 @@ class Fit:
     static: tuple[int, ...] = ()
 
     @staticmethod
-    def of(placed: Sequence[Placed[Spec]]) -> "Fit":
+    def of(placed: Sequence[Placed[Spec]]) -> "Match":
         """Keeps all but the values."""
-        return Fit(
+        return Match(
             tuple(leaf.path for leaf in placed),
             tuple(leaf.spec for leaf in placed),
             tuple(position for position, leaf in enumerate(placed) if crosses(leaf)),
@@ -90,12 +90,12 @@ def place_arguments(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     in_specs: Tree,
-) -> list[Placed[Spec] | Misfit]:
+) -> list[Placed[Spec] | Mismatch]:
     """Gives every argument leaf its path, by the caller's names, and its spec."""
-    found: list[Placed[Spec] | Misfit] = []
+    found: list[Placed[Spec] | Mismatch] = []
     names = _positional_names(signature, len(args))
     if isinstance(in_specs, tuple) and len(in_specs) < len(args) and not kwargs:
-        found.append(Misfit("in_specs", f"has {len(in_specs)} specs for {len(args)} arguments"))
+        found.append(Mismatch("in_specs", f"has {len(in_specs)} specs for {len(args)} arguments"))
         return found
     for position, (name, value) in enumerate(zip(names, args, strict=True)):
         found += _place(in_specs, position, name, value)
@@ -108,7 +108,7 @@ def place_arguments(
 
 def _place(
     in_specs: Tree, position: int | None, name: str, value: Any
-) -> Iterator[Placed[Spec] | Misfit]:
+) -> Iterator[Placed[Spec] | Mismatch]:
     if is_spec(in_specs):
         yield from spread(in_specs, value, name, is_spec)
     elif isinstance(in_specs, dict) and name in in_specs:
@@ -116,7 +116,7 @@ def _place(
     elif isinstance(in_specs, tuple) and position is not None and position < len(in_specs):
         yield from spread(in_specs[position], value, name, is_spec)
     else:
-        yield Misfit(name, f"in_specs={in_specs!r} has no spec for this argument")
+        yield Mismatch(name, f"in_specs={in_specs!r} has no spec for this argument")
 
 
 def _positional_names(signature: inspect.Signature | None, count: int) -> list[str]:
@@ -138,7 +138,7 @@ def _unused(
     signature: inspect.Signature | None,
     num_args: int,
     kwargs: Mapping[str, Any],
-) -> list[Misfit]:
+) -> list[Mismatch]:
     """Specs of arguments that were not passed and have no default."""
     if not isinstance(in_specs, tuple) or signature is None:
         return []
@@ -151,9 +151,9 @@ def _unused(
         and p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     ]
     extra = len(in_specs) - max(len(parameters), num_args)
-    found = [Misfit(name, "has a spec, but was not passed") for name in missing]
+    found = [Mismatch(name, "has a spec, but was not passed") for name in missing]
     if extra > 0 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        found.append(Misfit("in_specs", f"has {extra} more specs than there are arguments"))
+        found.append(Mismatch("in_specs", f"has {extra} more specs than there are arguments"))
     return found
 
 
@@ -168,7 +168,7 @@ def check_inputs(
     name: str,
     mesh: Mesh,
     mapped: Sequence[str],
-    found: Sequence[Placed[Spec] | Misfit],
+    found: Sequence[Placed[Spec] | Mismatch],
     infers: bool = False,
 ) -> tuple[Placed[Spec], ...]:
     """Requires that every leaf fits its spec; `infers` says that a checker types unnamed axes.
@@ -176,7 +176,7 @@ def check_inputs(
     Raises:
         SpecError: names every offender.
     """
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     placed = tuple(leaf for leaf in found if isinstance(leaf, Placed))
     device = mesh.device
     for leaf in placed:
@@ -206,10 +206,10 @@ def _leaf_problems(leaf: Placed[Spec], mesh: Mesh, mapped: Sequence[str]) -> lis
         names = ", ".join(map(repr, unknown))
         return [f"{leaf.spec!r} names {names}, but the axes here are {', '.join(mapped)}"]
     if isinstance(leaf.value, Tensor):
-        return misfits(leaf.spec, tuple(leaf.value.shape), mesh.shape)
+        return mismatches(leaf.spec, tuple(leaf.value.shape), mesh.shape)
     if isinstance(leaf.value, Number):
         cut = [f"is a number, which {leaf.spec!r} cannot cut"]
-        return cut if leaf.spec.cuts or leaf.spec.partial else []
+        return cut if leaf.spec.sharded_dims or leaf.spec.partial else []
     kind = type(leaf.value).__name__
     instead = _INSTEAD.get(kind, "mark static arguments with None in in_specs")
     return [f"is a {kind}, no tensor; {instead}"]
@@ -260,14 +260,16 @@ def can_receive_gradient(value: Any) -> bool:
         value = functorch.get_unwrapped(value)
 
 
-def place_results(name: str, mesh: Mesh, mapped: Sequence[str], out_specs: Tree, out: Tree) -> Fit:
+def place_results(
+    name: str, mesh: Mesh, mapped: Sequence[str], out_specs: Tree, out: Tree
+) -> Match:
     """Gives every leaf of the result its spec.
 
     Raises:
         SpecError: names every offender.
     """
     found = list(spread(out_specs, out, "out", is_spec))
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     placed = [leaf for leaf in found if isinstance(leaf, Placed)]
     for leaf in placed:
         problems += [f"{leaf.path}: {p}" for p in _result_problems(leaf, mapped)]
@@ -278,7 +280,7 @@ def place_results(name: str, mesh: Mesh, mapped: Sequence[str], out_specs: Tree,
                 problems,
             )
         )
-    return Fit.of(placed)
+    return Match.of(placed)
 
 
 def _result_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
@@ -294,6 +296,6 @@ def _result_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
         if len(spec.entries) > ndim:
             return [f"{spec!r} has {len(spec.entries)} entries, but the value has {ndim} dims"]
         return []
-    if isinstance(leaf.value, Number) and not (spec.cuts or spec.partial):
+    if isinstance(leaf.value, Number) and not (spec.sharded_dims or spec.partial):
         return []
     return [f"is a {type(leaf.value).__name__}, no tensor, which {spec!r} cannot place"]

@@ -34,7 +34,7 @@ def placements_of(mesh: Mesh, spec: P) -> Placements:
     """
     shards = {
         axis: _shard(mesh, spec, dim, axes[:at], axis)
-        for dim, axes in spec.cuts
+        for dim, axes in spec.sharded_dims
         for at, axis in enumerate(axes)
     }
     others = {axis: Partial() for axis in spec.partial}

@@ -28,7 +28,7 @@ def cut(x: Tensor, spec: P, mesh: Mesh) -> tuple[Tensor, tuple[str, ...]]:
                 [2, 3]]), ('tp',))
     """
     found: list[str] = []
-    for dim, axes in reversed(spec.cuts):
+    for dim, axes in reversed(spec.sharded_dims):
         at = dim + len(found)
         sizes = [mesh.shape[axis] for axis in axes]
         x = x.unflatten(at, (*sizes, x.shape[at] // mesh.num_ranks(axes)))
@@ -55,7 +55,7 @@ def join(stacked: Tensor, spec: P, mesh: Mesh, axes: Sequence[str]) -> Tensor:
         partial = axis in spec.partial
         stacked = stacked.sum(at, dtype=stacked.dtype) if partial else stacked.select(at, 0)
         left.remove(axis)
-    for dim, names in spec.cuts:
+    for dim, names in spec.sharded_dims:
         # Those of earlier cuts have been merged; the leading dims that are left come before `dim`.
         at = len(left) - len(names) + dim
         stacked = stacked.movedim([left.index(a) for a in names], list(range(at, at + len(names))))

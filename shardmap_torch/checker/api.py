@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardmap_torch.checker.interpreter.observer import REGION
-from shardmap_torch.checker.ir.program import Equation, Held, Use, Way, show_kinds
+from shardmap_torch.checker.ir.program import Equation, Held, ProgramPath, Use, show_types
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import Tree, map_leaves
 from shardmap_torch.errors import ShardTypeError, SpecError, TransformError
@@ -85,12 +85,12 @@ class Program:
     name: str
     mesh: Mesh
     in_specs: tuple[tuple[str, P], ...]
-    ways: tuple[Way, ...]
+    program_paths: tuple[ProgramPath, ...]
 
     @property
     def equations(self) -> tuple[Equation, ...]:
         """Those of all ways, each in the order of execution."""
-        return tuple(equation for way in self.ways for equation in way.equations)
+        return tuple(equation for way in self.program_paths for equation in way.equations)
 
     @property
     def collectives(self) -> tuple[Equation, ...]:
@@ -104,7 +104,7 @@ class Program:
         body, each axis has the one that sends most.
         """
         total: dict[str, int] = {}
-        for way in self.ways:
+        for way in self.program_paths:
             for axis, sent in _sent(way).items():
                 total[axis] = max(sent, total.get(axis, 0))
         return total
@@ -116,7 +116,7 @@ class Program:
 
     def _lines(self, sites: bool) -> Sequence[str]:
         lines = [f"  {path}: {spec!r}" for path, spec in self.in_specs]
-        for number, way in enumerate(self.ways, 1):
+        for number, way in enumerate(self.program_paths, 1):
             lines += _title(number, way, sites)
             for backward in (False, True):
                 lines.append("backward:" if backward else "forward:")
@@ -129,7 +129,7 @@ class Program:
         operands = [_operand(use) for use in equation.operands]
         words = [*operands, *([equation.literals] if equation.literals else [])]
         results = ", ".join(
-            f"%{use.number}: {use} {show_kinds(use.kinds, self.mesh.axis_names)}"
+            f"%{use.number}: {use} {show_types(use.types, self.mesh.axis_names)}"
             for use in equation.results
         )
         sent = f"  sends {equation.sent} B" if equation.sent else ""
@@ -143,7 +143,7 @@ class Program:
         return "\n".join([f"{self.name} on the {self.mesh}", *self._lines(sites=True)])
 
 
-def _title(number: int, way: Way, sites: bool) -> Sequence[str]:
+def _title(number: int, way: ProgramPath, sites: bool) -> Sequence[str]:
     """As in `way 1, where #1 > 1.0 is True`; nothing where there is one way."""
     branches = [
         f"{branch.condition} is {branch.holds}" + (f"  # {branch.site}" if sites else "")
@@ -157,7 +157,7 @@ def _collectives(equations: Sequence[Equation]) -> tuple[Equation, ...]:
     return tuple(e for e in equations if e.collective is not None)
 
 
-def _sent(way: Way) -> dict[str, int]:
+def _sent(way: ProgramPath) -> dict[str, int]:
     total: dict[str, int] = {}
     for equation in _collectives(way.equations):
         assert equation.collective is not None  # by the filter
@@ -169,7 +169,7 @@ def _sent(way: Way) -> dict[str, int]:
 def _operand(use: Use) -> str:
     if use.number is not None:
         return f"%{use.number}"
-    return use.cell.label or "?"
+    return use.storage_type.label or "?"
 
 
 def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
@@ -221,7 +221,7 @@ def program_of(verdict: Verdict) -> Program:
         for path, spec in zip(verdict.paths, verdict.specs, strict=True)
         if spec is not None
     )
-    return Program(verdict.name, verdict.mesh, specs, verdict.ways)
+    return Program(verdict.name, verdict.mesh, specs, verdict.program_paths)
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -236,7 +236,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     program = trace(f, *args, **kwargs)
     lines = [f"{program.name} on the {program.mesh}", "arguments:"]
     lines += [f"  {path}: {spec!r}" for path, spec in program.in_specs]
-    for number, way in enumerate(program.ways, 1):
+    for number, way in enumerate(program.program_paths, 1):
         lines += [*_title(number, way, sites=True), *_explained(way, program.mesh.axis_names)]
     sent = program.bytes_sent()
     lines.append("bytes sent by each rank, forward and backward:")
@@ -258,7 +258,7 @@ def _globally(
     return [f"global: the same program on one device{promised}", *lines]
 
 
-def _explained(way: Way, axes: Sequence[str]) -> Iterator[str]:
+def _explained(way: ProgramPath, axes: Sequence[str]) -> Iterator[str]:
     """The collectives of one way, each with its backward."""
     collectives = _collectives(way.equations)
     derived = [e for e in collectives if e.backward]
@@ -274,7 +274,7 @@ def _explained(way: Way, axes: Sequence[str]) -> Iterator[str]:
             yield from (f"    backward: {_told(e).strip()}{_specified(equation, e)}" for e in back)
     boundary = [e for e in derived if e.forward is None or e.forward.collective is None]
     yield from ["gradients of arguments:"] if boundary or way.gradients else []
-    yield from (f"  {path}: {show_kinds(kinds, axes)}" for path, kinds in way.gradients)
+    yield from (f"  {path}: {show_types(types, axes)}" for path, types in way.gradients)
     yield from map(_told, boundary)
     yield from [f"  {way.end}"] if way.end else []
 

@@ -44,8 +44,8 @@ def typeof(x: Tensor) -> Mapping[str, AxisType]:
 
 def _types(interpreter: Interpreter, x: Tensor) -> dict[str, AxisType]:
     """Its type along each axis; under global strictness with the dims that are cut."""
-    found = dict(zip(interpreter.axes, interpreter.kinds_of(x), strict=True))
-    spec = interpreter.observer.spec_of(interpreter.adopt(x))
+    found = dict(zip(interpreter.axes, interpreter.types_of(x), strict=True))
+    spec = interpreter.observer.spec_of(interpreter.fakify(x))
     return found if spec is None else {**found, **spec.types}
 
 
@@ -73,7 +73,7 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
     if unknown:
         raise CollectiveError(f"assert_type: no axis {unknown[0]!r} in the {interpreter.mesh}.")
     have = _types(interpreter, x)
-    cuts = interpreter.observer.spec_of(interpreter.adopt(x)) is not None
+    cuts = interpreter.observer.spec_of(interpreter.fakify(x)) is not None
     for axis, like in types.items():
         wanted = as_type(like)
         if wanted.kind == "S" and not cuts:
@@ -82,11 +82,11 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
                 "only with check='global'. Use V."
             )
         if not _fits(have[axis], wanted):
-            cell = interpreter.cell(interpreter.adopt(x))
+            storage_type = interpreter.storage_type(interpreter.fakify(x))
             wrong = messages.error(
                 interpreter,
                 f"assert_type expects {wanted} over {axis!r}, but the value is {have[axis]}.",
-                [f"  the value is from {cell.origin()}"],
+                [f"  the value is from {storage_type.origin()}"],
                 "",
             )
             interpreter.numbers.branches.insist(wrong)

@@ -10,9 +10,9 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.interpreter.observer import UNOBSERVED
-from shardmap_torch.checker.ir.program import Cell, Equation, use_of
+from shardmap_torch.checker.ir.program import Equation, StorageType, use_of
 from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.core.tree import Misfit, Placed, Tree, spread
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, spread
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
@@ -109,7 +109,7 @@ def local_region(
 def _placed(name: str, types: Tree, value: Any, what: str) -> tuple[list[Tensor], Specs]:
     """The tensors of a tree, and the spec of each."""
     found = list(spread(types, value, what, lambda leaf: leaf is None or isinstance(leaf, P)))
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     placed = [leaf for leaf in found if isinstance(leaf, Placed)]
     for leaf in placed:
         if isinstance(leaf.value, Tensor) and not isinstance(leaf.spec, P):
@@ -131,18 +131,20 @@ _ALLOWED: Mapping[str, frozenset[AxisType]] = {
 
 
 def _check_result(interpreter: Interpreter, name: str, tensor: Tensor, spec: P) -> None:
-    tensor = interpreter.adopt(tensor)
+    tensor = interpreter.fakify(tensor)
     promised = spec.types
-    for axis, kind in zip(interpreter.axes, interpreter.cell(tensor).kinds, strict=True):
+    for axis, axis_type in zip(
+        interpreter.axes, interpreter.storage_type(tensor).types, strict=True
+    ):
         wanted = promised[axis].kind if axis in promised else "I"
-        if interpreter.mesh.shape[axis] > 1 and plain(kind) not in _ALLOWED.get(
+        if interpreter.mesh.shape[axis] > 1 and plain(axis_type) not in _ALLOWED.get(
             wanted, _ALLOWED["I"]
         ):
             wrong = messages.error(
                 interpreter,
-                f"local_region {name}: over {axis!r} a result is {kind}, and {spec!r} promises "
-                + _promise(wanted),
-                [f"  it is from {interpreter.cell(tensor).origin()}"],
+                f"local_region {name}: over {axis!r} a result is {axis_type}, and {spec!r} "
+                "promises " + _promise(wanted),
+                [f"  it is from {interpreter.storage_type(tensor).origin()}"],
                 f"cut it over {axis!r} in out_types, or name {axis!r} in its partial=.",
             )
             interpreter.numbers.branches.insist(wrong)
@@ -158,12 +160,17 @@ def note_region(
     """Notes the region in the typed program."""
     site, backward = interpreter.site()
     read, made = (
-        tuple(use_of("", x, cell, cell.kinds) for x, cell in _cells(interpreter, tensors))
+        tuple(
+            use_of("", x, storage_type, storage_type.types)
+            for x, storage_type in _storage_types(interpreter, tensors)
+        )
         for tensors in (inputs, outputs)
     )
     interpreter.add(Equation(f"local_region {name}", read, made, site, backward))
 
 
-def _cells(interpreter: Interpreter, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Cell]]:
-    adopted = [interpreter.adopt(tensor) for tensor in tensors]
-    return [(tensor, interpreter.cell(tensor)) for tensor in adopted]
+def _storage_types(
+    interpreter: Interpreter, tensors: Sequence[Tensor]
+) -> list[tuple[Tensor, StorageType]]:
+    adopted = [interpreter.fakify(tensor) for tensor in tensors]
+    return [(tensor, interpreter.storage_type(tensor)) for tensor in adopted]

@@ -79,7 +79,7 @@ class Placed(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class Mismatch:
     """A place where the prefix tree and the value tree part ways."""
 
     path: str
@@ -92,7 +92,7 @@ class Misfit:
 
 def spread(
     prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
-) -> Iterator[Placed[Any] | Misfit]:
+) -> Iterator[Placed[Any] | Mismatch]:
     """Yields every leaf of `tree` with the spec that stands above it in `prefix`.
 
     Leaves come in the order of `flatten`. Where `is_spec` holds, the spec covers all leaves below.
@@ -110,21 +110,21 @@ def spread(
         for child, entry in zip(level.children, level.entries, strict=True):
             yield from spread(prefix, child, level.step(entry, path), is_spec)
     elif optree.tree_is_leaf(prefix, none_is_leaf=True, namespace=NAMESPACE):
-        yield Misfit(path, f"{prefix!r} is no spec; use P(...), or None for a static value")
+        yield Mismatch(path, f"{prefix!r} is no spec; use P(...), or None for a static value")
     elif leaf:
-        yield _differing_kinds(prefix, tree, path)
+        yield _differing_nodes(prefix, tree, path)
     else:
         yield from _spread_node(prefix, tree, path, is_spec)
 
 
 def _spread_node(
     prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
-) -> Iterator[Placed[Any] | Misfit]:
+) -> Iterator[Placed[Any] | Mismatch]:
     specs, level = _open(prefix), _open(tree)
     if type(prefix) is not type(tree):
-        yield _differing_kinds(prefix, tree, path)
+        yield _differing_nodes(prefix, tree, path)
     elif specs.entries != level.entries:
-        yield Misfit(path, _differing_entries(specs.entries, level.entries))
+        yield Mismatch(path, _differing_entries(specs.entries, level.entries))
     else:
         for spec, child, entry in zip(specs.children, level.children, level.entries, strict=True):
             yield from spread(spec, child, level.step(entry, path), is_spec)
@@ -169,9 +169,9 @@ def _item(entry: Any, path: str) -> str:
     return f"{path}[{entry!r}]"
 
 
-def _differing_kinds(prefix: Tree, tree: Tree, path: str) -> Misfit:
+def _differing_nodes(prefix: Tree, tree: Tree, path: str) -> Mismatch:
     specs, value = type(prefix).__name__, type(tree).__name__
-    return Misfit(path, f"the specs have a {specs} here, the value is a {value}")
+    return Mismatch(path, f"the specs have a {specs} here, the value is a {value}")
 
 
 def _differing_entries(specs: tuple[Any, ...], value: tuple[Any, ...]) -> str:

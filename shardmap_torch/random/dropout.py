@@ -59,6 +59,6 @@ def _global_shape(x: Tensor, spec: P | None) -> list[int]:
         return sizes
     if len(spec.entries) > x.ndim:
         raise SpecError(f"random.dropout: {spec!r} is for more dims than the {x.ndim} of x.")
-    for dim, axes in spec.cuts:
+    for dim, axes in spec.sharded_dims:
         sizes[dim] *= axis_size(axes)
     return sizes

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.ops import axis_index, axis_size
-from shardmap_torch.spec import P, misfits
+from shardmap_torch.spec import P, mismatches
 
 
 def positions(
@@ -43,7 +43,7 @@ def positions(
                 [6, 7]])
     """
     shape = tuple(shape)
-    if spec is None or not spec.cuts:
+    if spec is None or not spec.sharded_dims:
         return torch.arange(prod(shape), device=device).reshape(shape)
     _check(shape, spec)
     numbered = partial(_numbered, shape, spec, device)
@@ -54,7 +54,7 @@ def positions(
 
 def _check(shape: tuple[int, ...], spec: P) -> None:
     sizes = {axis: axis_size(axis) for axis in spec.mentioned}
-    problems = misfits(spec, shape, sizes)
+    problems = mismatches(spec, shape, sizes)
     if spec.partial:
         problems.append(f"{spec!r} names partial axes, and numbers drawn are no sums")
     if problems:
@@ -62,7 +62,7 @@ def _check(shape: tuple[int, ...], spec: P) -> None:
 
 
 def _numbered(shape: tuple[int, ...], spec: P, device: torch.device | str | None) -> Tensor:
-    axes_of = dict(spec.cuts)
+    axes_of = dict(spec.sharded_dims)
     found = torch.zeros((), dtype=torch.int64, device=device)
     for dim, size in enumerate(shape):
         along = torch.arange(size, device=device)

@@ -59,7 +59,7 @@ class _Ranks:
 
     def __init__(self, call: Call, differentiable: list[bool]) -> None:
         self.call = call
-        self.specs = [call.fit.spec(i) for i in call.crossing]
+        self.specs = [call.match.spec(i) for i in call.crossing]
         self.differentiable = differentiable
         self.backends: list[ThreadBackend] = []
         self.leaves: list[list[Tensor]] = []
@@ -84,7 +84,7 @@ class _Ranks:
         self.results = rendezvous.run(self._body)
         watch.check()
         self._reject_different()
-        self.joined = self.results[0].fit.crossing
+        self.joined = self.results[0].match.crossing
         self._reject_unequal()
         self.outputs = tuple(
             unviewed(
@@ -103,7 +103,7 @@ class _Ranks:
         return [result.leaves[position] for result in self.results]
 
     def _out_spec(self, position: int) -> P:
-        return self.results[0].fit.spec(position)
+        return self.results[0].match.spec(position)
 
     def _reject_different(self) -> None:
         """The results of all ranks must have one structure, and their tensors one shape."""
@@ -116,7 +116,7 @@ class _Ranks:
         """An output's ranks must agree, up to rounding, over every axis that is not mentioned."""
         mesh, problems = self.call.mesh, []
         for position in self.joined:
-            spec, path = self._out_spec(position), self.results[0].fit.paths[position]
+            spec, path = self._out_spec(position), self.results[0].match.paths[position]
             values = [value.detach() for value in self._values(position)]
             for axis in self.call.mapped:
                 if axis in spec.mentioned or axis in spec.partial:

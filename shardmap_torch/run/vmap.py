@@ -42,7 +42,7 @@ def run(call: Call) -> Tree:
         backend = BatchedBackend(call.mesh, _outer_markers() | markers)
         result = run_body(call, backend, values[: len(values) - len(axes)])
         results.append(result)
-        return tuple(result.leaves[i] for i in result.fit.crossing)
+        return tuple(result.leaves[i] for i in result.match.crossing)
 
     watch = Untouched(call, operands[: len(call.crossing)])
     stacked = _nest(body, axes, batching)(*operands)
@@ -50,12 +50,12 @@ def run(call: Call) -> Tree:
     result = results[0]
     leaves = list(result.leaves)
     if not is_checked(call):  # zeros_like of a varying value is batched too; types tell more
-        _reject_varying(call, [result.outputs[i] for i in result.fit.crossing], stacked, axes)
+        _reject_varying(call, [result.outputs[i] for i in result.match.crossing], stacked, axes)
     joined = [
-        join(value, result.fit.spec(position), call.mesh, axes)
-        for position, value in zip(result.fit.crossing, stacked, strict=True)
+        join(value, result.match.spec(position), call.mesh, axes)
+        for position, value in zip(result.match.crossing, stacked, strict=True)
     ]
-    for position, value in zip(result.fit.crossing, apart(joined, call.leaves), strict=True):
+    for position, value in zip(result.match.crossing, apart(joined, call.leaves), strict=True):
         leaves[position] = value
     return result.rebuild(leaves)
 

@@ -7,11 +7,11 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.tree import Misfit, Placed, Structure, Tree, flatten, spread, unflatten
+from shardmap_torch.core.tree import Mismatch, Placed, Structure, Tree, flatten, spread, unflatten
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh, make_mesh
 from shardmap_torch.ops import reinterpret
-from shardmap_torch.spec import P, misfits
+from shardmap_torch.spec import P, mismatches
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import Partial, V
 from shardmap_torch.validate.numbers import is_real, tolerance_of, unequal
@@ -74,7 +74,7 @@ class _Call:
     def _spread(self, in_types: Tree, args: tuple[Any, ...]) -> tuple[list[P | None], list[str]]:
         """The spec and the path of every leaf."""
         found = list(spread(in_types, args, "argument", _is_spec))
-        problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+        problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
         placed = [leaf for leaf in found if isinstance(leaf, Placed)]
         problems += [
             f"{leaf.path}: is a tensor, which needs a P"
@@ -129,7 +129,7 @@ class _Call:
                 f"{path}: {problem}"
                 for leaf, spec, path in placed
                 if isinstance(leaf, Tensor) and spec is not None
-                for problem in misfits(spec, tuple(leaf.shape), mesh.shape)
+                for problem in mismatches(spec, tuple(leaf.shape), mesh.shape)
             ]
         )
 

@@ -101,9 +101,9 @@ class Operation:
         found = flatten(self.function(*args, **kwargs))[0]
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
-    def shown(self, kinds: Kinds) -> str:
+    def shown(self, types: Kinds) -> str:
         """As in `(x: P, w: R)`."""
-        words = [f"{path}: {kind}" for path, kind in zip(self.paths, kinds, strict=True)]
+        words = [f"{path}: {kind}" for path, kind in zip(self.paths, types, strict=True)]
         return f"({', '.join(words)})"
 
 
@@ -117,8 +117,8 @@ def _parameters(function: Callable[..., Any], count: int) -> list[str]:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # some builtins have none
             return numbered
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [each.name for each in parameters if each.kind in kinds]
+        types = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [each.name for each in parameters if each.kind in types]
     return [*names[:count], *numbered[len(names) :]]
 
 
@@ -127,14 +127,14 @@ def try_types(operation: Operation, num_ranks: Sequence[int], seed: int) -> Find
     findings, trials = Findings(operation.name), 0
     generator = torch.Generator().manual_seed(seed)
     refusals: list[ShardTypeError] = []
-    for kinds in typings([is_real(x) for x in operation.examples], random.Random(seed)):
+    for types in typings([is_real(x) for x in operation.examples], random.Random(seed)):
         trials += 1
         try:
-            for trial in _trials(operation, kinds, findings):
+            for trial in _trials(operation, types, findings):
                 for count in num_ranks:
                     trial.hold(count, generator, findings)
         except ShardTypeError as refusal:
-            findings.refused[operation.shown(kinds)] = None
+            findings.refused[operation.shown(types)] = None
             refusals.append(refusal)
     if len(refusals) == trials:
         raise ShardTypeError(
@@ -155,11 +155,11 @@ def typings(real: Sequence[bool], rng: random.Random) -> Iterator[Kinds]:
     places = range(len(real))
 
     def add(base: AxisType, others: dict[int, AxisType]) -> None:
-        kinds = [others.get(i, base) for i in places]
+        types = [others.get(i, base) for i in places]
         for i in places:
-            if not real[i] and kinds[i] == Partial:
-                kinds[i] = R
-        found[tuple(kinds)] = None
+            if not real[i] and types[i] == Partial:
+                types[i] = R
+        found[tuple(types)] = None
 
     for kind in (R, V, Partial):
         add(kind, {})
@@ -192,19 +192,19 @@ def _seeds(results: Sequence[_Result]) -> list[Kinds]:
 
 
 def _interpret(
-    operation: Operation, kinds: Kinds, cotangents: Sequence[Tensor] = (), seeds: Kinds = ()
+    operation: Operation, types: Kinds, cotangents: Sequence[Tensor] = (), seeds: Kinds = ()
 ) -> list[_Result]:
     """The types of the results, and of the gradients of floating operands where there are seeds.
 
     Raises:
         ShardTypeError: the checker refuses it.
     """
-    every = (*kinds, *seeds)
+    every = (*types, *seeds)
     found: list[_Result] = []
 
     def body(*values: Tensor) -> tuple[()]:
         local = [x.squeeze(0) if k == V else x for x, k in zip(values, every, strict=True)]
-        made = _compute(operation, local[: len(kinds)], local[len(kinds) :])
+        made = _compute(operation, local[: len(types)], local[len(types) :])
         found[:] = [
             _Result(plain(typeof(y)[AXIS]), ShapeDtype(tuple(y.shape), y.dtype, y.requires_grad))
             for y in made
@@ -243,7 +243,7 @@ class _Trial:
     """An operation with types for its operands and cotangents, and the types of what it makes."""
 
     operation: Operation
-    kinds: Kinds
+    types: Kinds
     claims: Sequence[tuple[str, AxisType]]
     seeds: Kinds = ()
     cotangents: Sequence[Tensor] = ()
@@ -253,20 +253,20 @@ class _Trial:
         claimed = {kind for _, kind in self.claims} - {V}
         if not claimed:
             return
-        kinds = (*self.kinds, *self.seeds)
+        types = (*self.types, *self.seeds)
         examples = (*self.operation.examples, *self.cotangents)
         columns = [
             _values(kind, like, num_ranks, generator)
-            for kind, like in zip(kinds, examples, strict=True)
+            for kind, like in zip(types, examples, strict=True)
         ]
         ranks = self._run(columns)
         findings.tried += 1
         others = meant = None
         if Partial in claimed:
-            pairs = list(zip(columns, kinds, strict=True))
+            pairs = list(zip(columns, types, strict=True))
             others = self._run([shifted(c, generator) if k == Partial else c for c, k in pairs])
             sums = [[total(c)] if k == Partial else c[:1] for c, k in pairs]
-            meant = None if V in kinds else self._run(sums)
+            meant = None if V in types else self._run(sums)
         tolerance = tolerance_of(c[0].dtype for c in (*columns, *ranks))
         for place, (claim, kind) in enumerate(self.claims):
             if kind == V or not bool(ranks[place][0].isfinite().any()):
@@ -282,7 +282,7 @@ class _Trial:
 
     def _run(self, columns: Columns) -> Columns:
         """What every rank computes from its own values."""
-        count = len(self.kinds)
+        count = len(self.types)
 
         def body(*values: Tensor) -> tuple[Tensor, ...]:
             local = [x.squeeze(0) for x in values]
@@ -303,16 +303,16 @@ def _values(
     return [draw(like, generator)] * num_ranks
 
 
-def _trials(operation: Operation, kinds: Kinds, findings: Findings) -> Iterator[_Trial]:
+def _trials(operation: Operation, types: Kinds, findings: Findings) -> Iterator[_Trial]:
     """The claims about the results, and about the gradients for each choice of cotangents.
 
     Raises:
         ShardTypeError: the checker refuses the forward.
     """
-    results = _interpret(operation, kinds)
+    results = _interpret(operation, types)
     if not results:
         raise SpecError(f"validate_rule: {operation.name} returns no tensor.")
-    shown = operation.shown(kinds)
+    shown = operation.shown(types)
     many = len(results) > 1
     claims = [
         (f"{shown}: result{f'[{i}]' if many else ''} is {result.kind}", result.kind)
@@ -324,7 +324,7 @@ def _trials(operation: Operation, kinds: Kinds, findings: Findings) -> Iterator[
         for result in results
         if result.like.requires_grad
     ]
-    forward = _Trial(operation, kinds, claims)
+    forward = _Trial(operation, types, claims)
     found = [_pulled(forward, cotangents, seeds, findings) for seeds in _seeds(results) if seeds]
     yield from [trial for trial in found if trial is not None] or [forward]
 
@@ -334,9 +334,9 @@ def _pulled(
 ) -> _Trial | None:
     """The trial with gradients; None where there are none, or the checker refuses the backward."""
     operation, claims = forward.operation, forward.claims
-    under = f"{operation.shown(forward.kinds)}, cotangent {', '.join(map(str, seeds))}"
+    under = f"{operation.shown(forward.types)}, cotangent {', '.join(map(str, seeds))}"
     try:
-        gradients = _interpret(operation, forward.kinds, cotangents, seeds)[len(claims) :]
+        gradients = _interpret(operation, forward.types, cotangents, seeds)[len(claims) :]
     except ShardTypeError:
         findings.refused[under] = None
         return None

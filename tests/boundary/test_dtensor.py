@@ -63,7 +63,7 @@ def every_pair_of_layouts(mesh: Mesh) -> None:
             leaf = place(mesh, x, *given).detach().requires_grad_()
             y = identity(mesh, spec)(leaf)
             same(y, x)
-            assert isinstance(y, DTensor) == bool(spec.cuts)
+            assert isinstance(y, DTensor) == bool(spec.sharded_dims)
             if isinstance(y, DTensor):
                 assert y.placements == wanted
                 y = y.full_tensor()

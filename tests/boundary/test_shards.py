@@ -35,7 +35,7 @@ def piece(x: torch.Tensor, spec: P, mesh: Mesh, rank: int) -> torch.Tensor:
     """The piece of one rank, by plain indexing; nothing where it is a later addend."""
     place = mesh.coordinates(rank)
     array = x.numpy()
-    for dim, axes in spec.cuts:
+    for dim, axes in spec.sharded_dims:
         index = 0
         for axis in axes:
             index = index * mesh.shape[axis] + place[axis]

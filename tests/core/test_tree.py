@@ -7,7 +7,7 @@ import pytest
 
 from shardmap_torch import P
 from shardmap_torch.boundary.matching import is_spec
-from shardmap_torch.core.tree import Misfit, flatten, map_leaves, spread, unflatten
+from shardmap_torch.core.tree import Mismatch, flatten, map_leaves, spread, unflatten
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -54,5 +54,5 @@ def test_named_tuples_are_told_by_their_fields() -> None:
     ],
 )
 def test_every_place_where_the_trees_part_is_told(prefix: Any, tree: Any, texts: list[str]) -> None:
-    problems = [str(leaf) for leaf in found(prefix, tree) if isinstance(leaf, Misfit)]
+    problems = [str(leaf) for leaf in found(prefix, tree) if isinstance(leaf, Mismatch)]
     assert problems == texts

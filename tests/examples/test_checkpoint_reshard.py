@@ -67,16 +67,16 @@ def test_state_of_a_2x2_mesh_loads_bit_equal_on_processes(
 ) -> None:
     folder, expected = saved
     num_matrices = 2 + 4 * checkpoint_reshard.CONFIG.layers
-    for actual, num_cut in gloo(sizes[0] * sizes[1]).run(load_whole, sizes, folder):
+    for actual, num_sharded in gloo(sizes[0] * sizes[1]).run(load_whole, sizes, folder):
         assert_bit_equal(actual, expected)
-        assert num_cut == 3 * num_matrices  # each with its two moments
+        assert num_sharded == 3 * num_matrices  # each with its two moments
 
 
 def test_state_of_a_2x2_mesh_loads_bit_equal_on_one_device(saved: tuple[Path, State]) -> None:
     folder, expected = saved
-    actual, num_cut = load_whole((1, 1), folder)
+    actual, num_sharded = load_whole((1, 1), folder)
     assert_bit_equal(actual, expected)
-    assert num_cut == 0
+    assert num_sharded == 0
 
 
 def test_training_resumed_on_another_mesh_has_the_losses_of_training_that_never_stopped(

@@ -49,7 +49,7 @@ def cases(draw: st.DrawFn, sizes: dict[str, int], max_dims: int = 3) -> Case:
     src, dst = (draw(specs(tuple(sizes), num_dims)) for _ in range(2))
     counts = [1] * num_dims
     for spec in (src, dst):
-        for dim, axes in spec.cuts:
+        for dim, axes in spec.sharded_dims:
             counts[dim] = lcm(counts[dim], prod(sizes[axis] for axis in axes))
     # Often just what is needed, so that not every detour can be cut evenly.
     factors = draw(st.tuples(*[st.sampled_from([1, 1, 2]) for _ in counts]))
@@ -65,7 +65,7 @@ def joined(x: Tensor, spec: P) -> Tensor:
         x = convert(x, axis, src="R", dst="I")
     for axis in sorted(spec.partial):
         x = all_reduce(x, axis, dst="I")
-    for dim, axes in spec.cuts:
+    for dim, axes in spec.sharded_dims:
         x = all_gather(x, axes, dim=dim, dst="I")
     return x
 
@@ -133,8 +133,8 @@ def naive(src: P, dst: P) -> Fraction:
     sizes, size, sent = MESH.shape, Fraction(1), Fraction(0)
     summed = prod(sizes[axis] for axis in src.partial - dst.partial)
     sent += 2 * Fraction(summed - 1, summed) * size
-    wanted = dict(dst.cuts)
-    for dim, axes in src.cuts:
+    wanted = dict(dst.sharded_dims)
+    for dim, axes in src.sharded_dims:
         stays = 0
         while stays < len(axes) and wanted.get(dim, ())[stays : stays + 1] == (axes[stays],):
             stays += 1

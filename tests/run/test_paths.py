@@ -28,7 +28,7 @@ def whole(x: Tensor, w: Tensor) -> Tensor:
     return total * x.cos().sum()
 
 
-def every_way(mesh: Mesh) -> None:
+def every_path(mesh: Mesh) -> None:
     f = shard_map(step, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())
     x, w = random((4, 3), 0), random((3, 2), 1)
     size = float((x @ w).square().sum()) ** 0.5
@@ -38,7 +38,7 @@ def every_way(mesh: Mesh) -> None:
         same(torch.autograd.grad(f(*args), args), torch.autograd.grad(whole(*args), args))
     with pytest.raises(ValueError, match=r"the loss is 0\.[01]"):
         f(x / size / 4, w)
-    assert len(check_program(f, x, w).ways) == 3
+    assert len(check_program(f, x, w).program_paths) == 3
     assert not check_program(f, x, w).batches
 
 
@@ -47,4 +47,4 @@ def every_way(mesh: Mesh) -> None:
 )
 def test_each_way_runs_as_it_was_checked(kind: Any, request: pytest.FixtureRequest) -> None:
     gloo: Any = request.getfixturevalue("gloo") if kind == "gloo" else None
-    run_on(kind, every_way, gloo)
+    run_on(kind, every_path, gloo)

@@ -24,8 +24,8 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
     """
     leaves = call.leaves
     return (
-        call.fit,
-        tuple([leaves[position] for position in call.fit.static]),
+        call.match,
+        tuple([leaves[position] for position in call.match.static]),
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
         table_version(),
@@ -50,7 +50,7 @@ class Parts:
 
 def parts(key: Signature, call: Call, surroundings: Surroundings) -> Parts:
     """Takes the latest signature apart."""
-    fit, values, *rest, _ = key
-    named = zip((fit.paths[position] for position in fit.static), values, strict=True)
+    match, values, *rest, _ = key
+    named = zip((match.paths[position] for position in match.static), values, strict=True)
     found = {path: (path, value) for path, value in named}
-    return Parts((fit, *rest), {**found, **surroundings.values()})
+    return Parts((match, *rest), {**found, **surroundings.values()})

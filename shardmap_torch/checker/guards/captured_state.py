@@ -151,8 +151,8 @@ class _Walk:
 
     def _enter(self, value: Any) -> Hashable:
         """Follows what an object refers to; gives what tells it apart but for that."""
-        for kinds, enter in _ENTRIES:
-            if isinstance(value, kinds):
+        for types, enter in _ENTRIES:
+            if isinstance(value, types):
                 own = enter in _OPEN and not _is_library(type(value))
                 return enter(self, value), self._enter_object(value) if own else None
         if not _is_library(type(value)):
@@ -168,11 +168,11 @@ class _Walk:
             return self._keep(function)
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._enter_attribute(function, name)
-        for name, cell in zip(
+        for name, storage_type in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
-            self._variables[id(cell)] = name
-            self._enter_attribute(cell, "cell_contents")
+            self._variables[id(storage_type)] = name
+            self._enter_attribute(storage_type, "cell_contents")
         self._enter_table(function.__dict__)
         self._enter_names(function.__globals__, function.__code__)
         return function.__code__

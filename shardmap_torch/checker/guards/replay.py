@@ -47,7 +47,7 @@ class Step:
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
     depth: int = 0
-    kinds: tuple[AxisType, ...] = ()
+    types: tuple[AxisType, ...] = ()
     note: Note = field(default_factory=Note)
     site: Site | None = None
     next: "list[Step]" = field(default_factory=list)
@@ -169,7 +169,7 @@ def depart(difference: Difference) -> NoReturn:
     raise Departure(difference)
 
 
-class Following:
+class Replay:
     """Compares one run of a body, on one rank, with its checked program; see `backend.Monitor`."""
 
     def __init__(self, start: Step, late: End, end: End = depart) -> None:
@@ -201,13 +201,13 @@ class Following:
         self._differ(show(what, shape, dtype) + place)
 
     def _differ(self, found: str) -> NoReturn:
-        ways = [str(step) for step in self._at.next] + ["the end"] * self._at.last
-        self._end(Difference(found, " or ".join(ways), self.depth))
+        program_paths = [str(step) for step in self._at.next] + ["the end"] * self._at.last
+        self._end(Difference(found, " or ".join(program_paths), self.depth))
 
     def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
         """What the checker found there."""
         self.on_operation((TYPE, axes), x)
-        return self._at.kinds
+        return self._at.types
 
     def note(self, what: object) -> Note:
         """Returns what the checker has written there."""
@@ -254,7 +254,7 @@ def _same_code(kind: Hashable, other: Hashable) -> bool:
     return isinstance(kind, tuple) and isinstance(other, tuple) and kind[:1] == other[:1]
 
 
-class _Again(Following):
+class _Again(Replay):
     """Follows code that runs in a backward: its place is behind all steps of the body."""
 
     @property

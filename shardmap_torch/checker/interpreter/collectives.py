@@ -11,7 +11,7 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.equivalence import hold
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.shapes import SHAPES
-from shardmap_torch.checker.ir.program import Cell, Equation, bytes_sent, use_of
+from shardmap_torch.checker.ir.program import Equation, StorageType, bytes_sent, use_of
 from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.operations import Collective
@@ -74,13 +74,13 @@ class AbstractBackend:
         with interpreter.paused():
             index = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         names = axes[0] if len(axes) == 1 else tuple(axes)
-        kinds = tuple(V if axis in axes else K for axis in interpreter.axes)
-        cell = interpreter.bring(index, kinds, "")
+        types = tuple(V if axis in axes else K for axis in interpreter.axes)
+        storage_type = interpreter.bring(index, types, "")
         site, backward = interpreter.site()
-        cell.made = Equation(
-            f"axis_index({names!r})", (), (use_of("", index, cell, kinds),), site, backward
+        storage_type.made = Equation(
+            f"axis_index({names!r})", (), (use_of("", index, storage_type, types),), site, backward
         )
-        interpreter.add(cell.made)
+        interpreter.add(storage_type.made)
         interpreter.observer.indexed(index, axes)
         return index
 
@@ -88,18 +88,18 @@ class AbstractBackend:
         """Notes the all-reduce of an input's gradient that the boundary is told to make."""
         interpreter = self._interpreter
         collective = Collective("convert", I, R, tuple(axes)).transpose
-        cell = interpreter.cell(gradient)
-        kinds = tuple(
-            I if axis in axes else kind
-            for axis, kind in zip(interpreter.axes, cell.kinds, strict=True)
+        storage_type = interpreter.storage_type(gradient)
+        types = tuple(
+            I if axis in axes else axis_type
+            for axis, axis_type in zip(interpreter.axes, storage_type.types, strict=True)
         )
         nbytes = gradient.numel() * gradient.element_size()
         sent = bytes_sent(collective, nbytes, self.mesh.num_ranks(axes))
-        operand = use_of("x", gradient, cell, cell.kinds)
+        operand = use_of("x", gradient, storage_type, storage_type.types)
         equation = Equation(str(collective), (operand,), (), None, True, collective, sent)
         with interpreter.paused():
             reduced = torch.empty_like(gradient)
-        interpreter.make(reduced, kinds, equation, [])
+        interpreter.make(reduced, types, equation, [])
         interpreter.add(equation)
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
@@ -115,28 +115,28 @@ class AbstractBackend:
         wanted = self._repaired(collective, forward, place)
         if wanted is not None and move not in EXTREMA:
             move = wanted.move
-        x = interpreter.adopt(x)
-        cell = interpreter.cell(x)
-        operand = use_of("x", x, cell, cell.kinds)
+        x = interpreter.fakify(x)
+        storage_type = interpreter.storage_type(x)
+        operand = use_of("x", x, storage_type, storage_type.types)
         shown = _shown(move, wanted)
         equation = Equation(shown, (operand,), (), site, backward, wanted, forward=forward)
-        kinds, shape = cell.kinds, tuple(x.shape)
+        types, shape = storage_type.types, tuple(x.shape)
         if not backward:
             equation.place, equation.written = place, collective
         if wanted is not None:
             with torch.enable_grad():  # off in the forward of a Function, whatever flows through it
-                read = interpreter.kinds(x)
+                read = interpreter.types(x)
             self._check_source(move, wanted, equation, read)
-            kinds = self._result_kinds(wanted, forward, cell.kinds)
+            types = self._result_types(wanted, forward, storage_type.types)
             num_ranks = self.mesh.num_ranks(wanted.axes)
             shape = SHAPES[move](wanted, shape, num_ranks)
             equation.sent = bytes_sent(wanted, x.numel() * x.element_size(), num_ranks)
         with interpreter.paused():
             y = torch.empty(shape, dtype=x.dtype, device=x.device)
-        made = interpreter.make(y, kinds, equation, [x])
+        made = interpreter.make(y, types, equation, [x])
         made.spread = self._spread(move, collective, made.spread)
         if move in _SHARING and not backward:
-            self._seal(cell, made, shown)
+            self._seal(storage_type, made, shown)
         interpreter.add(equation)
         interpreter.observer.moved(move, wanted, x, y)
         return y
@@ -167,32 +167,34 @@ class AbstractBackend:
         """`read` are the types as an operation reads them: K where no gradient flows."""
         wanted = V if move in EXTREMA else collective.src
         accepted = (BACKWARD if equation.backward else FORWARD)[plain(wanted)]
-        for axis, kind, as_read in zip(
-            self._interpreter.axes, equation.operands[0].kinds, read, strict=True
+        for axis, axis_type, as_read in zip(
+            self._interpreter.axes, equation.operands[0].types, read, strict=True
         ):
-            fits = plain(kind) in accepted or as_read in accepted
+            fits = plain(axis_type) in accepted or as_read in accepted
             if axis in collective.axes and not fits:
                 raise messages.source(self._interpreter, equation, axis, wanted)
-            if axis not in collective.axes and kind == Partial and move in EXTREMA:
+            if axis not in collective.axes and axis_type == Partial and move in EXTREMA:
                 raise messages.source(self._interpreter, equation, axis, V)
 
-    def _result_kinds(
-        self, collective: Collective, forward: Equation | None, kinds: tuple[AxisType, ...]
+    def _result_types(
+        self, collective: Collective, forward: Equation | None, types: tuple[AxisType, ...]
     ) -> tuple[AxisType, ...]:
         made = []
-        for position, (axis, kind) in enumerate(zip(self._interpreter.axes, kinds, strict=True)):
-            dst = collective.dst if axis in collective.axes else kind
+        for position, (axis, axis_type) in enumerate(
+            zip(self._interpreter.axes, types, strict=True)
+        ):
+            dst = collective.dst if axis in collective.axes else axis_type
             if dst == R and _summed_varying(forward, collective, axis, position):
                 # The sum took V for P, an implicit reinterpret(V, P): its transpose makes R a V.
                 dst = V
             made.append(dst)
         return tuple(made)
 
-    def _seal(self, source: Cell, made: Cell, shown: str) -> None:
+    def _seal(self, source: StorageType, made: StorageType, shown: str) -> None:
         """Operand and result share memory at run time, and one type cannot serve both."""
         why = f"shares its memory with another value through {shown}"
-        made.sealed = made.sealed or why
-        source.sealed = source.sealed or why
+        made.read_only = made.read_only or why
+        source.read_only = source.read_only or why
 
 
 def _shown(move: str, collective: Collective | None) -> str:
@@ -214,5 +216,5 @@ def _summed_varying(
         and forward.collective.transpose == collective
         and axis in forward.collective.axes
         and forward.collective.src == Partial
-        and plain(forward.operands[0].kinds[position]) == V
+        and plain(forward.operands[0].types[position]) == V
     )

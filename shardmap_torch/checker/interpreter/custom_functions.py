@@ -52,8 +52,8 @@ def _applied(function: type | None) -> type | None:
     """The Function, or that of which a transform has made it."""
     if function is None or function.__module__ != autograd_function.__name__:
         return function
-    cells = getattr(function.backward, "__closure__", None) or ()  # type: ignore[attr-defined]
-    found = (cell.cell_contents for cell in cells)
+    storage_types = getattr(function.backward, "__closure__", None) or ()  # type: ignore[attr-defined]
+    found = (storage_type.cell_contents for storage_type in storage_types)
     return next((f for f in found if isinstance(f, type) and issubclass(f, Function)), None)
 
 
@@ -64,16 +64,18 @@ def _check(
     gradients: Sequence[Any],
     seeds: Sequence[Any],
 ) -> tuple[Any, ...]:
-    given = [interpreter.cell(base_of(seed)).kinds for seed in seeds if seed is not None]
+    given = [interpreter.storage_type(base_of(seed)).types for seed in seeds if seed is not None]
     gradients = tuple(_as_own(interpreter, gradient, given) for gradient in gradients)
     for gradient, (producer, number) in zip(gradients, node.next_functions, strict=False):
         operand = _operand(interpreter, producer, number)
         if gradient is None or operand is None or operand.shape != tuple(gradient.shape):
             continue
-        cell = interpreter.cell(base_of(gradient))
-        for axis, kind, have in zip(interpreter.axes, operand.kinds, cell.kinds, strict=True):
-            if kind == I and plain(have) in (V, Partial):
-                raise _wrong(interpreter, node, name, axis, operand, have, cell)
+        storage_type = interpreter.storage_type(base_of(gradient))
+        for axis, axis_type, have in zip(
+            interpreter.axes, operand.types, storage_type.types, strict=True
+        ):
+            if axis_type == I and plain(have) in (V, Partial):
+                raise _wrong(interpreter, node, name, axis, operand, have, storage_type)
     return gradients
 
 
@@ -85,15 +87,17 @@ def _as_own(interpreter: "Interpreter", gradient: Any, given: Sequence[Types]) -
     """
     if gradient is None or interpreter.goes_on([gradient]):
         return gradient
-    kinds = interpreter.cell(base_of(gradient)).kinds
+    types = interpreter.storage_type(base_of(gradient)).types
     own = tuple(
-        V if kind in (I, R, K) and any(plain(seed[at]) in (V, R) for seed in given) else kind
-        for at, kind in enumerate(kinds)
+        V
+        if axis_type in (I, R, K) and any(plain(seed[at]) in (V, R) for seed in given)
+        else axis_type
+        for at, axis_type in enumerate(types)
     )
-    if own == kinds:
+    if own == types:
         return gradient
     gradient = gradient.clone()
-    interpreter.cell(base_of(gradient)).kinds = own
+    interpreter.storage_type(base_of(gradient)).types = own
     return gradient
 
 
@@ -101,14 +105,20 @@ def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> 
     """The operand, as it was: an input, or what its producer made."""
     variable = getattr(producer, "variable", None)
     if isinstance(variable, Tensor):
-        cell = interpreter.cell(variable)
-        return use_of("", variable, cell, cell.kinds)
+        storage_type = interpreter.storage_type(variable)
+        return use_of("", variable, storage_type, storage_type.types)
     made: Equation | None = interpreter.equation_of(producer)
     return made.results[number] if made is not None and number < len(made.results) else None
 
 
 def _wrong(
-    interpreter: "Interpreter", node: Node, name: str, axis: str, operand: Use, have: Any, cell: Any
+    interpreter: "Interpreter",
+    node: Node,
+    name: str,
+    axis: str,
+    operand: Use,
+    have: Any,
+    storage_type: Any,
 ) -> ShardTypeError:
     applied = interpreter.equation_of(node)
     site = applied.site if applied is not None else None
@@ -118,12 +128,12 @@ def _wrong(
                 f"{interpreter.name}: over {axis!r}, an operand of {name} is I and its backward "
                 f"gives it a gradient that is {have}: {messages.wrong(I, have)}.",
                 f"  at {site}",
-                f"  the operand is {operand}, from {operand.cell.origin()}",
-                f"  the gradient is from {cell.origin()}",
+                f"  the operand is {operand}, from {operand.storage_type.origin()}",
+                f"  the gradient is from {storage_type.origin()}",
                 f"Fix: give it the operand as R, with convert(x, {axis!r}, src=I, dst=R), or sum "
                 "the gradient in the backward of a shardmap_torch.Function.",
             ]
         )
     )
     at = interpreter.axes.index(axis)
-    return propose(found, list(messages.repairs_to(interpreter, operand.cell, at, R)))
+    return propose(found, list(messages.repairs_to(interpreter, operand.storage_type, at, R)))

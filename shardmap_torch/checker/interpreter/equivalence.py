@@ -64,22 +64,24 @@ def hold(
     found = []
     for flowing in _flowing([interpreter.levels(base) for base in bases]):
         pairs = zip(bases, flowing, strict=True)
-        likes = tuple(_Like.of(base, interpreter.kinds(base), flows) for base, flows in pairs)
+        likes = tuple(_Like.of(base, interpreter.types(base), flows) for base, flows in pairs)
         key = (what, mesh.axis_names, mesh.axis_sizes, likes, table_version())
         compare = partial(_compare, interpreter, name, own, composition, likes)
         found.append(_HELD.get(key, compare))
     site, backward = interpreter.site()
-    cells = [(base, interpreter.cell(base)) for base in bases]
-    uses = tuple(use_of("", base, cell, cell.kinds) for base, cell in cells)
+    storage_types = [(base, interpreter.storage_type(base)) for base in bases]
+    uses = tuple(
+        use_of("", base, storage_type, storage_type.types) for base, storage_type in storage_types
+    )
     interpreter.add(Equation(name, uses, (), site, backward, held=found[0]))
 
 
 def _flowing(levels: Sequence[frozenset[int]]) -> Sequence[tuple[bool, ...]]:
     """Through which operands a gradient flows: in all, then at each level where it is otherwise."""
     all_levels = sorted(frozenset[int]().union(*levels))
-    ways = [tuple(map(bool, levels))]
-    ways += [tuple(level in operand for operand in levels) for level in all_levels]
-    return list(dict.fromkeys(ways))
+    program_paths = [tuple(map(bool, levels))]
+    program_paths += [tuple(level in operand for operand in levels) for level in all_levels]
+    return list(dict.fromkeys(program_paths))
 
 
 _HELD: Final = Memo[tuple[Held, ...]]()
@@ -93,12 +95,12 @@ class _Like:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    kinds: Types
+    types: Types
     flows: bool
 
     @staticmethod
-    def of(base: Tensor, kinds: Types, flows: bool) -> "_Like":
-        return _Like(base.shape, base.stride(), base.dtype, base.device, kinds, flows)
+    def of(base: Tensor, types: Types, flows: bool) -> "_Like":
+        return _Like(base.shape, base.stride(), base.dtype, base.device, types, flows)
 
     def leaf(self, interpreter: Interpreter) -> Tensor:
         with interpreter.paused():
@@ -106,7 +108,7 @@ class _Like:
                 self.shape, self.stride, dtype=self.dtype, device=self.device
             )
             made.requires_grad_(self.flows)
-        interpreter.bring(made, self.kinds, "an operand")
+        interpreter.bring(made, self.types, "an operand")
         return made
 
 
@@ -159,19 +161,26 @@ class _Claim:
         if found is None or expected is None:
             words = ["missing" if each is None else "there" for each in (found, expected)]
             return None if found is expected else (words[0], words[1])
-        cells = interpreter.cell(found), interpreter.cell(expected)
+        storage_types = interpreter.storage_type(found), interpreter.storage_type(expected)
         shown = [
-            str(use_of("", x, cell, cell.kinds))
-            for x, cell in zip((found, expected), cells, strict=True)
+            str(use_of("", x, storage_type, storage_type.types))
+            for x, storage_type in zip((found, expected), storage_types, strict=True)
         ]
         if shown[0] != shown[1]:
             return shown[0], shown[1]
-        ours, theirs = (map(plain, cell.kinds) for cell in cells)
+        ours, theirs = (map(plain, storage_type.types) for storage_type in storage_types)
         for axis, *pair, alike in zip(interpreter.axes, ours, theirs, self.alike, strict=True):
             if pair[0] != pair[1] and not alike.issuperset(pair):
                 return f"{pair[0]} over {axis!r}", str(pair[1])
-        ways = [", ".join(sorted(through[id(cell)])) or "no collective" for cell in cells]
-        return None if ways[0] == ways[1] else (f"made by {ways[0]}", f"by {ways[1]}")
+        program_paths = [
+            ", ".join(sorted(through[id(storage_type)])) or "no collective"
+            for storage_type in storage_types
+        ]
+        return (
+            None
+            if program_paths[0] == program_paths[1]
+            else (f"made by {program_paths[0]}", f"by {program_paths[1]}")
+        )
 
 
 def _defect(interpreter: Interpreter, name: str, what: str) -> ShardTypeError:
@@ -208,13 +217,15 @@ class _Comparison:
         if not live:
             return
         pairs = [(found[at], expected[at]) for at in live]
-        first, *others = _cotangents([self._interpreter.cell(out).kinds for _, out in pairs])
+        first, *others = _cotangents(
+            [self._interpreter.storage_type(out).types for _, out in pairs]
+        )
         self.own = [*self.own, *self._pull_back(pairs, first)]
         for cotangents in others:
             self._pull_back(pairs, cotangents)
         # A run may use any of the results; it does less then.
-        for pair, kinds in zip(pairs, first, strict=True) if len(pairs) > 1 else ():
-            self._pull_back([pair], [kinds])
+        for pair, types in zip(pairs, first, strict=True) if len(pairs) > 1 else ():
+            self._pull_back([pair], [types])
 
     def _pull_back(
         self, pairs: Sequence[tuple[Tensor, Tensor]], cotangents: Sequence[Types]
@@ -228,15 +239,17 @@ class _Comparison:
             return ()  # Nor will the body's own backward pass it.
         ours, equations = self._tried(lambda: self._gradients(found, seeds))
         for (at, leaf), *pair in zip(self._flowing, ours, theirs, strict=True):
-            kinds = self._interpreter.cell(leaf).kinds
-            alike = [_OWN if plain(kind) == V else frozenset[AxisType]() for kind in kinds]
+            types = self._interpreter.storage_type(leaf).types
+            alike = [
+                _OWN if plain(axis_type) == V else frozenset[AxisType]() for axis_type in types
+            ]
             self.claims.append(_Claim(f"the gradient of operand {at}", pair[0], pair[1], alike))
         return equations
 
-    def _seed(self, out: Tensor, kinds: Types) -> Tensor:
+    def _seed(self, out: Tensor, types: Types) -> Tensor:
         with self._interpreter.paused():
             seed = torch.empty_like(out)
-        self._interpreter.bring(seed, kinds, "a cotangent")
+        self._interpreter.bring(seed, types, "a cotangent")
         return seed
 
     def _gradients(
@@ -258,12 +271,12 @@ class _Comparison:
         return given, self._interpreter.equations[before:]
 
 
-def _cotangents(kinds: Sequence[Types]) -> Iterator[Sequence[Types]]:
+def _cotangents(types: Sequence[Types]) -> Iterator[Sequence[Types]]:
     """Types for the cotangents of all results: the first of each, then another over one axis."""
-    first = [tuple(_SEEDS[plain(kind)][0] for kind in result) for result in kinds]
+    first = [tuple(_SEEDS[plain(axis_type)][0] for axis_type in result) for result in types]
     yield first
     for axis in range(len(first[0])):
-        choices = [_SEEDS[plain(result[axis])] for result in kinds]
+        choices = [_SEEDS[plain(result[axis])] for result in types]
         for turn in range(1, max(map(len, choices))):
             others = [choice[min(turn, len(choice) - 1)] for choice in choices]
             yield [
@@ -277,7 +290,7 @@ def _passed(equations: Sequence[Equation]) -> Through:
     through: dict[int, frozenset[str]] = defaultdict(frozenset)
     for equation in equations:
         names = {str(equation.collective)} if equation.collective is not None else set()
-        names.update(*(through[id(use.cell)] for use in equation.operands))
+        names.update(*(through[id(use.storage_type)] for use in equation.operands))
         for use in equation.results:
-            through[id(use.cell)] |= names
+            through[id(use.storage_type)] |= names
     return through

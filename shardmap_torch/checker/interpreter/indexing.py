@@ -41,8 +41,8 @@ def with_select(interpreter: "Interpreter", func: Any, args: Sequence[Any]) -> C
             rest[position] = 0
     why = "shares its memory with another value through an index that is a tensor"
     for tensor in (x, selected):  # one is a view of the other at run time, and here it is not
-        cell = interpreter.cell(tensor)
-        cell.sealed = cell.sealed or why
+        storage_type = interpreter.storage_type(tensor)
+        storage_type.read_only = storage_type.read_only or why
     return func, (selected, tuple(rest))
 
 

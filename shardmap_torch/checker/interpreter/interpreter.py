@@ -20,7 +20,7 @@ from shardmap_torch.checker.interpreter.observer import UNOBSERVED, standing
 from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
 from shardmap_torch.checker.interpreter.symbolic import Numbers
 from shardmap_torch.checker.ir.paths import Branches, Insisting
-from shardmap_torch.checker.ir.program import Cell, Equation, Use, use_of, varying
+from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
 from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
 from shardmap_torch.checker.rules.infer import (
     BITS,
@@ -34,7 +34,7 @@ from shardmap_torch.checker.rules.infer import (
     type_call,
     writes_of,
 )
-from shardmap_torch.checker.rules.lattice import Clash, add, join, plain
+from shardmap_torch.checker.rules.lattice import Conflict, add, join, plain
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.core.source_location import Site, call_site
@@ -115,14 +115,14 @@ class Interpreter(Memory):
         self.batches &= op is not _NOT_BATCHED
         writes = writes_of(op, arguments)
         for name in writes:
-            self._reject_sealed(op, arguments[name])
+            self._reject_read_only(op, arguments[name])
         with self.paused():
             seen = standing(op, arguments)
         out = self._run(op, args, kwargs)
         # A view has the type of its storage, and needs no rule; of a sum's bits nothing is known.
         view = not writes and self._is_known(out) and op is not _BITS
-        kinds = [] if view else self._type(op, arguments, out)
-        self._store(op, arguments, out, kinds)
+        types = [] if view else self._type(op, arguments, out)
+        self._store(op, arguments, out, types)
         self.observer.called(*seen, out)
         return out
 
@@ -162,69 +162,74 @@ class Interpreter(Memory):
 
     def _is_known(self, out: Any) -> bool:
         made = [tensor for _, tensor in _results(out)]
-        return bool(made) and all(t.untyped_storage()._cdata in self._cells for t in made)
+        return bool(made) and all(t.untyped_storage()._cdata in self._storage_types for t in made)
 
     def make(
-        self, tensor: Tensor, kinds: Types, equation: Equation, operands: Sequence[Tensor]
-    ) -> Cell:
+        self, tensor: Tensor, types: Types, equation: Equation, operands: Sequence[Tensor]
+    ) -> StorageType:
         """Types a new tensor that an equation makes of its operands."""
-        tasks = self._tasks(map(self.cell, operands))
+        tasks = self._tasks(map(self.storage_type, operands))
         tokens = frozenset(t for x in operands for t in self._tokens(x) if t.alive)
         storage = tensor.untyped_storage()
-        spread = frozenset[int]().union(*(self.cell(x).spread for x in operands))
-        cell = Cell(kinds, equation, "", storage, tasks=tasks, spread=spread)
-        self._cells[storage._cdata] = cell
+        spread = frozenset[int]().union(*(self.storage_type(x).spread for x in operands))
+        storage_type = StorageType(types, equation, "", storage, tasks=tasks, spread=spread)
+        self._storage_types[storage._cdata] = storage_type
         if is_real(tensor.dtype):
-            cell.tokens = tokens
+            storage_type.tokens = tokens
             tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
         equation.results = (self._result(tensor),)
-        return cell
+        return storage_type
 
     def _type(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> list[Types]:
         made = [*_results(out)] or [*enumerate(_written(op, arguments))]
         smooth = any(is_real(tensor.dtype) for _, tensor in made)
 
         def read(tensor: Tensor) -> Types:
-            kinds = self.kinds(tensor)
+            types = self.types(tensor)
             # A result that is no number of its own right has no derivative to get wrong, but it
             # may decide what a derivative is.
-            if smooth or self._is_cotangent(self.cell(tensor)):
-                return kinds
-            return tuple(K if k in (I, R) else k for k in kinds)
+            if smooth or self._is_cotangent(self.storage_type(tensor)):
+                return types
+            return tuple(K if k in (I, R) else k for k in types)
 
-        kinds = []
+        types = []
         for outcome in type_call(op, arguments, read, len(self.axes)):
             if isinstance(outcome, Refusal):
                 raise messages.refused(self, op, arguments, outcome)
-            kinds.append(outcome)
+            types.append(outcome)
         if not is_in_linear_backward():
-            self._reject_rounded(op, arguments, made, kinds)
-        return self._as_seed(arguments["self"], kinds) if op is _SEED and self._running else kinds
+            self._reject_rounded(op, arguments, made, types)
+        return self._as_seed(arguments["self"], types) if op is _SEED and self._running else types
 
-    def _as_seed(self, value: Tensor, kinds: Sequence[Types]) -> list[Types]:
+    def _as_seed(self, value: Tensor, types: Sequence[Types]) -> list[Types]:
         """The cotangent from which a backward in a custom one starts: each rank's own, as in it.
 
         Functions of torch are not seen there, as they are in the body; see `cotangents.seed`.
         """
-        own = self.cell(value).kinds
-        return [tuple(V if plain(k) == V else kind for k, kind in zip(own, kinds[0], strict=True))]
+        own = self.storage_type(value).types
+        return [
+            tuple(
+                V if plain(k) == V else axis_type
+                for k, axis_type in zip(own, types[0], strict=True)
+            )
+        ]
 
     def _reject_rounded(
         self,
         op: OpOverload,
         arguments: Mapping[str, Any],
         made: Sequence[tuple[int, Tensor]],
-        kinds: Sequence[Types],
+        types: Sequence[Types],
     ) -> None:
         read = [t for value in arguments.values() for t in tensors_of(value)]
         whole = any(is_real(tensor.dtype) for tensor in read)
         bits = op is _BITS
         for index, tensor in made:
-            kind = kinds[index % len(kinds)]
+            axis_type = types[index % len(types)]
             rounded = tensor.dtype == torch.bool or (whole and not is_real(tensor.dtype))
-            if Partial in kind and (bits or rounded):
+            if Partial in axis_type and (bits or rounded):
                 reason = BITS if bits else INTEGER
-                refusal = Refusal(kind.index(Partial), Clash(Partial, None, reason), reason)
+                refusal = Refusal(axis_type.index(Partial), Conflict(Partial, None, reason), reason)
                 raise messages.refused(self, op, arguments, refusal)
 
     def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> None:
@@ -237,43 +242,46 @@ class Interpreter(Memory):
         except ShardTypeError as error:
             raise propose(error, list(scalars.proposals(self, place, arguments))) from None
 
-    def _reject_sealed(self, op: OpOverload, value: Any) -> None:
+    def _reject_read_only(self, op: OpOverload, value: Any) -> None:
         for tensor in tensors_of(value):
-            cell = self._cells.get(tensor.untyped_storage()._cdata)
-            if cell is not None and cell.sealed is not None:
+            storage_type = self._storage_types.get(tensor.untyped_storage()._cdata)
+            if storage_type is not None and storage_type.read_only is not None:
                 raise ShardTypeError(
-                    f"{self.name}: {_name(op)} writes into a tensor that {cell.sealed}, at "
-                    f"{self.site()[0]}.\nFix: clone it first; return what is to be kept."
+                    f"{self.name}: {_name(op)} writes into a tensor that "
+                    f"{storage_type.read_only}, at {self.site()[0]}.\n"
+                    "Fix: clone it first; return what is to be kept."
                 )
 
     def _store(
-        self, op: OpOverload, arguments: Mapping[str, Any], out: Any, kinds: Sequence[Types]
+        self, op: OpOverload, arguments: Mapping[str, Any], out: Any, types: Sequence[Types]
     ) -> None:
         operands = [
-            use_of(name, tensor, self.cell(tensor), self.cell(tensor).kinds)
+            use_of(name, tensor, self.storage_type(tensor), self.storage_type(tensor).types)
             for name, value in arguments.items()
             for tensor in tensors_of(value)
         ]
         read = [t for value in arguments.values() for t in tensors_of(value)]
         tokens = frozenset(t for tensor in read for t in self._tokens(tensor) if t.alive)
-        tasks = self._tasks(use.cell for use in operands)
-        spread = _spread(operands, kinds)
+        tasks = self._tasks(use.storage_type for use in operands)
+        spread = _spread(operands, types)
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)
         equation.literals = self._literals(op, arguments)
         written = list(_written(op, arguments))
-        kinds_written = self._kinds_written(op, arguments, written, kinds)
-        for tensor, kind in zip(written, kinds_written, strict=True):
-            self._write(op, arguments, tensor, kind, equation, tokens, spread)
-            self.cell(tensor).tasks |= tasks
+        types_written = self._types_written(op, arguments, written, types)
+        for tensor, axis_type in zip(written, types_written, strict=True):
+            self._write(op, arguments, tensor, axis_type, equation, tokens, spread)
+            self.storage_type(tensor).tasks |= tasks
         for index, tensor in _results(out):
-            kind = kinds[index % len(kinds)] if kinds else (K,) * len(self.axes)
+            axis_type = types[index % len(types)] if types else (K,) * len(self.axes)
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._cells:
-                cell = Cell(kind, equation, "", storage, tasks=tasks, spread=spread)
-                self._cells[storage._cdata] = cell
+            if storage._cdata not in self._storage_types:
+                storage_type = StorageType(
+                    axis_type, equation, "", storage, tasks=tasks, spread=spread
+                )
+                self._storage_types[storage._cdata] = storage_type
             if is_real(tensor.dtype):
-                self._cells[storage._cdata].tokens |= tokens
+                self._storage_types[storage._cdata].tokens |= tokens
                 tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
         equation.results = tuple(self._result(tensor) for _, tensor in _results(out))
         self.add(equation)
@@ -292,28 +300,28 @@ class Interpreter(Memory):
     def _result(self, tensor: Tensor) -> Use:
         self._count += 1
         tensor._shardmap_number = self._count  # type: ignore[attr-defined]  # ours
-        cell = self.cell(tensor)
-        return use_of("", tensor, cell, cell.kinds)
+        storage_type = self.storage_type(tensor)
+        return use_of("", tensor, storage_type, storage_type.types)
 
-    def _kinds_written(
+    def _types_written(
         self,
         op: OpOverload,
         arguments: Mapping[str, Any],
         written: Sequence[Tensor],
-        kinds: Sequence[Types],
+        types: Sequence[Types],
     ) -> Sequence[Types]:
         """The types of what is written, which need not be the results."""
         row = row_of(op)
         if not written:
             return ()
-        if len(kinds) == len(written):
-            return kinds
-        if len(kinds) == 1 or (row is not None and row.zipped):
-            return [kinds[index % len(kinds)] for index in range(len(written))]
+        if len(types) == len(written):
+            return types
+        if len(types) == 1 or (row is not None and row.zipped):
+            return [types[index % len(types)] for index in range(len(written))]
         joined = []
         for axis in range(len(self.axes)):
-            outcome = join([kind[axis] for kind in kinds])
-            if isinstance(outcome, Clash):
+            outcome = join([axis_type[axis] for axis_type in types])
+            if isinstance(outcome, Conflict):
                 refusal = Refusal(axis, outcome, outcome.reason)
                 raise messages.refused(self, op, arguments, refusal)
             joined.append(outcome)
@@ -324,33 +332,35 @@ class Interpreter(Memory):
         op: OpOverload,
         arguments: Mapping[str, Any],
         tensor: Tensor,
-        kinds: Types,
+        types: Types,
         equation: Equation,
         tokens: frozenset[Token],
         spread: frozenset[int],
     ) -> None:
-        cell = self.cell(tensor)
+        storage_type = self.storage_type(tensor)
         # What the same operation has written there is still to be seen: a list may name it twice.
-        if cell.made is equation or not _is_whole(tensor, cell.storage):
-            kinds = self._joined(op, arguments, tensor, cell, kinds)
-        self.batches &= spread <= cell.spread  # what is batched does not fit into what is not
-        cell.spread |= spread
-        cell.kinds, cell.made = kinds, equation
-        cell.tokens |= tokens
-        cell.written |= tokens
+        if storage_type.made is equation or not _is_whole(tensor, storage_type.storage):
+            types = self._joined(op, arguments, tensor, storage_type, types)
+        self.batches &= (
+            spread <= storage_type.spread
+        )  # what is batched does not fit into what is not
+        storage_type.spread |= spread
+        storage_type.types, storage_type.made = types, equation
+        storage_type.tokens |= tokens
+        storage_type.written |= tokens
 
     def _joined(
         self,
         op: OpOverload,
         arguments: Mapping[str, Any],
         tensor: Tensor,
-        cell: Cell,
-        kinds: Types,
+        storage_type: StorageType,
+        types: Types,
     ) -> Types:
         joined = []
-        for axis, pair in enumerate(zip(self.kinds(tensor), kinds, strict=True)):
+        for axis, pair in enumerate(zip(self.types(tensor), types, strict=True)):
             outcome = add(pair)
-            if isinstance(outcome, Clash):
+            if isinstance(outcome, Conflict):
                 refusal = Refusal(axis, outcome, outcome.reason)
                 raise messages.refused(self, op, arguments, refusal)
             joined.append(outcome)
@@ -387,9 +397,9 @@ def _spread(operands: Sequence[Use], results: Sequence[Types]) -> frozenset[int]
 
     They are its operands', and those over which it draws numbers of each rank's own.
     """
-    before = frozenset[int]().union(*(varying(use.kinds) for use in operands))
+    before = frozenset[int]().union(*(varying(use.types) for use in operands))
     drawn = frozenset[int]().union(*map(varying, results)) - before
-    return drawn.union(*(use.cell.spread for use in operands))
+    return drawn.union(*(use.storage_type.spread for use in operands))
 
 
 def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch._ops import OpOverload
 
-from shardmap_torch.checker.ir.program import Cell, Equation, Use, use_of
+from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import Repair, propose
 from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
 from shardmap_torch.checker.rules.lattice import COUNTED, MIXED, NONLINEAR, plain
@@ -65,25 +65,34 @@ def refused(
 ) -> ShardTypeError:
     """An operation whose operands do not go together."""
     name = friendly(op)
-    if refusal.axis is None or refusal.clash is None:
+    if refusal.axis is None or refusal.conflict is None:
         return error(interpreter, f"{op} is refused: {refusal.reason}.", [], "")
     axis = interpreter.axes[refusal.axis]
-    clash = refusal.clash
-    kinds = [str(clash.first)] + ([str(clash.second)] if clash.second is not None else [])
+    conflict = refusal.conflict
+    types = [str(conflict.first)] + ([str(conflict.second)] if conflict.second is not None else [])
     uses = [
-        use_of(label, tensor, interpreter.cell(tensor), interpreter.cell(tensor).kinds)
+        use_of(
+            label, tensor, interpreter.storage_type(tensor), interpreter.storage_type(tensor).types
+        )
         for label, value in arguments.items()
         for tensor in tensors_of(value)
     ]
     lines = [_describe(use, refusal.axis) for use in uses]
     lines += _chains(uses, refusal.axis)
-    head = f"{name} over axis {axis!r} of {' and '.join(kinds)}: {refusal.reason}."
-    if clash.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
+    head = f"{name} over axis {axis!r} of {' and '.join(types)}: {refusal.reason}."
+    if conflict.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
         return _both_ways(interpreter, axis, uses, refusal.axis)
     found = error(interpreter, head, lines, _advice(refusal, axis))
-    mixed = [use.cell for use in uses if use.kinds[refusal.axis] == I] * (clash.reason == MIXED)
+    mixed = [use.storage_type for use in uses if use.types[refusal.axis] == I] * (
+        conflict.reason == MIXED
+    )
     return propose(
-        found, [r for cell in mixed for r in repairs_to(interpreter, cell, refusal.axis, R)]
+        found,
+        [
+            r
+            for storage_type in mixed
+            for r in repairs_to(interpreter, storage_type, refusal.axis, R)
+        ],
     )
 
 
@@ -92,7 +101,7 @@ def _both_ways(
 ) -> ShardTypeError:
     """Autograd adds the gradients of two uses of one value, and they do not go together."""
     lines = [
-        f"  one use gives a gradient that is {use.kinds[at]}, from {use.cell.origin()}"
+        f"  one use gives a gradient that is {use.types[at]}, from {use.storage_type.origin()}"
         for use in uses
     ]
     return error(
@@ -104,29 +113,29 @@ def _both_ways(
     )
 
 
-def culprit(cell: Cell, axis: int, name: str) -> Cell:
+def culprit(storage_type: StorageType, axis: int, name: str) -> StorageType:
     """Back along values of the same type to what gave them it: a collective, or an input."""
-    kind = plain(cell.kinds[axis])
-    while cell.made is not None:
-        equation = cell.made
+    axis_type = plain(storage_type.types[axis])
+    while storage_type.made is not None:
+        equation = storage_type.made
         if equation.collective is not None and name in equation.collective.axes:
-            return cell
-        sources = [u.cell for u in equation.operands if plain(u.kinds[axis]) == kind]
-        if not sources or sources[0] is cell:
-            return cell
-        cell = sources[0]
-    return cell
+            return storage_type
+        sources = [u.storage_type for u in equation.operands if plain(u.types[axis]) == axis_type]
+        if not sources or sources[0] is storage_type:
+            return storage_type
+        storage_type = sources[0]
+    return storage_type
 
 
 def repairs_to(
-    interpreter: "Interpreter", cell: Cell, axis: int, kind: AxisType
+    interpreter: "Interpreter", storage_type: StorageType, axis: int, axis_type: AxisType
 ) -> Iterator[Repair]:
     """Repairs that give the value the type `kind` where it gets its type."""
     name = interpreter.axes[axis]
-    source = culprit(cell, axis, name)
+    source = culprit(storage_type, axis, name)
     if source.made is not None:
-        yield from _retype(source.made, kind)
-    elif source.leaf is not None and kind == R and source.kinds[axis] in (I, K):
+        yield from _retype(source.made, axis_type)
+    elif source.leaf is not None and axis_type == R and source.types[axis] in (I, K):
         text = f"replicate={{{name!r}}} in the spec of {source.label}"
         yield Repair(text, replicate={source.leaf: name})
 
@@ -135,43 +144,45 @@ def _at(equation: Equation) -> str:
     return "" if equation.site is None else f" at {equation.site.place}"
 
 
-def _retype(equation: Equation, kind: AxisType) -> Iterator[Repair]:
+def _retype(equation: Equation, axis_type: AxisType) -> Iterator[Repair]:
     collective, place = equation.collective, equation.place
     if collective is None or place is None:
         return
-    if (collective.name, collective.src, kind) in TABLE:
-        text = f"dst={kind} in {collective.name}{_at(equation)}"
-        yield Repair(text, collectives={place: replace(collective, dst=kind)})
+    if (collective.name, collective.src, axis_type) in TABLE:
+        text = f"dst={axis_type} in {collective.name}{_at(equation)}"
+        yield Repair(text, collectives={place: replace(collective, dst=axis_type)})
 
 
 def _describe(use: Use, axis: int) -> str:
-    return f"  {use.name}: {use}, {use.kinds[axis]}, from {use.cell.origin()}"
+    return f"  {use.name}: {use}, {use.types[axis]}, from {use.storage_type.origin()}"
 
 
 def _chains(uses: Sequence[Use], axis: int) -> Iterator[str]:
     for use in uses:
-        chain = list(chain_of(use.cell, axis))
-        if plain(use.kinds[axis]) in (V, Partial) and len(chain) > 1:
-            what = "varies" if plain(use.kinds[axis]) == V else "is partial"
+        chain = list(chain_of(use.storage_type, axis))
+        if plain(use.types[axis]) in (V, Partial) and len(chain) > 1:
+            what = "varies" if plain(use.types[axis]) == V else "is partial"
             yield f"  {use.name} {what} because of {' <- '.join(chain[1:])}"
 
 
-def chain_of(cell: Cell, axis: int, limit: int = 6) -> Iterator[str]:
+def chain_of(storage_type: StorageType, axis: int, limit: int = 6) -> Iterator[str]:
     """From a value that varies or is partial back to what made it so."""
     while limit > 0:
-        yield cell.origin()
-        equation = cell.made
+        yield storage_type.origin()
+        equation = storage_type.made
         if equation is None or equation.collective is not None:
             return
-        sources = [u.cell for u in equation.operands if plain(u.kinds[axis]) in (V, Partial)]
-        if not sources or sources[0] is cell:
+        sources = [
+            u.storage_type for u in equation.operands if plain(u.types[axis]) in (V, Partial)
+        ]
+        if not sources or sources[0] is storage_type:
             return
-        cell, limit = sources[0], limit - 1
+        storage_type, limit = sources[0], limit - 1
 
 
 def _advice(refusal: Refusal, axis: str) -> str:
-    clash, reason = refusal.clash, refusal.reason
-    assert clash is not None  # the caller has one
+    conflict, reason = refusal.conflict, refusal.reason
+    assert conflict is not None  # the caller has one
     if reason == MIXED:
         return (
             f"convert the I operand with convert(x, {axis!r}, src=I, dst=R), which sums its "
@@ -193,7 +204,7 @@ def source(
     """A collective whose operand has another type than its row says."""
     at, use, collective = interpreter.axes.index(axis), equation.operands[0], equation.collective
     assert collective is not None  # what has been left out takes any type
-    have = use.kinds[at]
+    have = use.types[at]
     head = (
         f"{equation.name} takes {_named(wanted)} over {axis!r}, but its operand is {_named(have)}."
     )
@@ -213,8 +224,8 @@ def axes(collective: Collective) -> str:
     return repr(collective.axes[0] if len(collective.axes) == 1 else collective.axes)
 
 
-def _named(kind: AxisType) -> str:
-    return f"{kind} ({MEANING[plain(kind).kind]})"
+def _named(axis_type: AxisType) -> str:
+    return f"{axis_type} ({MEANING[plain(axis_type).kind]})"
 
 
 def _source_advice(name: str, axis: str, have: AxisType, wanted: AxisType) -> str:
@@ -232,59 +243,63 @@ def _source_advice(name: str, axis: str, have: AxisType, wanted: AxisType) -> st
     return f"convert(x, {axis!r}, src={have}, dst={wanted}) changes the type."
 
 
-def seeded(interpreter: "Interpreter", axis: int, cell: Cell) -> ShardTypeError:
+def seeded(interpreter: "Interpreter", axis: int, storage_type: StorageType) -> ShardTypeError:
     """A gradient asked of a replicate value."""
     name = interpreter.axes[axis]
     found = error(
         interpreter,
         f"the gradient of a value that is R over {name!r} would be n times too large: every rank "
         "starts with a whole cotangent, and they are summed.",
-        [f"  the value is from {cell.origin()}", *_became(cell, axis, name)],
+        [f"  the value is from {storage_type.origin()}", *_became(storage_type, axis, name)],
         f"make it I: with dst=I where it is reduced over {name!r}, or with "
         f"convert(x, {name!r}, src=R, dst=I).",
     )
-    return propose(found, list(repairs_to(interpreter, cell, axis, I)))
+    return propose(found, list(repairs_to(interpreter, storage_type, axis, I)))
 
 
-def _became(cell: Cell, axis: int, name: str) -> list[str]:
-    first = culprit(cell, axis, name)
-    return [] if first is cell else [f"  it is {cell.kinds[axis]} because of {first.origin()}"]
+def _became(storage_type: StorageType, axis: int, name: str) -> list[str]:
+    first = culprit(storage_type, axis, name)
+    return (
+        []
+        if first is storage_type
+        else [f"  it is {storage_type.types[axis]} because of {first.origin()}"]
+    )
 
 
 def cotangent(
     interpreter: "Interpreter",
     axis: int,
-    kind: AxisType,
-    cell: Cell,
+    axis_type: AxisType,
+    storage_type: StorageType,
     what: str,
-    value: Cell | None = None,
+    value: StorageType | None = None,
 ) -> ShardTypeError:
     """A gradient whose type does not fit its value."""
     name = interpreter.axes[axis]
-    have = cell.kinds[axis]
+    have = storage_type.types[axis]
     found = error(
         interpreter,
-        f"over {name!r}, {what} is {_named(kind)} and gets a gradient that is {_named(have)}: "
-        f"{wrong(kind, have)}.",
-        [f"  the gradient is from {cell.origin()}"],
-        gradient_advice(kind, name),
+        f"over {name!r}, {what} is {_named(axis_type)} and gets a gradient that is {_named(have)}: "
+        f"{wrong(axis_type, have)}.",
+        [f"  the gradient is from {storage_type.origin()}"],
+        gradient_advice(axis_type, name),
         placed=value is None,
     )
     return propose(found, [] if value is None else list(repairs_to(interpreter, value, axis, R)))
 
 
-def wrong(kind: AxisType, have: AxisType) -> str:
+def wrong(axis_type: AxisType, have: AxisType) -> str:
     """What is wrong with such a gradient."""
-    if plain(kind) == I and plain(have) in (V, Partial, R):
+    if plain(axis_type) == I and plain(have) in (V, Partial, R):
         return "each rank has its own part of it, and nothing sums them"
     if have in (R, I, K):
         return "too large or too small by the number of ranks"
     return "its parts are still to be summed"
 
 
-def gradient_advice(kind: AxisType, axis: str) -> str:
+def gradient_advice(axis_type: AxisType, axis: str) -> str:
     """How to get the gradient right."""
-    if plain(kind) == I:
+    if plain(axis_type) == I:
         return (
             f"use the value as R, with convert(x, {axis!r}, src=I, dst=R) or with replicate= in "
             "its spec, which sums the gradient."

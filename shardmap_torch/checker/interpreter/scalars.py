@@ -38,8 +38,11 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
         with interpreter.paused():
             return op(**arguments)
     interpreter.batches = False
-    uses = [use_of("", x, interpreter.cell(x), interpreter.cell(x).kinds) for x in tensors]
-    source = (op, *(_identity(use.cell, x) for use, x in zip(uses, tensors, strict=True)))
+    uses = [
+        use_of("", x, interpreter.storage_type(x), interpreter.storage_type(x).types)
+        for x in tensors
+    ]
+    source = (op, *(_identity(use.storage_type, x) for use, x in zip(uses, tensors, strict=True)))
     number, is_new = interpreter.numbers.take(source, _kind(op, tensors))
     if is_new:
         name = "item" if op is ITEM else op._schema.name.split("::")[1]
@@ -49,10 +52,10 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
     return number
 
 
-def _identity(cell: Any, tensor: Tensor) -> Any:
+def _identity(storage_type: Any, tensor: Tensor) -> Any:
     """Equal for tensors that hold the same numbers: `cell.made` changes with each write."""
     place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-    return id(cell), id(cell.made), *place, tensor.is_neg(), tensor.is_conj()
+    return id(storage_type), id(storage_type.made), *place, tensor.is_neg(), tensor.is_conj()
 
 
 def _kind(op: OpOverload, tensors: Sequence[Tensor]) -> type:
@@ -93,10 +96,10 @@ def proposals(
     tensors = [x for value in arguments.values() for x in tensors_of(value)]
     if len(tensors) != 1:
         return
-    cell = interpreter.cell(tensors[0])
-    bad = [i for i, kind in enumerate(cell.kinds) if plain(kind) in (V, Partial)]
+    storage_type = interpreter.storage_type(tensors[0])
+    bad = [i for i, kind in enumerate(storage_type.types) if plain(kind) in (V, Partial)]
     names = tuple(interpreter.axes[i] for i in bad)
-    sources = [messages.culprit(cell, i, interpreter.axes[i]) for i in bad]
+    sources = [messages.culprit(storage_type, i, interpreter.axes[i]) for i in bad]
     if any(source.made is not None and "axis_index" in source.made.name for source in sources):
         return  # the branch is about the rank: no reduction keeps its sense
     x, op = ("x.int()", ', op="max"') if tensors[0].dtype == torch.bool else ("x", "")

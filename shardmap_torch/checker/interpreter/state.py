@@ -16,7 +16,7 @@ from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardmap_torch.checker.interpreter.observer import UNOBSERVED, Observer
-from shardmap_torch.checker.ir.program import Cell, varying
+from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
@@ -85,7 +85,7 @@ class Memory:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.observer: Observer = UNOBSERVED
         self.closures: dict[int, Tensor] = {}
-        self._cells: dict[int, Cell] = {}
+        self._storage_types: dict[int, StorageType] = {}
         self._paused = False
         self._applies = False
         self._ending: frozenset[int] = frozenset()
@@ -107,17 +107,19 @@ class Memory:
         finally:
             self._paused = before
 
-    def bring(self, tensor: Tensor, kinds: Types, label: str, sealed: str | None = None) -> Cell:
+    def bring(
+        self, tensor: Tensor, types: Types, label: str, read_only: str | None = None
+    ) -> StorageType:
         """Types a tensor that comes from outside."""
         storage = base_of(tensor).untyped_storage()
-        cell = Cell(kinds, None, label, storage, sealed, spread=varying(kinds))
-        self._cells[storage._cdata] = cell
-        return cell
+        storage_type = StorageType(types, None, label, storage, read_only, spread=varying(types))
+        self._storage_types[storage._cdata] = storage_type
+        return storage_type
 
-    def cell(self, tensor: Tensor) -> Cell:
+    def storage_type(self, tensor: Tensor) -> StorageType:
         """The cell of a tensor's storage, or of its fake's."""
-        storage = self.adopt(base_of(tensor)).untyped_storage()
-        found = self._cells.get(storage._cdata)
+        storage = self.fakify(base_of(tensor)).untyped_storage()
+        found = self._storage_types.get(storage._cdata)
         if found is None:
             raise AssertionError(
                 f"{self.name}: a tensor without a type reached {call_site()}; this is a defect of "
@@ -172,21 +174,21 @@ class Memory:
             self._ending = before
 
     def _tokens(self, tensor: Tensor) -> frozenset[Token]:
-        cell = self._cells.get(tensor.untyped_storage()._cdata)
+        storage_type = self._storage_types.get(tensor.untyped_storage()._cdata)
         # What autograd copies by itself has none of its own, and then those of the storage count.
         own: frozenset[Token] | None = tensor.__dict__.get("_shardmap_tokens")
-        if cell is None:
+        if storage_type is None:
             return own or frozenset()
-        return cell.tokens if own is None else own | cell.written
+        return storage_type.tokens if own is None else own | storage_type.written
 
     def mark_differentiated(self, wrapped: Tensor) -> None:
         """Notes an operand of a torch.func transform."""
         real = base_of(wrapped)
         self._differentiated.add(id(real))
-        base = self.adopt(real)
+        base = self.fakify(real)
         tokens = self._tokens(base) | {Token(wrapped)}
         base._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
-        self.cell(base).tokens |= tokens
+        self.storage_type(base).tokens |= tokens
 
     def reject_outer(self, args: Sequence[Any]) -> None:
         """Refuses tensors that a transform outside the body differentiates or batches."""
@@ -208,17 +210,21 @@ class Memory:
         """Notes that no gradient flows through this tensor, whatever its storage."""
         base_of(tensor)._shardmap_tokens = frozenset()  # type: ignore[attr-defined]  # ours
 
-    def kinds(self, tensor: Tensor) -> Types:
+    def types(self, tensor: Tensor) -> Types:
         """The types of a tensor as an operation reads it: I and R are K where nothing flows."""
-        cell = self.cell(tensor)
-        if (I in cell.kinds or R in cell.kinds) and not self._is_cotangent(cell):
+        storage_type = self.storage_type(tensor)
+        if (I in storage_type.types or R in storage_type.types) and not self._is_cotangent(
+            storage_type
+        ):
             if not self.flows(tensor):
-                return tuple(K if kind in (I, R) else kind for kind in cell.kinds)
-        return cell.kinds
+                return tuple(
+                    K if axis_type in (I, R) else axis_type for axis_type in storage_type.types
+                )
+        return storage_type.types
 
-    def kinds_of(self, tensor: Tensor) -> Types:
+    def types_of(self, tensor: Tensor) -> Types:
         """The types of any tensor in the body, as an operation would read it."""
-        return self.kinds(base_of(self.adopt(tensor)))
+        return self.types(base_of(self.fakify(tensor)))
 
     # ------------------------------------------------------------------------ cotangents
 
@@ -230,16 +236,16 @@ class Memory:
         """
         self._num_tasks += 1
         task = self._num_tasks
-        cells = [self.cell(seed) for seed in seeds if seed is not None]
-        for cell in cells:
-            cell.tasks |= {task}
+        storage_types = [self.storage_type(seed) for seed in seeds if seed is not None]
+        for storage_type in storage_types:
+            storage_type.tasks |= {task}
         self._running.append(task)
         try:
             yield
         finally:
             self._running.remove(task)
-            for cell in cells:
-                cell.tasks -= {task}
+            for storage_type in storage_types:
+                storage_type.tasks -= {task}
 
     def goes_on(self, seeds: Sequence[Tensor | None]) -> bool:
         """Whether a backward from these cotangents is part of one that runs.
@@ -248,23 +254,28 @@ class Memory:
         whole body, whose seeds the checker makes.
         """
         return bool(seeds) and all(
-            seed is not None and self._is_cotangent(self.cell(seed)) for seed in seeds
+            seed is not None and self._is_cotangent(self.storage_type(seed)) for seed in seeds
         )
 
-    def _is_cotangent(self, cell: Cell) -> bool:
-        return not cell.tasks.isdisjoint(self._running)
+    def _is_cotangent(self, storage_type: StorageType) -> bool:
+        return not storage_type.tasks.isdisjoint(self._running)
 
-    def _tasks(self, cells: Iterable[Cell]) -> frozenset[int]:
+    def _tasks(self, storage_types: Iterable[StorageType]) -> frozenset[int]:
         """The differentiations that run now and whose cotangents are among the cells."""
-        return frozenset(task for cell in cells for task in cell.tasks if task in self._running)
+        return frozenset(
+            task
+            for storage_type in storage_types
+            for task in storage_type.tasks
+            if task in self._running
+        )
 
     # --------------------------------------------------------------------------- adoption
 
     def base(self, tensor: Tensor) -> Tensor:
         """The fake under all transforms."""
-        return base_of(self.adopt(tensor))
+        return base_of(self.fakify(tensor))
 
-    def adopt(self, tensor: Tensor) -> Tensor:
+    def fakify(self, tensor: Tensor) -> Tensor:
         """The fake of a tensor, which may be one that the body closes over."""
         adopted: Tensor = self._adopt(tensor)
         return adopted
@@ -275,7 +286,7 @@ class Memory:
             # A transform's tensor has a fake underneath, or something that is met there.
             base = base_of(value)
             if not isinstance(base, FakeTensor):
-                return self._adopt_tensor(value)
+                return self._fakify_tensor(value)
             if base.fake_mode is not self.fake:
                 raise kept(f"{self.name}: at {call_site()} the body uses")
             return value
@@ -283,7 +294,7 @@ class Memory:
             return [self._adopt(item) for item in value]
         return value
 
-    def _adopt_tensor(self, real: Tensor) -> Tensor:
+    def _fakify_tensor(self, real: Tensor) -> Tensor:
         if type(real) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
             raise ShardTypeError(
                 f"{self.name}: the body closes over a {type(real).__name__} at {call_site()}. "
@@ -292,7 +303,7 @@ class Memory:
         # torch looks at `.grad`, which a body may not.
         with self.paused(), torch._C.DisableTorchFunction():
             fake = self.fake.from_tensor(real)
-        if fake.untyped_storage()._cdata not in self._cells:
+        if fake.untyped_storage()._cdata not in self._storage_types:
             label = f"a closed-over {type(real).__name__} of shape {list(real.shape)}"
             self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
             self.observer.closed_over(fake, real)

@@ -70,28 +70,28 @@ class Numbers:
         Raises:
             ShardTypeError: the function might go by the value.
         """
-        kinds: set[type] = set()
-        values = [_stand_in(value, kinds) for value in args]
-        named = {name: _stand_in(value, kinds) for name, value in kwargs.items()}
-        if not kinds:
+        types: set[type] = set()
+        values = [_stand_in(value, types) for value in args]
+        named = {name: _stand_in(value, types) for name, value in kwargs.items()}
+        if not types:
             return None
         name = getattr(func, "__name__", str(func))
         place = args[1] if name == "__setitem__" else None
-        if not _takes(func, name, kinds) or isinstance(place, SymbolicNumber):
+        if not _takes(func, name, types) or isinstance(place, SymbolicNumber):
             self.branches.refuse(
                 f"{name} gets a number that is taken from a tensor, and may go by its value.", _KEEP
             )
         return values, named
 
 
-def _stand_in(value: Any, kinds: set[type]) -> Any:
+def _stand_in(value: Any, types: set[type]) -> Any:
     if isinstance(value, list | tuple):
-        found = [_stand_in(item, kinds) for item in value]
+        found = [_stand_in(item, types) for item in value]
         changed = any(map(operator.is_not, found, value))
         return type(value)(found) if changed else value
     if type(value) is not SymbolicNumber:
         return value
-    kinds.add(value.kind)
+    types.add(value.kind)
     return value.stand_in
 
 
@@ -111,12 +111,12 @@ _SHAPING: Final = frozenset({"arange", "range"})
 """Functions whose results have a shape that depends on a float."""
 
 
-def _takes(func: Any, name: str, kinds: set[type]) -> bool:
+def _takes(func: Any, name: str, types: set[type]) -> bool:
     if name.strip("_").removeprefix("foreach_") in _ARITHMETIC:
         return True
     if isinstance(func, FunctionType):
         return name in _MORE
-    return kinds == {float} and name not in _SHAPING
+    return types == {float} and name not in _SHAPING
 
 
 def _binary(symbol: str, operation: Callable[[Any, Any], Any]) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardmap_torch.boundary.call import Result
-from shardmap_torch.checker.ir.program import Way
+from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.types import AxisType
 
@@ -50,7 +50,7 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Passage:
+class PathOutcome:
     """What was found out about one way.
 
     Attributes:
@@ -63,7 +63,7 @@ class Passage:
         batches: whether a batched body can do it.
     """
 
-    way: Way
+    way: ProgramPath
     result: Result | None
     error: Exception | None = None
     outputs: Outputs = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Settled:
+class Resolved:
     """What all ways share.
 
     Attributes:

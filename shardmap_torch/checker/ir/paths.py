@@ -203,7 +203,7 @@ def told(branches: Sequence[Branch]) -> list[str]:
     return [*more, *(f"  where {branch}" for branch in branches[-_TOLD:])]
 
 
-def every_way(name: str, run: Callable[[Branches], T]) -> list[T]:
+def every_path(name: str, run: Callable[[Branches], T]) -> list[T]:
     """What `run` gives on each way, in the order in which ways are found."""
     found: list[T] = []
     pending: list[tuple[bool, ...]] = [()]

@@ -14,13 +14,13 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site
 
 
-def varying(kinds: Types) -> frozenset[int]:
+def varying(types: Types) -> frozenset[int]:
     """The axes, by position, over which the ranks may have different values."""
-    return frozenset(at for at, kind in enumerate(kinds) if kind.varies)
+    return frozenset(at for at, axis_type in enumerate(types) if axis_type.varies)
 
 
 @dataclass(eq=False)
-class Cell:
+class StorageType:
     """The local type of one storage, which all its views share.
 
     Attributes:
@@ -36,11 +36,11 @@ class Cell:
         spread: the axes, by position, over which a batched body has it batched, whatever its type.
     """
 
-    kinds: Types
+    types: Types
     made: "Equation | None"
     label: str
     storage: torch.UntypedStorage
-    sealed: str | None = None
+    read_only: str | None = None
     leaf: int | None = None
     tasks: frozenset[int] = frozenset()
     tokens: frozenset[Any] = frozenset()
@@ -60,8 +60,8 @@ class Use:
     """An operand or a result of an equation, as it was then."""
 
     name: str
-    cell: Cell = field(compare=False)
-    kinds: Types
+    storage_type: StorageType = field(compare=False)
+    types: Types
     dtype: torch.dtype
     shape: tuple[int, ...]
     number: int | None = None
@@ -126,7 +126,7 @@ class Equation:
 
 
 @dataclass(frozen=True)
-class Way:
+class ProgramPath:
     """What one way through a body does, forward and backward.
 
     Attributes:
@@ -142,10 +142,10 @@ class Way:
     gradients: tuple[tuple[str, Types], ...] = ()
 
 
-def use_of(name: str, tensor: Tensor, cell: Cell, kinds: Types) -> Use:
+def use_of(name: str, tensor: Tensor, storage_type: StorageType, types: Types) -> Use:
     """Notes a tensor's shape and types."""
     number = tensor.__dict__.get("_shardmap_number")
-    return Use(name, cell, kinds, tensor.dtype, tuple(tensor.shape), number)
+    return Use(name, storage_type, types, tensor.dtype, tuple(tensor.shape), number)
 
 
 _SENT: Final[Mapping[str, Callable[[int], float]]] = {
@@ -162,6 +162,10 @@ def bytes_sent(collective: Collective, nbytes: int, num_ranks: int) -> int:
     return round(_SENT[collective.row.sent](num_ranks) * nbytes)
 
 
-def show_kinds(kinds: Types, axes: Sequence[str]) -> str:
+def show_types(types: Types, axes: Sequence[str]) -> str:
     """As in `{dp: V, tp: R}`."""
-    return "{" + ", ".join(f"{axis}: {kind}" for axis, kind in zip(axes, kinds, strict=True)) + "}"
+    return (
+        "{"
+        + ", ".join(f"{axis}: {axis_type}" for axis, axis_type in zip(axes, types, strict=True))
+        + "}"
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardmap_torch.checker.rules.lattice import Clash, Outcome, combine, join
+from shardmap_torch.checker.rules.lattice import Conflict, Outcome, combine, join
 from shardmap_torch.checker.rules.nn import HIDDEN_WRITES
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward, join_linearly
 from shardmap_torch.checker.rules.registry import row_of
@@ -41,7 +41,7 @@ class Refusal:
     """
 
     axis: int | None
-    clash: Clash | None
+    conflict: Conflict | None
     reason: str
 
 
@@ -137,12 +137,12 @@ def type_call(
 
 
 def _each_axis(
-    join_kinds: Callable[[Sequence[AxisType]], Outcome], operands: Sequence[Types], num_axes: int
+    join_types: Callable[[Sequence[AxisType]], Outcome], operands: Sequence[Types], num_axes: int
 ) -> Outcomes:
     found: list[AxisType] = []
     for axis in range(num_axes):
-        outcome = join_kinds([kinds[axis] for kinds in operands])
-        if isinstance(outcome, Clash):
+        outcome = join_types([types[axis] for types in operands])
+        if isinstance(outcome, Conflict):
             return Refusal(axis, outcome, outcome.reason)
         found.append(outcome)
     return tuple(found)
@@ -173,21 +173,21 @@ def _outcome(
         for tensor in tensors_of(value)
     ]
     draws = signature.random if row.draws is None else row.draws(arguments)
-    kinds: list[AxisType] = []
+    types: list[AxisType] = []
     for axis in range(num_axes):
         outcome = _on_axis(
-            [[kind[axis] for kind in term] for term in terms],
-            [kind[axis] for kind in others],
+            [[axis_type[axis] for axis_type in term] for term in terms],
+            [axis_type[axis] for axis_type in others],
             bool(linear),
         )
-        if isinstance(outcome, Clash):
+        if isinstance(outcome, Conflict):
             return Refusal(axis, outcome, outcome.reason)
         if outcome in (V, Partial) and branches(signature, arguments):
-            return Refusal(axis, Clash(outcome, None, BRANCH), BRANCH)
+            return Refusal(axis, Conflict(outcome, None, BRANCH), BRANCH)
         if draws and outcome == Partial:
-            return Refusal(axis, Clash(Partial, None, BITS), BITS)
-        kinds.append(V if draws else Z if row.zero else outcome)
-    return tuple(kinds)
+            return Refusal(axis, Conflict(Partial, None, BITS), BITS)
+        types.append(V if draws else Z if row.zero else outcome)
+    return tuple(types)
 
 
 def branches(signature: Signature, arguments: Mapping[str, Any]) -> bool:
@@ -213,12 +213,12 @@ def _terms(
     """The products that one term of a row stands for: a list makes one for each item."""
     values = [arguments[name] for name in names if arguments.get(name) is not None]
     if len(values) == 1 and isinstance(values[0], list | tuple):
-        yield from ([_kinds(item, read, num_axes)] for item in values[0] if item is not None)
+        yield from ([_types(item, read, num_axes)] for item in values[0] if item is not None)
     elif values:
-        yield [_kinds(value, read, num_axes) for value in values]
+        yield [_types(value, read, num_axes) for value in values]
 
 
-def _kinds(value: Any, read: Read, num_axes: int) -> Types:
+def _types(value: Any, read: Read, num_axes: int) -> Types:
     if isinstance(value, Tensor):
         return read(value)
     zero = isinstance(value, int | float | complex) and value == 0

@@ -13,7 +13,7 @@ from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
 
 @dataclass(frozen=True)
-class Clash:
+class Conflict:
     """Two types that do not go together, and why.
 
     Attributes:
@@ -27,7 +27,7 @@ class Clash:
     reason: str
 
 
-Outcome: TypeAlias = AxisType | Clash
+Outcome: TypeAlias = AxisType | Conflict
 
 MIXED: Final = "the I operand's gradient would differ between ranks and never be summed"
 COUNTED: Final = "an addend that is equal on all ranks would be counted once per rank"
@@ -36,12 +36,12 @@ PRODUCT: Final = "a sum over ranks can only be multiplied by what is equal on al
 SELECTION: Final = "what selects, scales or places addends of a sum must be equal on all ranks"
 
 
-def plain(kind: AxisType) -> AxisType:
+def plain(axis_type: AxisType) -> AxisType:
     """V for S(i): local operations do not propagate shards."""
-    return V if kind.kind == "S" else kind
+    return V if axis_type.kind == "S" else axis_type
 
 
-def join(kinds: Sequence[AxisType]) -> Outcome:
+def join(types: Sequence[AxisType]) -> Outcome:
     """Rule 1, for any deterministic operation; Z counts as K, and P fits nothing but linear ones.
 
     Example:
@@ -50,12 +50,12 @@ def join(kinds: Sequence[AxisType]) -> Outcome:
         >>> join([I, V]).first
         I
     """
-    seen = {plain(kind) for kind in kinds}
+    seen = {plain(axis_type) for axis_type in types}
     if Partial in seen:
-        return Clash(Partial, None, NONLINEAR)
+        return Conflict(Partial, None, NONLINEAR)
     if I in seen and (V in seen or R in seen):
-        return Clash(I, V if V in seen else R, MIXED)
-    return next((kind for kind in (V, R, I) if kind in seen), K)
+        return Conflict(I, V if V in seen else R, MIXED)
+    return next((axis_type for axis_type in (V, R, I) if axis_type in seen), K)
 
 
 def multiply(factors: Sequence[AxisType]) -> Outcome:
@@ -67,14 +67,14 @@ def multiply(factors: Sequence[AxisType]) -> Outcome:
         >>> multiply([Partial, R]), multiply([Z]), multiply([Z, V])
         (P, Z, V)
     """
-    kinds = [plain(kind) for kind in factors]
-    if len(kinds) == 1:
-        return kinds[0]
-    if Partial not in kinds:
-        return join(kinds)
-    kinds.remove(Partial)
-    bad = next((kind for kind in kinds if kind not in (R, K, Z)), None)
-    return Partial if bad is None else Clash(Partial, bad, PRODUCT)
+    types = [plain(axis_type) for axis_type in factors]
+    if len(types) == 1:
+        return types[0]
+    if Partial not in types:
+        return join(types)
+    types.remove(Partial)
+    bad = next((axis_type for axis_type in types if axis_type not in (R, K, Z)), None)
+    return Partial if bad is None else Conflict(Partial, bad, PRODUCT)
 
 
 def add(addends: Sequence[AxisType]) -> Outcome:
@@ -86,11 +86,11 @@ def add(addends: Sequence[AxisType]) -> Outcome:
         >>> add([Partial, K]).reason == COUNTED
         True
     """
-    kinds = [kind for kind in map(plain, addends) if kind != Z]
-    if Partial not in kinds:
-        return join(kinds) if kinds else Z
-    bad = next((kind for kind in kinds if kind not in (Partial, V)), None)
-    return Partial if bad is None else Clash(Partial, bad, COUNTED)
+    types = [axis_type for axis_type in map(plain, addends) if axis_type != Z]
+    if Partial not in types:
+        return join(types) if types else Z
+    bad = next((axis_type for axis_type in types if axis_type not in (Partial, V)), None)
+    return Partial if bad is None else Conflict(Partial, bad, COUNTED)
 
 
 def combine(terms: Sequence[Sequence[AxisType]], parameters: Sequence[AxisType]) -> Outcome:
@@ -105,15 +105,17 @@ def combine(terms: Sequence[Sequence[AxisType]], parameters: Sequence[AxisType])
     products = [multiply(term) for term in terms]
     addends = [outcome for outcome in products if isinstance(outcome, AxisType)]
     if len(addends) < len(products):
-        return next(outcome for outcome in products if isinstance(outcome, Clash))
+        return next(outcome for outcome in products if isinstance(outcome, Conflict))
     total = add(addends) if terms else K
-    if isinstance(total, Clash):
+    if isinstance(total, Conflict):
         return total
     if total != Partial:
-        fixed = [kind for kind in parameters if kind not in (K, Z)]
+        fixed = [axis_type for axis_type in parameters if axis_type not in (K, Z)]
         return join([total, *fixed]) if fixed else total
-    bad = next((kind for kind in map(plain, parameters) if kind not in (R, K, Z)), None)
-    return Partial if bad is None else Clash(Partial, bad, SELECTION)
+    bad = next(
+        (axis_type for axis_type in map(plain, parameters) if axis_type not in (R, K, Z)), None
+    )
+    return Partial if bad is None else Conflict(Partial, bad, SELECTION)
 
 
 ACCEPTED: Final = {
@@ -126,14 +128,14 @@ ACCEPTED: Final = {
 """For a value of each type, the types of cotangent that are right; K takes any one kind."""
 
 
-def accepts(kind: AxisType, cotangent: AxisType) -> bool:
+def accepts(axis_type: AxisType, cotangent: AxisType) -> bool:
     """Whether a value of type `kind` may receive a cotangent of that type.
 
     Example:
         >>> accepts(R, V), accepts(R, R), accepts(I, K)
         (True, False, True)
     """
-    kind, cotangent = plain(kind), plain(cotangent)
-    if kind == K:
+    axis_type, cotangent = plain(axis_type), plain(cotangent)
+    if axis_type == K:
         return cotangent != R
-    return cotangent in ACCEPTED[kind]
+    return cotangent in ACCEPTED[axis_type]

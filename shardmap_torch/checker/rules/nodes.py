@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from shardmap_torch.checker.rules.lattice import PRODUCT, Clash, Outcome, join, plain
+from shardmap_torch.checker.rules.lattice import PRODUCT, Conflict, Outcome, join, plain
 from shardmap_torch.types import AxisType, K, Partial, R, Z
 
 _LINEAR: Final = frozenset({"LinalgMatrixExpBackward0", "LogcumsumexpBackward0"})
@@ -22,15 +22,15 @@ def is_in_linear_backward() -> bool:
     return node is not None and node.name() in _LINEAR
 
 
-def join_linearly(kinds: Sequence[AxisType]) -> Outcome:
+def join_linearly(types: Sequence[AxisType]) -> Outcome:
     """The type of anything made in it: P where a P went in, beside what all ranks have.
 
     Example:
         >>> join_linearly([Partial, R, K]), join_linearly([R, K])
         (P, R)
     """
-    kinds = [plain(kind) for kind in kinds]
-    if Partial not in kinds:
-        return join(kinds)
-    bad = next((kind for kind in kinds if kind not in (Partial, R, K, Z)), None)
-    return Partial if bad is None else Clash(Partial, bad, PRODUCT)
+    types = [plain(axis_type) for axis_type in types]
+    if Partial not in types:
+        return join(types)
+    bad = next((axis_type for axis_type in types if axis_type not in (Partial, R, K, Z)), None)
+    return Partial if bad is None else Conflict(Partial, bad, PRODUCT)

@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from shardmap_torch.checker.spmd.layout import (
     Dim,
-    Piece,
+    ShardedTensor,
     Sizes,
     UnrelatedError,
     gathered,
@@ -40,7 +40,7 @@ class Move:
 
     collective: Collective
     axes: Axes
-    x: Piece
+    x: ShardedTensor
     partial: frozenset[str]
     sizes: Sizes
 
@@ -69,7 +69,7 @@ def _taken(move: Move) -> frozenset[str]:
     """The sums that are left after those over its axes have been taken."""
     for axis in move.axes:
         if axis not in move.partial:
-            dim = move.x.cut_by(axis)
+            dim = move.x.sharded_by(axis)
             have = "equal on all ranks" if dim is None else f"cut along dim {dim}"
             raise UnrelatedError(
                 f"over {axis!r} its operand is no sum still to be taken but {have}",

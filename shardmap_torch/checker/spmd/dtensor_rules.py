@@ -14,7 +14,14 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardmap_torch.checker.rules.infer import signature_of, writes_of
-from shardmap_torch.checker.spmd.layout import ANY, Dim, Piece, Shape, UnrelatedError, uncut
+from shardmap_torch.checker.spmd.layout import (
+    ANY,
+    Dim,
+    Shape,
+    ShardedTensor,
+    UnrelatedError,
+    unsharded,
+)
 from shardmap_torch.checker.spmd.sharded import WRAP, Sharded, Step
 from shardmap_torch.collectives.table import EXTREMA
 
@@ -56,13 +63,13 @@ def by_dtensor(step: Step) -> list[Sharded]:
     Raises:
         UnrelatedError: as `propagate`.
     """
-    pieces = step.pieces
-    axes = sorted({axis for x in pieces for axis in x.axes}, key=list(step.sizes).index)
-    if any(ANY in x.dims for x in pieces):
+    shards = step.shards
+    axes = sorted({axis for x in shards for axis in x.axes}, key=list(step.sizes).index)
+    if any(ANY in x.dims for x in shards):
         raise UnrelatedError("the size of an operand is that of a rank, and fits no cut yet")
     if writes_of(step.op, step.arguments) and axes:
         raise UnrelatedError("nothing is known about what it writes where operands are cut", WRAP)
-    dims: list[list[Dim]] = [list(map(uncut, whole)) for _, whole in step.results]
+    dims: list[list[Dim]] = [list(map(unsharded, whole)) for _, whole in step.results]
     partial: list[set[str]] = [set() for _ in step.results]
     pending: list[set[tuple[str, str]]] = [set() for _ in step.results]
     for axis in axes:
@@ -94,7 +101,7 @@ def _pending(op: OpOverload, answer: str) -> str:
 
 def _passed_on(axis: str, step: Step, result: int, dim: int) -> Dim:
     """The cut of a result's dim, which is that of the operands' dim that it comes from."""
-    found = {x.dims[at] for x in step.pieces if (at := x.cut_by(axis)) is not None}
+    found = {x.dims[at] for x in step.shards if (at := x.sharded_by(axis)) is not None}
     whole = step.results[result][1][dim]
     if len(found) != 1 or prod(base for _, base in min(found)) != whole:
         raise UnrelatedError("it does not keep the dim that is cut as it is", WRAP)
@@ -106,8 +113,8 @@ def _arguments_for(step: Step, axis: str) -> tuple[tuple[Any, ...], tuple[tuple[
     tensors = iter(step.tensors)
 
     def seen(value: Any) -> Any:
-        if isinstance(value, Piece):
-            dim, shape = value.cut_by(axis), list(value.local)
+        if isinstance(value, ShardedTensor):
+            dim, shape = value.sharded_by(axis), list(value.local)
             if dim is not None:
                 shape[dim] *= step.sizes[axis]
             return _Slot(tuple(shape), next(tensors).dtype, dim)

@@ -35,7 +35,7 @@ from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, typ
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, differing, shown
 from shardmap_torch.checker.spmd.collective_rules import Move, after
-from shardmap_torch.checker.spmd.layout import ANY, Piece, UnrelatedError, fitted
+from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import propagate
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref, in_backward
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
@@ -66,7 +66,7 @@ class Relation(Observer):
     def closed_over(self, fake: Tensor, real: Tensor) -> None:
         """A tensor from outside is whole on every rank."""
         number = self._one.closures.get(id(real), -id(real))  # else the other never meets it
-        self._notes.note(fake, number, Piece.uncut(tuple(fake.shape)))
+        self._notes.note(fake, number, ShardedTensor.unsharded(tuple(fake.shape)))
 
     def spec_of(self, tensor: Tensor) -> P | None:
         """How a tensor is cut."""
@@ -82,14 +82,14 @@ class Relation(Observer):
                 if not same:
                     raise UnrelatedError("it has other numbers there")
                 ((number, _),) = event.results
-                self._notes.note(made, number, Piece.uncut(tuple(made.shape)))
+                self._notes.note(made, number, ShardedTensor.unsharded(tuple(made.shape)))
 
     def indexed(self, index: Tensor, axes: Sequence[str]) -> None:
         """The index of a rank means nothing on one device."""
         with self._judged(INDEX, []) as live:
             if live:
                 ((number, _),) = self._take(INDEX).results
-                self._notes.note(index, number, Piece.uncut(()))
+                self._notes.note(index, number, ShardedTensor.unsharded(()))
                 self._notes.set_sums(index, NO_AXES, frozenset(axes))
 
     def moved(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
@@ -102,15 +102,15 @@ class Relation(Observer):
                 sums = self._notes.sums(x)
                 means = sums.over("mean") if move == "sum" else NO_AXES
                 self._notes.reject_loose(x, means | sums.over(move))
-                piece = self._notes.find(x, event.arguments["x"], "its operand")
+                shard = self._notes.find(x, event.arguments["x"], "its operand")
                 partial = sums.partial | means
                 if collective is not None:
                     sizes = self._notes.sizes
                     axes = tuple(axis for axis in collective.axes if axis in sizes)
-                    dims, partial = after(move, Move(collective, axes, piece, partial, sizes))
-                    piece = fitted(dims, tuple(y.shape), whole)
+                    dims, partial = after(move, Move(collective, axes, shard, partial, sizes))
+                    shard = fitted(dims, tuple(y.shape), whole)
                     sums = _moved(sums, means & set(axes), frozenset(axes) - means)
-                self._notes.note(y, number, piece)
+                self._notes.note(y, number, shard)
                 self._notes.set_sums(y, partial - means, sums.loose, sums.pending)
 
     def taken(self, name: str, tensors: Sequence[Tensor]) -> None:
@@ -161,8 +161,8 @@ class Relation(Observer):
                 refs = event.arguments["operands"]
                 for operand, gradient, ref in zip(operands, gradients, refs, strict=True):
                     if gradient is not None:
-                        piece = self._notes.find(operand, ref, "what it is the gradient of")
-                        self._note_gradient(piece, operand, gradient, next(found)[0])
+                        shard = self._notes.find(operand, ref, "what it is the gradient of")
+                        self._note_gradient(shard, operand, gradient, next(found)[0])
 
     def _check_seeds(
         self, event: Event, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]
@@ -170,22 +170,24 @@ class Relation(Observer):
         refs = zip(event.arguments["outputs"], event.arguments["seeds"], strict=True)
         for output, seed, (ref, seed_ref) in zip(outputs, seeds, refs, strict=True):
             self._notes.reject_loose(output)
-            piece = self._notes.find(output, ref, "what is differentiated")
+            shard = self._notes.find(output, ref, "what is differentiated")
             if (seed is None) != (seed_ref is None):
                 raise UnrelatedError("a cotangent is given in one program only")
             if seed is not None:
                 self._notes.reject_loose(seed)
-                same = self._notes.find(seed, seed_ref, "the cotangent").dims == piece.dims
+                same = self._notes.find(seed, seed_ref, "the cotangent").dims == shard.dims
                 if not same or self._notes.sums(seed).partial:
                     raise UnrelatedError("the cotangent is not cut like its value")
 
-    def _note_gradient(self, piece: Piece, operand: Tensor, gradient: Tensor, number: int) -> None:
+    def _note_gradient(
+        self, shard: ShardedTensor, operand: Tensor, gradient: Tensor, number: int
+    ) -> None:
         if self._notes.sums(operand).partial:
             raise UnrelatedError("the value is a sum still to be taken")
-        self._notes.note(gradient, number, fitted(piece.dims, tuple(gradient.shape), piece.whole))
+        self._notes.note(gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.whole))
         # Of what the ranks use in their own ways, parts are still to be added.
-        parts = (a for a, kind in self._kinds(gradient) if kind in (V, Partial))
-        self._notes.set_sums(gradient, frozenset(parts) - frozenset(piece.axes))
+        parts = (a for a, axis_type in self._types(gradient) if axis_type in (V, Partial))
+        self._notes.set_sums(gradient, frozenset(parts) - frozenset(shard.axes))
 
     # -------------------------------------------------------------------------- operations
 
@@ -214,8 +216,8 @@ class Relation(Observer):
         for name, tensor in _tensors(arguments):
             if name in read and self._notes.sums(tensor).loose:
                 self._notes.reject_loose(tensor, self._kept(op, tensor) | shared)
-        pieces = {
-            name: self._pieces(value, event.arguments.get(name), name)
+        shards = {
+            name: self._shards(value, event.arguments.get(name), name)
             for name, value in arguments.items()
         }
         tensors = [tensor for _, tensor in _tensors(arguments)]
@@ -227,15 +229,15 @@ class Relation(Observer):
         ]
         if any(len(local) != len(there) for local, there in shapes):
             raise UnrelatedError("on one device the result has another number of dims")
-        step = Step(op, pieces, whole, tensors, shapes, self._notes.sizes)
+        step = Step(op, shards, whole, tensors, shapes, self._notes.sizes)
         self._reject_hidden_writes(op, arguments, results, step)
         summed = self._summed(op, arguments, step)
         for index, sharded in enumerate(propagate(step)):
             number, shape = event.results[index]
-            piece = fitted(sharded.dims, tuple(results[index].shape), shape)
+            shard = fitted(sharded.dims, tuple(results[index].shape), shape)
             if kept:
                 sharded = replace(sharded, pending=sharded.pending | kept)
-            self._finish(op, arguments, results[index], number, piece, sharded, summed)
+            self._finish(op, arguments, results[index], number, shard, sharded, summed)
 
     def _shared(
         self, op: OpOverload, event: Event, arguments: Mapping[str, Any]
@@ -275,10 +277,10 @@ class Relation(Observer):
             for t in tensors_in(arguments[n])
             if id(t) not in made
         ]
-        if hidden and any(piece.axes for piece in step.pieces):
+        if hidden and any(shard.axes for shard in step.shards):
             raise UnrelatedError(f"it writes to {hidden[0]} what each rank sees of a cut operand")
 
-    def _pieces(self, value: Any, there: Any, name: str) -> Any:
+    def _shards(self, value: Any, there: Any, name: str) -> Any:
         if isinstance(value, Tensor):
             if not isinstance(there, Ref):
                 raise UnrelatedError(f"{name} is no tensor on one device")
@@ -286,7 +288,7 @@ class Relation(Observer):
         if isinstance(value, list | tuple) and tensors_in(value):
             if not isinstance(there, tuple) or len(there) != len(value):
                 raise UnrelatedError(f"{name} has another length on one device")
-            return [self._pieces(item, ref, name) for item, ref in zip(value, there, strict=True)]
+            return [self._shards(item, ref, name) for item, ref in zip(value, there, strict=True)]
         return value
 
     def _summed(self, op: OpOverload, arguments: Mapping[str, Any], step: Step) -> frozenset[str]:
@@ -296,7 +298,7 @@ class Relation(Observer):
         open_ = frozenset(axis for x in operands for axis in self._notes.sums(x).partial)
         if not open_:
             return open_
-        beside = [x for x in operands if self._notes.is_cut(x, open_)]
+        beside = [x for x in operands if self._notes.is_sharded(x, open_)]
         if beside:
             axis = min(open_)
             raise UnrelatedError(
@@ -321,10 +323,10 @@ class Relation(Observer):
 
     def _as_sums(self, x: Tensor) -> Types:
         partial = self._notes.sums(x).partial
-        kinds = self._interpreter.kinds(x)
+        types = self._interpreter.types(x)
         return tuple(
-            Partial if axis in partial else kind
-            for axis, kind in zip(self._interpreter.axes, kinds, strict=True)
+            Partial if axis in partial else axis_type
+            for axis, axis_type in zip(self._interpreter.axes, types, strict=True)
         )
 
     def _finish(
@@ -333,7 +335,7 @@ class Relation(Observer):
         arguments: Mapping[str, Any],
         result: Tensor,
         number: int,
-        piece: Piece,
+        shard: ShardedTensor,
         sharded: Sharded,
         summed: frozenset[str],
     ) -> None:
@@ -343,25 +345,25 @@ class Relation(Observer):
                 "count them: x.sum(dim), all_reduce the counts, and compare them with 0.",
             )
         partial = summed | sharded.partial
-        if not partial.isdisjoint(piece.axes):
-            axis = min(partial & set(piece.axes))
+        if not partial.isdisjoint(shard.axes):
+            axis = min(partial & set(shard.axes))
             raise UnrelatedError(f"its result is a sum over {axis!r} and cut over it as well")
         loose = frozenset(
             axis
-            for axis, kind in self._kinds(result)
-            if kind == V and axis not in piece.axes and axis not in partial
+            for axis, axis_type in self._types(result)
+            if axis_type == V and axis not in shard.axes and axis not in partial
         )
-        if writes_of(op, arguments) and not self._is_overwritten(result, number, piece, partial):
+        if writes_of(op, arguments) and not self._is_overwritten(result, number, shard, partial):
             # What is unfinished in the rest of the storage stays so.
             loose |= self._notes.sums(result).loose
-        self._notes.note(result, number, piece)
+        self._notes.note(result, number, shard)
         if not self._notes.knows_sums(result) or writes_of(op, arguments):
             self._reject_gradients(arguments, sharded)
             self._notes.set_sums(result, partial, loose, sharded.pending)
 
     def _reject_gradients(self, arguments: Mapping[str, Any], sharded: Sharded) -> None:
         """Refuses gradients through an extremum, which equal entries would share by ranks."""
-        extrema = [kind for _, kind in sharded.pending if kind in EXTREMA]
+        extrema = [axis_type for _, axis_type in sharded.pending if axis_type in EXTREMA]
         if extrema and any(self._flows(x) for _, x in _tensors(arguments)):
             raise UnrelatedError(
                 f"it takes the {min(extrema)}imum over a cut dim, and a gradient flows "
@@ -374,22 +376,27 @@ class Relation(Observer):
         return self._interpreter.flows(self._interpreter.base(tensor))
 
     def _is_overwritten(
-        self, tensor: Tensor, number: int, piece: Piece, partial: frozenset[str]
+        self, tensor: Tensor, number: int, shard: ShardedTensor, partial: frozenset[str]
     ) -> bool:
         """Whether a write, which must fit what was there, fills the storage."""
         before = self._notes.find(tensor, Ref(number), "what is written to")
-        if before.dims != piece.dims or ANY in piece.dims:
+        if before.dims != shard.dims or ANY in shard.dims:
             raise UnrelatedError(
-                f"it writes what is cut {piece.spec()} into what is cut {before.spec()}"
+                f"it writes what is cut {shard.spec()} into what is cut {before.spec()}"
             )
-        fills = self._interpreter.cell(tensor).storage.nbytes() == tensor.numel() * tensor.itemsize
+        fills = (
+            self._interpreter.storage_type(tensor).storage.nbytes()
+            == tensor.numel() * tensor.itemsize
+        )
         if partial != self._notes.sums(tensor).partial and not fills:
             raise UnrelatedError("it writes a sum still to be taken into finished values")
         return fills
 
-    def _kinds(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:
-        kinds = zip(self._interpreter.axes, self._interpreter.cell(tensor).kinds, strict=True)
-        return ((axis, kind) for axis, kind in kinds if axis in self._notes.sizes)
+    def _types(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:
+        types = zip(
+            self._interpreter.axes, self._interpreter.storage_type(tensor).types, strict=True
+        )
+        return ((axis, axis_type) for axis, axis_type in types if axis in self._notes.sizes)
 
     # ------------------------------------------------------------------------------ errors
 
@@ -422,17 +429,17 @@ class Relation(Observer):
             ) from None
 
     def _line(self, name: str, tensor: Tensor) -> str:
-        tensor = self._interpreter.adopt(tensor)
-        kind = str(tensor.dtype).removeprefix("torch.")
-        origin = self._interpreter.cell(tensor).origin()
-        return f"  {name}: {kind}{list(tensor.shape)}, cut {self.spec_of(tensor)!r}, from {origin}"
+        tensor = self._interpreter.fakify(tensor)
+        shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        origin = self._interpreter.storage_type(tensor).origin()
+        return f"  {name}: {shape}, cut {self.spec_of(tensor)!r}, from {origin}"
 
 
 def _moved(sums: Sums, summed: frozenset[str], taken: frozenset[str]) -> Sums:
     """What is left after means over some axes have been summed, and extrema over others taken."""
     pending = frozenset(
-        (axis, "share" if axis in summed else kind)
-        for axis, kind in sums.pending
+        (axis, "share" if axis in summed else axis_type)
+        for axis, axis_type in sums.pending
         if axis not in taken
     )
     return Sums(sums.partial, sums.loose - taken, pending)

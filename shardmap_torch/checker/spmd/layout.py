@@ -39,7 +39,7 @@ class UnrelatedError(Exception):
         self.reason, self.fix = reason, fix
 
 
-def uncut(size: int) -> Dim:
+def unsharded(size: int) -> Dim:
     """A dim of which every rank has all."""
     return () if size == 1 else ((None, size),)
 
@@ -52,7 +52,7 @@ def cut(size: int, axes: Sequence[str], sizes: Sizes) -> Dim:
         (('dp', 2), ('tp', 2), (None, 3))
     """
     rest = size // prod(sizes[axis] for axis in axes)
-    return (*((axis, sizes[axis]) for axis in axes), *uncut(rest))
+    return (*((axis, sizes[axis]) for axis in axes), *unsharded(rest))
 
 
 def axes_of(dim: Dim) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def in_words(dim: Dim) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardedTensor:
     """A tensor of the ranks' program, held against its tensor on one device.
 
     Attributes:
@@ -86,11 +86,11 @@ class Piece:
     whole: Shape
 
     @staticmethod
-    def uncut(shape: Shape) -> "Piece":
+    def unsharded(shape: Shape) -> "ShardedTensor":
         """A tensor of which every rank has all."""
-        return Piece(tuple(map(uncut, shape)), shape, shape)
+        return ShardedTensor(tuple(map(unsharded, shape)), shape, shape)
 
-    def cut_by(self, axis: str) -> int | None:
+    def sharded_by(self, axis: str) -> int | None:
         """The dim that an axis cuts, or None."""
         return next((dim for dim, digits in enumerate(self.dims) if axis in axes_of(digits)), None)
 
@@ -103,9 +103,9 @@ class Piece:
         """The spec that cuts so, as in `P('dp', None)`."""
         return P(*map(_entry, self.dims), partial=partial)
 
-    def part(self, dims: Sequence[int]) -> "Piece":
+    def part(self, dims: Sequence[int]) -> "ShardedTensor":
         """These dims only, in this order."""
-        return Piece(
+        return ShardedTensor(
             tuple(self.dims[dim] for dim in dims),
             tuple(self.local[dim] for dim in dims),
             tuple(self.whole[dim] for dim in dims),
@@ -117,7 +117,7 @@ def _entry(dim: Dim) -> Entry:
     return axes[0] if len(axes) == 1 else (axes or None)
 
 
-def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> Piece:
+def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> ShardedTensor:
     """The piece, if the shapes are those of such a cut.
 
     Raises:
@@ -134,8 +134,8 @@ def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> Piece:
                 "write sizes that are right on one device too: -1, x.shape[...], or a size "
                 "divided by axis_size(axis).",
             )
-    piece = Piece(tuple(dims), local, whole)
-    twice = [axis for axis in piece.axes if piece.axes.count(axis) > 1]
+    shard = ShardedTensor(tuple(dims), local, whole)
+    twice = [axis for axis in shard.axes if shard.axes.count(axis) > 1]
     if twice:
         raise UnrelatedError(
             f"{twice[0]!r} cuts two dims of the result, of which the ranks then have blocks on the "
@@ -143,18 +143,18 @@ def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> Piece:
             f"gather one operand over {twice[0]!r} first; wrap code that goes from block to block, "
             "as a ring does, in local_region(f, in_types, out_types).",
         )
-    return piece
+    return shard
 
 
 # ---------------------------------------------------------------------------------- results
 
 
-def broadcast(operands: Sequence[Piece], rank: int) -> tuple[Dim, ...]:
+def broadcast(operands: Sequence[ShardedTensor], rank: int) -> tuple[Dim, ...]:
     """How the result of a pointwise operation is cut: like each operand, where it is not spread.
 
     Example:
-        >>> x = Piece((cut(8, ["dp"], {"dp": 2}), uncut(2)), (4, 2), (8, 2))
-        >>> broadcast([x, Piece.uncut((2,))], 2) == x.dims
+        >>> x = ShardedTensor((cut(8, ["dp"], {"dp": 2}), unsharded(2)), (4, 2), (8, 2))
+        >>> broadcast([x, ShardedTensor.unsharded((2,))], 2) == x.dims
         True
     """
     return tuple(
@@ -171,35 +171,35 @@ def _at(shape: Shape, index: int) -> int:
 
 def agreed(dims: Sequence[Dim], what: str) -> Dim:
     """The one cut that dims of several operands must have, since they go together."""
-    kinds = set(dims) - {ANY}
-    if len(kinds) > 1:
-        first, second = sorted(kinds, key=lambda dim: len(axes_of(dim)))[:2]
+    types = set(dims) - {ANY}
+    if len(types) > 1:
+        first, second = sorted(types, key=lambda dim: len(axes_of(dim)))[:2]
         raise UnrelatedError(
             f"{what} is {in_words(first)} in one operand and {in_words(second)} in another"
             + ("" if axes_of(first) != axes_of(second) else ", in another way"),
             "cut the operand that is whole, with convert(x, axis, src=R, dst=V, dim=...), or "
             "gather the other.",
         )
-    return kinds.pop() if kinds else (ANY if dims else ())
+    return types.pop() if types else (ANY if dims else ())
 
 
-def reshape(x: Piece, whole: Shape) -> tuple[Dim, ...]:
+def reshape(x: ShardedTensor, whole: Shape) -> tuple[Dim, ...]:
     """How a tensor is cut after its entries have been read, in order, into another shape.
 
     Example:
-        >>> x = Piece((uncut(5), cut(12, ["tp"], {"tp": 2})), (5, 6), (5, 12))
+        >>> x = ShardedTensor((unsharded(5), cut(12, ["tp"], {"tp": 2})), (5, 6), (5, 12))
         >>> reshape(x, (5, 4, 3))  # four heads of three, two on each rank
         (((None, 5),), (('tp', 2), (None, 2)), ((None, 3),))
     """
     if ANY in x.dims or 0 in whole:
         if x.whole == whole or (not x.axes and ANY not in x.dims):
-            return x.dims if x.whole == whole else tuple(map(uncut, whole))
+            return x.dims if x.whole == whole else tuple(map(unsharded, whole))
         raise UnrelatedError("its operand's size is that of a rank, and fits no cut yet")
     digits = _merged(digit for dim in x.dims for digit in dim)
     return tuple(_take(size, digits, x, whole) for size in whole)
 
 
-def _take(size: int, digits: list[Digit], x: Piece, whole: Shape) -> Dim:
+def _take(size: int, digits: list[Digit], x: ShardedTensor, whole: Shape) -> Dim:
     """Removes the digits of one dim from the front of the list."""
     taken: list[Digit] = []
     while size > 1:
@@ -236,7 +236,7 @@ def _merged(digits: Iterator[Digit] | Sequence[Digit]) -> list[Digit]:
     return found
 
 
-def spread(x: Piece, local: Shape, whole: Shape) -> tuple[Dim, ...]:
+def spread(x: ShardedTensor, local: Shape, whole: Shape) -> tuple[Dim, ...]:
     """How a tensor is cut after dims of size 1 have been repeated, and dims put in front."""
     offset = len(whole) - len(x.whole)
     repeated = fill(local, whole)
@@ -251,7 +251,7 @@ def spread(x: Piece, local: Shape, whole: Shape) -> tuple[Dim, ...]:
 def fill(local: Shape, whole: Shape) -> tuple[Dim, ...]:
     """How a tensor of equal entries is cut: any cut will do where the sizes differ."""
     return tuple(
-        uncut(mine) if mine == all_ else ANY for mine, all_ in zip(local, whole, strict=True)
+        unsharded(mine) if mine == all_ else ANY for mine, all_ in zip(local, whole, strict=True)
     )
 
 
@@ -287,5 +287,5 @@ def sliced(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
         if dim == ANY or at is None or dim[at][1] % sizes[axis]:
             return None
         rest = dim[at][1] // sizes[axis]
-        dim = (*dim[:at], (axis, sizes[axis]), *uncut(rest), *dim[at + 1 :])
+        dim = (*dim[:at], (axis, sizes[axis]), *unsharded(rest), *dim[at + 1 :])
     return dim

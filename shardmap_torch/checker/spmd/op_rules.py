@@ -15,7 +15,7 @@ from shardmap_torch.checker.spmd.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,
-    Piece,
+    ShardedTensor,
     UnrelatedError,
     agreed,
     axes_of,
@@ -23,9 +23,9 @@ from shardmap_torch.checker.spmd.layout import (
     fill,
     reshape,
     spread,
-    uncut,
+    unsharded,
 )
-from shardmap_torch.checker.spmd.sharded import WRAP, Rule, Sharded, Step, pieces_of
+from shardmap_torch.checker.spmd.sharded import WRAP, Rule, Sharded, Step, shards_of
 
 aten = torch.ops.aten
 
@@ -49,18 +49,18 @@ def propagate(step: Step) -> list[Sharded]:
 
 
 def _pointwise(step: Step) -> list[Sharded]:
-    pieces = step.pieces
-    return [Sharded(broadcast(pieces, len(whole))) for _, whole in step.results]
+    shards = step.shards
+    return [Sharded(broadcast(shards, len(whole))) for _, whole in step.results]
 
 
 def _listed(step: Step) -> list[Sharded]:
     """Lists that are processed position by position."""
-    lists = [v for v in step.arguments.values() if isinstance(v, list | tuple) and pieces_of(v)]
-    shared = [v for v in step.arguments.values() if isinstance(v, Piece)]
+    lists = [v for v in step.arguments.values() if isinstance(v, list | tuple) and shards_of(v)]
+    shared = [v for v in step.arguments.values() if isinstance(v, ShardedTensor)]
     found = []
     for index, (_, whole) in enumerate(step.results):
         at = index % len(lists[0])
-        operands = [*(pieces_of(items)[at] for items in lists), *shared]
+        operands = [*(shards_of(items)[at] for items in lists), *shared]
         if any(len(x.whole) > len(whole) for x in operands):
             raise UnrelatedError("it reduces each tensor of a list", WRAP)
         found.append(Sharded(broadcast(operands, len(whole))))
@@ -68,12 +68,12 @@ def _listed(step: Step) -> list[Sharded]:
 
 
 def _reshaped(step: Step) -> list[Sharded]:
-    (x,) = step.pieces
+    (x,) = step.shards
     return [Sharded(reshape(x, whole)) for _, whole in step.results]
 
 
 def _expanded(step: Step) -> list[Sharded]:
-    (x,) = step.pieces
+    (x,) = step.shards
     return [Sharded(spread(x, *shapes)) for shapes in step.results]
 
 
@@ -82,7 +82,7 @@ def _filled(step: Step) -> list[Sharded]:
 
 
 def _permuted(step: Step) -> list[Sharded]:
-    (x,) = step.pieces
+    (x,) = step.shards
     order = _order(step.op, step.arguments, len(x.dims))
     return [Sharded(tuple(x.dims[dim] for dim in order))]
 
@@ -101,27 +101,27 @@ def _order(op: OpOverload, arguments: Mapping[str, Any], rank: int) -> list[int]
 
 def _joined(step: Step) -> list[Sharded]:
     """A concatenation: the dim along which it goes must be whole."""
-    pieces = [x for x in step.pieces if x.whole != (0,)]
-    rank = len(pieces[0].whole)
+    shards = [x for x in step.shards if x.whole != (0,)]
+    rank = len(shards[0].whole)
     dim = step.arguments["dim"] % rank
-    if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for x in pieces):
+    if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for x in shards):
         raise UnrelatedError(f"it joins along dim {dim}, which is cut", _GATHER)
     others = [other for other in range(rank) if other != dim]
-    dims = broadcast([x.part(others) for x in pieces], rank - 1)
-    joined = uncut(sum(x.whole[dim] for x in pieces))
+    dims = broadcast([x.part(others) for x in shards], rank - 1)
+    joined = unsharded(sum(x.whole[dim] for x in shards))
     return [Sharded((*dims[:dim], joined, *dims[dim:]))]
 
 
 def _stacked(step: Step) -> list[Sharded]:
-    pieces = step.pieces
-    rank = len(pieces[0].whole)
+    shards = step.shards
+    rank = len(shards[0].whole)
     dim = step.arguments["dim"] % (rank + 1)
-    dims = broadcast(pieces, rank)
-    return [Sharded((*dims[:dim], uncut(len(pieces)), *dims[dim:]))]
+    dims = broadcast(shards, rank)
+    return [Sharded((*dims[:dim], unsharded(len(shards)), *dims[dim:]))]
 
 
 def _sliced(step: Step) -> list[Sharded]:
-    (x,) = step.pieces
+    (x,) = step.shards
     dim = step.arguments["dim"] % len(x.dims)
     here = _range(step.arguments, x.local[dim])
     there = _range({**step.arguments, **step.whole}, x.whole[dim])
@@ -130,7 +130,7 @@ def _sliced(step: Step) -> list[Sharded]:
         return [Sharded(x.dims)]
     if axes_of(x.dims[dim]) or x.dims[dim] == ANY or here != there:
         raise UnrelatedError(f"it takes a part of dim {dim}, which is cut", _GATHER)
-    return [Sharded((*x.dims[:dim], uncut(len(here)), *x.dims[dim + 1 :]))]
+    return [Sharded((*x.dims[:dim], unsharded(len(here)), *x.dims[dim + 1 :]))]
 
 
 def _range(arguments: Mapping[str, Any], size: int) -> range:
@@ -141,10 +141,10 @@ def _range(arguments: Mapping[str, Any], size: int) -> range:
 def _indexed(step: Step) -> list[Sharded]:
     """`x[:, ids]`: dims that are indexed must be whole; those of the indices take their place."""
     x, indices = step.arguments["self"], step.arguments["indices"]
-    places = [dim for dim, index in enumerate(indices) if isinstance(index, Piece)]
+    places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
     if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for dim in places):
         raise UnrelatedError("it picks entries along a dim that is cut", WRAP)
-    found = pieces_of(indices)
+    found = shards_of(indices)
     rank = max(len(index.whole) for index in found)
     kept = [dim for dim in range(len(x.dims)) if dim not in places]
     adjacent = places == list(range(places[0], places[0] + len(places)))
@@ -167,10 +167,10 @@ def einsum(equation: str) -> Rule:
     operands, results = inputs.split(","), output.split(",")
 
     def rule(step: Step) -> list[Sharded]:
-        pieces = step.pieces[-len(operands) :]
+        shards = step.shards[-len(operands) :]
         dims = {
             letter: agreed(
-                [x.dims[at] for x, at in _places(letter, operands, pieces)], f"dim {letter}"
+                [x.dims[at] for x, at in _places(letter, operands, shards)], f"dim {letter}"
             )
             for letter in dict.fromkeys("".join(operands))
         }
@@ -180,7 +180,7 @@ def einsum(equation: str) -> Rule:
         found = [tuple(dims[letter] for letter in result) for result in results]
         summed = [dims[letter] for letter in dims if letter.islower() and letter not in output]
         partial = frozenset(axis for dim in summed for axis in axes_of(dim))
-        beside = step.pieces[: -len(operands)]
+        beside = step.shards[: -len(operands)]
         if beside and ANY in found[0]:
             raise UnrelatedError("the size of an operand is that of a rank, and fits no cut yet")
         if beside and broadcast([*beside, _like(found[0])], len(found[0])) != found[0]:
@@ -196,19 +196,19 @@ def einsum(equation: str) -> Rule:
     return rule
 
 
-def _like(dims: Sequence[Dim]) -> Piece:
+def _like(dims: Sequence[Dim]) -> ShardedTensor:
     whole = tuple(prod(base for _, base in dim) for dim in dims)
     local = tuple(prod(base for axis, base in dim if axis is None) for dim in dims)
-    return Piece(tuple(dims), local, whole)
+    return ShardedTensor(tuple(dims), local, whole)
 
 
 def _places(
-    letter: str, operands: Sequence[str], pieces: Sequence[Piece]
-) -> list[tuple[Piece, int]]:
+    letter: str, operands: Sequence[str], shards: Sequence[ShardedTensor]
+) -> list[tuple[ShardedTensor, int]]:
     """The operands' dims of that letter; dims of size 1 are spread."""
     return [
         (x, at)
-        for letters, x in zip(operands, pieces, strict=True)
+        for letters, x in zip(operands, shards, strict=True)
         for at, other in enumerate(letters)
         if other == letter
     ]

@@ -19,7 +19,7 @@ X = TypeVar("X")
 Key: TypeAlias = tuple[Any, ...]
 
 
-class Book(Generic[X]):
+class TensorMap(Generic[X]):
     """Notes on tensors. What shows the same entries of the same memory is the same tensor."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Recorder(Observer):
         self.events: list[Event] = []
         self.inputs: list[tuple[int, Shape]] = []
         self.closures: dict[int, int] = {}
-        self._book: Book[int] = Book()
+        self._book: TensorMap[int] = TensorMap()
         self._count = 0
 
     def entered(self, tensor: Tensor, spec: P) -> None:

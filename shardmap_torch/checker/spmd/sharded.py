@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardmap_torch.checker.spmd.layout import Dim, Piece, Shape, Sizes
+from shardmap_torch.checker.spmd.layout import Dim, Shape, ShardedTensor, Sizes
 
 WRAP: Final = "gather the operands first, or wrap per-rank code in local_region."
 """What helps where an operation cannot be done on pieces."""
@@ -49,18 +49,18 @@ class Step:
     sizes: Sizes
 
     @property
-    def pieces(self) -> list[Piece]:
+    def shards(self) -> list[ShardedTensor]:
         """All operands."""
-        return list(pieces_of(list(self.arguments.values())))
+        return list(shards_of(list(self.arguments.values())))
 
 
 Rule: TypeAlias = Callable[[Step], list[Sharded]]
 
 
-def pieces_of(value: Any) -> list[Piece]:
+def shards_of(value: Any) -> list[ShardedTensor]:
     """The pieces in an argument, or in a list of arguments."""
-    if isinstance(value, Piece):
+    if isinstance(value, ShardedTensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [piece for item in value for piece in pieces_of(item)]
+        return [shard for item in value for shard in shards_of(item)]
     return []

@@ -7,19 +7,19 @@ from typing import Final
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.ir.program import Cell
+from shardmap_torch.checker.ir.program import StorageType
 from shardmap_torch.checker.spmd.align import Alignment
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,
-    Piece,
     Shape,
+    ShardedTensor,
     UnrelatedError,
     cut,
     fitted,
     in_words,
 )
-from shardmap_torch.checker.spmd.recorder import Book, Ref
+from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.spec import P
 
 Axes = frozenset[str]
@@ -42,16 +42,16 @@ class Sums:
     loose: Axes = NO_AXES
     pending: frozenset[tuple[str, str]] = frozenset()
 
-    def over(self, *kinds: str) -> Axes:
+    def over(self, *types: str) -> Axes:
         """The axes over which one of these is meant."""
-        return frozenset(axis for axis, kind in self.pending if kind in kinds)
+        return frozenset(axis for axis, axis_type in self.pending if axis_type in types)
 
 
 @dataclass
 class _Note:
     """The tensors of one device that a tensor is a piece of, by number; they are all equal."""
 
-    pieces: dict[int, Piece] = field(default_factory=dict)
+    shards: dict[int, ShardedTensor] = field(default_factory=dict)
 
 
 class Notes:
@@ -64,36 +64,36 @@ class Notes:
             axis: size for axis, size in interpreter.mesh.shape.items() if size > 1
         }
         self._on = frozenset(self.sizes)
-        self._book: Book[_Note] = Book()
+        self._book: TensorMap[_Note] = TensorMap()
         self._sums: dict[int, Sums] = {}
         # Cells and not tensors: torch copies a new tensor that somebody holds already.
-        self._where: dict[int, Cell] = {}
+        self._where: dict[int, StorageType] = {}
 
-    def note(self, tensor: Tensor, number: int, piece: Piece) -> None:
+    def note(self, tensor: Tensor, number: int, shard: ShardedTensor) -> None:
         """A tensor is that piece of that tensor."""
         number = self._alignment.canonical(Ref(number))
         known = self._book.get(tensor) or self._book.put(tensor, _Note())
-        known.pieces[number] = piece
-        self._where[number] = self._interpreter.cell(tensor)
+        known.shards[number] = shard
+        self._where[number] = self._interpreter.storage_type(tensor)
 
     def place(self, tensor: Tensor, number: int, whole: Shape, spec: P) -> None:
         """A tensor is cut by a spec."""
         self.note(tensor, number, fitted(self._dims(spec, whole), tuple(tensor.shape), whole))
         self.set_sums(tensor, spec.partial)
 
-    def find(self, tensor: Tensor, ref: Ref, what: str) -> Piece:
+    def find(self, tensor: Tensor, ref: Ref, what: str) -> ShardedTensor:
         """The piece of that one-device tensor that this tensor is.
 
         Raises:
             UnrelatedError: it is none.
         """
-        known = self._book.get(self._interpreter.adopt(tensor))
+        known = self._book.get(self._interpreter.fakify(tensor))
         if known is None:
             raise UnrelatedError(f"nothing is known about how {what} is cut")
-        piece = known.pieces.get(self._alignment.canonical(ref))
-        if piece is None:
+        shard = known.shards.get(self._alignment.canonical(ref))
+        if shard is None:
             raise UnrelatedError(f"{what} is another value than on one device")
-        return piece
+        return shard
 
     def require(self, tensor: Tensor, ref: Ref, spec: P) -> None:
         """Holds a tensor against a spec.
@@ -101,16 +101,16 @@ class Notes:
         Raises:
             UnrelatedError: it is cut in another way.
         """
-        piece = self.find(tensor, ref, "it")
+        shard = self.find(tensor, ref, "it")
         self.reject_loose(tensor)
         self._require_sums(tensor, spec)
-        wanted = self._dims(spec, piece.whole)
-        for dim, (have, want) in enumerate(zip(piece.dims, wanted, strict=True)):
+        wanted = self._dims(spec, shard.whole)
+        for dim, (have, want) in enumerate(zip(shard.dims, wanted, strict=True)):
             if have not in (want, ANY):
                 raise UnrelatedError(
                     f"dim {dim} is {in_words(have)}, and {spec!r} promises {in_words(want)}"
                 )
-        fitted(wanted, piece.local, piece.whole)
+        fitted(wanted, shard.local, shard.whole)
 
     def _require_sums(self, tensor: Tensor, spec: P) -> None:
         have, want = self.sums(tensor).partial, spec.partial & self._on
@@ -126,7 +126,7 @@ class Notes:
 
     def _dims(self, spec: P, whole: Shape) -> tuple[Dim, ...]:
         """The cuts of a spec, without axes of one rank."""
-        cuts = dict(spec.cuts)
+        cuts = dict(spec.sharded_dims)
         return tuple(
             cut(size, [axis for axis in cuts.get(dim, ()) if axis in self.sizes], self.sizes)
             for dim, size in enumerate(whole)
@@ -134,25 +134,25 @@ class Notes:
 
     def spec_of(self, tensor: Tensor) -> P | None:
         """How it is cut, or None where nothing is known."""
-        known = self._book.get(self._interpreter.adopt(tensor))
+        known = self._book.get(self._interpreter.fakify(tensor))
         if known is None:
             return None
-        return next(iter(known.pieces.values())).spec(self.sums(tensor).partial)
+        return next(iter(known.shards.values())).spec(self.sums(tensor).partial)
 
-    def is_cut(self, tensor: Tensor, axes: Axes) -> bool:
+    def is_sharded(self, tensor: Tensor, axes: Axes) -> bool:
         """Whether one of the axes cuts a dim of it."""
         known = self._book.get(tensor)
-        return known is not None and any(not axes.isdisjoint(p.axes) for p in known.pieces.values())
+        return known is not None and any(not axes.isdisjoint(p.axes) for p in known.shards.values())
 
     def copy(self, source: Tensor, copy: Tensor) -> None:
         """A copy that one device does without."""
         known = self._book.get(source)
         if known is None:
             raise UnrelatedError("nothing is known about how its operand is cut")
-        self._book.put(copy, _Note(dict(known.pieces)))
+        self._book.put(copy, _Note(dict(known.shards)))
         self._sums[self._storage(copy)] = self.sums(source)
         for tensor in (source, copy):
-            _seal(self._interpreter.cell(tensor))
+            _seal(self._interpreter.storage_type(tensor))
 
     def seal_copies(self) -> None:
         """Writes to what only one of the programs has copied would part them."""
@@ -188,25 +188,32 @@ class Notes:
         """
         sums = self.sums(tensor)
         loose = sums.loose - but
-        for axis, kind in sorted(sums.pending):
+        for axis, axis_type in sorted(sums.pending):
             if axis in loose:
-                op = "mean" if kind == "share" else kind
-                what = "sum of the means of all parts" if op != kind else f"{kind} of a rank's part"
+                op = "mean" if axis_type == "share" else axis_type
+                what = (
+                    "sum of the means of all parts"
+                    if op != axis_type
+                    else f"{axis_type} of a rank's part"
+                )
                 raise UnrelatedError(
                     f"over {axis!r} it is the {what}, from "
-                    f"{self._interpreter.cell(tensor).origin()}",
+                    f"{self._interpreter.storage_type(tensor).origin()}",
                     f"all_reduce it over {axis!r} with op={op!r} first.",
                 )
         if loose:
             raise UnrelatedError(
                 f"over {min(loose)!r} every rank has a value of its own, from "
-                f"{self._interpreter.cell(tensor).origin()}, which means nothing on one device",
+                f"{self._interpreter.storage_type(tensor).origin()}, which means nothing on one "
+                "device",
                 "wrap code that is per-rank by nature in local_region(f, in_types, out_types).",
             )
 
     def _storage(self, tensor: Tensor) -> int:
-        return int(self._interpreter.cell(tensor).storage._cdata)
+        return int(self._interpreter.storage_type(tensor).storage._cdata)
 
 
-def _seal(cell: Cell) -> None:
-    cell.sealed = cell.sealed or "is a copy in one of the ranks' and the one-device program"
+def _seal(storage_type: StorageType) -> None:
+    storage_type.read_only = (
+        storage_type.read_only or "is a copy in one of the ranks' and the one-device program"
+    )

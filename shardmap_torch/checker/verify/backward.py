@@ -47,8 +47,8 @@ class PullBack:
         """
         interpreter, locals_ = self._interpreter, self._locals.values()
         outputs = [
-            (result.leaves[i], result.fit.spec(i))
-            for i in result.fit.crossing
+            (result.leaves[i], result.match.spec(i))
+            for i in result.match.crossing
             if result.leaves[i].requires_grad
         ]
         leaves = [x for x in locals_ if x.requires_grad]
@@ -70,30 +70,32 @@ class PullBack:
         interpreter = self._interpreter
         with interpreter.paused():
             seed = torch.empty_like(value)
-        kinds = tuple(seeded_as(spec, axis) for axis in interpreter.axes)
-        interpreter.bring(seed, kinds, "the cotangent of a result")
+        types = tuple(seeded_as(spec, axis) for axis in interpreter.axes)
+        interpreter.bring(seed, types, "the cotangent of a result")
         return seed
 
     def _commit(self, gradients: dict[int, Tensor | None]) -> None:
         """Decides the open axes of the inputs by their gradients."""
         call, interpreter = self._call, self._interpreter
         for position in call.crossing:
-            spec, path = call.fit.spec(position), call.fit.paths[position]
+            spec, path = call.match.spec(position), call.match.paths[position]
             gradient = gradients.get(position)
             open_axes = [axis for axis in call.mapped if axis not in spec.named]
             if gradient is not None:
                 replicate: list[str] = []
-                cell = interpreter.cell(gradient)
-                self.gradients.append((path, cell.kinds))
-                for axis, have in zip(interpreter.axes, cell.kinds, strict=True):
+                storage_type = interpreter.storage_type(gradient)
+                self.gradients.append((path, storage_type.types))
+                for axis, have in zip(interpreter.axes, storage_type.types, strict=True):
                     at = interpreter.axes.index(axis)
-                    kind = enters_as(spec, axis, call.mapped)
-                    if not accepts(kind, have):
-                        value = interpreter.cell(self._locals[position])
+                    axis_type = enters_as(spec, axis, call.mapped)
+                    if not accepts(axis_type, have):
+                        value = interpreter.storage_type(self._locals[position])
                         what = f"input {path}"
-                        raise messages.cotangent(interpreter, at, kind, cell, what, value)
+                        raise messages.cotangent(
+                            interpreter, at, axis_type, storage_type, what, value
+                        )
                     if axis in open_axes and have != Z:
-                        need = Need(plain(have) in (V, Partial), cell.origin())
+                        need = Need(plain(have) in (V, Partial), storage_type.origin())
                         self.needs[position, axis] = need
                         replicate += [axis] * need.replicate
                 if replicate:
@@ -102,13 +104,14 @@ class PullBack:
     def _check_closure(self, closure: Tensor, gradient: Tensor | None) -> None:
         if gradient is None:
             return
-        cell = self._interpreter.cell(gradient)
-        for axis, kind in zip(self._interpreter.axes, cell.kinds, strict=True):
-            if kind not in (I, K, Z):
+        storage_type = self._interpreter.storage_type(gradient)
+        for axis, axis_type in zip(self._interpreter.axes, storage_type.types, strict=True):
+            if axis_type not in (I, K, Z):
                 raise ShardTypeError(
                     f"{self._call.name}: a closed-over tensor of shape {list(closure.shape)} gets "
-                    f"a gradient that is {kind} over {axis!r}: {messages.wrong(I, kind)}.\n"
-                    f"  the gradient is from {cell.origin()}\n"
+                    f"a gradient that is {axis_type} over {axis!r}: "
+                    f"{messages.wrong(I, axis_type)}.\n"
+                    f"  the gradient is from {storage_type.origin()}\n"
                     f"Fix: pass the tensor as an argument{_by_call(closure)}."
                 )
 

@@ -15,22 +15,22 @@ def promised(spec: P, axis: str) -> AxisType:
 
 def enters_as(spec: P, axis: str, mapped: Sequence[str]) -> AxisType:
     """The type before the conversions that the boundary has been told to make."""
-    kind = spec.types.get(axis)
-    if kind is None:
+    axis_type = spec.types.get(axis)
+    if axis_type is None:
         return K if axis in mapped else I
-    return {"S": V, "P": Partial}.get(kind.kind, I)
+    return {"S": V, "P": Partial}.get(axis_type.kind, I)
 
 
 def seeded_as(spec: P, axis: str) -> AxisType:
     """The cotangent of what a result's spec promises: global, cut like the result."""
-    kind = spec.types.get(axis, I)
-    return {"S": V, "P": R}.get(kind.kind, I)
+    axis_type = spec.types.get(axis, I)
+    return {"S": V, "P": R}.get(axis_type.kind, I)
 
 
 def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
     """The shape of a rank's piece."""
     found = list(shape)
-    for dim, axes in spec.cuts:
+    for dim, axes in spec.sharded_dims:
         found[dim] //= mesh.num_ranks(axes)
     return tuple(found)
 
@@ -38,6 +38,6 @@ def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
 def global_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the whole."""
     found = list(shape)
-    for dim, axes in spec.cuts:
+    for dim, axes in spec.sharded_dims:
         found[dim] *= mesh.num_ranks(axes)
     return tuple(found)

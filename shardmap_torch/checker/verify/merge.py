@@ -7,46 +7,46 @@ from traceback import walk_tb
 from typing import Any, Final
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.boundary.matching import Fit
+from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.interpreter import modes
-from shardmap_torch.checker.ir.outcomes import Cast, Passage, Settled, Where
+from shardmap_torch.checker.ir.outcomes import Cast, PathOutcome, Resolved, Where
 from shardmap_torch.checker.ir.paths import told
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
 
 
-def settle(call: Call, passages: Sequence[Passage]) -> Settled:
+def resolve(call: Call, outcomes: Sequence[PathOutcome]) -> Resolved:
     """What serves every way.
 
     Raises:
         ShardTypeError: two ways need different things; names both.
     """
-    returning = [passage for passage in passages if passage.result is not None]
-    for passage in returning[1:]:
-        _require_alike(call, returning[0], passage)
+    returning = [outcome for outcome in outcomes if outcome.result is not None]
+    for outcome in returning[1:]:
+        _require_alike(call, returning[0], outcome)
     replicate = {
         where
-        for passage in passages
-        for where, need in passage.needs.items()
+        for outcome in outcomes
+        for where, need in outcome.needs.items()
         if _is_replicate(call, returning, where)
     }
     exits = {where: _common(call, returning, where) for where in returning[0].exits}
-    return Settled(frozenset(replicate), exits)
+    return Resolved(frozenset(replicate), exits)
 
 
-def differs(passage: Passage, settled: Settled) -> bool:
+def differs(outcome: PathOutcome, resolved: Resolved) -> bool:
     """Whether a way was verified with something else than what all ways share."""
-    if passage.result is None:
+    if outcome.result is None:
         return False
-    own = {where for where, need in passage.needs.items() if need.replicate}
-    return own != settled.replicate or any(
-        passage.exits[where].casts != casts for where, casts in settled.exits.items()
+    own = {where for where, need in outcome.needs.items() if need.replicate}
+    return own != resolved.replicate or any(
+        outcome.exits[where].casts != casts for where, casts in resolved.exits.items()
     )
 
 
-def with_replicate(call: Call, where: frozenset[Where]) -> Fit:
+def with_replicate(call: Call, where: frozenset[Where]) -> Match:
     """The fit of the arguments with these axes named in `replicate=`."""
-    specs = list(call.fit.specs)
+    specs = list(call.match.specs)
     for position, axis in where:
         spec = specs[position]
         assert spec is not None  # what has a gradient crosses
@@ -56,27 +56,27 @@ def with_replicate(call: Call, where: frozenset[Where]) -> Fit:
             invariant=spec.invariant - {axis},
             partial=spec.partial,
         )
-    return Fit(call.fit.paths, tuple(specs), call.fit.crossing)
+    return Match(call.match.paths, tuple(specs), call.match.crossing)
 
 
-def _require_alike(call: Call, first: Passage, other: Passage) -> None:
-    shown = [_describe(passage) for passage in (first, other)]
+def _require_alike(call: Call, first: PathOutcome, other: PathOutcome) -> None:
+    shown = [_describe(outcome) for outcome in (first, other)]
     if shown[0] != shown[1]:
         raise _conflict(call, "return different results", [first, other], shown)
 
 
-def _describe(passage: Passage) -> str:
-    assert passage.result is not None  # the caller has those that return
-    fit, words = passage.result.fit, []
-    for position, path in enumerate(fit.paths):
-        shape, dtype, _ = passage.outputs.get(position, ((), None, ()))
+def _describe(outcome: PathOutcome) -> str:
+    assert outcome.result is not None  # the caller has those that return
+    match, words = outcome.result.match, []
+    for position, path in enumerate(match.paths):
+        shape, dtype, _ = outcome.outputs.get(position, ((), None, ()))
         what = "a Python value" if dtype is None else str(dtype).removeprefix("torch.")
         words.append(f"{path}: {what}" + (str(list(shape)) if dtype is not None else ""))
     return ", ".join(words) or "nothing"
 
 
-def _is_replicate(call: Call, passages: Sequence[Passage], where: Where) -> bool:
-    needs = [(passage, passage.needs[where]) for passage in passages if where in passage.needs]
+def _is_replicate(call: Call, outcomes: Sequence[PathOutcome], where: Where) -> bool:
+    needs = [(outcome, outcome.needs[where]) for outcome in outcomes if where in outcome.needs]
     first = needs[0]
     other = next((each for each in needs if each[1].replicate != first[1].replicate), None)
     if other is None:
@@ -88,25 +88,25 @@ def _is_replicate(call: Call, passages: Sequence[Passage], where: Where) -> bool
     }
     raise _conflict(
         call,
-        f"need the axis {axis!r} of input {call.fit.paths[position]} in different ways",
+        f"need the axis {axis!r} of input {call.match.paths[position]} in different ways",
         [first[0], other[0]],
         [f"{words[need.replicate]} {need.origin}" for _, need in (first, other)],
     )
 
 
-def _common(call: Call, passages: Sequence[Passage], where: Where) -> tuple[Cast, ...]:
-    exits = [passage.exits[where] for passage in passages]
+def _common(call: Call, outcomes: Sequence[PathOutcome], where: Where) -> tuple[Cast, ...]:
+    exits = [outcome.exits[where] for outcome in outcomes]
     for candidate in exits:
         if all(candidate.casts == e.casts or candidate.casts in e.others for e in exits):
             return candidate.casts
     other = next(i for i, each in enumerate(exits) if each.casts != exits[0].casts)
     position, axis = where
-    result = passages[0].result
+    result = outcomes[0].result
     assert result is not None  # these return
     raise _conflict(
         call,
-        f"return {result.fit.paths[position]} with types over {axis!r} that leave differently",
-        [passages[0], passages[other]],
+        f"return {result.match.paths[position]} with types over {axis!r} that leave differently",
+        [outcomes[0], outcomes[other]],
         [f"{_named(exits[i].casts)} of {exits[i].origin}" for i in (0, other)],
     )
 
@@ -117,11 +117,11 @@ def _named(casts: Sequence[Cast]) -> str:
 
 
 def _conflict(
-    call: Call, what: str, passages: Sequence[Passage], lines: Sequence[str]
+    call: Call, what: str, outcomes: Sequence[PathOutcome], lines: Sequence[str]
 ) -> ShardTypeError:
     text = [f"{call.name}: the ways through the body {what}:"]
-    for line, passage in zip(lines, passages, strict=True):
-        text += [f"  {line}", *(f"  {each}" for each in told(passage.way.branches))]
+    for line, outcome in zip(lines, outcomes, strict=True):
+        text += [f"  {line}", *(f"  {each}" for each in told(outcome.way.branches))]
     text.append("Fix: give them one type before they leave the branch, or use torch.where.")
     return ShardTypeError("\n".join(text))
 

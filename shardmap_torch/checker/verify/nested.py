@@ -58,14 +58,14 @@ class Inner:
         found: dict[int, tuple[Operation, ...]] = {}
         for position in edge.positions:
             spec, path = edge.spec(position), edge.paths[position]
-            value = self._interpreter.adopt(edge.values[position])
-            kinds = dict(
-                zip(self._interpreter.axes, self._uncommitted.kinds_of(value), strict=True)
+            value = self._interpreter.fakify(edge.values[position])
+            types = dict(
+                zip(self._interpreter.axes, self._uncommitted.types_of(value), strict=True)
             )
             for axis in edge.axes:
                 if axis in spec.replicate:
                     continue  # the spec's own conversion requires an R
-                casts = casts_to(self._interpreter, path, spec, axis, kinds[axis], value)
+                casts = casts_to(self._interpreter, path, spec, axis, types[axis], value)
                 if isinstance(casts, str):
                     problems.append(casts)
                     continue
@@ -83,7 +83,7 @@ class Inner:
     ) -> None:
         self._found.append((crossing, (position, axis), casts, what))
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Adds what this way has found to what the others have.
 
         Raises:
@@ -127,19 +127,19 @@ class Open(Linear):
     def run(self, mover: Mover, x: Tensor) -> Tensor:
         """Another value with the same data, to be only read, like all inputs."""
         interpreter = self.interpreter
-        cell = interpreter.cell(x)
-        kinds = tuple(
-            K if axis in self.open_axes and kind == I else kind
-            for axis, kind in zip(interpreter.axes, cell.kinds, strict=True)
+        storage_type = interpreter.storage_type(x)
+        types = tuple(
+            K if axis in self.open_axes and axis_type == I else axis_type
+            for axis, axis_type in zip(interpreter.axes, storage_type.types, strict=True)
         )
         site, backward = interpreter.site()
-        operand = use_of("x", interpreter.adopt(x), cell, cell.kinds)
+        operand = use_of("x", interpreter.fakify(x), storage_type, storage_type.types)
         equation = Equation(self.what, (operand,), (), site, backward)
         with interpreter.paused():
-            y = torch.empty_like(interpreter.adopt(x))
-        made = interpreter.make(y, kinds, equation, [x])
-        for each in (made, cell):
-            each.sealed = each.sealed or f"is the {self.what}"
+            y = torch.empty_like(interpreter.fakify(x))
+        made = interpreter.make(y, types, equation, [x])
+        for each in (made, storage_type):
+            each.read_only = each.read_only or f"is the {self.what}"
         interpreter.add(equation)
         interpreter.observer.moved("same", Collective("convert", I, R, self.open_axes), x, y)
         return y
@@ -147,13 +147,13 @@ class Open(Linear):
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Sums the cotangent over the axes where it is not whole."""
         interpreter = self.interpreter
-        cell = interpreter.cell(grad)
+        storage_type = interpreter.storage_type(grad)
         summed: list[str] = []
-        for at, (axis, have) in enumerate(zip(interpreter.axes, cell.kinds, strict=True)):
+        for at, (axis, have) in enumerate(zip(interpreter.axes, storage_type.types, strict=True)):
             if axis not in self.open_axes or have == Z:
                 continue
             if not accepts(K, have):
-                wrong = messages.cotangent(interpreter, at, K, cell, self.what)
+                wrong = messages.cotangent(interpreter, at, K, storage_type, self.what)
                 interpreter.numbers.branches.insist(wrong)
             varies = plain(have) in (V, Partial)
             self.told(axis, _SUMMED if varies else (), self.what)

@@ -10,7 +10,7 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.observer import UNOBSERVED
-from shardmap_torch.checker.ir.outcomes import Cast, Exit, Settled, Where
+from shardmap_torch.checker.ir.outcomes import Cast, Exit, Resolved, Where
 from shardmap_torch.checker.ir.repairs import Repair, propose
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
@@ -59,29 +59,29 @@ class Uncommitted:
         met: whether there has been one.
     """
 
-    def __init__(self, interpreter: Interpreter, kind: AxisType) -> None:
+    def __init__(self, interpreter: Interpreter, axis_type: AxisType) -> None:
         """One for each interpretation."""
-        self._interpreter, self.kind, self.met = interpreter, kind, False
+        self._interpreter, self.kind, self.met = interpreter, axis_type, False
 
-    def kinds_of(self, value: Tensor) -> Types:
+    def types_of(self, value: Tensor) -> Types:
         """The types with which a result leaves."""
-        kinds = self._interpreter.kinds(base_of(value))
-        if K in kinds and self._interpreter.flows(base_of(value)):
+        types = self._interpreter.types(base_of(value))
+        if K in types and self._interpreter.flows(base_of(value)):
             self.met = True
-            return tuple(self.kind if kind == K else kind for kind in kinds)
-        return kinds
+            return tuple(self.kind if axis_type == K else axis_type for axis_type in types)
+        return types
 
 
 def casts_to(
-    interpreter: Interpreter, path: str, spec: P, axis: str, kind: AxisType, value: Tensor
+    interpreter: Interpreter, path: str, spec: P, axis: str, axis_type: AxisType, value: Tensor
 ) -> tuple[Cast, ...] | str:
     """The conversions from the body's type to the promised one, or what is wrong."""
-    found = _EXITS.get((plain(kind).kind, promised(spec, axis).kind))
+    found = _EXITS.get((plain(axis_type).kind, promised(spec, axis).kind))
     if found is not None:
         return found
-    cell = interpreter.cell(value)
-    chain = " <- ".join(messages.chain_of(cell, interpreter.axes.index(axis)))
-    if kind == Partial:
+    storage_type = interpreter.storage_type(value)
+    chain = " <- ".join(messages.chain_of(storage_type, interpreter.axes.index(axis)))
+    if axis_type == Partial:
         return (
             f"  {path}: {spec!r} promises a finished value over {axis!r}, but the result is a "
             f"sum over {axis!r} still to be taken\n    it comes from {chain}\n"
@@ -106,13 +106,13 @@ class Leaving:
         call: Call,
         interpreter: Interpreter,
         backend: AbstractBackend,
-        settled: Settled,
+        resolved: Resolved,
         repair: Repair,
         uncommitted: Uncommitted,
     ) -> None:
         """`uncommitted` is what a result that is K counts as, `settled` what all ways share."""
         self._call, self._interpreter, self._backend = call, interpreter, backend
-        self._settled, self._repair, self._uncommitted = settled, repair, uncommitted
+        self._resolved, self._repair, self._uncommitted = resolved, repair, uncommitted
         self.exits: dict[Where, Exit] = {}
 
     def leave(self, result: Result) -> None:
@@ -123,18 +123,18 @@ class Leaving:
         """
         problems: list[str] = []
         open_sums: dict[int, list[str]] = {}
-        for position in result.fit.crossing:
+        for position in result.match.crossing:
             self._sum_result(result, position)
-            spec, path = result.fit.spec(position), result.fit.paths[position]
+            spec, path = result.match.spec(position), result.match.paths[position]
             value = result.leaves[position]
             # A real tensor that the body returns as it is was closed over.
-            result.leaves[position] = value = self._interpreter.adopt(value)  # type: ignore[index]
-            for axis, kind in zip(
-                self._interpreter.axes, self._uncommitted.kinds_of(value), strict=True
+            result.leaves[position] = value = self._interpreter.fakify(value)  # type: ignore[index]
+            for axis, axis_type in zip(
+                self._interpreter.axes, self._uncommitted.types_of(value), strict=True
             ):
                 if axis not in self._call.mapped:
                     continue
-                found = casts_to(self._interpreter, path, spec, axis, kind, value)
+                found = casts_to(self._interpreter, path, spec, axis, axis_type, value)
                 if isinstance(found, str):
                     problems.append(found)
                     open_sums.setdefault(position, []).append(axis)
@@ -144,8 +144,8 @@ class Leaving:
             head = f"{self._call.name}: the result does not fit out_specs:"
             error = ShardTypeError("\n".join([head, *problems]))
             raise propose(error, [self._summed(result, open_sums)])
-        for position in result.fit.crossing:
-            spec, path = result.fit.spec(position), result.fit.paths[position]
+        for position in result.match.crossing:
+            spec, path = result.match.spec(position), result.match.paths[position]
             self._interpreter.observer.left(path, result.leaves[position], spec)
         self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
         for (position, axis), way_out in self.exits.items():
@@ -156,15 +156,15 @@ class Leaving:
     def _exit(self, where: Where, found: tuple[Cast, ...], spec: P, value: Tensor) -> Exit:
         """The conversions found, or those that all ways share where they are right as well."""
         _, axis = where
-        cell = self._interpreter.cell(value)
-        kind = self._interpreter.kinds(base_of(value))[self._interpreter.axes.index(axis)]
+        storage_type = self._interpreter.storage_type(value)
+        axis_type = self._interpreter.types(base_of(value))[self._interpreter.axes.index(axis)]
         promise = promised(spec, axis).kind
         # What does not type as I is known by the retry as R.
         is_free = self._uncommitted.kind == K or not self._interpreter.flows(base_of(value))
-        readings = _READINGS.get((kind.kind, promise), "") if is_free else ""
+        readings = _READINGS.get((axis_type.kind, promise), "") if is_free else ""
         others = frozenset(_EXITS[reading, promise] for reading in readings)
-        shared = self._settled.exits.get(where, found)
-        return Exit(shared if shared in others else found, others, cell.origin())
+        shared = self._resolved.exits.get(where, found)
+        return Exit(shared if shared in others else found, others, storage_type.origin())
 
     def _sum_result(self, result: Result, position: int) -> None:
         for axis in self._repair.exits.get(position, ()):
@@ -175,7 +175,7 @@ class Leaving:
     def _summed(self, result: Result, axes: dict[int, list[str]]) -> Repair:
         """The repair that sums every result that is not whole."""
         what = " and ".join(
-            f"{result.fit.paths[position]} over {', '.join(map(repr, names))}"
+            f"{result.match.paths[position]} over {', '.join(map(repr, names))}"
             for position, names in axes.items()
         )
         return Repair(f"all_reduce {what} with dst=I before the return", exits=axes)

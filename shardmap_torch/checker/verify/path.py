@@ -17,9 +17,9 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
 from shardmap_torch.checker.interpreter.state import is_real
 from shardmap_torch.checker.interpreter.symbolic import SymbolicNumber
-from shardmap_torch.checker.ir.outcomes import Passage, Settled
+from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
 from shardmap_torch.checker.ir.paths import Branches, told
-from shardmap_torch.checker.ir.program import Way
+from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.ir.repairs import NONE, Repair
 from shardmap_torch.checker.spmd.equivalence import Relation
 from shardmap_torch.checker.spmd.recorder import Recorder
@@ -52,11 +52,11 @@ class Round:
     call: Call
     repair: Repair
     strictness: Strictness
-    settled: Settled = field(default_factory=Settled)
+    resolved: Resolved = field(default_factory=Resolved)
     start: Step = field(default_factory=Step)
 
 
-def go(this: Round, branches: Branches) -> Passage:
+def go(this: Round, branches: Branches) -> PathOutcome:
     """Goes one way."""
     is_global = this.strictness == "global"
     one = _on_one_device(this.call, branches.again()) if is_global else None
@@ -139,11 +139,11 @@ class _Verification:
         """The numbers made of values taken from tensors."""
         return self._interpreter.numbers.texts
 
-    def run(self) -> Passage:
+    def run(self) -> PathOutcome:
         """Interprets forward and backward."""
         this, interpreter, backend = self._this, self._interpreter, self._backend
         leaving = Leaving(
-            this.call, interpreter, backend, this.settled, this.repair, self._uncommitted
+            this.call, interpreter, backend, this.resolved, this.repair, self._uncommitted
         )
         with self._entered() as locals_:
             try:
@@ -159,19 +159,19 @@ class _Verification:
                 if self._uncommitted.met and self._uncommitted.kind == K:
                     raise _RetryError(error) from None
                 raise
-            self._inner.settle()
+            self._inner.resolve()
         if self._one is not None:
             self._one.require(self._call.name, self._branches.taken, self.numbers)
-        return self._passage(result, leaving, back)
+        return self._outcome(result, leaving, back)
 
     def record(self, steps: Recorder) -> None:
         """Interprets the forward, and notes its steps."""
         self._interpreter.observer = steps
         with self._entered() as locals_:
             result = self._run_body(locals_)
-            for position in result.fit.crossing:
-                value = self._interpreter.adopt(result.leaves[position])
-                steps.left(result.fit.paths[position], value, result.fit.spec(position))
+            for position in result.match.crossing:
+                value = self._interpreter.fakify(result.leaves[position])
+                steps.left(result.match.paths[position], value, result.match.spec(position))
 
     def _run_body(self, locals_: Mapping[int, Tensor]) -> Result:
         recording = Recording(self._interpreter, self._this.start, self._inner)
@@ -193,7 +193,7 @@ class _Verification:
                 for position, like in zip(call.crossing, fakes, strict=True)
             }
 
-    def _raised(self, error: Exception) -> Passage:
+    def _raised(self, error: Exception) -> PathOutcome:
         """The end of a way that raises; what the body cannot help is an error of the check."""
         branches, name = self._branches, SymbolicNumber.__name__
         called = distributed_calls.named_in(self._call.name, error)
@@ -205,39 +205,41 @@ class _Verification:
             raise error
         if not is_raised_by_body(error) or name in in_words:
             raise ShardTypeError(f"{self._call.name}: {type(error).__name__}: {error}") from error
-        way = Way(
+        way = ProgramPath(
             tuple(branches.taken),
             tuple(self._interpreter.equations),
             f"raises {type(error).__name__}",
         )
-        return Passage(way, None, error)
+        return PathOutcome(way, None, error)
 
     def _enter(self, position: int, like: "_Like") -> Tensor:
         call, interpreter = self._call, self._interpreter
-        spec = call.fit.spec(position)
+        spec = call.match.spec(position)
         shape = local_shape(like.shape, spec, call.mesh)
         with interpreter.paused():
             fake = torch.empty(shape, dtype=like.dtype, device=like.device)
-        kinds = tuple(enters_as(spec, axis, call.mapped) for axis in interpreter.axes)
-        path = call.fit.paths[position]
-        cell = interpreter.bring(fake, kinds, f"input {path} ({spec!r})", f"is the input {path}")
-        cell.leaf = position
+        types = tuple(enters_as(spec, axis, call.mapped) for axis in interpreter.axes)
+        path = call.match.paths[position]
+        storage_type = interpreter.bring(
+            fake, types, f"input {path} ({spec!r})", f"is the input {path}"
+        )
+        storage_type.leaf = position
         interpreter.observer.entered(fake, spec)
         with interpreter.paused():
             return fake.requires_grad_(like.grad)
 
-    def _passage(self, result: Result, leaving: Leaving, back: PullBack) -> Passage:
+    def _outcome(self, result: Result, leaving: Leaving, back: PullBack) -> PathOutcome:
         interpreter = self._interpreter
         outputs = {}
         leaves = list(result.leaves)
-        for position in result.fit.crossing:
+        for position in result.match.crossing:
             value = result.leaves[position]
-            kinds = interpreter.cell(value).kinds
-            shape = global_shape(tuple(value.shape), result.fit.spec(position), self._call.mesh)
-            outputs[position] = (shape, value.dtype, kinds)
+            types = interpreter.storage_type(value).types
+            shape = global_shape(tuple(value.shape), result.match.spec(position), self._call.mesh)
+            outputs[position] = (shape, value.dtype, types)
             leaves[position] = None  # its graph would stay alive
-        return Passage(
-            Way(
+        return PathOutcome(
+            ProgramPath(
                 tuple(self._branches.taken),
                 tuple(interpreter.equations),
                 gradients=tuple(back.gradients),

@@ -37,17 +37,17 @@ class Recording:
             ShardTypeError: on another way, which looks the same to a run, they are different.
         """
         interpreter = self._interpreter
-        known = dict(zip(interpreter.axes, interpreter.cell(x).kinds, strict=True))
+        known = dict(zip(interpreter.axes, interpreter.storage_type(x).types, strict=True))
         found = tuple(known[axis] for axis in axes)
         self.on_operation((TYPE, axes), x)
-        if self._at.kinds not in ((), found):
+        if self._at.types not in ((), found):
             unlike = ShardTypeError(
-                f"{interpreter.name}: the value at {call_site()} is {list(self._at.kinds)} over "
+                f"{interpreter.name}: the value at {call_site()} is {list(self._at.types)} over "
                 f"{list(axes)} on one way through the body and {list(found)} on another, and a run "
                 "cannot tell which it takes. Say the type with src=."
             )
             interpreter.numbers.branches.insist(unlike)
-        self._at.kinds = found
+        self._at.types = found
         return found
 
     def note(self, what: object) -> Note:
@@ -70,8 +70,8 @@ class Recording:
         self.on_operation(what, None)
         return Fork(self, partial(self._later, self._at.later))
 
-    def _later(self, later: dict[Hashable, Step], kind: Hashable) -> "Recording":
-        return Recording(self._interpreter, later.setdefault(kind, Step()), self._inner)
+    def _later(self, later: dict[Hashable, Step], axis_type: Hashable) -> "Recording":
+        return Recording(self._interpreter, later.setdefault(axis_type, Step()), self._inner)
 
     def rerun(self, key: Hashable) -> Monitor | None:
         """None: nothing runs again that was not forked."""

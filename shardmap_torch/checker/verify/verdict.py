@@ -8,14 +8,14 @@ from typing import Final
 import torch
 
 from shardmap_torch.boundary.call import Call, Result
-from shardmap_torch.boundary.matching import Fit
-from shardmap_torch.checker.guards.replay import End, Following, Step
-from shardmap_torch.checker.ir.outcomes import Passage, Settled, Where
-from shardmap_torch.checker.ir.paths import every_way
-from shardmap_torch.checker.ir.program import Equation, Way
+from shardmap_torch.boundary.matching import Match
+from shardmap_torch.checker.guards.replay import End, Replay, Step
+from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved, Where
+from shardmap_torch.checker.ir.paths import every_path
+from shardmap_torch.checker.ir.program import Equation, ProgramPath
 from shardmap_torch.checker.ir.repairs import NONE, Repair, both, proposed, with_tried
 from shardmap_torch.checker.rules.infer import Types
-from shardmap_torch.checker.verify.merge import differs, settle, with_replicate
+from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
 from shardmap_torch.checker.verify.path import Round, Strictness, go
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
@@ -53,7 +53,7 @@ class Verdict:
     crossing: tuple[int, ...]
     exits: dict[int, Casts]
     outputs: dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
-    ways: tuple[Way, ...]
+    program_paths: tuple[ProgramPath, ...]
     result: Result
     batches: bool
     start: Step
@@ -61,7 +61,7 @@ class Verdict:
     @property
     def equations(self) -> tuple[Equation, ...]:
         """Those of all ways, one way after the other."""
-        return tuple(equation for way in self.ways for equation in way.equations)
+        return tuple(equation for way in self.program_paths for equation in way.equations)
 
     def apply(self, call: Call, late: End) -> Call:
         """The same call with every axis typed, and with results converted as promised.
@@ -76,18 +76,18 @@ class Verdict:
             call.bound,
             call.mapped,
             call.leaves,
-            self.fit,
+            self.match,
             call.structure,
             call.out_specs,
-            call.out_fits,
+            call.out_matches,
             self.exits,
-            partial(Following, self.start, late),
+            partial(Replay, self.start, late),
         )
 
     @lazy
-    def fit(self) -> Fit:
+    def match(self) -> Match:
         """The fit of the arguments, with every axis typed."""
-        return Fit(self.paths, self.specs, self.crossing)
+        return Match(self.paths, self.specs, self.crossing)
 
 
 def verify(call: Call, strictness: Strictness) -> Verdict:
@@ -129,14 +129,14 @@ def _search(call: Call, error: ShardTypeError, strictness: Strictness) -> list[s
 def _attempt(call: Call, repair: Repair, strictness: Strictness) -> Verdict:
     this = Round(call, repair, strictness)
     for _ in range(_ROUNDS):
-        passages = every_way(call.name, partial(go, this))
-        if all(passage.result is None for passage in passages):
-            raise _error_of(passages[0])
-        settled = settle(this.call, passages)
-        if not any(differs(passage, settled) for passage in passages):
-            return _verdict(this, settled, passages)
-        fit = with_replicate(this.call, settled.replicate)
-        this = Round(replace(this.call, fit=fit), repair, strictness, settled)
+        outcomes = every_path(call.name, partial(go, this))
+        if all(outcome.result is None for outcome in outcomes):
+            raise _error_of(outcomes[0])
+        resolved = resolve(this.call, outcomes)
+        if not any(differs(outcome, resolved) for outcome in outcomes):
+            return _verdict(this, resolved, outcomes)
+        match = with_replicate(this.call, resolved.replicate)
+        this = Round(replace(this.call, match=match), repair, strictness, resolved)
     raise ShardTypeError(
         f"{call.name}: no types of the inputs and results were found that serve all ways through "
         "the body.\nFix: name the axes of inputs in replicate= or invariant=, or use torch.where."
@@ -147,29 +147,29 @@ _ROUNDS: Final = 4
 """How often the ways are gone through again with what they share."""
 
 
-def _error_of(passage: Passage) -> Exception:
-    assert passage.error is not None  # it has no result
-    return passage.error
+def _error_of(outcome: PathOutcome) -> Exception:
+    assert outcome.error is not None  # it has no result
+    return outcome.error
 
 
-def _verdict(this: Round, settled: Settled, passages: Sequence[Passage]) -> Verdict:
+def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -> Verdict:
     call = this.call
-    first = next(passage for passage in passages if passage.result is not None)
+    first = next(outcome for outcome in outcomes if outcome.result is not None)
     assert first.result is not None  # by the filter
-    exits: dict[int, Casts] = {position: () for position in first.result.fit.crossing}
-    for (position, axis), casts in settled.exits.items():
+    exits: dict[int, Casts] = {position: () for position in first.result.match.crossing}
+    for (position, axis), casts in resolved.exits.items():
         exits[position] += tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
     return Verdict(
         call.name,
         call.mesh,
-        call.fit.paths,
-        _closed_specs(call, settled.replicate),
+        call.match.paths,
+        _closed_specs(call, resolved.replicate),
         call.crossing,
         exits,
         first.outputs,
-        tuple(passage.way for passage in passages),
+        tuple(outcome.way for outcome in outcomes),
         first.result,
-        all(passage.batches for passage in passages),
+        all(outcome.batches for outcome in outcomes),
         this.start,
     )
 
@@ -194,9 +194,9 @@ def _fails(call: Call, repair: Repair, strictness: Strictness) -> ShardTypeError
     """What is still wrong with the repair; None where nothing is."""
     if not set(repair.replicate.values()) <= set(call.mapped):
         return ShardTypeError(f"{call.name}: its specs cannot name axes that inner functions bind.")
-    fit = with_replicate(call, frozenset(repair.replicate.items()))
+    match = with_replicate(call, frozenset(repair.replicate.items()))
     try:
-        _attempt(replace(call, fit=fit), repair, strictness)
+        _attempt(replace(call, match=match), repair, strictness)
     except ShardTypeError as error:
         return error
     except Exception as problem:  # the body's own, on shapes that the repair has changed, say

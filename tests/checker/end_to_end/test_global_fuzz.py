@@ -31,12 +31,12 @@ def test_what_is_accepted_is_what_one_device_computes(info: Any) -> None:
 
 def kept(step: Step) -> list[Sharded]:
     """Says that any operation keeps the cuts of its operands."""
-    return [Sharded(broadcast(step.pieces, len(whole))) for _, whole in step.results]
+    return [Sharded(broadcast(step.shards, len(whole))) for _, whole in step.results]
 
 
 def summed(step: Step) -> list[Sharded]:
     """Says that any reduction of one operand to a number is a sum."""
-    (x,) = step.pieces
+    (x,) = step.shards
     if any(whole for _, whole in step.results):
         raise UnrelatedError("no number")
     return [Sharded((), frozenset(x.axes)) for _ in step.results]

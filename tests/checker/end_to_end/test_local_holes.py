@@ -30,7 +30,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.collectives.autograd import TypedFunction
 from tests.checker.end_to_end.test_bugs import RANKS, assert_right, numbers, rejection
-from tests.checker.ir.test_paths import ways
+from tests.checker.ir.test_paths import program_paths
 
 X, W = numbers(8, 6), numbers(6)
 DATA, WEIGHT = X.detach(), W.detach()
@@ -480,8 +480,8 @@ def test_numbers_of_which_nothing_would_be_followed_are_refused(name: str) -> No
 def test_a_bool_is_a_branch_when_it_is_taken() -> None:
     def body(x: Tensor) -> Tensor:
         positive = (all_reduce(x.sum(), "tp", dst=I) > 0).item()
-        ways = {True: x, False: 2 * x}
-        return ways[bool(positive)] if positive is not True else x * int(x[0, 0] < 9)
+        program_paths = {True: x, False: 2 * x}
+        return program_paths[bool(positive)] if positive is not True else x * int(x[0, 0] < 9)
 
     text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
     assert "where #1 is True" in text
@@ -500,7 +500,7 @@ def test_a_list_of_a_tensor_is_of_its_numbers() -> None:
         return x * 3.0
 
     specs: dict[str, Any] = {"in_specs": P(), "out_specs": P()}
-    assert ways(body, DATA[0], **specs) == 2
+    assert program_paths(body, DATA[0], **specs) == 2
     assert_right(body, one, DATA[0], **specs)
 
 

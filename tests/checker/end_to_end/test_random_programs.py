@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shardmap_torch import I, Partial, R
 from shardmap_torch.checker.interpreter import collectives
 from shardmap_torch.checker.rules import infer, lattice
-from shardmap_torch.checker.rules.lattice import Clash, join
+from shardmap_torch.checker.rules.lattice import Conflict, join
 from shardmap_torch.checker.verify import outputs
 from shardmap_torch.types import AxisType, K, V, Z
 from tests.checker.support.machines import Notes
@@ -147,26 +147,26 @@ def test_the_generator_draws_every_collective_and_gradients_of_each_kind() -> No
     assert sum(seen.values()) >= 60
 
 
-def _lenient_add(addends: Sequence[AxisType]) -> AxisType | Clash:
+def _lenient_add(addends: Sequence[AxisType]) -> AxisType | Conflict:
     """An equal addend beside a P is counted once for every rank."""
     return Partial if Partial in addends else join([k for k in addends if k != Z])
 
 
-def _lenient_join(kinds: Sequence[AxisType]) -> AxisType | Clash:
+def _lenient_join(types: Sequence[AxisType]) -> AxisType | Conflict:
     """An I meets a V, and its gradient is never summed."""
-    seen = set(kinds)
-    return V if I in seen and V in seen and Partial not in seen else join(kinds)
+    seen = set(types)
+    return V if I in seen and V in seen and Partial not in seen else join(types)
 
 
-def _lenient_curve(kinds: Sequence[AxisType]) -> AxisType | Clash:
+def _lenient_curve(types: Sequence[AxisType]) -> AxisType | Conflict:
     """Any operation acts on the addends of a sum."""
-    return Partial if Partial in kinds else join(kinds)
+    return Partial if Partial in types else join(types)
 
 
-def _lenient_product(factors: Sequence[AxisType]) -> AxisType | Clash:
+def _lenient_product(factors: Sequence[AxisType]) -> AxisType | Conflict:
     """A sum is multiplied by what differs on the ranks."""
-    kinds = [k for k in factors if k != Partial]
-    return Partial if len(kinds) < len(factors) else join(kinds)
+    types = [k for k in factors if k != Partial]
+    return Partial if len(types) < len(factors) else join(types)
 
 
 ALL: Final = frozenset({I, R, V, Partial, K, Z})

@@ -205,11 +205,11 @@ def test_a_body_cannot_catch_that_it_is_stopped(gloo: Gloo) -> None:
 
 
 def test_an_inner_function_with_other_specs_is_another_program(gloo: Gloo) -> None:
-    ways: deque[str] = deque()  # which the checker does not look into
+    program_paths: deque[str] = deque()  # which the checker does not look into
 
     def scenario(mesh: Mesh) -> None:
         def body(x: Tensor) -> Tensor:
-            ways.append(FLAG.get())
+            program_paths.append(FLAG.get())
             cut = P("b") if FLAG.get() == "sum" else P(None, "b")
             doubled: Tensor = shard_map(lambda x: x * 2, in_specs=cut, out_specs=cut)(x)
             return doubled
@@ -221,7 +221,7 @@ def test_an_inner_function_with_other_specs_is_another_program(gloo: Gloo) -> No
 
     run_on("vmap", scenario, gloo, (2, 2), ("a", "b"))
     # Interpreted and run; stopped, interpreted and run.
-    assert list(ways) == ["sum"] * 2 + ["other dim"] * 3
+    assert list(program_paths) == ["sum"] * 2 + ["other dim"] * 3
 
 
 # -------------------------------------------------------------------------------- backward
@@ -259,8 +259,8 @@ def recomputed(w: Tensor, v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def switched(mesh: Mesh, body: Callable[..., Any]) -> None:
     reset()
     f = shard_map(body, mesh=mesh, in_specs=(P(), P(), P("a")), out_specs=P())
-    ways = ["twice", "none"] if body is own else ["twice", "none", "other axis"]
-    for way in ways:
+    program_paths = ["twice", "none"] if body is own else ["twice", "none", "other axis"]
+    for way in program_paths:
         FLAG.put("sum")
         w, v = torch.ones(()).requires_grad_(), torch.ones(()).requires_grad_()
         y, z = f(w, v, X)

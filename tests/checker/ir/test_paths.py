@@ -27,7 +27,7 @@ from shardmap_torch import (
     shard_map,
     trace,
 )
-from shardmap_torch.checker.ir.paths import LIMIT, Branches, Condition, every_way
+from shardmap_torch.checker.ir.paths import LIMIT, Branches, Condition, every_path
 from tests.checker.end_to_end.test_bugs import (
     ABSTRACT,
     RANKS,
@@ -42,9 +42,11 @@ SPECS, WHOLE = (P("tp"), P()), P()
 AUTO = make_mesh((4,), ("tp",), kind="simulated")
 
 
-def ways(f: Callable[..., Any], *args: Any, in_specs: Any = SPECS, out_specs: Any = WHOLE) -> int:
+def program_paths(
+    f: Callable[..., Any], *args: Any, in_specs: Any = SPECS, out_specs: Any = WHOLE
+) -> int:
     mapped = shard_map(f, mesh=ABSTRACT, in_specs=in_specs, out_specs=out_specs)
-    return len(check_program(mapped, *args).ways)
+    return len(check_program(mapped, *args).program_paths)
 
 
 def both(f: Callable[..., Any], one: Callable[..., Tensor], *args: Tensor, **specs: Any) -> None:
@@ -122,7 +124,7 @@ def test_gradients_from_outside_are_right_on_both_ways_of_an_invariant_branch() 
         total = plain_loss(x, w)
         return total * (x.sin().sum() if total > 1 else total.detach())
 
-    assert ways(body, X, W) == 2
+    assert program_paths(body, X, W) == 2
     both(body, one, X, W, in_specs=SPECS, out_specs=P())
 
 
@@ -134,7 +136,7 @@ def test_a_division_by_a_count_has_one_way() -> None:
     def one(x: Tensor) -> Tensor:
         return x.relu().sum() / (x > 0).sum()
 
-    assert ways(body, X, in_specs=P("tp")) == 1
+    assert program_paths(body, X, in_specs=P("tp")) == 1
     assert_right(body, one, X, in_specs=P("tp"), out_specs=P())
 
 
@@ -168,7 +170,7 @@ def test_an_exception_on_every_way_is_raised_as_it_is() -> None:
         raise KeyError("yes" if all_reduce(x.sum(), "tp", dst=I) > 0 else "no")
 
     with pytest.raises(KeyError, match="yes"):
-        ways(body, X, in_specs=P("tp"))
+        program_paths(body, X, in_specs=P("tp"))
 
 
 def test_an_operation_that_fails_on_one_way_is_no_end_of_it() -> None:
@@ -202,8 +204,8 @@ def test_values_of_literals_are_known_and_make_no_branch() -> None:
     def literal(x: Tensor) -> Tensor:
         return x if torch.tensor(2.0) > 1 else 2 * x
 
-    assert ways(literal, X, in_specs=P("tp"), out_specs=P("tp")) == 1
-    assert ways(body, X, in_specs=P(), out_specs=P()) == 2
+    assert program_paths(literal, X, in_specs=P("tp"), out_specs=P("tp")) == 1
+    assert program_paths(body, X, in_specs=P(), out_specs=P()) == 2
 
 
 def test_a_literal_that_has_met_a_number_is_known_no_more() -> None:
@@ -214,7 +216,7 @@ def test_a_literal_that_has_met_a_number_is_known_no_more() -> None:
         made = torch.tensor(x.sum().item())
         return x if view.item() > 1 else 2 * x if made > 1 else 3 * x
 
-    assert ways(body, X, in_specs=P(), out_specs=P()) == 3
+    assert program_paths(body, X, in_specs=P(), out_specs=P()) == 3
 
 
 # --------------------------------------------------------------- numbers that ranks do not share
@@ -271,7 +273,7 @@ def test_comparing_tensors_is_a_branch_where_ranks_share_them(compare: Any) -> N
     def body(x: Tensor) -> Tensor:
         return 2 * x if compare(x, x + 1) else x
 
-    assert ways(body, X, in_specs=P(), out_specs=P()) == 2
+    assert program_paths(body, X, in_specs=P(), out_specs=P()) == 2
     assert "of V" in rejection(body, X, in_specs=P("tp"), out_specs=P("tp"))
 
 
@@ -408,7 +410,7 @@ def test_attributes_of_numbers_are_refused_where_numbers_have_them() -> None:
 
     text = rejection(f("is_integer"), X, in_specs=P(), out_specs=P())
     assert ".is_integer makes a plain Python number of one that is taken from a tensor." in text
-    assert ways(f("item"), X, in_specs=P(), out_specs=P()) == 1
+    assert program_paths(f("item"), X, in_specs=P(), out_specs=P()) == 1
 
 
 def test_a_number_that_the_body_keeps_means_nothing_after_the_check() -> None:
@@ -418,7 +420,7 @@ def test_a_number_that_the_body_keeps_means_nothing_after_the_check() -> None:
         kept.append(x.sum().item())
         return x
 
-    assert ways(body, X, in_specs=P(), out_specs=P()) == 1
+    assert program_paths(body, X, in_specs=P(), out_specs=P()) == 1
     assert str(kept[0] + 1) == "<(#1 + 1)>"
     for use in (lambda: kept[0] > 1, lambda: bool(kept[0]), lambda: max(kept[0], 3)):
         with pytest.raises(ShardTypeError, match="kept when it was checked"):
@@ -436,7 +438,7 @@ def counted(f: Callable[[Any], Any]) -> int:
     def body(x: Tensor) -> Tensor:
         return x * (1.0 if f(x.sum()) else 2.0)
 
-    return ways(body, X, in_specs=P(), out_specs=P())
+    return program_paths(body, X, in_specs=P(), out_specs=P())
 
 
 def test_a_condition_that_is_known_on_a_way_is_no_branch() -> None:
@@ -461,7 +463,7 @@ def test_a_tensor_that_is_written_has_another_number() -> None:
             y.data.add_(1)
         return x * 2 if y.item() > 1 else x
 
-    assert ways(body, X, in_specs=P(), out_specs=P()) == 3
+    assert program_paths(body, X, in_specs=P(), out_specs=P()) == 3
 
 
 def test_a_loop_whose_end_depends_on_data_is_refused() -> None:
@@ -488,7 +490,7 @@ def test_sixty_four_ways_are_interpreted_and_one_more_is_not() -> None:
             for i in range(num):
                 branches.decide(Condition(f"#{i}", float, ">", 0))
 
-        return len(every_way("f", run))
+        return len(every_path("f", run))
 
     assert runs(6) == LIMIT
     with pytest.raises(ShardTypeError, match="more than 64 ways"):
@@ -626,7 +628,7 @@ def test_the_program_shows_each_way_and_its_fingerprint_is_not_that_of_one() -> 
     assert any(text.startswith(f"  and #1 < 0 is True{choice}") for text in shown)
     assert "mul(%3; other=#1)" in "".join(lines)
     assert trace(g, x).fingerprint == trace(g, x).fingerprint != trace(f, x).fingerprint
-    assert len({way.branches for way in check_program(g, x).ways}) == 3
+    assert len({way.branches for way in check_program(g, x).program_paths}) == 3
 
 
 def test_explain_tells_each_way_and_the_bytes_of_the_one_that_sends_most() -> None:
@@ -671,7 +673,10 @@ def test_global_strictness_holds_each_way_against_the_same_way_on_one_device() -
 
     specs: dict[str, Any] = {"mesh": ABSTRACT, "in_specs": SPECS, "out_specs": P()}
     verdict = check_program(shard_map(clipped, check="global", **specs), X, W)
-    assert [branch.holds for way in verdict.ways for branch in way.branches] == [True, False]
+    assert [branch.holds for way in verdict.program_paths for branch in way.branches] == [
+        True,
+        False,
+    ]
     check_program(shard_map(biased, **specs), X, W)
     with pytest.raises(ShardTypeError, match="where #1 > 1 is False"):
         check_program(shard_map(biased, check="global", **specs), X, W)

@@ -152,16 +152,16 @@ Xs = Sequence[Tensor]
 
 def _combined(c: Communication, xs: Xs) -> list[Tensor]:
     stacked = torch.stack(list(xs))
-    ways: Mapping[str, Callable[[int], Tensor]] = {
+    program_paths: Mapping[str, Callable[[int], Tensor]] = {
         "sum": stacked.sum,
         "mean": stacked.mean,
         "max": stacked.amax,
         "min": stacked.amin,
     }
-    return [ways[c.op](0)] * len(xs)
+    return [program_paths[c.op](0)] * len(xs)
 
 
-def _pieces(c: Communication, whole: Tensor, num_ranks: int) -> list[Tensor]:
+def _shards(c: Communication, whole: Tensor, num_ranks: int) -> list[Tensor]:
     if not c.tiled:
         return list(whole.unbind(c.dim))
     sizes = c.sizes(num_ranks)
@@ -184,11 +184,11 @@ def _joined(c: Communication, xs: Xs, dim: int) -> Tensor:
 
 
 def _scattered(c: Communication, xs: Xs) -> list[Tensor]:
-    return _pieces(c, _combined(c, xs)[0], len(xs))
+    return _shards(c, _combined(c, xs)[0], len(xs))
 
 
 def _exchanged(c: Communication, xs: Xs) -> list[Tensor]:
-    sent = [_pieces(c, x, len(xs)) for x in xs]
+    sent = [_shards(c, x, len(xs)) for x in xs]
     return [_joined(c, [row[rank] for row in sent], 1 - c.dim) for rank in range(len(xs))]
 
 

@@ -28,7 +28,7 @@ from shardmap_torch.checker.rules.infer import (
     tensors_of,
     type_call,
 )
-from shardmap_torch.checker.rules.lattice import Clash, add
+from shardmap_torch.checker.rules.lattice import Conflict, add
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 from shardmap_torch.validate.numbers import draw
@@ -51,15 +51,15 @@ class Typing(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kinds: dict[int, tuple[AxisType, Any]] = {}
+        self._types: dict[int, tuple[AxisType, Any]] = {}
 
     def bring(self, tensor: Tensor, kind: AxisType) -> None:
         """Types a tensor's memory, which stays alive so that its address stays its own."""
         storage = _storage(tensor)
-        self._kinds[storage._cdata] = (kind, storage)
+        self._types[storage._cdata] = (kind, storage)
 
     def read(self, tensor: Tensor) -> tuple[AxisType]:
-        return (self._kinds.get(_storage(tensor)._cdata, (K, None))[0],)
+        return (self._types.get(_storage(tensor)._cdata, (K, None))[0],)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -75,7 +75,7 @@ class Typing(TorchDispatchMode):
         before = {id(t): self.read(t)[0] for v in arguments.values() for t in tensors_of(v)}
         out = func(*args, **(kwargs or {}))
         self._write(func, arguments, outcomes)
-        self._settle(func, arguments, outcomes, out, before)
+        self._resolve(func, arguments, outcomes, out, before)
         return out
 
     def _refuse_bits(self, func: Any, arguments: Mapping[str, Any]) -> None:
@@ -89,11 +89,11 @@ class Typing(TorchDispatchMode):
                 kind = outcomes[at if at < len(outcomes) else 0][0]
                 whole = target.numel() * target.element_size() == _storage(target).nbytes()
                 total = kind if whole else add([self.read(target)[0], kind])
-                if isinstance(total, Clash):
+                if isinstance(total, Conflict):
                     raise RefusedError(f"{func}: {total.reason}")
                 self.bring(target, total)
 
-    def _settle(
+    def _resolve(
         self,
         func: Any,
         arguments: Mapping[str, Any],
@@ -254,10 +254,10 @@ def per_rank(columns: Mapping[int, Sequence[Tensor]]) -> Row:
     return [{i: column[r] for i, column in columns.items()} for r in range(NUM_RANKS)]
 
 
-def resplit(columns: Mapping[int, Sequence[Tensor]], kinds: Mapping[int, AxisType], by: Any) -> Row:
+def resplit(columns: Mapping[int, Sequence[Tensor]], types: Mapping[int, AxisType], by: Any) -> Row:
     """Every P as another sum."""
     moved = {i: list(column) for i, column in columns.items()}
-    for i, kind in kinds.items():
+    for i, kind in types.items():
         if kind == Partial:
             shift = by(moved[i][0])
             moved[i][0], moved[i][-1] = moved[i][0] + shift, moved[i][-1] - shift
@@ -265,11 +265,11 @@ def resplit(columns: Mapping[int, Sequence[Tensor]], kinds: Mapping[int, AxisTyp
 
 
 def meant(
-    columns: Mapping[int, Sequence[Tensor]], kinds: Mapping[int, AxisType]
+    columns: Mapping[int, Sequence[Tensor]], types: Mapping[int, AxisType]
 ) -> dict[int, Tensor]:
     """The values that the operands mean: sums of P."""
     return {
-        i: sum(column[1:], column[0]) if kinds[i] == Partial else column[0]
+        i: sum(column[1:], column[0]) if types[i] == Partial else column[0]
         for i, column in columns.items()
     }
 
@@ -307,7 +307,7 @@ def derive(
 class Typed:
     """What the tables say about one trial."""
 
-    kinds: list[AxisType | None]
+    types: list[AxisType | None]
     columns: dict[int, list[Tensor]]
     cotangents: dict[int, list[Tensor]]
     seeds: dict[int, AxisType]
@@ -325,7 +325,7 @@ def interpret(case: Case, types: Typings, values: Values) -> Typed:
     torch.manual_seed(0)
     with mode:
         outputs = case.call(inputs)
-    kinds: list[AxisType | None] = [mode.read(out)[0] for out in outputs]
+    found: list[AxisType | None] = [mode.read(out)[0] for out in outputs]
     seeds = {
         i: types.cotangent(mode.read(out)[0]) for i, out in enumerate(outputs) if out.requires_grad
     }
@@ -337,11 +337,11 @@ def interpret(case: Case, types: Typings, values: Values) -> Typed:
     try:
         with mode:
             gradients = derive(outputs, inputs, first)
-        kinds += [None if each is None else mode.read(each)[0] for each in gradients]
+        found += [None if each is None else mode.read(each)[0] for each in gradients]
     except RefusedError as refusal:  # the forward is still held against the ranks
-        kinds += [None for _ in inputs]
+        found += [None for _ in inputs]
         refused = str(refusal)
-    return Typed(kinds, columns, cotangents, seeds, refused)
+    return Typed(found, columns, cotangents, seeds, refused)
 
 
 def try_types(case: Case, types: Typings, seed: int = 0) -> Report:
@@ -357,7 +357,7 @@ def try_types(case: Case, types: Typings, seed: int = 0) -> Report:
     except Exception as problem:  # a sample that this build cannot run, or not on these values
         report.skipped = f"{type(problem).__name__}: {problem}".splitlines()[0]
         return report
-    report.results, report.refused = typed.kinds, typed.refused
+    report.results, report.refused = typed.types, typed.refused
     try:
         report.wrong = list(_compare(case, types, typed, values))
     except (RuntimeError, ValueError, NotImplementedError) as problem:
@@ -369,7 +369,7 @@ def _compare(case: Case, types: Typings, typed: Typed, values: Values) -> Iterat
     operands = per_rank(typed.columns)
     cotangents = per_rank(typed.cotangents)
     results = [run(case, operands[r], cotangents[r], r) for r in range(NUM_RANKS)]
-    sums = Partial in typed.kinds
+    sums = Partial in typed.types
     coarse = max((_precision(each) for each in results[0] if each is not None), default=0.0)
     if sums:
         shifted = resplit(typed.columns, types.operands, values._noise)
@@ -379,7 +379,7 @@ def _compare(case: Case, types: Typings, typed: Typed, values: Values) -> Iterat
         if V not in types.operands.values() and V not in typed.seeds.values():
             total = meant(typed.columns, types.operands)
             whole = run(case, total, meant(typed.cotangents, typed.seeds), 0)
-    for place, kind in enumerate(typed.kinds):
+    for place, kind in enumerate(typed.types):
         column = [each[place] for each in results]
         if kind is None or any(each is None for each in column):
             continue
@@ -449,8 +449,8 @@ def floors(case: Case) -> dict[str, Typings]:
 def drawn(case: Case, rng: random.Random, count: int) -> Iterator[Typings]:
     """Random types for every operand: with I, or with what fits no I."""
     for _ in range(count):
-        kinds = rng.choice(((I, K, Z), (V, R, K, Partial, Z), (R, K, Partial), (V, Partial, Z)))
-        operands = {place: rng.choice(kinds) for place in case.places}
+        types = rng.choice(((I, K, Z), (V, R, K, Partial, Z), (R, K, Partial), (V, Partial, Z)))
+        operands = {place: rng.choice(types) for place in case.places}
         yield Typings(operands, rng.choice((I, V, Partial)))
 
 

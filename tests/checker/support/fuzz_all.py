@@ -87,8 +87,8 @@ def name_of(info: Any) -> str:
 
 def runs_here(info: Any) -> bool:
     """Whether there is anything to fuzz: jiterator needs a GPU."""
-    kinds = info.supported_dtypes("cpu")
-    return bool({torch.float64, torch.complex128} & kinds) and "jiterator" not in info.name
+    types = info.supported_dtypes("cpu")
+    return bool({torch.float64, torch.complex128} & types) and "jiterator" not in info.name
 
 
 def runs_forward(info: Any) -> bool:

@@ -111,7 +111,7 @@ def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
             pending[:] = [_pending(interpreter, y) for y in out]
         out = [_finished(y, each) for y, each in zip(out, taken or [()] * len(out), strict=True)]
         if interpreter is not None and judged:
-            found[:] = [interpreter.observer.spec_of(interpreter.adopt(y)) for y in out]
+            found[:] = [interpreter.observer.spec_of(interpreter.fakify(y)) for y in out]
         return tuple(out)
 
     def probe(*values: Tensor) -> tuple[()]:
@@ -146,7 +146,7 @@ Pending = Sequence[tuple[str, str]]
 def _pending(interpreter: Interpreter, y: Tensor) -> Pending:
     observer = interpreter.observer
     assert isinstance(observer, Relation)
-    return sorted(observer._notes.sums(interpreter.adopt(y)).pending)
+    return sorted(observer._notes.sums(interpreter.fakify(y)).pending)
 
 
 def _finished(y: Tensor, pending: Pending) -> Tensor:

@@ -214,14 +214,14 @@ def exit_of(relation: Relation, x: Tensor) -> Exit | None:
     the collective that is the other half, and cannot leave.
     """
     notes = relation._notes
-    x = relation._interpreter.adopt(x)
+    x = relation._interpreter.fakify(x)
     known, sums = notes._book.get(x), notes.sums(x)
     if sums.loose and sums.loose == sums.over("max", "min", "mean", "share"):
         return None
     if known is None or sums.loose:
         raise UnrelatedError("it means nothing on one device")
-    piece = next(iter(known.pieces.values()))
-    return Exit(piece.dims, sums.partial)
+    shard = next(iter(known.shards.values()))
+    return Exit(shard.dims, sums.partial)
 
 
 # -------------------------------------------------------------------------------------- programs

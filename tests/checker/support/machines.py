@@ -24,7 +24,7 @@ LENGTH: Final = 12
 """Both dims of every value: all of 2, 3, 4 and 6 ranks divide it."""
 
 
-def fit(x: Tensor) -> Tensor:
+def match(x: Tensor) -> Tensor:
     """Any value as one of LENGTH x LENGTH, by a linear map that forgets as little as it can."""
     flat = x.reshape(-1)
     short = -flat.numel() % LENGTH**2
@@ -86,14 +86,14 @@ def types_of(value: Tensor) -> Types:
     """The types of a value while the body is interpreted."""
     interpreter = current_interpreter()
     assert interpreter is not None
-    return interpreter.cell(value).kinds
+    return interpreter.storage_type(value).types
 
 
 def types_as_read(value: Tensor) -> Types:
     """The same as an operation reads it: I and R are K where no gradient flows."""
     interpreter = current_interpreter()
     assert interpreter is not None
-    return interpreter.kinds_of(value)
+    return interpreter.types_of(value)
 
 
 @dataclass

@@ -96,7 +96,7 @@ class Program:
         made = []
         for spec, smooth in zip(self.in_specs, self.smooth, strict=True):
             shape = [LENGTH, LENGTH]
-            for dim, axes in spec.cuts:
+            for dim, axes in spec.sharded_dims:
                 shape[dim] *= mesh.num_ranks(axes)
             drawn = torch.randn(shape, dtype=torch.float64, generator=generator)
             made.append(drawn.requires_grad_(smooth))
@@ -197,13 +197,13 @@ def on_one_device(
     outs = program.run(machine, columns)
     broken = [
         f"value {number} is typed {kind} over {axis!r}"
-        for number, (column, kinds) in enumerate(zip(outs, notes.values, strict=True))
-        for axis, kind in zip(program.axes, kinds, strict=True)
+        for number, (column, types) in enumerate(zip(outs, notes.values, strict=True))
+        for axis, kind in zip(program.axes, types, strict=True)
         if not _is_as_typed(machine, column, axis, kind)
     ]
     ys = [
-        leave(machine, column, spec, kinds)
-        for column, spec, kinds in zip(outs, program.out_specs, notes.values, strict=True)
+        leave(machine, column, spec, types)
+        for column, spec, types in zip(outs, program.out_specs, notes.values, strict=True)
     ]
     return ys, broken
 
@@ -215,7 +215,7 @@ def _enter(machine: AllRanks, x: Tensor, spec: P) -> list[Tensor]:
     for place in machine.places:
         at = dict(zip(machine.mesh.axis_names, place, strict=True))
         part = x
-        for dim, axes in spec.cuts:
+        for dim, axes in spec.sharded_dims:
             for axis in axes:
                 part = part.chunk(sizes[axis], dim)[at[axis]]
         if any(at[axis] for axis in spec.partial):
@@ -224,7 +224,7 @@ def _enter(machine: AllRanks, x: Tensor, spec: P) -> list[Tensor]:
     return column
 
 
-def leave(machine: AllRanks, column: Sequence[Tensor], spec: P, kinds: Types) -> Tensor:
+def leave(machine: AllRanks, column: Sequence[Tensor], spec: P, types: Types) -> Tensor:
     """The global value of all ranks' results; what is equal on them is one value, not a sum."""
     names = machine.mesh.axis_names
     found = dict(zip(machine.places, column, strict=True))
@@ -237,10 +237,10 @@ def leave(machine: AllRanks, column: Sequence[Tensor], spec: P, kinds: Types) ->
             groups.setdefault((*place[:at], 0, *place[at + 1 :]), []).append(value)
         found = {place: how(values) for place, values in groups.items()}
 
-    for dim, axes in spec.cuts:
+    for dim, axes in spec.sharded_dims:
         for axis in reversed(axes):
             reduced(axis, lambda parts, dim=dim: torch.cat(parts, dim))  # type: ignore[misc]
-    for axis, kind in zip(names, kinds, strict=True):
+    for axis, kind in zip(names, types, strict=True):
         if axis in spec.partial and kind in (V, Partial):
             reduced(axis, lambda parts: torch.stack(parts).sum(0))
         else:
@@ -282,17 +282,21 @@ def is_tame(outcome: Outcome) -> bool:
 # ----------------------------------------------------------------------------------- generation
 
 
-def leaving(kinds: Types) -> list[list[str]]:
+def leaving(types: Types) -> list[list[str]]:
     """For each axis, how a value of that type may leave."""
-    ways = {V: ["0", "1", "partial"], Partial: ["partial"]}
-    return [ways.get(kind, [*["whole"] * 7, "0", "1", "partial"]) for kind in kinds]
+    program_paths = {V: ["0", "1", "partial"], Partial: ["partial"]}
+    return [program_paths.get(kind, [*["whole"] * 7, "0", "1", "partial"]) for kind in types]
 
 
-def spec_of(axes: Sequence[str], ways: Sequence[str]) -> P:
+def spec_of(axes: Sequence[str], program_paths: Sequence[str]) -> P:
     """A spec from one word an axis."""
-    cuts = [tuple(a for a, way in zip(axes, ways, strict=True) if way == dim) for dim in "01"]
+    cuts = [
+        tuple(a for a, way in zip(axes, program_paths, strict=True) if way == dim) for dim in "01"
+    ]
     words = ("partial", "replicate", "invariant")
-    named = {word: {a for a, w in zip(axes, ways, strict=True) if w == word} for word in words}
+    named = {
+        word: {a for a, w in zip(axes, program_paths, strict=True) if w == word} for word in words
+    }
     return P(*(cut or None for cut in cuts), **named)
 
 
@@ -411,8 +415,8 @@ def _grow(growth: Growth, draw: Draw, shape: Sequence[int]) -> None:
         if notes is None:
             growth.refused += 1
             continue
-        ways = [draw.rng.choice(each) for each in leaving(notes.values[-1])]
-        specs = (*program.out_specs, spec_of(program.axes, ways))
+        program_paths = [draw.rng.choice(each) for each in leaving(notes.values[-1])]
+        specs = (*program.out_specs, spec_of(program.axes, program_paths))
         if judged(replace(longer, out_specs=specs), shape)[0] is not None:
             growth.program = replace(longer, out_specs=specs)
             return
@@ -421,17 +425,21 @@ def _grow(growth: Growth, draw: Draw, shape: Sequence[int]) -> None:
 
 def broken(rng: random.Random, program: Program, notes: Notes) -> Program | None:
     """The program with a step, or an output, that the rules forbid for the types it has."""
-    ways: dict[AxisType, list[Program]] = {}
-    for place, kinds in enumerate(notes.read):
+    program_paths: dict[AxisType, list[Program]] = {}
+    for place, types in enumerate(notes.read):
         number = place - len(program.in_specs)
-        for axis, kind in zip(program.axes, kinds, strict=True):
+        for axis, kind in zip(program.axes, types, strict=True):
             found = [_with_step(program, step) for step in _forbidden(kind, axis, place)]
             if kind in (V, Partial) and number >= 0:
                 found.append(_with_whole(program, number, axis))
             if found:
-                ways.setdefault(kind, []).extend(found)
+                program_paths.setdefault(kind, []).extend(found)
     # A type first, since few values are P.
-    return rng.choice(ways[rng.choice(sorted(ways, key=str))]) if ways else None
+    return (
+        rng.choice(program_paths[rng.choice(sorted(program_paths, key=str))])
+        if program_paths
+        else None
+    )
 
 
 def _forbidden(kind: AxisType, axis: str, place: int) -> list[Step]:
@@ -473,7 +481,7 @@ def _with_whole(program: Program, number: int, axis: str) -> Program:
 
 def _entries(spec: P) -> list[tuple[str, ...]]:
     """The axes of each dim."""
-    cuts = dict(spec.cuts)
+    cuts = dict(spec.sharded_dims)
     return [tuple(cuts.get(dim, ())) for dim in (0, 1)]
 
 

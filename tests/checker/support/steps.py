@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.checker.support.communicate import Communication
-from tests.checker.support.machines import DETACHING, LENGTH, Machine, fit
+from tests.checker.support.machines import DETACHING, LENGTH, Machine, match
 
 HALF: Final = LENGTH // 2
 
@@ -167,7 +167,7 @@ class Communicate:
         value = values[self.operand]
         for _ in range(self.times):
             moved = machine.communicate(self.call, value, self.again)
-            value = machine.local(fit, moved)
+            value = machine.local(match, moved)
         return value
 
 

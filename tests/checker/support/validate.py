@@ -100,11 +100,11 @@ def with_values(arguments: Mapping[str, Any], values: Mapping[Unit, Tensor]) -> 
 
 def assignments(units: Sequence[Unit], rng: random.Random) -> Iterator[dict[Unit, AxisType]]:
     """Types of operands: each alone not R, each pair not R, all alike, and random ones."""
-    kinds = (Partial, V, Z)
+    types = (Partial, V, Z)
     yield dict.fromkeys(units, R)
-    for kind in kinds:
+    for kind in types:
         yield dict.fromkeys(units, kind)
-    for unit, kind in itertools.product(units[:8], kinds):
+    for unit, kind in itertools.product(units[:8], types):
         yield {**dict.fromkeys(units, R), unit: kind}
         yield {**dict.fromkeys(units, Z), unit: kind}
     pairs = list(itertools.combinations(units, 2))
@@ -142,19 +142,19 @@ class Trial:
 
     op: OpOverload
     arguments: Mapping[str, Any]
-    kinds: Mapping[Unit, AxisType]
+    types: Mapping[Unit, AxisType]
     num_ranks: int
     generator: torch.Generator
 
     def __post_init__(self) -> None:
-        base = {unit: value_at(self.arguments, unit) for unit in self.kinds}
+        base = {unit: value_at(self.arguments, unit) for unit in self.types}
         self.values: list[dict[Unit, Tensor]] = [
             {unit: self._value(unit, tensor, rank) for unit, tensor in base.items()}
             for rank in range(self.num_ranks)
         ]
 
     def _value(self, unit: Unit, base: Tensor, rank: int) -> Tensor:
-        kind = self.kinds[unit]
+        kind = self.types[unit]
         if kind in (R, K):
             return base
         return torch.zeros_like(base) if kind == Z else drawn(unit[0], base, self.generator)
@@ -169,7 +169,7 @@ class Trial:
     def resplit(self) -> list[list[Any]]:
         """Every P as another sum of as many addends."""
         values = [dict(each) for each in self.values]
-        for unit, kind in self.kinds.items():
+        for unit, kind in self.types.items():
             if kind == Partial:
                 moved = shifted([each[unit] for each in values], self.generator)
                 for each, tensor in zip(values, moved, strict=True):
@@ -182,7 +182,7 @@ class Trial:
             unit: sum((each[unit] for each in self.values[1:]), self.values[0][unit])
             if kind in (Partial, V)
             else self.values[0][unit]
-            for unit, kind in self.kinds.items()
+            for unit, kind in self.types.items()
         }
         return self.run(values, 0)
 
@@ -219,17 +219,17 @@ def outcome_of(
 
 
 def types_of(
-    op: OpOverload, row: Row, arguments: Mapping[str, Any], kinds: Mapping[Unit, AxisType]
+    op: OpOverload, row: Row, arguments: Mapping[str, Any], types: Mapping[Unit, AxisType]
 ) -> list[Any]:
     """`type_call` with `row` in the table's place, on one axis."""
-    by_id = {id(value_at(arguments, unit)): kind for unit, kind in kinds.items()}
+    by_id = {id(value_at(arguments, unit)): kind for unit, kind in types.items()}
     with patch.object(typing_of_calls, "row_of", lambda _: row):
         return type_call(op, arguments, lambda tensor: (by_id.get(id(tensor), R),), 1)
 
 
-def _told_apart(kinds: Mapping[Unit, AxisType], row: Row) -> bool:
+def _told_apart(types: Mapping[Unit, AxisType], row: Row) -> bool:
     """Whether what is meant can be computed: not with two V in one product."""
-    varying = {name for (name, _), kind in kinds.items() if kind == V}
+    varying = {name for (name, _), kind in types.items() if kind == V}
     rows = row.results or (row,)
     return all(len(varying & set(term)) < 2 for each in rows for term in each.linear)
 
@@ -250,8 +250,8 @@ def check_trial(row: Row, trial: Trial, outcomes: Sequence[Any], findings: Findi
             column = [each[place] for each in results]
             problem = _check_claim(row, trial, claim[0], column, place, findings)
             if problem:
-                kinds = {f"{n}[{i}]": k for (n, i), k in trial.kinds.items()}
-                findings.wrong.append(f"{trial.op} result {place}: {problem} with {kinds}")
+                types = {f"{n}[{i}]": k for (n, i), k in trial.types.items()}
+                findings.wrong.append(f"{trial.op} result {place}: {problem} with {types}")
 
 
 def _check_claim(
@@ -276,8 +276,8 @@ def _check_claim(
     return None
 
 
-def _note(findings: Findings, what: str, trial: Trial, kinds: tuple[AxisType, ...]) -> None:
-    findings.shown |= {(what, name) for (name, _), kind in trial.kinds.items() if kind in kinds}
+def _note(findings: Findings, what: str, trial: Trial, types: tuple[AxisType, ...]) -> None:
+    findings.shown |= {(what, name) for (name, _), kind in trial.types.items() if kind in types}
 
 
 def _check_partial(
@@ -294,7 +294,7 @@ def _check_partial(
     if not bool(torch.isfinite(here).any()):
         return None
     resplit = [flat(each, row.zipped)[place] for each in trial.resplit()]
-    told = _told_apart(trial.kinds, row)
+    told = _told_apart(trial.types, row)
     meant = flat(trial.meant(), row.zipped)[place] if told else None
     fault = refute(Partial, column, resplit, meant, tolerance)
     if fault is not None:
@@ -337,14 +337,14 @@ def validate(
     for args, kwargs in recorded:
         _check_draws(op, row, name_arguments(op, args, kwargs), generator, findings)
         for arguments in variants(row, name_arguments(op, args, kwargs)):
-            kinds_to_try = list(assignments(units_of(arguments, real=True), rng))
-            kinds_to_try += whole_assignments(arguments)
+            types_to_try = list(assignments(units_of(arguments, real=True), rng))
+            types_to_try += whole_assignments(arguments)
             _check_integers(op, row, arguments, findings)
-            for number, kinds in enumerate(kinds_to_try):
-                outcomes = types_of(op, row, arguments, kinds)
+            for number, types in enumerate(types_to_try):
+                outcomes = types_of(op, row, arguments, types)
                 if all(isinstance(each, Refusal) or each[0] == V for each in outcomes):
                     continue
-                trial = Trial(op, arguments, kinds, 2 + number % 2, generator)
+                trial = Trial(op, arguments, types, 2 + number % 2, generator)
                 check_trial(row, trial, outcomes, findings)
                 if stop and findings.wrong:
                     return findings

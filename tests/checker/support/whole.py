@@ -85,10 +85,10 @@ class Trial:
 
 def tried(trial: Trial) -> Finding:
     """Checks one operator, runs it on ranks, and compares."""
-    kinds: list[AxisType] = []
+    types: list[AxisType] = []
 
     def note(outs: list[Tensor]) -> None:
-        kinds[:] = [types_of(out)[0] for out in outs]
+        types[:] = [types_of(out)[0] for out in outs]
 
     alone = trial.body(note)
 
@@ -104,19 +104,19 @@ def tried(trial: Trial) -> Finding:
             check_program(
                 shard_map(forward, mesh=ABSTRACT, in_specs=trial.specs(), out_specs=()), *leaves
             )
-            return _held(trial, kinds, leaves)
+            return _held(trial, types, leaves)
     except ShardMapError as error:
         return Finding(refused=str(error).splitlines()[0])
     except Exception as problem:  # a sample that fake tensors, or this build, cannot run
         return Finding(skipped=f"{type(problem).__name__}: {problem}".splitlines()[0])
 
 
-def _held(trial: Trial, kinds: Sequence[AxisType], leaves: Sequence[Tensor]) -> Finding:
+def _held(trial: Trial, types: Sequence[AxisType], leaves: Sequence[Tensor]) -> Finding:
     """Runs an operator whose results' types are known, and compares."""
-    cuts = [kind == V or (trial.cut and kind == R) for kind in kinds]
+    cuts = [kind == V or (trial.cut and kind == R) for kind in types]
     specs = tuple(
         P(AXIS) if cut else P(partial={AXIS} if kind == Partial else ())
-        for cut, kind in zip(cuts, kinds, strict=True)
+        for cut, kind in zip(cuts, types, strict=True)
     )
     one = trial.body(lambda outs: None)
 
@@ -131,18 +131,18 @@ def _held(trial: Trial, kinds: Sequence[AxisType], leaves: Sequence[Tensor]) -> 
     drawn = not torch.equal(state, torch.get_rng_state())
     truth = [
         _whole([column[k] for column in columns], kind, cut)
-        for k, (kind, cut) in enumerate(zip(kinds, cuts, strict=True))
+        for k, (kind, cut) in enumerate(zip(types, cuts, strict=True))
     ]
     if any(not bool(torch.isfinite(y).all()) for y in truth):
         return Finding(skipped="infinite values")
-    finding = Finding(wrong=list(_unequal(columns, kinds)))
+    finding = Finding(wrong=list(_unequal(columns, types)))
     actual = list(mapped(*leaves))
     if drawn:
         return finding  # there is nothing to compare with
     pairs = [*zip(actual, truth, strict=True)]
     pairs += zip(_gradients(actual, smooth), _gradients(truth, smooth), strict=True)
     finding.wrong += [
-        f"result or gradient {number} of types {list(kinds)}"
+        f"result or gradient {number} of types {list(types)}"
         for number, (x, y) in enumerate(pairs)
         if not _equal(x.detach(), y.detach())
     ]
@@ -168,8 +168,8 @@ def _whole(column: Sequence[Tensor], kind: AxisType, cut: bool) -> Tensor:
     return sum(column[1:], column[0]) if kind == Partial else column[0]
 
 
-def _unequal(columns: Sequence[Sequence[Tensor]], kinds: Sequence[AxisType]) -> Iterator[str]:
-    for number, (kind, *column) in enumerate(zip(kinds, *columns, strict=True)):
+def _unequal(columns: Sequence[Sequence[Tensor]], types: Sequence[AxisType]) -> Iterator[str]:
+    for number, (kind, *column) in enumerate(zip(types, *columns, strict=True)):
         if kind not in (V, Partial) and not _equal(column[0].detach(), column[1].detach()):
             yield f"result {number} is typed {kind}, and the ranks differ"
 

@@ -21,14 +21,14 @@ class Through:
     target: P
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
-        for dim, axes in self.source.cuts:
+        for dim, axes in self.source.sharded_dims:
             x = all_gather(x, axes, dim=dim, dst=R)
         if self.source.partial:
             x = all_reduce(x, sorted(self.source.partial), dst=R)
         if self.source.invariant:
             x = convert(x, sorted(self.source.invariant), src=I, dst=R)
         x = reference(x)[0]
-        for dim, axes in self.target.cuts:
+        for dim, axes in self.target.sharded_dims:
             x = convert(x, axes, src=R, dst=V, dim=dim)
         for axis, kind in self.target.types.items():
             if kind.dim is None and kind != R:
