@@ -12,7 +12,7 @@ from shardmap_torch.boundary.dtensor import Enter, Leave
 from shardmap_torch.boundary.matching import check_inputs, crosses, is_spec, spec_of
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.autograd import bind
-from shardmap_torch.core.tree import Misfit, Placed, Tree, flatten, map_leaves, spread, unflatten
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, map_leaves, spread, unflatten
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run.aliasing import apart
@@ -61,7 +61,7 @@ def device_put(
     def put(leaf: Placed[P | None]) -> Tensor:
         spec = spec_of(leaf)
         local = bind(backend, Enter(on, spec), leaf.value)
-        if spec.cuts or as_dtensor:  # a view would keep the whole value, and write into it
+        if spec.sharded_dims or as_dtensor:  # a view would keep the whole value, and write into it
             (local,) = apart([local], [leaf.value])
         lies = placements_of(on, spec) if as_dtensor and not spec.partial else None
         return bind(backend, Leave(on, spec, lies), local)
@@ -126,9 +126,9 @@ def _to_device(leaf: object, mesh: Mesh) -> object:
 
 
 def _check_local(
-    mesh: Mesh, found: list[Placed[P | None] | Misfit]
+    mesh: Mesh, found: list[Placed[P | None] | Mismatch]
 ) -> tuple[Placed[P | None], ...]:
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     placed = tuple(leaf for leaf in found if isinstance(leaf, Placed))
     for leaf in placed:
         if not crosses(leaf):

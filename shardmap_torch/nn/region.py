@@ -48,7 +48,7 @@ class PerRank:
             out = self.function(*args)
             note_region(interpreter, self.function.__name__, args, flatten(out)[0])
             return out
-        layouts = [observer.spec_of(interpreter.adopt(x)) or P() for x in args]
+        layouts = [observer.spec_of(interpreter.fakify(x)) or P() for x in args]
         return self.typed(*layouts, ranks=[x.ndim for x in args])(*args)
 
     def typed(self, *layouts: P, ranks: Sequence[int]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.tree import Misfit, Placed, Tree, flatten, map_leaves, spread
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, map_leaves, spread
 from shardmap_torch.errors import OptimizerError, SpecError, listing
 from shardmap_torch.ops import all_reduce
 from shardmap_torch.spec import P
@@ -188,7 +188,7 @@ def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
     if specs is None:
         raise SpecError("global_norm: in a body it needs specs=: shards do not tell how they lie.")
     found = list(spread(specs, tree, "tree", lambda spec: isinstance(spec, P)))
-    if problems := [str(leaf) for leaf in found if isinstance(leaf, Misfit)]:
+    if problems := [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]:
         raise SpecError(listing("global_norm: the specs do not match the tree:", problems))
     placed = [leaf for leaf in found if isinstance(leaf, Placed)]
     if ord == math.inf:
@@ -222,12 +222,12 @@ def _largest(placed: Sequence[Placed[P]]) -> Iterator[Tensor]:
 
 
 def _outside(tree: Tree, ord: float) -> list[Tensor]:
-    leaves = [_settled(leaf) for leaf in flatten(tree)[0]]
+    leaves = [_resolved(leaf) for leaf in flatten(tree)[0]]
     amounts = ((_layout(x), _amount(_local(x), ord)) for x in leaves)
     return [_over_ranks(layout, x, _op(ord)) for layout, x in _by_group(amounts, _op(ord))]
 
 
-def _settled(x: Tensor) -> Tensor:
+def _resolved(x: Tensor) -> Tensor:
     """A DTensor that is a sum over some ranks, summed."""
     if not isinstance(x, DTensor) or not any(p.is_partial() for p in x.placements):
         return x

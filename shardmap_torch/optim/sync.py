@@ -10,7 +10,7 @@ from shardmap_torch.checker.assertions import typeof
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.tree import Misfit, Placed, Tree, flatten, spread, unflatten
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, spread, unflatten
 from shardmap_torch.errors import ShardTypeError, SpecError, listing
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.optim.buckets import BUCKET_BYTES, Transfer, transfer_all
@@ -183,7 +183,7 @@ def _move(
 
 def _placed(name: str, what: str, specs: Tree, tree: Tree) -> list[Placed[P]]:
     found = list(spread(specs, tree, what, lambda spec: isinstance(spec, P)))
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     problems += [
         f"{leaf.path}: is no tensor but a {type(leaf.value).__name__}"
         for leaf in found
@@ -206,7 +206,7 @@ def added(spec: P, shard: P) -> tuple[int, tuple[str, ...]] | None:
         >>> added(P("tp"), P(("tp", "dp")))
         (0, ('dp',))
     """
-    one, other = dict(spec.cuts), dict(shard.cuts)
+    one, other = dict(spec.sharded_dims), dict(shard.sharded_dims)
     dims = [dim for dim in sorted(one.keys() | other.keys()) if one.get(dim) != other.get(dim)]
     if not dims:
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardmap_torch.core.tree import Misfit, Placed, Tree, flatten, spread, unflatten
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, spread, unflatten
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.arguments import Axis
@@ -50,7 +50,7 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     found = list(spread(specs, params, "params", lambda spec: isinstance(spec, P)))
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Misfit)]
+    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     placed = [leaf for leaf in found if isinstance(leaf, Placed)]
     for leaf in placed:
         twice = [each for each in axes if each in leaf.spec.mentioned]
@@ -63,7 +63,7 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
 
 
 def _sharded(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int]) -> P:
-    cuts = dict(spec.cuts)
+    cuts = dict(spec.sharded_dims)
     num_ranks = prod(sizes[axis] for axis in axes)
 
     def local(dim: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardmap_torch.boundary.matching import is_spec
-from shardmap_torch.core.tree import Misfit, Tree, flatten, map_leaves, spread, unflatten
+from shardmap_torch.core.tree import Mismatch, Tree, flatten, map_leaves, spread, unflatten
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.parallel.layouts import normalized, spec_of
@@ -93,7 +93,7 @@ class Inputs:
             return specs[position]
         if is_spec(specs):
             return specs
-        return Misfit(name, f"in_specs={specs!r} has no spec for this input")
+        return Mismatch(name, f"in_specs={specs!r} has no spec for this input")
 
     def _by_layout(self, position: int, name: str, value: Any) -> Tree:
         layout = self._named.get(name)
@@ -104,10 +104,10 @@ class Inputs:
         return spec_of(normalized(layout, value.ndim, name), self._axis)
 
     def _expand(self, name: str, value: Any, prefix: Tree, problems: list[str]) -> Tree:
-        found = [prefix] if isinstance(prefix, Misfit) else spread(prefix, value, name, is_spec)
+        found = [prefix] if isinstance(prefix, Mismatch) else spread(prefix, value, name, is_spec)
         specs = []
         for leaf in found:
-            if isinstance(leaf, Misfit):
+            if isinstance(leaf, Mismatch):
                 problems.append(str(leaf))
             else:
                 specs.append(leaf.spec if isinstance(leaf.value, Tensor) else None)
@@ -175,7 +175,9 @@ def input_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _spec_leaves(specs: Tree, tree: Tree) -> list[Any]:
-    return [leaf.spec for leaf in spread(specs, tree, "", is_spec) if not isinstance(leaf, Misfit)]
+    return [
+        leaf.spec for leaf in spread(specs, tree, "", is_spec) if not isinstance(leaf, Mismatch)
+    ]
 
 
 def _from_front(layout: Placement, ndim: int) -> Placement:

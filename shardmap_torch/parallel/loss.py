@@ -180,7 +180,7 @@ def _check(
         problems.append("targets are class numbers, of int64; probabilities are not supported")
     elif list(target.shape) != expected:
         problems.append(f"targets have shape {expected} here, not {list(target.shape)}")
-    elif batch.cuts and isinstance(logits, DTensor) and not isinstance(target, DTensor):
+    elif batch.sharded_dims and isinstance(logits, DTensor) and not isinstance(target, DTensor):
         problems.append(
             f"the batch lies by {batch!r}, so the target is a DTensor that does too; make it by "
             "from_local or device_put"

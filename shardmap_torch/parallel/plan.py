@@ -17,7 +17,7 @@ from shardmap_torch.parallel.styles import (
     ParallelStyle,
     RowwiseParallel,
 )
-from shardmap_torch.spec import P, misfits
+from shardmap_torch.spec import P, mismatches
 
 _SPECS: Final[Mapping[tuple[type, type], Mapping[str, Callable[[str], P]]]] = {
     (ColwiseParallel, nn.Linear): {"weight": P, "bias": P},
@@ -79,7 +79,7 @@ def make_plan(
     problems = [
         f"{name}: {problem}"
         for name, value in module.named_parameters()
-        for problem in misfits(specs[name], tuple(value.shape), mesh.shape)
+        for problem in mismatches(specs[name], tuple(value.shape), mesh.shape)
     ]
     if problems:
         head = f"parallelize: these parameters do not fit on the {mesh}:"
