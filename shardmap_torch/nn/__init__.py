@@ -5,7 +5,10 @@ axes make of its batch. Use them in the body of a `shard_map`.
 """
 
 from shardmap_torch.nn.attention import attention, own_kv_heads
+from shardmap_torch.nn.cache import kv_update
+from shardmap_torch.nn.context import head_tail_order, ring_attention, ulysses_attention
 from shardmap_torch.nn.embedding import vocab_parallel_embedding
+from shardmap_torch.nn.fsdp import fsdp_gather, fsdp_layer
 from shardmap_torch.nn.linear import column_linear, row_linear
 from shardmap_torch.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from shardmap_torch.nn.norm import layer_norm, rms_norm
@@ -14,12 +17,18 @@ from shardmap_torch.nn.rotary import positions, rotary
 __all__ = [
     "attention",
     "column_linear",
+    "fsdp_gather",
+    "fsdp_layer",
+    "head_tail_order",
+    "kv_update",
     "layer_norm",
     "own_kv_heads",
     "positions",
+    "ring_attention",
     "rms_norm",
     "rotary",
     "row_linear",
+    "ulysses_attention",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
     "vocab_parallel_linear_cross_entropy",

@@ -62,20 +62,23 @@ class _Nats(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, weight, targets, ctx.axis, ctx.chunk_size, ctx.smoothing, ctx.z_loss = inputs
         ctx.save_for_backward(x, weight, targets, output[1])
-        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the logits is softmax - targets, of which each rank has its columns."""
+    def backward(ctx: Any, grad: Tensor, grad_log_total: Tensor) -> tuple[Tensor | None, ...]:
+        """Each rank has its columns of the logits' gradient, which is softmax - targets.
+
+        A second derivative comes back through the logsumexp that was saved: hence its gradient.
+        """
         x, weight, targets, log_totals = ctx.saved_tensors
-        grad = convert(grad, ctx.axis, src=I, dst=R)  # each rank uses it for its own columns
+        # Each rank uses them for its own columns.
+        grad, grad_log_total = convert((grad, grad_log_total), ctx.axis, src=I, dst=R)
         num_classes = weight.shape[1] * axis_size(ctx.axis)
         d_rows, d_weight = [], torch.zeros_like(weight)
-        for rows, ids, log_total, g in zip(
-            *(each.split(ctx.chunk_size) for each in (x, targets, log_totals, grad)), strict=True
-        ):
+        parts = x, targets, log_totals, grad, grad_log_total
+        chunks = zip(*(each.split(ctx.chunk_size) for each in parts), strict=True)
+        for rows, ids, log_total, g, g_log_total in chunks:
             chances = (_logits(rows, weight) - log_total.unsqueeze(-1)).exp()
-            scale = g * (1 + 2 * ctx.z_loss * log_total)
+            scale = g * (1 + 2 * ctx.z_loss * log_total) + g_log_total
             local, owned = own_rows(ids, weight.shape[1], ctx.axis, chances.dtype)
             d_logits = chances * scale.unsqueeze(-1) - (
                 g * (ctx.smoothing / num_classes)

@@ -31,12 +31,14 @@ class PerRank:
 
     With `check="global"` each call is a `local_region` whose types are those of the arguments.
     `typed` is that region for one choice of layouts, which `validate_rule` can try.
+
+    Attributes:
+        function: takes tensors.
+        types: gives the region's types for the layouts and numbers of dimensions of the arguments.
     """
 
     function: Callable[..., Any]
-    equation: str
-    over: Mapping[str, Axis]
-    partial: Axis
+    types: Callable[[Sequence[P], Sequence[int]], Types]
 
     def __call__(self, *args: Tensor) -> Any:
         """Calls the function."""
@@ -53,8 +55,7 @@ class PerRank:
 
     def typed(self, *layouts: P, ranks: Sequence[int]) -> Callable[..., Any]:
         """Declares the region for arguments of these layouts and numbers of dimensions."""
-        types = region_types(self.equation, self.over, self.partial, layouts, ranks)
-        return local_region(self.function, *types)
+        return local_region(self.function, *self.types(layouts, ranks))
 
 
 def per_rank(
@@ -73,10 +74,12 @@ def per_rank(
 
     Example:
         >>> rows = per_rank("...,vd->...d", over={"v": "tp"}, partial="tp")
-        >>> rows(lambda ids, table: table[ids]).partial
-        'tp'
+        >>> rows(lambda ids, table: table[ids]).types([P("dp"), P()], [1, 2])
+        ((P('dp'), P('tp', None)), P('dp', None, partial={'tp'}))
     """
-    return lambda f: PerRank(f, equation, over, partial)
+    return lambda f: PerRank(
+        f, lambda layouts, ranks: region_types(equation, over, partial, layouts, ranks)
+    )
 
 
 def region_types(
@@ -101,16 +104,19 @@ def region_types(
     """
     left, right = equation.split("->")
     terms = left.split(",") if left else []
-    own = {axis for each in (*over.values(), partial) for axis in _axes(each)}
+    own = {axis for each in (*over.values(), partial) for axis in axes_of(each)}
     entries: dict[str, Entry] = {letter: _entry(axis) for letter, axis in over.items()}
     spelled = [list(_letters(term, rank)) for term, rank in zip(terms, ranks, strict=True)]
     for term, layout in zip(spelled, layouts, strict=True):
         for letter, entry in zip(term, layout.entries, strict=False):
-            if letter not in over and own.isdisjoint(_axes(entry or ())):
+            if letter not in over and own.isdisjoint(axes_of(entry or ())):
                 entries[letter] = entries.get(letter) or entry
     batch = sorted({letter for term in spelled for letter in term if len(letter) > 1})
     results = tuple(
-        P(*map(entries.get, _letters(term, len(batch) + _num_named(term))), partial=_axes(partial))
+        P(
+            *map(entries.get, _letters(term, len(batch) + _num_named(term))),
+            partial=axes_of(partial),
+        )
         for term in right.split(",")
     )
     arguments = tuple(P(*map(entries.get, term)) for term in spelled)
@@ -128,10 +134,10 @@ def _letters(term: str, rank: int) -> Iterator[str]:
     yield from term.removeprefix(_BATCH)
 
 
-def _axes(axis: Axis) -> tuple[str, ...]:
+def axes_of(axis: Axis) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _entry(axis: Axis) -> Entry:
-    axes = _axes(axis)
+    axes = axes_of(axis)
     return axes[0] if len(axes) == 1 else axes

@@ -1,6 +1,7 @@
 """Two programs side by side: the steps of one are those of the other, in the same order."""
 
 from collections.abc import Mapping
+from math import isnan
 from typing import Any, Final
 
 import torch
@@ -104,8 +105,8 @@ def equal(value: Any, other: Any) -> bool:
     """Whether two arguments that are no tensors are the same.
 
     Example:
-        >>> equal([1, None], (1, None)), equal(1, 1.0)
-        (True, False)
+        >>> equal([1, None], (1, None)), equal(1, 1.0), equal(float("nan"), float("nan"))
+        (True, False, True)
     """
     if isinstance(value, list | tuple):
         return (
@@ -113,6 +114,8 @@ def equal(value: Any, other: Any) -> bool:
             and len(value) == len(other)
             and all(map(equal, value, other))
         )
+    if isinstance(value, float) and isnan(value):
+        return isinstance(other, float) and isnan(other)
     return value is other or (type(value) is type(other) and bool(value == other))
 
 

@@ -1,0 +1,141 @@
+"""Sharded parameters are gathered in one message, and their gradients scattered in one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import I, LayerError, P, make_mesh, redistribute, shard_map, validate_rule
+from shardmap_torch.nn import column_linear, fsdp_gather, fsdp_layer, row_linear
+from shardmap_torch.nn.fsdp import gathered_shards
+from tests.nn.support.cases import (
+    Case,
+    assert_equal_on_processes,
+    assert_equals_one_device,
+    budget,
+    integers,
+    random,
+)
+from tests.support.pool import Gloo
+
+# "tp" is the data axis here, so that the support of this folder counts and runs what is of interest.
+SPECS = {"up": P("tp"), "bias": P(), "down": P(None, "tp")}
+PARAMS = random(8, 6), random(6), random(6, 8)
+
+
+def mlp(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+
+
+def one_device(x: Tensor, *params: Tensor) -> Tensor:
+    return mlp(dict(zip(SPECS, params, strict=True)), x)
+
+
+def gathered(x: Tensor, *params: Tensor) -> Tensor:
+    return mlp(fsdp_gather(dict(zip(SPECS, params, strict=True)), "tp", SPECS), x)
+
+
+def layer(x: Tensor, *params: Tensor) -> Tensor:
+    return fsdp_layer(mlp, dict(zip(SPECS, params, strict=True)), x, axis="tp", specs=SPECS)
+
+
+def two_layers(x: Tensor, *params: Tensor) -> Tensor:
+    return layer(layer(x, *params[:3]), *params[3:])
+
+
+def two_on_one_device(x: Tensor, *params: Tensor) -> Tensor:
+    return one_device(one_device(x, *params[:3]), *params[3:])
+
+
+BOTH = {"up": P(None, ("tp", "dp")), "bias": P(("tp", "dp")), "down": P("tp", "dp")}
+
+
+def with_tensor_parallelism(x: Tensor, *params: Tensor) -> Tensor:
+    """Over "dp" gathered, over "tp" used as columns and rows."""
+    own = fsdp_gather(dict(zip(BOTH, params, strict=True)), "dp", BOTH)
+    h = torch.tanh(column_linear(x, own["up"], "tp", bias=own["bias"]))
+    return row_linear(h, own["down"], "tp")
+
+
+X = random(4, 8)
+IN_SPECS = P("tp"), *SPECS.values()
+PARAMS_4 = random(8, 8), random(8), random(8, 8, seed=1)
+CASES = {
+    "gather": Case(gathered, one_device, IN_SPECS, P("tp"), (X, *PARAMS)),
+    "layer": Case(layer, one_device, IN_SPECS, P("tp"), (X, *PARAMS)),
+    "two layers": Case(
+        two_layers,
+        two_on_one_device,
+        (*IN_SPECS, *SPECS.values()),
+        P("tp"),
+        (X, *PARAMS, *(p + 1 for p in PARAMS)),
+    ),
+    "with tensor parallelism": Case(
+        with_tensor_parallelism,
+        one_device,
+        (P("dp"), *BOTH.values()),
+        P("dp"),
+        (X, *PARAMS_4),
+    ),
+}
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
+    name: str, simulate: str
+) -> None:
+    assert_equals_one_device(CASES[name], simulate)
+
+
+def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
+    assert_equal_on_processes(CASES, __name__, gloo)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        # The bias, which is not sharded, has its gradient summed.
+        ("gather", {"all_gather": 1}, {"reduce_scatter": 1, "all_reduce": 1}),
+        ("layer", {"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}),
+        ("two layers", {"all_gather": 2}, {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}),
+    ],
+)
+def test_a_layer_is_gathered_once_forward_and_gathered_and_scattered_once_backward(
+    name: str, forward: dict[str, int], backward: dict[str, int]
+) -> None:
+    assert budget(CASES[name]) == (forward, backward)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_gather_in_one_buffer_keeps_its_promise(num_ranks: int) -> None:
+    region = gathered_shards("tp", [0, 1]).typed(P("tp"), P(None, "tp"), ranks=(2, 2))
+    assert validate_rule(region, random(6, 5), random(4, 6), num_ranks=num_ranks)
+
+
+def test_each_dtype_has_a_buffer_of_its_own() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+
+    def body(tree: Any) -> Any:
+        gathered = fsdp_gather(tree, "tp", P("tp"))
+        return [redistribute(x, "tp", src="R", dst=I) for x in gathered]
+
+    tree = [random(4, 3), random(2).float(), integers(9, 4), random(2)]
+    f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P())
+    for found, given in zip(f(tree), tree, strict=True):
+        assert found.dtype == given.dtype
+        assert found.equal(given)
+
+
+def test_specs_that_do_not_match_are_refused_all_at_once() -> None:
+    params = {"a": random(4), "b": [random(4)], "c": random(4)}
+    specs = {"a": P(("tp", "dp")), "b": P("dp"), "c": None}
+    with pytest.raises(LayerError) as error:
+        fsdp_gather(params, "tp", specs)
+    assert str(error.value) == (
+        "fsdp_gather over 'tp': the specs do not match:\n"
+        "  params['a']: P(('tp', 'dp')) shards by 'tp' from the outside; gathered alone it must be "
+        "the last of its entry\n"
+        "  params['c']: specs have None"
+    )
