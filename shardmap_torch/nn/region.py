@@ -135,6 +135,7 @@ def _letters(term: str, rank: int) -> Iterator[str]:
 
 
 def axes_of(axis: Axis) -> tuple[str, ...]:
+    """Reads one axis or several as a tuple."""
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 

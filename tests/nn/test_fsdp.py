@@ -19,7 +19,7 @@ from tests.nn.support.cases import (
 )
 from tests.support.pool import Gloo
 
-# "tp" is the data axis here, so that the support of this folder counts and runs what is of interest.
+# "tp" is the data axis here: the one that the support of this folder counts and runs.
 SPECS = {"up": P("tp"), "bias": P(), "down": P(None, "tp")}
 PARAMS = random(8, 6), random(6), random(6, 8)
 
@@ -137,5 +137,5 @@ def test_specs_that_do_not_match_are_refused_all_at_once() -> None:
         "fsdp_gather over 'tp': the specs do not match:\n"
         "  params['a']: P(('tp', 'dp')) shards by 'tp' from the outside; gathered alone it must be "
         "the last of its entry\n"
-        "  params['c']: specs have None"
+        "  params['c']: None is no spec; use P(...), or None for a static value"
     )
