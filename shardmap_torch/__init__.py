@@ -1,6 +1,8 @@
 """A functional `shard_map` for PyTorch with typed, differentiable collectives."""
 
-from shardmap_torch import lax, optim, random
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
 from shardmap_torch.checker.interpreter.decompositions import register_decomposition
@@ -40,25 +42,61 @@ from shardmap_torch.ops import (
     reshard,
     shift,
 )
-from shardmap_torch.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    functional,
-    loss_parallel,
-    parallelize,
-)
 from shardmap_torch.placing import device_put, from_local, full
 from shardmap_torch.spec import P
-from shardmap_torch.spec_patterns import match_specs
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import I, Partial, R, S, V
-from shardmap_torch.validate import Validation, validate_rule
-from shardmap_torch.visualize import visualize_sharding
+
+if TYPE_CHECKING:
+    from shardmap_torch import kernels, lax, nn, optim, random, saving
+    from shardmap_torch.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        functional,
+        loss_parallel,
+        parallelize,
+    )
+    from shardmap_torch.spec_patterns import match_specs
+    from shardmap_torch.validate import Validation, validate_rule
+    from shardmap_torch.visualize import visualize_sharding
+else:
+    # Imported when first asked for, so that `import shardmap_torch` takes a fraction of a second:
+    # modules by their name, functions and classes by the module that has them.
+    _MODULES = frozenset(["kernels", "lax", "nn", "optim", "parallel", "random", "saving"])
+    _LAZY = {
+        **dict.fromkeys(
+            [
+                "ColwiseParallel",
+                "ParallelStyle",
+                "PrepareModuleInput",
+                "PrepareModuleInputOutput",
+                "PrepareModuleOutput",
+                "RowwiseParallel",
+                "SequenceParallel",
+                "functional",
+                "loss_parallel",
+                "parallelize",
+            ],
+            "parallel",
+        ),
+        "match_specs": "spec_patterns",
+        "Validation": "validate",
+        "validate_rule": "validate",
+        "visualize_sharding": "visualize",
+    }
+
+    def __getattr__(name):
+        if name in _MODULES:
+            return import_module(f"shardmap_torch.{name}")
+        if name in _LAZY:
+            return getattr(import_module(f"shardmap_torch.{_LAZY[name]}"), name)
+        raise AttributeError(f"module 'shardmap_torch' has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 
@@ -110,11 +148,13 @@ __all__ = [
     "full",
     "functional",
     "grad",
+    "kernels",
     "lax",
     "local_region",
     "loss_parallel",
     "make_mesh",
     "match_specs",
+    "nn",
     "optim",
     "parallelize",
     "ppermute",
@@ -125,6 +165,7 @@ __all__ = [
     "register_rule",
     "reinterpret",
     "reshard",
+    "saving",
     "shard_map",
     "shift",
     "trace",

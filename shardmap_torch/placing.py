@@ -5,17 +5,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.boundary.dtensor import Enter, Leave
 from shardmap_torch.boundary.matching import check_inputs, crosses, is_spec, spec_of
-from shardmap_torch.boundary.placements import placements_of
-from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, map_leaves, spread, unflatten
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh, as_mesh
-from shardmap_torch.run.aliasing import apart
+from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.spec import P
 
 X = TypeVar("X")
@@ -54,17 +50,10 @@ def device_put(
     moved: X = map_leaves(lambda leaf: _to_device(leaf, on), tree)
     found = list(spread(specs, moved, "tree", is_spec))
     placed = check_inputs("device_put", on, on.axis_names, found, infers=True)
-    if on.kind != "process_group":
-        return moved
-    backend = ProcessGroupBackend(on)
+    runtime = runtime_of(on)
 
     def put(leaf: Placed[P | None]) -> Tensor:
-        spec = spec_of(leaf)
-        local = bind(backend, Enter(on, spec), leaf.value)
-        if spec.sharded_dims or as_dtensor:  # a view would keep the whole value, and write into it
-            (local,) = apart([local], [leaf.value])
-        lies = placements_of(on, spec) if as_dtensor and not spec.partial else None
-        return bind(backend, Leave(on, spec, lies), local)
+        return runtime.place(on, spec_of(leaf), leaf.value, as_dtensor)
 
     return _replace(moved, placed, put)
 
@@ -93,12 +82,12 @@ def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
     """
     on = as_mesh(mesh)
     found = list(spread(specs, tree, "tree", is_spec))
-    if on.kind != "process_group":
+    runtime = runtime_of(on)
+    if not runtime.is_distributed:
         check_inputs("from_local", on, on.axis_names, found, infers=True)
         return tree
     placed = _check_local(on, found)
-    backend = ProcessGroupBackend(on)
-    return _replace(tree, placed, lambda leaf: bind(backend, Leave(on, spec_of(leaf)), leaf.value))
+    return _replace(tree, placed, lambda leaf: runtime.join(on, spec_of(leaf), leaf.value))
 
 
 def full(tree: X) -> X:
@@ -114,9 +103,7 @@ def full(tree: X) -> X:
         >>> full({"x": torch.ones(2)})
         {'x': tensor([1., 1.])}
     """
-    whole: X = map_leaves(
-        lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree
-    )
+    whole: X = map_leaves(lambda leaf: leaf.full_tensor() if is_dtensor(leaf) else leaf, tree)
     return whole
 
 
@@ -140,7 +127,7 @@ def _check_local(
         if len(spec.entries) > leaf.value.ndim:
             have = f"{len(spec.entries)} entries, but the value has {leaf.value.ndim} dims"
             problems.append(f"{leaf.path}: {spec!r} has {have}")
-        if isinstance(leaf.value, DTensor):
+        if is_dtensor(leaf.value):
             problems.append(f"{leaf.path}: is a DTensor already; from_local takes local tensors")
     if problems:
         raise SpecError(listing(f"from_local: the values do not fit on the {mesh}:", problems))

@@ -9,7 +9,6 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import (
@@ -23,12 +22,13 @@ from shardmap_torch.checker.api import shapes_of, stand_ins
 from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import Scope, current_scope
-from shardmap_torch.core.caching import Memo, constant
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree, flatten
-from shardmap_torch.errors import MeshError, SpecError, TransformError
+from shardmap_torch.errors import MeshError, SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
-from shardmap_torch.run import process_group, threads, vmap
+from shardmap_torch.run import nested, vmap
 from shardmap_torch.run.checked import Checked
+from shardmap_torch.run.runtimes import runtime_of
 
 Check: TypeAlias = bool | Strictness
 """How strict `shard_map` is; True is "local"."""
@@ -187,7 +187,7 @@ class _Body:
             call = self._call(None, args, kwargs, infers=True)
         except SpecError as error:
             self._checked.refuse(_resolve_mesh(self._mesh, None), error)
-        if call.mesh.kind == "abstract":
+        if not runtime_of(call.mesh).has_data:
             return shapes_of(self._checked.verdict(call))
         return self._checked.run(call, _run_alone)
 
@@ -203,7 +203,7 @@ class _Body:
     ) -> Call:
         mesh = _resolve_mesh(self._mesh, scope)
         axes = _resolve_axes(self._name, mesh, self._axis_names, scope)
-        if mesh.kind == "abstract":
+        if not runtime_of(mesh).has_data:
             args, kwargs = stand_ins((args, kwargs))
         leaves, structure = flatten((args, kwargs))
 
@@ -270,40 +270,8 @@ def _run_alone(call: Call, batches: bool) -> Tree:
 
 def _run(call: Call, scope: Scope | None, batches: bool) -> Tree:
     """Runs a call on its mesh; `batches`: the checker found that one batched program can do it."""
-    if scope is not None:
-        if isinstance(scope.backend, BatchedBackend):
-            return vmap.run(call)
-        return process_group.run_inside(call, scope.backend)
-    if call.mesh.kind == "process_group":
-        return process_group.run(call, _process_backend(call.mesh))
-    if call.mesh.kind == "abstract":
-        raise MeshError(f"{call.name}: an abstract mesh has no data to run on; use check=True.")
-    if torch.compiler.is_compiling():
-        _reject_compiled(call.name)
-    batches = call.mesh.simulate == "vmap" or (call.mesh.simulate == "auto" and batches)
-    return vmap.run(call) if batches else threads.run(call)
-
-
-# A constant, so that Dynamo raises the error itself; one that it traces loses its text.
-@constant
-def _reject_compiled(name: str) -> None:
-    raise TransformError(
-        f"{name}: torch.compile cannot compile a body on a simulated mesh. Compile on a "
-        "process-group mesh, or call it uncompiled."
-    )
-
-
-_BACKENDS: dict[int, ProcessGroupBackend] = {}
-
-
-def _process_backend(mesh: Mesh) -> ProcessGroupBackend:
-    _make_backend(mesh)
-    return _BACKENDS[id(mesh)]
-
-
-# A constant, so that Dynamo, which cannot keep what is made while it traces, calls it.
-@constant
-def _make_backend(mesh: Mesh) -> None:
-    known = _BACKENDS.get(id(mesh))
-    if known is None or known.mesh is not mesh:
-        _BACKENDS[id(mesh)] = ProcessGroupBackend(mesh)
+    if scope is None:
+        return runtime_of(call.mesh).run(call, batches)
+    if isinstance(scope.backend, BatchedBackend):
+        return vmap.run(call)
+    return nested.run(call, scope.backend)

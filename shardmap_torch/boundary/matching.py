@@ -12,6 +12,7 @@ from torch import Tensor
 from shardmap_torch.boundary.casts import entry_casts, exit_casts
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
+from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, spread
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh
@@ -185,8 +186,10 @@ def check_inputs(
             device = device if device is not None else leaf.value.device
             if leaf.value.device.type != device.type:
                 problems.append(f"{leaf.path}: is on {leaf.value.device}, the mesh on {device}")
-            if mesh.kind == "simulated" and type(leaf.value).__name__ == "DTensor":
-                problems.append(f"{leaf.path}: is a DTensor; a simulated mesh takes plain tensors")
+            if mesh.device_mesh is None and is_dtensor(leaf.value):
+                problems.append(
+                    f"{leaf.path}: is a DTensor; a {mesh.kind} mesh takes plain tensors"
+                )
     if problems:
         raise SpecError(
             listing(

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.storage import memory_of
 
 
@@ -21,6 +21,6 @@ def apart(results: Sequence[Tensor], arguments: Iterable[Any]) -> list[Tensor]:
     """
     if torch.compiler.is_dynamo_compiling():
         return list(results)
-    plain = [x for x in arguments if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+    plain = [x for x in arguments if isinstance(x, Tensor) and not is_dtensor(x)]
     given = {memory_of(x) for x in plain} - {None}
     return [y.clone() if given and memory_of(y) in given else y for y in results]

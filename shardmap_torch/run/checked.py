@@ -26,6 +26,7 @@ from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.agree import agree
 from shardmap_torch.run.retrace_warning import Changing
+from shardmap_torch.run.runtimes import runtime_of
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says whether a batched body can do it."""
@@ -75,7 +76,7 @@ class Checked:
         """
         self._calls += 1
         key = signature(call, self._surroundings)
-        processes = call.mesh.kind == "process_group"
+        processes = runtime_of(call.mesh).is_distributed
         if processes:
             begin_call()
         difference: Difference | None = None
@@ -97,7 +98,7 @@ class Checked:
             ShardMapError: the error, if all processes have met one.
             CollectiveMismatchError: another process has not.
         """
-        if mesh.kind == "process_group":
+        if runtime_of(mesh).is_distributed:
             begin_call()
             agree(self._name, error)
         raise error

@@ -1,15 +1,27 @@
-"""Runs a call on this process' rank, or inside a body that already runs on one."""
+"""Runs calls on a process-group mesh: this process is one rank."""
 
+from typing import Final
+
+from torch import Tensor
+
+from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.boundary.call import Call, Untouched, run_body
-from shardmap_torch.boundary.casts import apply, entry_shards, exit_joins
-from shardmap_torch.boundary.dtensor import enter, leave
-from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.boundary.dtensor import Enter, Leave, enter, leave
+from shardmap_torch.boundary.placements import placements_of
+from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
+from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.aliasing import apart
+from shardmap_torch.spec import P
+
+has_data: Final = True
+is_distributed: Final = True
 
 
-def run(call: Call, backend: Backend) -> Tree:
-    """Takes global values or DTensors, gives DTensors; plain ones where whole on every rank."""
+def run(call: Call, batches: bool) -> Tree:
+    """Runs a call on this process; results are DTensors, or plain where equal on all ranks."""
+    backend = _backend_of(call.mesh)
     local = [enter(backend, call.mesh, call.match.spec(i), call.leaves[i]) for i in call.crossing]
     watch = Untouched(call, local)
     result = run_body(call, backend, local)
@@ -21,15 +33,32 @@ def run(call: Call, backend: Backend) -> Tree:
     return result.rebuild(leaves)
 
 
-def run_inside(call: Call, backend: Backend) -> Tree:
-    """Binds more axes in a body: values outside are plain, and whole over these axes."""
-    local = [
-        apply(backend, entry_shards(call.match.spec(i)), call.leaves[i]) for i in call.crossing
-    ]
-    watch = Untouched(call, local)
-    result = run_body(call, backend, local)
-    watch.check()
-    leaves = list(result.leaves)
-    for i in result.match.crossing:
-        leaves[i] = apply(backend, exit_joins(result.match.spec(i)), leaves[i])
-    return result.rebuild(leaves)
+def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
+    """Keeps this rank's shard of a global value, as a DTensor where it is sharded."""
+    backend = _backend_of(mesh)
+    local = bind(backend, Enter(mesh, spec), x)
+    if spec.sharded_dims or as_dtensor:  # a view would keep the global value, and write into it
+        (local,) = apart([local], [x])
+    lies = placements_of(mesh, spec) if as_dtensor and not spec.partial else None
+    return bind(backend, Leave(mesh, spec, lies), local)
+
+
+def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
+    """Makes a DTensor of this rank's shard, without communication."""
+    return bind(_backend_of(mesh), Leave(mesh, spec), x)
+
+
+_BACKENDS: dict[int, ProcessGroupBackend] = {}
+
+
+def _backend_of(mesh: Mesh) -> ProcessGroupBackend:
+    _make_backend(mesh)
+    return _BACKENDS[id(mesh)]
+
+
+# A constant, so that Dynamo, which cannot keep what is made while it traces, calls it.
+@constant
+def _make_backend(mesh: Mesh) -> None:
+    known = _BACKENDS.get(id(mesh))
+    if known is None or known.mesh is not mesh:
+        _BACKENDS[id(mesh)] = ProcessGroupBackend(mesh)

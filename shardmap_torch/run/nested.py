@@ -1,0 +1,20 @@
+"""Runs a call in the body of another one, on the rank that runs that body."""
+
+from shardmap_torch.boundary.call import Call, Untouched, run_body
+from shardmap_torch.boundary.casts import apply, entry_shards, exit_joins
+from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.core.tree import Tree
+
+
+def run(call: Call, backend: Backend) -> Tree:
+    """Binds more axes in a body: values outside are plain, and whole over these axes."""
+    local = [
+        apply(backend, entry_shards(call.match.spec(i)), call.leaves[i]) for i in call.crossing
+    ]
+    watch = Untouched(call, local)
+    result = run_body(call, backend, local)
+    watch.check()
+    leaves = list(result.leaves)
+    for i in result.match.crossing:
+        leaves[i] = apply(backend, exit_joins(result.match.spec(i)), leaves[i])
+    return result.rebuild(leaves)

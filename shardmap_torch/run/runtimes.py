@@ -1,0 +1,61 @@
+"""How each kind of mesh runs calls and holds values: one module a kind, loaded when first used."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.core.caching import constant
+from shardmap_torch.core.tree import Tree
+from shardmap_torch.mesh import Kind, Mesh
+from shardmap_torch.spec import P
+
+
+class Runtime(Protocol):
+    """Runs calls on meshes of one kind; each module named in `MODULES` is one.
+
+    Attributes:
+        has_data: whether values have data; where not, a call returns shapes.
+        is_distributed: whether several processes run each call, and have to agree on it.
+    """
+
+    has_data: bool
+    is_distributed: bool
+
+    def run(self, call: Call, batches: bool) -> Tree:
+        """Runs a call; `batches` tells that one batched program can do it."""
+        ...
+
+    def place(self, mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
+        """Places a global value on the mesh; see `device_put`."""
+        ...
+
+    def join(self, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
+        """Makes a global value of local ones; see `from_local`."""
+        ...
+
+
+MODULES: Final[Mapping[Kind, str]] = {
+    "simulated": "shardmap_torch.run.simulated",
+    "process_group": "shardmap_torch.run.process_group",
+    "abstract": "shardmap_torch.run.abstract",
+}
+"""The runtime of each kind of mesh."""
+
+_LOADED: dict[str, Any] = {}
+
+
+def runtime_of(mesh: Mesh) -> Runtime:
+    """Returns the runtime of a mesh."""
+    _load(mesh.kind)
+    found: Runtime = _LOADED[mesh.kind]
+    return found
+
+
+# A constant, so that Dynamo calls it instead of tracing an import.
+@constant
+def _load(kind: Kind) -> None:
+    if kind not in _LOADED:
+        _LOADED[kind] = import_module(MODULES[kind])

@@ -1,0 +1,50 @@
+"""Runs calls on a simulated mesh: as one batched program, or with one thread a rank."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.core.caching import constant
+from shardmap_torch.core.tree import Tree
+from shardmap_torch.errors import TransformError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.run import threads, vmap
+from shardmap_torch.spec import P
+
+has_data: Final = True
+is_distributed: Final = False
+
+
+def run(call: Call, batches: bool) -> Tree:
+    """Runs a call by the strategy of its mesh.
+
+    Raises:
+        TransformError: torch.compile traces it.
+    """
+    if torch.compiler.is_compiling():
+        _reject_compiled(call.name)
+    chosen = call.mesh.simulate
+    return (
+        vmap.run(call) if chosen == "vmap" or (chosen == "auto" and batches) else threads.run(call)
+    )
+
+
+def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
+    """Returns the value as it is: one process holds all of it."""
+    return x
+
+
+def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
+    """Returns the value as it is: one process holds all of it."""
+    return x
+
+
+# A constant, so that Dynamo raises the error itself; one that it traces loses its text.
+@constant
+def _reject_compiled(name: str) -> None:
+    raise TransformError(
+        f"{name}: torch.compile cannot compile a body on a simulated mesh. Compile on a "
+        "process-group mesh, or call it uncompiled."
+    )
