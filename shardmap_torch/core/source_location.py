@@ -5,6 +5,7 @@ import linecache
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from typing import Final
 
 import optree
@@ -45,6 +46,12 @@ class Site:
         """As in `model.py:12: y = x @ w`."""
         source = self.source
         return self.place + (f": {source}" if source else "")
+
+
+def error_site(error: BaseException) -> Site | None:
+    """The innermost line of the user's own code that an exception came through."""
+    lines = [Site(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    return next((site for site in reversed(lines) if not site.file.startswith(_OWN)), None)
 
 
 def call_site() -> Site | None:

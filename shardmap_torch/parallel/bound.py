@@ -25,6 +25,10 @@ def leave_alone(path: str, copy: nn.Module) -> None:
     """Changes nothing."""
 
 
+_RECOMPUTED: Final = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""Attributes that torch's recurrent modules derive from their parameters in each forward."""
+
+
 class BoundModule:
     """A copy of a module, and of all modules below it, whose parameters are other tensors.
 
@@ -67,6 +71,7 @@ class BoundModule:
             for path, now, before in self._written
             if len(now) != len(before) or not all(map(is_, now.values(), before.values()))
             for name in _changed(now, before)
+            if name not in _RECOMPUTED
         ]
         if names:
             head = "The forward sets attributes of the module, and here it runs on a copy of it:"

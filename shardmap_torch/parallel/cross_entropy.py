@@ -6,8 +6,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.region import local_region
-from shardmap_torch.ops import all_reduce, axis_index
+from shardmap_torch.nn.loss import own_scores, vocab_parallel_cross_entropy
+from shardmap_torch.ops import all_reduce
 from shardmap_torch.spec import Entry, P
 from shardmap_torch.types import I, R
 
@@ -43,60 +43,52 @@ class CrossEntropy:
         self, logits: Tensor, target: Tensor, weight: Tensor | None, own_weight: Tensor | None
     ) -> Tensor:
         """Computes the loss; `weight` has all classes, `own_weight` those of this rank."""
-        x = logits.movedim(self.class_dim, -1)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        logits = logits.movedim(self.class_dim, -1)
+        if weight is None or own_weight is None:
+            loss = vocab_parallel_cross_entropy(
+                logits,
+                target,
+                self.axis,
+                reduction=self.reduction,
+                batch_axis=self._batch_axes,
+                ignore_index=self.ignore_index,
+                label_smoothing=self.label_smoothing,
+            )
+        else:
+            loss = self._weighted(logits, target, weight, own_weight)
+        return loss.to(self.dtype)
+
+    def _weighted(
+        self, logits: Tensor, target: Tensor, weight: Tensor, own_weight: Tensor
+    ) -> Tensor:
+        """The loss where each class has a weight: of its targets, and of its part in smoothing."""
+        x = logits.to(torch.promote_types(logits.dtype, torch.float32))
         x = x - all_reduce(x.detach().amax(-1), self.axis, op="max", dst=R).unsqueeze(-1)
         log_total = all_reduce(x.exp().sum(-1), self.axis, dst=I).log()
         kept = target != self.ignore_index
         ids = target.where(kept, 0)
+        counted = weight[ids] * kept
         sharp, smooth = 1 - self.label_smoothing, self.label_smoothing / self.num_classes
-        score = self._own_score(x, ids)
-        if weight is None or own_weight is None:
-            score, mass = score * sharp, None
-            score = score + x.sum(-1) * smooth if smooth else score
-        else:
-            of_target = weight[ids]
-            score, mass = score * (of_target * sharp), of_target * sharp
-            if smooth:
-                score = score + (x * own_weight).sum(-1) * smooth
-                mass = mass + weight.sum() * smooth
-        nats = (log_total if mass is None else log_total * mass) - all_reduce(
-            score, self.axis, dst=I
-        )
-        counted = kept if weight is None else weight[ids] * kept
-        return self._reduce(nats.where(kept, 0), counted).to(self.dtype)
-
-    def _own_score(self, x: Tensor, ids: Tensor) -> Tensor:
-        """The logits of the targets, zero where another rank has them; NaN where nobody has."""
-        axis, num_classes = self.axis, self.num_classes
-
-        @local_region(
-            in_types=(P(*self.batch, axis), P(*self.batch)),
-            out_types=P(*self.batch, partial={axis}),
-        )
-        def scores_of_own_targets(x: Tensor, ids: Tensor) -> Tensor:
-            local = ids - axis_index(axis) * x.shape[-1]
-            owned = (local >= 0) & (local < x.shape[-1])
-            exists = (ids >= 0) & (ids < num_classes)
-            found = x.gather(-1, local.where(owned, 0).unsqueeze(-1)).squeeze(-1)
-            return found * owned.to(x.dtype).masked_fill(~exists, torch.nan)
-
-        return scores_of_own_targets(x, ids)
-
-    def _reduce(self, nats: Tensor, counted: Tensor) -> Tensor:
-        """Sums or averages over the positions of all ranks."""
+        score: Tensor = own_scores(self.axis)(x, ids) * (counted * sharp)
+        mass = counted * sharp
+        if smooth:
+            score = score + (x * own_weight).sum(-1) * smooth
+            mass = mass + weight.sum() * smooth
+        nats = log_total * mass - all_reduce(score, self.axis, dst=I)
+        nats = nats.where(kept, 0)
         if self.reduction == "none":
             return nats
-        axes = tuple(axis for entry in self.batch for axis in _axes(entry))
-        total = nats.sum()
-        total = all_reduce(total, axes, dst=I) if axes else total
-        if self.reduction == "sum":
-            return total
-        count = counted.sum()
-        return total / (all_reduce(count, axes, dst=I) if axes else count)
+        total: Tensor = self._add_up(nats)
+        if self.reduction == "mean":
+            total = total / self._add_up(counted)
+        return total
 
+    def _add_up(self, x: Tensor) -> Tensor:
+        """The sum over the positions of all ranks."""
+        axes = self._batch_axes
+        total: Tensor = x.sum()
+        return all_reduce(total, axes, dst=I) if axes else total
 
-def _axes(entry: Entry) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else entry
+    @property
+    def _batch_axes(self) -> tuple[str, ...]:
+        return tuple(axis for _, axes in P(*self.batch).cuts for axis in axes)

@@ -5,14 +5,12 @@ from functools import partial
 from types import MethodType
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.nn import functional
 
-from shardmap_torch.checker.region import local_region
 from shardmap_torch.errors import SpecError
-from shardmap_torch.ops import axis_index
+from shardmap_torch.nn.embedding import own_embeddings
 from shardmap_torch.parallel.layouts import is_replicated, normalized, relayout
 from shardmap_torch.parallel.plan import Plan
 from shardmap_torch.parallel.styles import (
@@ -24,7 +22,6 @@ from shardmap_torch.parallel.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, R
 
 
@@ -101,18 +98,9 @@ def _add_bias(y: Tensor, bias: Tensor, own: _Styled, layout: Placement) -> Tenso
 
 
 def _embed(ids: Tensor, table: Tensor, axis: str, padding: int | None) -> Tensor:
-    """Looks up ids [...] in table [v/n, d] -> [..., d], zero where another rank has the row."""
-
-    @local_region(in_types=(P(), P(axis)), out_types=P(partial={axis}))
-    def own_rows(ids: Tensor, table: Tensor) -> Tensor:
-        local = ids - axis_index(axis) * table.shape[0]
-        owned = (local >= 0) & (local < table.shape[0])
-        rows = functional.embedding(local * owned, table) * owned.unsqueeze(-1)
-        if padding is None:
-            return rows
-        return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
-
-    return own_rows(ids, table)
+    """Looks up ids [...] in table [v/n, d] -> [..., d], an addend; no gradient for the padding."""
+    rows: Tensor = own_embeddings(axis)(ids, table)
+    return rows if padding is None else rows.where((ids != padding).unsqueeze(-1), rows.detach())
 
 
 def _sequence(style: SequenceParallel, own: _Styled, *args: Any, **kwargs: Any) -> Tensor:

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardmap_torch.boundary.placements import placements_of
+from shardmap_torch.checker.api import stand_ins
+from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
@@ -150,7 +152,7 @@ class _ParallelCall:
         def check(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:
             return mapped._shardmap_verdict(values, {}, strictness)  # type: ignore[attr-defined]
 
-        return self._with_specs(check, args, kwargs)
+        return self._with_specs(check, *stand_ins((args, kwargs)))
 
     def _with_specs(
         self,
@@ -158,7 +160,34 @@ class _ParallelCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if self._mesh.kind == "abstract":
+            args, kwargs = stand_ins((args, kwargs))
         specs = self._inputs.specs(args, kwargs)
+        try:
+            return self._use(use, specs, args, kwargs)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or self._mesh.shape[self._plan.axis] == 1:
+                raise
+            raise self._explain(error) from error
+
+    def _explain(self, error: RuntimeError) -> SpecError:
+        """What torch's error about the shapes of shards says to somebody who wrote global ones."""
+        axis, site = self._plan.axis, error_site(error)
+        return SpecError(
+            f"{type(self._module).__name__}: the forward fails on the shards that one of the "
+            f"{self._mesh.shape[axis]} ranks of {axis!r} has: {error}\n"
+            + (f"  at {site}\n" if site is not None else "")
+            + "Fix: numbers of heads or groups must divide over the ranks, and code must reshape "
+            "by local sizes, as in view(b, t, -1, head_dim)."
+        )
+
+    def _use(
+        self,
+        use: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
+        specs: tuple[Tree, Tree],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         args, kwargs = self._inputs.enter((args, kwargs), specs)
         parameters = dict(self._module.named_parameters())
         buffers = dict(self._module.named_buffers())

@@ -162,7 +162,10 @@ def _unsupported(style: ParallelStyle, path: str, module: nn.Module) -> Iterator
     if _sharding(style, module) is None:
         yield f"{name} shards nn.Linear and nn.Embedding, and {where} a {kind}"
     elif isinstance(style, RowwiseParallel) and type(module).forward not in _REWRITTEN:
-        yield f"{name} adds up nn.{kind}'s own result, and {where} a {kind} with its own forward"
+        yield (
+            f"{name} adds up what a Linear or an Embedding computes itself, and {where} a {kind} "
+            "with its own forward"
+        )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if isinstance(module, nn.Embedding) and getattr(module, option):
             yield f"{where} an Embedding with {option}, which cannot be sharded"

@@ -1,0 +1,289 @@
+"""`parallelize` on meshes of one process: unmodified modules compute and learn as before."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from shardmap_torch import (
+    ColwiseParallel,
+    P,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    ShapeDtype,
+    ShardTypeError,
+    SpecError,
+    check_program,
+    explain,
+    make_mesh,
+    parallel,
+    parallelize,
+)
+from tests.parallel import models
+from tests.parallel.test_beside_torch import encoder_plan, llama_plan, mlp_plan, sequence_plan
+from tests.programs.support.harness import random
+
+TOKENS = torch.tensor([[0, 7, 11, 3], [5, 5, 6, 1]])
+X = random((2, 4, 8), 0)
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, Tensor]] = {
+    "MLP": (models.mlp, mlp_plan(parallel), X),
+    "encoder layer": (models.encoder_layer, encoder_plan(parallel), X),
+    "attention": (
+        models.SelfAttention,
+        PrepareModuleInputOutput(
+            input_layouts=Shard(1),
+            desired_input_layouts=Replicate(),
+            output_layouts=Replicate(),
+            desired_output_layouts=Shard(1),
+        ),
+        X,
+    ),
+    "Llama": (models.Llama, llama_plan(parallel), TOKENS),
+    "Llama, sequence parallel": (models.Llama, sequence_plan(parallel), TOKENS),
+}
+
+
+def mesh(size: int = 2, simulate: Any = "vmap") -> Any:
+    return make_mesh((size,), ("tp",), kind="simulated", simulate=simulate)
+
+
+def assert_same_as_one_device(ours: nn.Module, own: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Values and the gradient of every parameter, in float64."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # vmap of attention
+        actual, expected = ours(*args, **kwargs), own(*args, **kwargs)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+        for out in (actual, expected):
+            (out * random(out.shape, 9)).sum().backward()
+    for name, value in own.named_parameters():
+        found = ours.get_parameter(name).grad
+        torch.testing.assert_close(found, value.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_one_device(case: str, simulate: Any) -> None:
+    make, plan, x = CASES[case]
+    own = make()
+    ours = parallelize(copy.deepcopy(own), mesh(simulate=simulate), plan)
+    assert_same_as_one_device(ours, own, x)
+    assert ours.state_dict().keys() == own.state_dict().keys()
+
+
+def test_more_ranks_other_axes_and_specs_of_inputs() -> None:
+    own = models.Llama()
+    on = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
+    plan, rows = sequence_plan(parallel), P("dp")
+    ours = parallelize(copy.deepcopy(own), on, plan, axis="tp", in_specs=rows, out_specs=rows)
+    assert_same_as_one_device(ours, own, TOKENS)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, *, add: float = 0.0) -> Tensor:
+        y: Tensor = self.linear(x)
+        return (y if scale is None else y * scale) + add
+
+
+@pytest.mark.parametrize(
+    "in_specs", [None, P(), (P(), P()), {"x": P(), "scale": P(), "add": None}, (P("tp"), P("tp"))]
+)
+def test_inputs_may_be_missing_named_or_numbers(in_specs: Any) -> None:
+    own, out = Scaled(), P("tp") if in_specs == (P("tp"), P("tp")) else P()
+    ours = parallelize(copy.deepcopy(own), mesh(), {}, in_specs=in_specs, out_specs=out)
+    scale = random((2, 1, 1), 3)
+    if not isinstance(in_specs, dict):
+        assert_same_as_one_device(ours, own, X)
+    if not isinstance(in_specs, tuple):
+        assert_same_as_one_device(ours, own, X, scale=scale, add=2.0)
+    else:
+        assert_same_as_one_device(ours, own, X, scale=scale)
+        with pytest.raises(SpecError, match=r"add: in_specs=.* has no spec for this input"):
+            ours(X, scale, add=1.0)
+
+
+def test_frozen_parameters_stay_frozen_and_shared_ones_shared() -> None:
+    own = models.Llama()
+    own.output.weight = own.tok_embeddings.weight
+    own.norm.weight.requires_grad_(False)
+    ours = parallelize(copy.deepcopy(own), mesh(), sequence_plan(parallel))
+    assert_same_as_one_device(ours, own, TOKENS)
+    assert ours.norm.weight.grad is None
+
+
+def test_the_fused_path_of_an_encoder_layer_in_evaluation_is_not_taken() -> None:
+    own = models.encoder_layer().eval()
+    ours = parallelize(copy.deepcopy(own), mesh(), encoder_plan(parallel))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(X), own(X))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_the_collectives_are_those_of_the_literature_and_no_more() -> None:
+    on = make_mesh((2,), ("tp",), kind="abstract")
+    x = ShapeDtype((2, 4, 8), dtype=torch.float64)
+
+    def moves(module: nn.Module, plan: Any, *args: Any) -> list[str]:
+        lines = str(explain(parallelize(module, on, plan), *args)).splitlines()
+        found = (line.strip() for line in lines)
+        # convert(I -> R) sends nothing, and its backward is an all_reduce.
+        return [line.split("(")[0] for line in found if line.startswith(_COLLECTIVES)]
+
+    # Megatron: one all-reduce forward, and one backward (of the input, which here needs none).
+    assert moves(models.mlp(), mlp_plan(parallel), x) == ["all_reduce"]
+    tokens = ShapeDtype((2, 4), dtype=torch.int64)
+    block = ["all_gather", "reduce_scatter"] * 2
+    assert moves(models.Llama(), sequence_plan(parallel), tokens)[:6] == [
+        "reduce_scatter",  # the embedding
+        *block,
+        "all_gather",  # before the last layer
+    ]
+
+
+_COLLECTIVES = ("all_gather(", "all_reduce(", "reduce_scatter(", "all_to_all(")
+
+
+def test_an_abstract_mesh_gives_shapes() -> None:
+    on = make_mesh((2048,), ("tp",), kind="abstract")
+    module = nn.Sequential(nn.Linear(8, 4096), nn.ReLU(), nn.Linear(4096, 8))
+    module = parallelize(module, on, mlp_plan(parallel))
+    assert module(ShapeDtype((16, 8))) == ShapeDtype((16, 8))
+    check_program(module, ShapeDtype((16, 8)))
+
+
+# ------------------------------------------------------------------ where torch is silent
+
+
+def error_of(kind: type[Exception], module: nn.Module, plan: Any, *args: Any, **kw: Any) -> str:
+    with pytest.raises(kind) as caught:
+        parallelize(module, mesh(), plan, **kw)(*args)
+    return str(caught.value)
+
+
+def test_uneven_heads_are_an_error_that_says_where() -> None:
+    module = models.Llama(width=24, num_heads=3)
+    text = error_of(SpecError, module, llama_plan(parallel), TOKENS)
+    assert text.splitlines()[0] == (
+        "Llama: the forward fails on the shards that one of the 2 ranks of 'tp' has: "
+        "shape '[2, 4, -1, 8]' is invalid for input of size 96"
+    )
+    assert text.splitlines()[1].startswith("  at models.py:")
+    assert text.splitlines()[2] == (
+        "Fix: numbers of heads or groups must divide over the ranks, and code must reshape by "
+        "local sizes, as in view(b, t, -1, head_dim)."
+    )
+
+
+def test_a_layout_that_the_value_does_not_have_is_an_error() -> None:
+    plan: dict[str, ParallelStyle] = {"2": RowwiseParallel()}
+    assert error_of(ShardTypeError, models.mlp(), plan, X) == (
+        "the input of '2': the plan says Shard(dim=2), but over 'tp' the value is equal on all "
+        "ranks.\n"
+        "Fix: say Replicate() there, or change the layout of what computes it."
+    )
+    plan = {"0": ColwiseParallel(), "2": ColwiseParallel()}
+    assert error_of(ShardTypeError, models.mlp(), plan, X) == (
+        "the input of '2': the plan says Replicate(), but over 'tp' the value is of type V.\n"
+        "Fix: say Shard(dim) there, or change the layout of what computes it."
+    )
+
+
+def test_a_result_that_is_not_what_the_root_says_is_an_error() -> None:
+    text = error_of(ShardTypeError, models.mlp(), {"2": ColwiseParallel()}, X)
+    assert text.startswith("Sequential: the result does not")
+    assert "P() promises one value on all ranks of 'tp', but the result varies over it" in text
+
+
+def test_shapes_that_only_agree_locally_are_an_error() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            y: Tensor = self.down(h / h.square().mean(-1, keepdim=True).sqrt())
+            return y
+
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    assert "check='global'" in error_of(ShardTypeError, Norm(), plan, X)
+    parallelize(Norm(), mesh(), plan, check="local")(X)  # each rank's own norm: it only types
+
+
+CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (
+        {"linear": ColwiseParallel()},
+        ("x",),
+        {},
+        "the input of 'linear': the plan says Replicate(), but it is a str.",
+    ),
+    (
+        PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+        (X, X),
+        {},
+        "Scaled: input_layouts has 1 layouts, and 2 positional inputs are passed; give one for "
+        "each, or None.",
+    ),
+    (
+        PrepareModuleInput(
+            input_kwarg_layouts={"scale": Replicate()},
+            desired_input_kwarg_layouts={"scale": Replicate()},
+        ),
+        (X,),
+        {},
+        "Scaled: input_kwarg_layouts names ['scale'], which are not passed.",
+    ),
+    (
+        PrepareModuleOutput(
+            output_layouts=(Replicate(), None), desired_output_layouts=(Replicate(), None)
+        ),
+        (X,),
+        {},
+        "Scaled: output_layouts has 2 layouts, and the module returns 1 values; give one for "
+        "each, or None.",
+    ),
+    (
+        SequenceParallel(),
+        (),
+        {"x": X},
+        "Scaled: pass the input by position, as its style needs it.",
+    ),
+    (
+        ColwiseParallel(input_layouts=Shard(3)),
+        (X,),
+        {},
+        "input: Shard(dim=3), but the tensor has 3 dims.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "args", "kwargs", "text"), CALLS)
+def test_inputs_and_outputs_that_a_style_cannot_be_about_are_an_error(
+    plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any], text: str
+) -> None:
+    module = nn.Linear(8, 8) if isinstance(plan, ColwiseParallel) else Scaled()
+    with pytest.raises(SpecError) as caught:
+        parallelize(module.double(), mesh(), plan)(*args, **kwargs)
+    assert str(caught.value) == text
+
+
+def test_a_forward_that_keeps_values_is_an_error() -> None:
+    class Keeps(models.FeedForward):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    assert "  last\n" in error_of(SpecError, Keeps(8, 16).double(), {}, X)

@@ -1,0 +1,200 @@
+"""Plans that do not match a module, and styles with arguments that cannot be meant."""
+
+from typing import Any
+
+import pytest
+import torch.distributed.tensor.parallel as torch_parallel
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from shardmap_torch import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    SpecError,
+    make_mesh,
+    parallelize,
+)
+from tests.parallel import models
+
+MESH = make_mesh((2,), ("tp",), kind="simulated")
+
+
+def refused(module: nn.Module, plan: Any, **arguments: Any) -> str:
+    mesh = arguments.pop("mesh", MESH)
+    with pytest.raises(SpecError) as caught:
+        parallelize(module, mesh, plan, **arguments)
+    return str(caught.value)
+
+
+def test_names_that_match_nothing_are_listed_with_those_that_stand_there() -> None:
+    plan = {
+        "layers.*.attention.wz": ColwiseParallel(),
+        "output": ColwiseParallel(),
+        "layer.0": SequenceParallel(),
+        "layers.0.norm.weight": SequenceParallel(),
+    }
+    assert refused(models.Llama(), plan) == (
+        "parallelize: the plan does not match Llama:\n"
+        "  'layers.*.attention.wz' matches no module; the modules in 'layers.*.attention' are "
+        "'wq', 'wk', 'wv', 'wo'\n"
+        "  'layer.0' matches no module; the modules in 'Llama' are 'tok_embeddings', 'layers', "
+        "'norm', 'output'\n"
+        "  'layers.0.norm.weight' matches no module; the modules in 'layers.0' are "
+        "'attention_norm', 'attention', 'ffn_norm', 'feed_forward'"
+    )
+
+
+def test_modules_that_a_style_cannot_shard_are_listed() -> None:
+    class Own(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x).relu()
+
+    module = nn.Sequential(
+        nn.Conv1d(2, 2, 1), Own(4, 4), nn.Embedding(4, 4, max_norm=1.0), nn.LayerNorm(4)
+    )
+    plan = {"0": ColwiseParallel(), "[12]": RowwiseParallel(), "3": RowwiseParallel()}
+    assert refused(module, plan) == (
+        "parallelize: the plan does not match Sequential:\n"
+        "  '0': ColwiseParallel shards nn.Linear and nn.Embedding, and '0' is a Conv1d\n"
+        "  '[12]': RowwiseParallel adds up what a Linear or an Embedding computes itself, and '1' "
+        "is a Own with its own forward\n"
+        "  '[12]': '2' is an Embedding with max_norm, which cannot be sharded\n"
+        "  '3': RowwiseParallel shards nn.Linear and nn.Embedding, and '3' is a LayerNorm"
+    )
+    assert "the module is a Sequential" in refused(module, ColwiseParallel())
+
+
+def test_a_module_that_two_names_match_is_an_error() -> None:
+    plan = {"0": ColwiseParallel(), "[02]": ColwiseParallel()}
+    assert refused(models.mlp(), plan) == (
+        "parallelize: the plan does not match Sequential:\n  '0' is matched by '0' and by '[02]'"
+    )
+
+
+def test_parameters_that_do_not_divide_are_listed_with_the_arithmetic() -> None:
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    mesh = make_mesh((2, 3), ("dp", "tp"), kind="simulated")
+    assert refused(models.mlp(6, 10), plan, mesh=mesh, axis="tp") == (
+        "parallelize: these parameters do not fit on the simulated mesh (dp=2, tp=3):\n"
+        "  0.weight: dim 0 has size 10, which does not divide over 'tp' = 3 ranks (10 = 3*3 + 1)\n"
+        "  0.bias: dim 0 has size 10, which does not divide over 'tp' = 3 ranks (10 = 3*3 + 1)\n"
+        "  2.weight: dim 1 has size 10, which does not divide over 'tp' = 3 ranks (10 = 3*3 + 1)"
+    )
+
+
+def test_a_shared_parameter_that_two_modules_shard_differently_is_an_error() -> None:
+    module = nn.Module()
+    module.embedding, module.output = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    module.output.weight = module.embedding.weight
+    plan = {"embedding": ColwiseParallel(), "output": ColwiseParallel()}
+    assert refused(module, plan) == (
+        "parallelize: modules that share a parameter must shard it alike:\n"
+        "  embedding.weight: is shared; 'output' needs it by P('tp'), and another module by "
+        "P(None, 'tp')"
+    )
+
+
+def test_what_is_no_plan_no_module_no_axis_or_parallel_already_is_an_error() -> None:
+    module = models.mlp()
+    assert refused(module, [ColwiseParallel()]) == (
+        "parallelize takes a plan: a style, or a dict from module names to styles, not a list."
+    )
+    assert refused(module, {"0": torch_parallel.ColwiseParallel(), 1: "tp"}) == (
+        "parallelize: a plan has styles of shardmap_torch (not of torch) by module name:\n"
+        "  '0': torch.distributed.tensor.parallel.style.ColwiseParallel\n"
+        "  1: builtins.str"
+    )
+    assert refused(models.mlp, {}) == (  # type: ignore[arg-type]
+        "parallelize takes a torch.nn.Module, not a function."
+    )
+    mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
+    assert refused(module, {}, mesh=mesh) == ("parallelize: axis is one of 'dp', 'tp', not None.")
+    assert refused(module, {}, check=True) == (
+        "parallelize: check is 'local' or 'global', not True."
+    )
+    parallelize(module, MESH, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    assert refused(nn.Sequential(module), {}) == (
+        "parallelize: '0' is parallelized already. Give one plan for the outermost module, with "
+        "names such as 'layers.*.w1'."
+    )
+
+
+LAYOUTS = "takes Shard(dim), Replicate() or Partial(), not"
+
+WRONG: list[tuple[type[ParallelStyle], dict[str, Any], str]] = [
+    (
+        ColwiseParallel,
+        {"input_layouts": "tp"},
+        f"ColwiseParallel: input_layouts {LAYOUTS} 'tp'.",
+    ),
+    (
+        RowwiseParallel,
+        {"output_layouts": Partial("max")},
+        f"RowwiseParallel: output_layouts {LAYOUTS} Partial(max).",
+    ),
+    (
+        SequenceParallel,
+        {"sequence_dim": "t"},
+        "SequenceParallel: sequence_dim is an int, not 't'.",
+    ),
+    (
+        PrepareModuleInput,
+        {"input_layouts": Shard(0)},
+        "PrepareModuleInput: input_layouts has 1 layouts, desired_input_layouts 0; both need one "
+        "per tensor.",
+    ),
+    (
+        PrepareModuleInput,
+        {"input_layouts": (None, 3), "desired_input_layouts": (None, Shard(0))},
+        f"PrepareModuleInput: input_layouts {LAYOUTS} 3.",
+    ),
+    (
+        PrepareModuleInput,
+        {"input_layouts": (None,), "desired_input_layouts": (Shard(0),)},
+        "PrepareModuleInput: desired_input_layouts[0] is Shard(dim=0), and input_layouts[0] does "
+        "not say from what; give both, or None for both.",
+    ),
+    (
+        PrepareModuleInput,
+        {"input_kwarg_layouts": {"x": Shard(0)}},
+        "PrepareModuleInput: input_kwarg_layouts names ['x'], desired_input_kwarg_layouts [].",
+    ),
+    (
+        PrepareModuleInput,
+        {"input_kwarg_layouts": Shard(0)},
+        "PrepareModuleInput: input_kwarg_layouts takes placements by name, not Shard(dim=0).",
+    ),
+    (
+        PrepareModuleOutput,
+        {"output_layouts": (Shard(0), None), "desired_output_layouts": Shard(1)},
+        "PrepareModuleOutput: output_layouts has 2 layouts, desired_output_layouts 1; both need "
+        "one per tensor.",
+    ),
+    (
+        PrepareModuleInputOutput,
+        {"output_layouts": Shard(0), "desired_output_layouts": (Shard(1), Replicate())},
+        "PrepareModuleOutput: output_layouts has 1 layouts, desired_output_layouts 2; both need "
+        "one per tensor.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("style", "arguments", "text"), WRONG)
+def test_arguments_that_cannot_be_meant_are_refused(
+    style: type[ParallelStyle], arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        style(**arguments)
+    assert str(caught.value) == text
+
+
+def test_a_style_prints_as_it_is_written() -> None:
+    assert repr(RowwiseParallel(output_layouts=Shard(1))) == (
+        "RowwiseParallel(input_layouts=Shard(dim=-1), output_layouts=Shard(dim=1), "
+        "use_local_output=True)"
+    )

@@ -1,0 +1,141 @@
+"""Three steps of AdamW, and the states of a parallelized module, against one device."""
+
+import copy
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
+
+from shardmap_torch import Mesh, RowwiseParallel, make_mesh, parallel, parallelize
+from tests.parallel import models
+from tests.parallel.test_beside_torch import llama_plan, mlp_plan, sequence_plan
+from tests.programs.support.harness import random, whole, worker_mesh
+from tests.support.pool import Gloo
+
+NUM_STEPS = 3
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "MLP": (models.mlp, mlp_plan(parallel)),
+    "Llama": (models.Llama, llama_plan(parallel)),
+    "Llama, sequence parallel": (models.Llama, sequence_plan(parallel)),
+}
+
+
+def batches(case: str) -> Iterator[tuple[Tensor, Tensor]]:
+    for step in range(NUM_STEPS):
+        if case == "MLP":
+            yield random((4, 8), step), random((4, 8), 10 + step)
+        else:
+            tokens = torch.randint(12, (2, 5), generator=torch.Generator().manual_seed(step))
+            yield tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(out: Tensor, target: Tensor) -> Tensor:
+    if target.is_floating_point():
+        return functional.mse_loss(out, target)
+    return functional.cross_entropy(out.transpose(1, 2), target)
+
+
+def train(case: str, module: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and norms of three steps, and the parameters after them."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    numbers = []
+    for x, target in batches(case):
+        optimizer.zero_grad()
+        loss = loss_of(module(x), target)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        numbers += [loss.item(), whole(norm).item()]
+    return numbers, {name: whole(value) for name, value in module.named_parameters()}
+
+
+def both(case: str, mesh: Mesh) -> None:
+    make, plan = CASES[case]
+    torch.manual_seed(0)
+    own = make()
+    ours = parallelize(copy.deepcopy(own), mesh, plan)
+    torch.testing.assert_close(train(case, ours), train(case, own), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_on_a_simulated_mesh_are_those_of_one_device(case: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # vmap of attention
+        both(case, make_mesh((2,), ("tp",), kind="simulated"))
+
+
+def on_processes(case: str) -> None:
+    both(case, worker_mesh((2,), ("tp",)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_on_processes_are_those_of_one_device(case: str, gloo: Gloo) -> None:
+    gloo(2).run(on_processes, case, timeout=120)
+
+
+def places() -> dict[str, tuple[Any, ...]]:
+    """How the parameters of an MLP lie, after other ranks have started from other values."""
+    mesh = worker_mesh((2,), ("tp",))
+    torch.manual_seed(dist.get_rank())
+    module = models.mlp()
+    module.get_parameter("2.bias").requires_grad_(False)
+    module.register_buffer("steps", torch.tensor(dist.get_rank() + 5.0))
+    parallelize(module, mesh, mlp_plan(parallel))
+    assert module.get_buffer("steps").item() == 5.0
+    assert not module.get_parameter("2.bias").requires_grad
+    values = {name: whole(value) for name, value in module.named_parameters()}
+    expected = models_from_seed(0)
+    for name, value in values.items():
+        torch.testing.assert_close(value, expected.get_parameter(name), rtol=0, atol=0)
+    parameters = module.named_parameters()
+    assert all(isinstance(x, nn.Parameter) and isinstance(x, DTensor) for _, x in parameters)
+    return {n: x.placements for n, x in module.named_parameters() if isinstance(x, DTensor)}
+
+
+def models_from_seed(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.mlp()
+
+
+def test_parameters_are_those_of_the_first_rank_placed_as_the_plan_says(gloo: Gloo) -> None:
+    for found in gloo(2).run(places):
+        assert found == {
+            "0.weight": (Shard(0),),
+            "0.bias": (Shard(0),),
+            "2.weight": (Shard(1),),
+            "2.bias": (Replicate(),),
+        }
+
+
+def save_and_load(folder: str) -> None:
+    """By torch.distributed.checkpoint from one plan into another, and by torch.save."""
+    mesh, x = worker_mesh((2,), ("tp",)), random((3, 8), 0)
+    first = parallelize(models_from_seed(1), mesh, mlp_plan(parallel))
+    other = {"0": RowwiseParallel(input_layouts=Replicate())}
+    second = parallelize(models_from_seed(2), mesh, other)
+    train("MLP", first)
+    save({"model": first.state_dict()}, checkpoint_id=folder)
+    state = {"model": second.state_dict()}
+    load(state, checkpoint_id=folder)
+    second.load_state_dict(state["model"])
+    torch.testing.assert_close(second(x), first(x))
+    stream = io.BytesIO()
+    torch.save({name: whole(value) for name, value in first.state_dict().items()}, stream)
+    plain = models_from_seed(3)
+    plain.load_state_dict(torch.load(io.BytesIO(stream.getvalue())))
+    torch.testing.assert_close(plain(x), first(x))
+
+
+def test_a_state_is_saved_and_loaded_into_another_plan(gloo: Gloo, tmp_path: Path) -> None:
+    gloo(2).run(save_and_load, str(tmp_path), timeout=60)
