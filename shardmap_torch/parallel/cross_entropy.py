@@ -91,4 +91,4 @@ class CrossEntropy:
 
     @property
     def _batch_axes(self) -> tuple[str, ...]:
-        return tuple(axis for _, axes in P(*self.batch).cuts for axis in axes)
+        return tuple(axis for _, axes in P(*self.batch).sharded_dims for axis in axes)
