@@ -14,7 +14,7 @@ from torch import Tensor
 from shardmap_torch.boundary.casts import apply
 from shardmap_torch.boundary.matching import Match, Spec, place_results
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.protocol import Backend, Casts, Edge, Monitor
+from shardmap_torch.collectives.protocol import Backend, Casts, Drawing, Edge, Monitor
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.caching import Memo, lazy
 from shardmap_torch.core.tree import Placed, Structure, Tree, flatten, unflatten
@@ -41,6 +41,7 @@ class Call:
             checker found necessary.
         follow: makes what compares one run of the body with the checked program; None where the
             checker has not seen the call, or not by itself.
+        draws: whether the checker has seen the body draw from torch's default generator.
     """
 
     function: Callable[..., Tree]
@@ -55,6 +56,7 @@ class Call:
     out_matches: Memo[Match]
     exits: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
     follow: Callable[[], Monitor] | None = None
+    draws: bool = False
 
     @lazy
     def inputs(self) -> tuple[Placed[Spec], ...]:
@@ -85,16 +87,19 @@ class Result:
         return unflatten(self.structure, leaves)
 
 
-def run_body(call: Call, backend: Backend, tensors: Sequence[Tensor]) -> Result:
+def run_body(
+    call: Call, backend: Backend, tensors: Sequence[Tensor], drawing: Drawing | None = None
+) -> Result:
     """Runs the body on local values: types them, calls the function, checks and types the result.
 
     Args:
         call: the checked call.
         backend: runs the collectives in it.
         tensors: the local values of the leaves that cross, in order.
+        drawing: seeds what the body draws; by default that of the body around it.
     """
     monitor = _monitor(call)
-    with enter_scope(Scope(backend, call.bound, monitor)):
+    with enter_scope(Scope(backend, call.bound, monitor, drawing or _drawing())):
         values = list(call.leaves)
         for position, casts, local in zip(
             call.match.crossing, call.match.entries, tensors, strict=True
@@ -124,6 +129,11 @@ def _monitor(call: Call) -> Monitor | None:
         return call.follow()
     scope = current_scope()
     return None if scope is None else scope.monitor
+
+
+def _drawing() -> Drawing | None:
+    scope = current_scope()
+    return None if scope is None else scope.drawing
 
 
 def is_checked(call: Call) -> bool:

@@ -92,9 +92,15 @@ Casts: TypeAlias = Mapping[int, Sequence[Operation]]
 
 @dataclass
 class Note:
-    """Something that a run asks for and only the checker can find out; it writes it down."""
+    """Something that a run asks for and only the checker can find out; it writes it down.
+
+    Attributes:
+        value: an answer of yes or no.
+        types: the types of a value along all mesh axes.
+    """
 
     value: bool = False
+    types: tuple[AxisType, ...] = ()
 
 
 class Monitor(Protocol):
@@ -145,4 +151,28 @@ class Monitor(Protocol):
 
     def end(self, leaves: Sequence[object] = ()) -> None:
         """Sees that the code has ended, with these results."""
+        ...
+
+
+class Drawing(Protocol):
+    """Seeds what a body draws from torch's default generator, as the checker has typed it."""
+
+    def enter(self, monitor: Monitor | None) -> None:
+        """Seeds what is drawn from here on; `monitor` says how ranks share it."""
+        ...
+
+    def leave(self) -> None:
+        """Ends the newest `enter`."""
+        ...
+
+    def fork(self) -> "LaterDrawing":
+        """Returns what serves code that will run again, in a backward."""
+        ...
+
+
+class LaterDrawing(Drawing, Protocol):
+    """The same for code that will run again."""
+
+    def rerun(self, key: Hashable) -> Drawing:
+        """Returns what serves one such run; that of a checkpoint draws what its first run drew."""
         ...

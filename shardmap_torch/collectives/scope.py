@@ -11,18 +11,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmap_torch.collectives.protocol import Backend, Monitor
+from shardmap_torch.collectives.protocol import Backend, Drawing, LaterDrawing, Monitor
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.types import AxisType
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a body runs under: its backend, the mesh axes bound in it, and who follows it."""
+    """What a body runs under.
+
+    Attributes:
+        backend: runs its collectives.
+        axes: bound in it.
+        monitor: compares it with the checked program; None where there is none.
+        drawing: seeds what it draws; None where it draws nothing, or is not checked.
+    """
 
     backend: Backend
     axes: frozenset[str]
     monitor: Monitor | None = None
+    drawing: Drawing | None = None
 
     def on_operation(self, what: object, x: Tensor | None = None) -> None:
         """Shows an operation to the monitor, if there is one."""
@@ -37,13 +45,16 @@ class Scope:
         """For what will call the user's code again, in a backward; see `Monitor.fork`."""
         if self.monitor is None:
             return self
-        return Scope(self.backend, self.axes, self.monitor.fork(what))
+        drawing = None if self.drawing is None else self.drawing.fork()
+        return Scope(self.backend, self.axes, self.monitor.fork(what), drawing)
 
     def rerun(self, key: Hashable) -> "Scope":
         """The scope of that code, from the one that `fork` gave."""
         if self.monitor is None:
             return self
-        return Scope(self.backend, self.axes, self.monitor.rerun(key))
+        drawing: LaterDrawing | None = self.drawing  # type: ignore[assignment]  # by `fork`
+        later = None if drawing is None else drawing.rerun(key)
+        return Scope(self.backend, self.axes, self.monitor.rerun(key), later)
 
     def end(self) -> None:
         """Ends what `again` began."""
@@ -73,11 +84,16 @@ class enter_scope:  # noqa: N801 - used as a function; a generator would cost ea
 
     def __enter__(self) -> None:
         """Enters it."""
-        _SCOPES.stack.append(self._scope)
+        scope = self._scope
+        _SCOPES.stack.append(scope)
+        if scope is not None and scope.drawing is not None:
+            scope.drawing.enter(scope.monitor)
 
     def __exit__(self, *error: object) -> None:
         """Leaves it, whatever happened."""
         _SCOPES.stack.pop()
+        if self._scope is not None and self._scope.drawing is not None:
+            self._scope.drawing.leave()
 
 
 def scope_of(name: str, axes: Sequence[str]) -> Scope:

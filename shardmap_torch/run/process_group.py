@@ -13,6 +13,7 @@ from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.aliasing import apart
+from shardmap_torch.run.drawing import Drawing, agreed
 from shardmap_torch.spec import P
 
 has_data: Final = True
@@ -24,7 +25,8 @@ def run(call: Call, batches: bool) -> Tree:
     backend = _backend_of(call.mesh)
     local = [enter(backend, call.mesh, call.match.spec(i), call.leaves[i]) for i in call.crossing]
     watch = Untouched(call, local)
-    result = run_body(call, backend, local)
+    drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
+    result = run_body(call, backend, local, drawing)
     watch.check()
     leaves = list(result.leaves)
     values = apart([leaves[i] for i in result.match.crossing], call.leaves)

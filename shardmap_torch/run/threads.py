@@ -21,6 +21,7 @@ from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing
 from shardmap_torch.run.captures import closed_over
+from shardmap_torch.run.drawing import CallSeed, Drawing
 from shardmap_torch.run.vmap import unequal
 from shardmap_torch.spec import P
 
@@ -67,6 +68,7 @@ class _Ranks:
         self.joined: tuple[int, ...] = ()
         self.outputs: tuple[Tensor, ...] | None = None
         self.closures: list[Tensor] = []
+        self.seed = CallSeed()
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mesh = self.call.mesh
@@ -97,7 +99,12 @@ class _Ranks:
     def _body(self, rank: int) -> Result:
         # Gradients are computed inside whenever one can be asked for outside.
         with torch.set_grad_enabled(any(self.differentiable) or torch.is_grad_enabled()):
-            return run_body(self.call, self.backends[rank], self.leaves[rank])
+            return run_body(self.call, self.backends[rank], self.leaves[rank], self._drawing(rank))
+
+    def _drawing(self, rank: int) -> Drawing | None:
+        if not self.call.draws:
+            return None
+        return Drawing(self.call.mesh, self.backends[rank].place, self.seed.get)
 
     def _values(self, position: int) -> list[Tensor]:
         return [result.leaves[position] for result in self.results]

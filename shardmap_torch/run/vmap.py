@@ -1,7 +1,7 @@
 """Runs a call for all ranks of a simulated mesh as one batched program."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,9 +12,15 @@ from shardmap_torch.boundary.matching import spec_of
 from shardmap_torch.boundary.shards import cut, join
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.tree import Placed, Tree
-from shardmap_torch.errors import ShardTypeError, listing
+from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.run.aliasing import apart
 from shardmap_torch.spec import P
+
+_DRAWS: Final = (
+    "{}: the body draws from torch's default generator, and one batched program cannot give each "
+    "rank the numbers that it would draw as a process. Draw from a key of shardmap_torch.random, "
+    'or use a mesh of make_mesh(..., simulate="ranks"), which "auto" chooses here.'
+)
 
 In = dict[str, int | None]
 """For one operand, its batch dim at each axis' level: 0 or None."""
@@ -22,6 +28,8 @@ In = dict[str, int | None]
 
 def run(call: Call) -> Tree:
     """Nests one vmap per mapped axis round the body, and cuts and joins with plain operations."""
+    if call.draws:
+        raise TransformError(_DRAWS.format(call.name))
     axes = [axis for axis in call.mesh.axis_names if axis in call.mapped]
     operands: list[Tensor] = []
     batching: list[In] = []

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import distributed_calls, messages, scalars
+from shardmap_torch.checker.interpreter.draws import drawn_types
 from shardmap_torch.checker.interpreter.observer import UNOBSERVED, standing
 from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
 from shardmap_torch.checker.interpreter.symbolic import Numbers
@@ -65,7 +66,7 @@ class Interpreter(Memory):
         self.mesh, self._repair = mesh, repair
         self.numbers = Numbers(branches if branches is not None else Branches(name))
         self.equations: list[Equation] = []
-        self.batches = True
+        self.batches, self.draws, self.is_decomposing = True, False, False
         self._made_by: dict[int, Equation] = {}
         self._sequence = 0
         self._count = 0
@@ -74,6 +75,15 @@ class Interpreter(Memory):
     def insisting(self) -> Insisting:
         """An error of the checker in here is one also where the body catches it."""
         return Insisting(self.numbers.branches)
+
+    @contextmanager
+    def decomposing(self) -> Iterator[None]:
+        """Operations in here stand for one that runs do not see into."""
+        before, self.is_decomposing = self.is_decomposing, True
+        try:
+            yield
+        finally:
+            self.is_decomposing = before
 
     def begin(self) -> None:
         """Autograd nodes that are there already are not the body's."""
@@ -193,7 +203,8 @@ class Interpreter(Memory):
             return tuple(K if k in (I, R) else k for k in types)
 
         types = []
-        for outcome in type_call(op, arguments, read, len(self.axes)):
+        drawn = drawn_types(self, op, arguments)
+        for outcome in type_call(op, arguments, read, len(self.axes), drawn):
             if isinstance(outcome, Refusal):
                 raise messages.refused(self, op, arguments, outcome)
             types.append(outcome)

@@ -108,7 +108,8 @@ class _Operations(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func in MEANINGS:
-            return interpreted(func, args, kwargs or {}, self)
+            with self._interpreter.decomposing():
+                return interpreted(func, args, kwargs or {}, self)
         with self._interpreter.insisting():
             if isinstance(func, HigherOrderOperator):
                 raise _unknown(self._interpreter.name, func)

@@ -61,6 +61,7 @@ class PathOutcome:
         exits: how these leave.
         needs: what the gradients of inputs want, along open axes.
         batches: whether a batched body can do it.
+        draws: whether it draws from torch's default generator.
     """
 
     way: ProgramPath
@@ -70,6 +71,7 @@ class PathOutcome:
     exits: Mapping[Where, Exit] = field(default_factory=dict)
     needs: Mapping[Where, Need] = field(default_factory=dict)
     batches: bool = False
+    draws: bool = False
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,34 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
         yield from (item for item in value if isinstance(item, Tensor))
 
 
+@lru_cache(maxsize=4096)
+def may_draw(op: Any) -> bool:
+    """Whether some call of this operator draws random numbers."""
+    if not isinstance(op, OpOverload):
+        return False
+    row = row_of(op)
+    if row is not None and any(each.draws is not None for each in (row, *row.results)):
+        return True
+    return signature_of(op).random
+
+
+def draws(op: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers."""
+    row, signature = row_of(op), signature_of(op)
+    rows = () if row is None else row.results or (row,)
+    return any(_draws(each, signature, arguments) for each in rows)
+
+
+def _draws(row: Row, signature: Signature, arguments: Mapping[str, Any]) -> bool:
+    return signature.random if row.draws is None else row.draws(arguments)
+
+
 def type_call(
-    op: OpOverload, arguments: Mapping[str, Any], read: Read, num_axes: int
+    op: OpOverload,
+    arguments: Mapping[str, Any],
+    read: Read,
+    num_axes: int,
+    drawn: Types | None = None,
 ) -> list[Outcomes]:
     """The types of each result, or one entry where all results are alike.
 
@@ -118,6 +144,8 @@ def type_call(
         arguments: by name, defaults filled in.
         read: types of a tensor.
         num_axes: how many axes there are.
+        drawn: V along the axes over which the ranks draw different numbers, if the call draws;
+            None where they draw different ones over all.
     """
     row, signature = row_of(op), signature_of(op)
     if row is None or row.refuse is not None:
@@ -128,12 +156,12 @@ def type_call(
     if row.zipped:
         counts = [len(value) for value in arguments.values() if _is_tensor_list(value)]
         return [
-            _outcome(row, signature, _at(arguments, i), read, num_axes)
+            _outcome(row, signature, _at(arguments, i), read, num_axes, drawn)
             for i in range(max(counts, default=0))
         ]
     if row.results:
-        return [_outcome(each, signature, arguments, read, num_axes) for each in row.results]
-    return [_outcome(row, signature, arguments, read, num_axes)]
+        return [_outcome(each, signature, arguments, read, num_axes, drawn) for each in row.results]
+    return [_outcome(row, signature, arguments, read, num_axes, drawn)]
 
 
 def _each_axis(
@@ -161,7 +189,12 @@ def _at(arguments: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _outcome(
-    row: Row, signature: Signature, arguments: Mapping[str, Any], read: Read, num_axes: int
+    row: Row,
+    signature: Signature,
+    arguments: Mapping[str, Any],
+    read: Read,
+    num_axes: int,
+    drawn: Types | None,
 ) -> Outcomes:
     linear = row.linear if row.linear and row.when(arguments) else ()
     terms = [term for names in linear for term in _terms(names, arguments, read, num_axes)]
@@ -172,7 +205,7 @@ def _outcome(
         if name not in used
         for tensor in tensors_of(value)
     ]
-    draws = signature.random if row.draws is None else row.draws(arguments)
+    random = _draws(row, signature, arguments)
     types: list[AxisType] = []
     for axis in range(num_axes):
         outcome = _on_axis(
@@ -184,9 +217,10 @@ def _outcome(
             return Refusal(axis, outcome, outcome.reason)
         if outcome in (V, Partial) and branches(signature, arguments):
             return Refusal(axis, Conflict(outcome, None, BRANCH), BRANCH)
-        if draws and outcome == Partial:
+        if random and outcome == Partial:
             return Refusal(axis, Conflict(Partial, None, BITS), BITS)
-        types.append(V if draws else Z if row.zero else outcome)
+        own = random and (drawn is None or drawn[axis] == V)
+        types.append(V if own else Z if row.zero else outcome)
     return tuple(types)
 
 

@@ -250,4 +250,5 @@ class _Verification:
             leaving.exits,
             back.needs,
             interpreter.batches,
+            interpreter.draws,
         )

@@ -43,6 +43,7 @@ class Verdict:
             taken from tensors.
         result: what the body returned, its tensors without data.
         batches: whether a batched body can do it: nothing that `torch.func.vmap` lacks was met.
+        draws: whether the body draws from torch's default generator.
         start: the notes of what the body asks of its mesh, with which each run is compared.
     """
 
@@ -56,6 +57,7 @@ class Verdict:
     program_paths: tuple[ProgramPath, ...]
     result: Result
     batches: bool
+    draws: bool
     start: Step
 
     @property
@@ -82,6 +84,7 @@ class Verdict:
             call.out_matches,
             self.exits,
             partial(Replay, self.start, late),
+            self.draws,
         )
 
     @lazy
@@ -170,6 +173,7 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         tuple(outcome.way for outcome in outcomes),
         first.result,
         all(outcome.batches for outcome in outcomes),
+        any(outcome.draws for outcome in outcomes),
         this.start,
     )
 

@@ -207,6 +207,12 @@ def part_of_features(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) ->
     return mlp(torch.cat([x[:, 8:], x[:, :8]], 1), w, b, w2, b2)
 
 
+def dropout_of_whole(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    # One mask on all ranks of tp, over which x is equal.
+    x = torch.nn.functional.dropout(convert(x, "tp", src=I, dst=R), 0.5)
+    return all_reduce(x @ w @ w2, "tp", dst=I)
+
+
 RIGHT = [
     (mlp, P("dp")),
     (sequence_parallel, P(("dp", "tp"))),
@@ -229,6 +235,10 @@ RIGHT = [
     (recomputed, P("dp")),
     (turned_in_place, P("dp")),
 ]
+
+
+def test_accepts_one_dropout_mask_for_what_ranks_share() -> None:
+    check_program(mapped(dropout_of_whole, P("dp")), *ARGS)
 
 
 @pytest.mark.parametrize(("body", "out"), RIGHT, ids=lambda v: getattr(v, "__name__", ""))

@@ -1,0 +1,80 @@
+"""The types of what a body draws from torch's default generator.
+
+A draw varies over the axes over which its operand does: `F.dropout(x)` drops the same entries of
+equal values, and others of different ones. A factory, such as `torch.rand(3)`, has no operand, and
+gives each rank numbers of its own. Runs seed the generator so that this holds, on every mesh; see
+`run.drawing`.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.ir.program import StorageType, varying
+from shardmap_torch.checker.rules.infer import Types, draws, may_draw, signature_of, tensors_of
+from shardmap_torch.collectives.scope import Scope, current_scope
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.types import K, V
+
+if TYPE_CHECKING:  # for annotations; the interpreter calls this module
+    from shardmap_torch.checker.interpreter.interpreter import Interpreter
+
+DRAW = "draw"
+
+
+def drawn_types(
+    interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any]
+) -> Types | None:
+    """Returns V along the axes over which the ranks draw different numbers, K along the others.
+
+    Notes the draw, for the runs; None where they do not seed it: for no draw, one from a generator
+    of the user's own, and one in an operator that runs do not see into.
+
+    Raises:
+        ShardTypeError: on another path, which looks the same to a run, ranks share it otherwise.
+    """
+    if not may_draw(op) or not draws(op, arguments):
+        return None
+    interpreter.batches = False  # one batched program draws other numbers than ranks do
+    scope = current_scope()
+    seeded = arguments.get("generator") is None and not interpreter.is_decomposing
+    if scope is None or scope.monitor is None or not seeded:
+        return None
+    interpreter.draws = True
+    own = _own_axes(interpreter, scope, op, arguments)
+    types = tuple(V if at in own else K for at in range(len(interpreter.axes)))
+    note = scope.monitor.note((DRAW, str(op)))
+    if note.types not in ((), types):
+        unlike = ShardTypeError(
+            f"{interpreter.name}: a draw at {call_site()} is {list(note.types)} over "
+            f"{list(interpreter.axes)} on one path through the body and {list(types)} on another, "
+            "and a run cannot tell which it takes. Draw before the branch, or from a random key."
+        )
+        interpreter.numbers.branches.insist(unlike)
+    note.types = types
+    return types
+
+
+def _own_axes(
+    interpreter: "Interpreter", scope: Scope, op: OpOverload, arguments: Mapping[str, Any]
+) -> frozenset[int]:
+    """The axes, by position, over which each rank draws its own numbers."""
+    outs = signature_of(op).outs
+    read = [
+        interpreter.storage_type(tensor)
+        for name, value in arguments.items()
+        if name not in outs
+        for tensor in tensors_of(value)
+    ]
+    if all(map(_is_from_nothing, read)):
+        return frozenset(at for at, axis in enumerate(interpreter.axes) if axis in scope.axes)
+    # What has no type of its own yet, as the memory of empty_like, is spread as its model is.
+    return frozenset[int]().union(*(varying(each.types) | each.spread for each in read))
+
+
+def _is_from_nothing(storage_type: StorageType) -> bool:
+    """Whether a factory has made it, such as the memory that `torch.empty(3).uniform_()` fills."""
+    made = storage_type.made
+    return made is not None and not made.operands and not varying(storage_type.types)
