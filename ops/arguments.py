@@ -6,9 +6,9 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from shardmap_torch.collectives.moves import MOVES
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import Scope, scope_of
-from shardmap_torch.collectives.table import REDUCING
 from shardmap_torch.core.tree import Tree, map_leaves
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.types import AxisType, TypeLike, as_type
@@ -102,7 +102,7 @@ def check_comm_dtype(collective: Collective) -> Collective:
             raise CollectiveError(f"{collective.name}: {word}={dtype} is no floating dtype.")
     if collective.comm_dtype is not None and collective.grad_comm_dtype is None:
         back = collective.transpose
-        if back.move in REDUCING:
+        if MOVES[back.move].adds:
             raise CollectiveError(
                 f"{collective.name}: with comm_dtype={collective.comm_dtype} its backward, "
                 f"{back.name}, adds over ranks as well; name its precision with grad_comm_dtype=."

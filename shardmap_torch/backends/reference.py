@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shardmap_torch.collectives.moves import untiled_dims
 from shardmap_torch.collectives.operations import Collective
 
 
@@ -130,13 +131,6 @@ def _exchange(c: Collective, x: Stack) -> Stack:
     gather_dim, split_dim = untiled_dims(c) if not c.tiled else (c.concat_dim, c.dim)
     whole = gather(x.every(), gather_dim, c.tiled, c.concat_sizes)
     return x.varying(scatter(whole, split_dim, c.tiled, c.sizes, x.num_ranks))
-
-
-def untiled_dims(c: Collective) -> tuple[int, int]:
-    """Where the new dim goes while the split one is still there, and where that one then is."""
-    if c.concat_dim <= c.dim:
-        return c.concat_dim, c.dim + 1
-    return c.concat_dim + 1, c.dim
 
 
 def _permute(c: Collective, x: Stack) -> Stack:

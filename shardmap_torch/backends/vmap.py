@@ -16,18 +16,13 @@ from torch import Tensor
 
 from shardmap_torch.backends.reference import MOVES, Stack
 from shardmap_torch.collectives.autograd import FunctorchForm, unshared
+from shardmap_torch.collectives.moves import MOVES as TRAITS
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.storage import memory_of
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import Partial, R, V
-
-EQUAL: Final = frozenset({"sum", "max", "min", "gather", "broadcast"})
-"""Moves whose result is the same on all ranks."""
-
-SENT: Final = frozenset({"gather", "exchange", "broadcast"})
-"""Moves that only send. Their results may be views here; real ranks have memory of their own."""
 
 SPREAD: Final = frozenset({(R, V), (R, Partial)})
 """Types between which a value stays as it is, and may then be written to as one that varies."""
@@ -106,7 +101,7 @@ class BatchedBackend:
         )
         rest = (*markers[:level], *markers[level + 1 :])
         out = self._open_next(opened, x, rest) if rest else self._complete(opened, x)
-        return out, None if move in EQUAL else 0
+        return out, None if TRAITS[move].equal else 0
 
     def _same(
         self, operation: Any, x: Tensor, x_dim: int | None, axis: str, others: Sequence[Tensor]
@@ -138,9 +133,9 @@ class BatchedBackend:
             x = x.flatten(0, len(axes) - 1)
         stack = _StackRunner(self.mesh, varies, prod(sizes))
         y: Tensor = staged.operation.run(stack, x)
-        if staged.operation.move in SENT and memory_of(y) == memory_of(x):
+        if TRAITS[staged.operation.move].sends and memory_of(y) == memory_of(x):
             y = y.clone()
-        if staged.operation.move in EQUAL:
+        if TRAITS[staged.operation.move].equal:
             return y
         y = y.unflatten(0, sizes)
         back = [axes.index(axis) for axis in opened]

@@ -106,9 +106,6 @@ ROWS: Final = (
 
 TABLE: Final[Mapping[Key, Row]] = {row.key: row for row in ROWS}
 
-REDUCING: Final = frozenset({"sum", "sum_scatter", "sum_mask"})
-"""Moves that add values of different ranks, where the precision of the addition matters."""
-
 
 def lookup(name: str, src: AxisType, dst: AxisType) -> Row:
     """The row of that name and types.
@@ -124,6 +121,3 @@ def lookup(name: str, src: AxisType, dst: AxisType) -> Row:
             "redistribute(x, axis, src=, dst=) finds the collective for any two types."
         )
     return row
-
-
-EXTREMA: Final = ("max", "min")

@@ -6,17 +6,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.vmap import EQUAL, SPREAD
+from shardmap_torch.backends.vmap import SPREAD
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.equivalence import hold
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.shapes import SHAPES
 from shardmap_torch.checker.ir.program import Equation, StorageType, bytes_sent, use_of
 from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
 from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.collectives.moves import EXTREMA, MOVES
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Form
-from shardmap_torch.collectives.table import EXTREMA
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
@@ -129,7 +128,7 @@ class AbstractBackend:
             self._check_source(move, wanted, equation, read)
             types = self._result_types(wanted, forward, storage_type.types)
             num_ranks = self.mesh.num_ranks(wanted.axes)
-            shape = SHAPES[move](wanted, shape, num_ranks)
+            shape = MOVES[move].shape(wanted, shape, num_ranks)
             equation.sent = bytes_sent(wanted, x.numel() * x.element_size(), num_ranks)
         with interpreter.paused():
             y = torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -144,7 +143,7 @@ class AbstractBackend:
     def _spread(self, move: str, collective: Collective, operand: frozenset[int]) -> frozenset[int]:
         """The axes over which a batched body has the result batched, given the operand's."""
         own = {self._interpreter.axes.index(axis) for axis in collective.axes}
-        if move in EQUAL:
+        if MOVES[move].equal:
             return operand - own
         stays = move == "same" and (collective.src, collective.dst) not in SPREAD
         return operand if stays else operand | own

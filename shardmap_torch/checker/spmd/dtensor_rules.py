@@ -23,7 +23,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.sharded import WRAP, Sharded, Step
-from shardmap_torch.collectives.table import EXTREMA
+from shardmap_torch.collectives.moves import EXTREMA
 
 
 @dataclass(frozen=True)

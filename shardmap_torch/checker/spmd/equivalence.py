@@ -40,8 +40,8 @@ from shardmap_torch.checker.spmd.op_rules import propagate
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref, in_backward
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
 from shardmap_torch.checker.spmd.state import NO_AXES, Notes, Sums
+from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.table import EXTREMA
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, Partial, V
 
