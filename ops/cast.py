@@ -74,6 +74,8 @@ def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
 
     R -> V: the copies are taken as one value per rank. V -> P: the values are taken as addends.
     R -> P: the copies are taken as addends, so the value meant is n times as large.
+    P -> V: the addends are taken as one value per rank, such as each rank's own gradient, which
+    local SGD steps with, or which is clipped before it is summed.
     Shape: unchanged. Communicates nothing, forward or backward.
 
     Args:

@@ -38,7 +38,8 @@ class Row:
     """One line of the table.
 
     Attributes:
-        name: the function as users call it; `reduce` and `mask` only occur as transposes.
+        name: the function as users call it; `reduce`, `mask` and reinterpret(V, V) only occur as
+            transposes.
         src: type of the operand along the axes.
         dst: type of the result along the axes.
         move: what happens to the data; the backends' name for it.
@@ -102,6 +103,9 @@ ROWS: Final = (
     Row("reinterpret", R, V, "same", ("reinterpret", V, Partial)),
     Row("reinterpret", V, Partial, "same", ("reinterpret", R, V)),
     Row("reinterpret", R, Partial, "same", ("reinterpret", R, Partial)),
+    # Not a function of the sum that is meant: every addend has a cotangent of its own.
+    Row("reinterpret", Partial, V, "same", ("reinterpret", V, V)),
+    Row("reinterpret", V, V, "same", ("reinterpret", V, V)),
 )
 
 TABLE: Final[Mapping[Key, Row]] = {row.key: row for row in ROWS}

@@ -1,12 +1,27 @@
-"""The cotangents that a backward in a body starts from, and the gradients that it ends with."""
+"""The cotangents that a backward in a body starts from, and the gradients that it ends with.
+
+What is equal on all ranks gets one gradient, of which each rank has an addend where the loss
+varies: it is handed over as a pending sum, P. So a step that forgets to sum is refused where it
+uses the gradient, and not where its result leaves.
+"""
+
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.program import Equation, use_of
+from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
-from shardmap_torch.types import I, K, Partial, R, V
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.types import I, K, Partial, R, V, Z
+
+_EQUAL: Final = frozenset({R, K, Z})
+"""Types of values that are equal on all ranks, and whose gradient may be a pending sum."""
 
 
 def seed(interpreter: Interpreter, output: Tensor, given: Tensor | None) -> Tensor | None:
@@ -48,3 +63,60 @@ def check_gradient(
     for axis, (axis_type, cotangent) in enumerate(zip(have, storage_type.types, strict=True)):
         if not accepts(axis_type, cotangent):
             raise messages.cotangent(interpreter, axis, axis_type, storage_type, what)
+
+
+def hand_over(
+    interpreter: Interpreter, operands: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Types the gradients that a body gets: V becomes P for what is equal on all ranks.
+
+    Returns:
+        The gradients, those of another type as tensors of their own: what autograd gives may share
+        its memory with a cotangent, or with the gradient of a value that varies.
+    """
+    return tuple(
+        gradient if gradient is None else _handed_over(interpreter, operand, gradient)
+        for operand, gradient in zip(operands, gradients, strict=True)
+    )
+
+
+def hand_over_fields(interpreter: Interpreter, leaves: Sequence[Tensor], old: set[int]) -> None:
+    """Does the same with what a backward has put into `.grad`; `old` are those it has added to.
+
+    A gradient that was there before stays the same tensor, which the body may hold elsewhere.
+    """
+    for leaf in leaves:
+        with interpreter.paused(), torch._C.DisableTorchFunction():
+            gradient = leaf.grad
+            if gradient is None:
+                continue
+            if id(gradient) in old:
+                storage_type = interpreter.storage_type(gradient)
+                storage_type.types = _summed(
+                    interpreter.storage_type(leaf).types, storage_type.types
+                )
+            else:
+                leaf.grad = _handed_over(interpreter, leaf, gradient)
+
+
+def _summed(types: Types, gradient: Types) -> Types:
+    """The types of a gradient, given those of its value."""
+    return tuple(
+        Partial if axis_type in _EQUAL and plain(have) == V else have
+        for axis_type, have in zip(types, gradient, strict=True)
+    )
+
+
+def _handed_over(interpreter: Interpreter, operand: Tensor, gradient: Tensor) -> Tensor:
+    storage_type = interpreter.storage_type(gradient)
+    types = _summed(interpreter.storage_type(operand).types, storage_type.types)
+    if types == storage_type.types:
+        return gradient
+    with interpreter.paused():
+        handed_over = gradient.clone()
+    base = base_of(gradient)
+    use = use_of("gradient", base, storage_type, storage_type.types)
+    equation = Equation("a gradient", (use,), (), call_site(), False)
+    interpreter.make(base_of(handed_over), types, equation, [base])
+    interpreter.add(equation)
+    return handed_over

@@ -211,6 +211,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
     for operand, gradient in zip(inputs, grads, strict=True):
         gradients.check_gradient(interpreter, operand, gradient, "the value it is the gradient of")
+    grads = gradients.hand_over(interpreter, inputs, grads)
     interpreter.observer.differentiated(outputs, told, inputs, grads)
     return grads
 
@@ -241,10 +242,13 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
         return
     seed = gradients.seed(interpreter, output, told)
     interpreter.batches = False
+    with torch._C.DisableTorchFunction():
+        old = {id(leaf.grad) for leaf in leaves}
     with interpreter.differentiating([seed]):
         func(output, seed, *args[2:], **given)
     for leaf in leaves:
         gradients.check_gradient(interpreter, leaf, leaf.grad, "the value it is the gradient of")
+    gradients.hand_over_fields(interpreter, leaves, old)
     grads = [leaf.grad for leaf in leaves]
     interpreter.observer.differentiated([output], [told], leaves, grads)
 
