@@ -147,6 +147,6 @@ def test_lookup_lists_the_ways_that_there_are() -> None:
     with pytest.raises(CollectiveError) as caught:
         lookup("reinterpret", I, V)
     assert str(caught.value) == (
-        "reinterpret does not go from I to V; it goes R -> V, V -> P, R -> P. "
+        "reinterpret does not go from I to V; it goes R -> V, V -> P, R -> P, P -> V, V -> V. "
         "redistribute(x, axis, src=, dst=) finds the collective for any two types."
     )

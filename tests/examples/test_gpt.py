@@ -147,7 +147,7 @@ def test_a_sum_of_wrong_type_shows_on_processes_in_every_gradient(
 def test_the_checker_rejects_a_missing_conversion_and_names_the_gradient() -> None:
     with (
         mock.patch.object(arguments, "convert", lambda x, axis, src, dst: x),
-        pytest.raises(ShardTypeError, match=r"final_norm.* varies over it"),
+        pytest.raises(ShardTypeError, match=r"final_norm.* is a sum over 'tp'"),
     ):
         on_mesh((2, 4))
 

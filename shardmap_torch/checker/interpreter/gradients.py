@@ -14,8 +14,12 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.program import Equation, use_of
+from shardmap_torch.checker.ir.repairs import Place
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
+from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.types import I, K, Partial, R, V, Z
@@ -74,8 +78,9 @@ def hand_over(
         The gradients, those of another type as tensors of their own: what autograd gives may share
         its memory with a cotangent, or with the gradient of a value that varies.
     """
+    place = interpreter.gradient_places.next(call_site())
     return tuple(
-        gradient if gradient is None else _handed_over(interpreter, operand, gradient)
+        gradient if gradient is None else _handed_over(interpreter, operand, gradient, place)
         for operand, gradient in zip(operands, gradients, strict=True)
     )
 
@@ -85,18 +90,17 @@ def hand_over_fields(interpreter: Interpreter, leaves: Sequence[Tensor], old: se
 
     A gradient that was there before stays the same tensor, which the body may hold elsewhere.
     """
+    place = interpreter.gradient_places.next(call_site())
     for leaf in leaves:
         with interpreter.paused(), torch._C.DisableTorchFunction():
             gradient = leaf.grad
             if gradient is None:
                 continue
             if id(gradient) in old:
-                storage_type = interpreter.storage_type(gradient)
-                storage_type.types = _summed(
-                    interpreter.storage_type(leaf).types, storage_type.types
-                )
+                own = interpreter.storage_type(gradient)
+                own.types = _summed(interpreter.storage_type(leaf).types, own.types)
             else:
-                leaf.grad = _handed_over(interpreter, leaf, gradient)
+                leaf.grad = _handed_over(interpreter, leaf, gradient, place)
 
 
 def _summed(types: Types, gradient: Types) -> Types:
@@ -107,7 +111,9 @@ def _summed(types: Types, gradient: Types) -> Types:
     )
 
 
-def _handed_over(interpreter: Interpreter, operand: Tensor, gradient: Tensor) -> Tensor:
+def _handed_over(
+    interpreter: Interpreter, operand: Tensor, gradient: Tensor, place: Place
+) -> Tensor:
     storage_type = interpreter.storage_type(gradient)
     types = _summed(interpreter.storage_type(operand).types, storage_type.types)
     if types == storage_type.types:
@@ -116,7 +122,19 @@ def _handed_over(interpreter: Interpreter, operand: Tensor, gradient: Tensor) ->
         handed_over = gradient.clone()
     base = base_of(gradient)
     use = use_of("gradient", base, storage_type, storage_type.types)
-    equation = Equation("a gradient", (use,), (), call_site(), False)
+    equation = Equation(messages.GRADIENT, (use,), (), place[0], False, place=place)
     interpreter.make(base_of(handed_over), types, equation, [base])
     interpreter.add(equation)
-    return handed_over
+    return _summed_by_repair(interpreter, handed_over, types, place)
+
+
+def _summed_by_repair(
+    interpreter: Interpreter, gradient: Tensor, types: Types, place: Place
+) -> Tensor:
+    """Takes the sums that the repair which is tried has there."""
+    for axis in interpreter.repair.gradients.get(place, ()):
+        scope = current_scope()
+        if scope is not None and types[interpreter.axes.index(axis)] == Partial:
+            total = Collective("all_reduce", Partial, I, (axis,))
+            gradient = bind(scope.backend, total, gradient)
+    return gradient

@@ -63,14 +63,14 @@ class Interpreter(Memory):
     ) -> None:
         """`name` is what errors call the body, `branches` which way it goes through it."""
         super().__init__(name, mesh.axis_names)
-        self.mesh, self._repair = mesh, repair
+        self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches if branches is not None else Branches(name))
         self.equations: list[Equation] = []
         self.batches, self.draws, self.is_decomposing = True, False, False
         self._made_by: dict[int, Equation] = {}
         self._sequence = 0
         self._count = 0
-        self._places = Places()
+        self._places, self.gradient_places = Places(), Places()
 
     def insisting(self) -> Insisting:
         """An error of the checker in here is one also where the body catches it."""
@@ -246,7 +246,7 @@ class Interpreter(Memory):
     def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> None:
         """Requires that a Python value, or a shape, that depends on data is equal on all ranks."""
         place = self._places.next(self.site()[0])
-        if place in self._repair.values:
+        if place in self.repair.values:
             return
         try:
             self._type(op, arguments, None)

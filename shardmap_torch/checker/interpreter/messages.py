@@ -82,7 +82,11 @@ def refused(
     head = f"{name} over axis {axis!r} of {' and '.join(types)}: {refusal.reason}."
     if conflict.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
         return _both_ways(interpreter, axis, uses, refusal.axis)
-    found = error(interpreter, head, lines, _advice(refusal, axis))
+    gradients = _pending_gradients(uses, refusal.axis, axis)
+    advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis)
+    found = error(interpreter, head, lines, advice)
+    if gradients:
+        return propose(found, [_summing(equation, axis) for equation in gradients])
     mixed = [use.storage_type for use in uses if use.types[refusal.axis] == I] * (
         conflict.reason == MIXED
     )
@@ -93,6 +97,33 @@ def refused(
             for storage_type in mixed
             for r in repairs_to(interpreter, storage_type, refusal.axis, R)
         ],
+    )
+
+
+GRADIENT: Final = "a gradient"
+"""The name of the equation that hands a gradient over to the body that has taken it."""
+
+
+def _pending_gradients(uses: Sequence[Use], axis: int, name: str) -> list[Equation]:
+    """The gradients that pending sums over the axis among the operands come from."""
+    sums = [use.storage_type for use in uses if use.types[axis] == Partial]
+    found = (culprit(storage_type, axis, name).made for storage_type in sums)
+    return list(dict.fromkeys(e for e in found if e is not None and e.name == GRADIENT))
+
+
+def _summing(equation: Equation, axis: str) -> Repair:
+    """The repair that sums the gradients taken at one place."""
+    assert equation.place is not None  # gradients have one
+    text = f"all_reduce over {axis!r} with dst=I of the gradients taken{_at(equation)}"
+    return Repair(text, gradients={equation.place: (axis,)})
+
+
+def gradient_sum_advice(axis: str) -> str:
+    """How to go on with a gradient of which each rank has an addend."""
+    return (
+        f"sum the gradient first, with all_reduce(g, {axis!r}, dst=I), or with op='mean' if the "
+        "loss is a mean over each rank's part of the batch. If each rank's own gradient is meant, "
+        f"say so with reinterpret(g, {axis!r}, src=Partial, dst=V)."
     )
 
 
@@ -208,9 +239,14 @@ def source(
     head = (
         f"{equation.name} takes {_named(wanted)} over {axis!r}, but its operand is {_named(have)}."
     )
-    advice = _source_advice(collective.name, axis, have, wanted)
+    gradients = _pending_gradients([use], at, axis)
+    advice = (
+        gradient_sum_advice(axis)
+        if gradients
+        else _source_advice(collective.name, axis, have, wanted)
+    )
     found = error(interpreter, head, [_describe(use, at)], advice)
-    repairs: list[Repair] = []
+    repairs = [_summing(gradient, axis) for gradient in gradients]
     if equation.forward is not None:
         repairs += _retype(equation.forward, I if plain(have) in (I, K) else R)
     elif equation.place is not None and collective.move == "sum" and have in (I, R, K):

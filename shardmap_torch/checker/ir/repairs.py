@@ -36,6 +36,7 @@ class Repair:
         replicate: by the position of an input, an axis to name in its `replicate=`.
         exits: by the position of a result, axes over which to sum it before it leaves.
         values: places where to reduce a tensor before its Python value is taken.
+        gradients: by the place where the body takes gradients, axes over which to sum them.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Repair:
     replicate: Mapping[int, str] = field(default_factory=dict)
     exits: Mapping[int, Sequence[str]] = field(default_factory=dict)
     values: frozenset[Place] = frozenset()
+    gradients: Mapping[Place, Sequence[str]] = field(default_factory=dict)
 
 
 def both(first: Repair, second: Repair) -> Repair:
@@ -52,12 +54,14 @@ def both(first: Repair, second: Repair) -> Repair:
         >>> both(Repair("a", replicate={0: "tp"}), Repair("b", replicate={1: "tp"})).text
         'a, and b'
     """
+    places = dict.fromkeys([*first.gradients, *second.gradients])
     return Repair(
         f"{first.text}, and {second.text}",
         {**first.collectives, **second.collectives},
         {**first.replicate, **second.replicate},
         {**first.exits, **second.exits},
         first.values | second.values,
+        {p: (*first.gradients.get(p, ()), *second.gradients.get(p, ())) for p in places},
     )
 
 

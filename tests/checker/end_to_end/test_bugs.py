@@ -436,9 +436,9 @@ def test_a_replicate_value_used_on_a_replicate_and_a_varying_path_is_accepted() 
     assert_right(body, one, X, U, in_specs=(P("tp"), P("tp")), out_specs=P())
 
 
-def test_an_invariant_clip_scale_on_varying_gradients_is_accepted() -> None:
+def test_clipping_by_the_norm_of_each_rank_s_own_gradient_says_so() -> None:
     def step(w: Tensor, x: Tensor) -> Tensor:
-        grad = gradient(local_loss, w, x)
+        grad = reinterpret(gradient(local_loss, w, x), "tp", src="P", dst=V)
         norm = all_reduce(grad.square().sum(), "tp", dst=I).sqrt()
         return all_reduce(grad * (1 / norm), "tp", dst=I)
 
