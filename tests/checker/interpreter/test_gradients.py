@@ -285,7 +285,8 @@ def second_moment(w: Tensor, g: Tensor) -> Tensor:
 
 
 def clipped_by_its_own_norm(w: Tensor, g: Tensor) -> Tensor:
-    return w - 0.1 * all_reduce(g / torch.linalg.vector_norm(g), "dp", dst=I)
+    norm: Tensor = torch.linalg.vector_norm(g)
+    return w - 0.1 * all_reduce(g / norm, "dp", dst=I)
 
 
 def clipped_by_value(w: Tensor, g: Tensor) -> Tensor:
