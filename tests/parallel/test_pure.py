@@ -119,9 +119,7 @@ def test_parameters_are_given_by_name_and_all_of_them() -> None:
     )
     with pytest.raises(SpecError, match=r"^Linear: apply takes the parameters first, by name"):
         apply(torch.ones(1, 2), params)
-    with pytest.raises(
-        SpecError, match=r"^functional takes a torch\.nn\.Module, not a function\.$"
-    ):
+    with pytest.raises(SpecError, match=r"^functional takes a torch\.nn\.Module, not a func"):
         functional(gradients)  # type: ignore[arg-type]
 
 
