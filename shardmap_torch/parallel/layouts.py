@@ -102,8 +102,6 @@ def relayout(
             f"{'equal on all ranks' if found in (I, R, K) else f'of type {found}'}.\n"
             f"Fix: say {_REPAIRS[found]} there, or change the layout of what computes it."
         )
-    if kind == "Partial" and found == V:
-        x, found = reinterpret(x, axis, src=V, dst=Partial), Partial
     if found == Z:  # zeros lie in any manner but for their shape
         found = _ZERO[kind]
     return _MOVES[kind, _kind(dst)](x, axis, found, src, dst, replicate)
@@ -121,7 +119,7 @@ _Move = Callable[[Tensor, str, AxisType, Placement, Placement, AxisType], Tensor
 def _keep(
     x: Tensor, axis: str, found: AxisType, src: Placement, dst: Placement, replicate: AxisType
 ) -> Tensor:
-    return x
+    return reinterpret(x, axis, src=V, dst=Partial) if found == V else x
 
 
 def _retype(
