@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from examples.gpt.dropout import Dropout
 from examples.gpt.layers import causal_attention, column, cross_entropy, embed, rms_norm, row
 from shardmap_torch import I, P, R, convert
 from shardmap_torch.kernels import Overlap
@@ -79,21 +80,26 @@ def specs(config: Config) -> Params:
     }
 
 
-def apply(params: Params, tokens: Tensor, overlap: Overlap = "off") -> Tensor:
+def apply(
+    params: Params, tokens: Tensor, overlap: Overlap = "off", dropout: Dropout | None = None
+) -> Tensor:
     """Tokens [b, t] -> logits [b, t, v/tp], on one rank."""
-    x = embed(tokens, params["embedding"])  # [b, t/tp, d]
+    drop = (dropout or Dropout()).shards(("dp", "tp"))
+    x = drop(embed(tokens, params["embedding"]))  # [b, t/tp, d]
     for layer in params["layers"]:
         q, k, v = column(rms_norm(x, layer["attention_norm"]), layer["qkv"], overlap).unbind(-2)
-        x = x + row(causal_attention(q, k, v), layer["attention_out"], overlap)
+        x = x + drop(row(causal_attention(q, k, v), layer["attention_out"], overlap))
         gate, up = column(rms_norm(x, layer["mlp_norm"]), layer["gate_up"], overlap).unbind(-2)
-        x = x + row(functional.silu(gate) * up, layer["down"], overlap)
+        x = x + drop(row(functional.silu(gate) * up, layer["down"], overlap))
     return column(rms_norm(x, params["final_norm"]), params["unembedding"], overlap)
 
 
-def loss(params: Params, batch: Tensor, overlap: Overlap = "off") -> Tensor:
+def loss(
+    params: Params, batch: Tensor, overlap: Overlap = "off", dropout: Dropout | None = None
+) -> Tensor:
     """Batch [b/dp, t+1] -> mean nats a token over the whole batch, equal on all ranks.
 
     Each rank of "dp" uses the parameters on other sequences: R, so gradients are summed over "dp".
     """
     params = convert(params, "dp", src=I, dst=R)
-    return cross_entropy(apply(params, batch[:, :-1], overlap), batch[:, 1:])
+    return cross_entropy(apply(params, batch[:, :-1], overlap, dropout), batch[:, 1:])

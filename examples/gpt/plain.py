@@ -1,28 +1,30 @@
 """The same model on one device, written with torch's own layers: what the sharded one must equal.
 
-Nothing is shared with the sharded one but the parameters.
+Nothing is shared with the sharded one but the parameters, and the key of dropout.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from examples.gpt.dropout import Dropout
 from examples.gpt.model import Params
 
 
-def apply(params: Params, tokens: Tensor) -> Tensor:
+def apply(params: Params, tokens: Tensor, dropout: Dropout | None = None) -> Tensor:
     """Tokens [b, t] -> logits [b, t, v]."""
-    x = functional.embedding(tokens, params["embedding"])
+    drop = (dropout or Dropout()).unsharded()
+    x = drop(functional.embedding(tokens, params["embedding"]))
     for layer in params["layers"]:
-        x = x + _attention(_norm(x, layer["attention_norm"]), layer)
-        x = x + _mlp(_norm(x, layer["mlp_norm"]), layer)
+        x = x + drop(_attention(_norm(x, layer["attention_norm"]), layer))
+        x = x + drop(_mlp(_norm(x, layer["mlp_norm"]), layer))
     logits: Tensor = _norm(x, params["final_norm"]) @ params["unembedding"]
     return logits
 
 
-def loss(params: Params, batch: Tensor) -> Tensor:
+def loss(params: Params, batch: Tensor, dropout: Dropout | None = None) -> Tensor:
     """Batch [b, t+1] -> mean nats a token."""
-    logits = apply(params, batch[:, :-1])
+    logits = apply(params, batch[:, :-1], dropout)
     return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 

@@ -13,10 +13,12 @@ from shardmap_torch.nn.linear import column_linear, row_linear
 from shardmap_torch.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from shardmap_torch.nn.norm import layer_norm, rms_norm
 from shardmap_torch.nn.rotary import positions, rotary
+from shardmap_torch.random import dropout
 
 __all__ = [
     "attention",
     "column_linear",
+    "dropout",
     "fsdp_gather",
     "fsdp_layer",
     "head_tail_order",
