@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.link import CannotRunError, run_ranks, two_namespaces
 from benchmarks.overlap_variants import COMM, COMPUTE, OPERATIONS, OVERLAP, UNFUSED, Setting
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.transport_virtual import VirtualNetwork
+from shardmap_torch.kernels.planning.cost import Fabric
+from tests.kernels.support.virtual_network import VirtualNetwork
 
 
 def medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, float]:

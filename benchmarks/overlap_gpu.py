@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import gather_forward, scatter_forward
-from shardmap_torch.kernels.executor import Choice, Gather
+from shardmap_torch.kernels.transports.executor import Choice, Gather
 from shardmap_torch.kernels.transports.nccl import NcclTransport, Work
 from shardmap_torch.kernels.transports.protocol import Steps, run
 from shardmap_torch.kernels.transports.streams import CudaLanes

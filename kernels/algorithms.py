@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmap_torch.kernels.executor import LOW_PRECISION, Choice, Consume, Produce
+from shardmap_torch.kernels.network import Halves, Network, gathering, reducing, scattering, summing
+from shardmap_torch.kernels.transports.executor import LOW_PRECISION, Choice, Consume, Produce
 from shardmap_torch.kernels.transports.protocol import Steps
-from shardmap_torch.kernels.whole import Halves, Network, gathering, reducing, scattering, summing
 
 
 def multiply(transport: Network, a: Tensor, b: Tensor) -> Tensor:

@@ -17,9 +17,7 @@ from shardmap_torch.collectives.autograd import TypedFunction, bind
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.kernels.algorithms import Cut, as_matrix
-from shardmap_torch.kernels.cost import Fabric
 from shardmap_torch.kernels.engine import Engine, Scheduled
-from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.planner import (
     Family,
     Options,
@@ -27,6 +25,8 @@ from shardmap_torch.kernels.planner import (
     backward_schedules,
     record,
 )
+from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.ops.arguments import shown
 from shardmap_torch.types import R
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import gather_forward
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.executor import Choice, Gather
-from shardmap_torch.kernels.schedule import Chunk, Message
+from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.planning.schedule import Chunk, Message
+from shardmap_torch.kernels.transports.executor import Choice, Gather
 from shardmap_torch.kernels.transports.protocol import Channel, Handle, Steps, Transport, run
 
 PROBE_BYTES = 2**20

@@ -26,7 +26,7 @@ from shardmap_torch.kernels.algorithms import (
     scatter_forward,
     with_dim,
 )
-from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
 from shardmap_torch.kernels.planner import (
     Family,
     Options,
@@ -35,7 +35,7 @@ from shardmap_torch.kernels.planner import (
     backward_schedules,
     candidates,
 )
-from shardmap_torch.kernels.transports.endpoint import Endpoint, endpoint_of
+from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.kernels.transports.protocol import run
 from shardmap_torch.types import I
 

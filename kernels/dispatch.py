@@ -21,6 +21,13 @@ from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.algorithms import Cut
 from shardmap_torch.kernels.autograd import Call, Runner, Unfused, block_rows
 from shardmap_torch.kernels.custom_ops import compiled_call
+from shardmap_torch.kernels.endpoint import (
+    Endpoint,
+    Situation,
+    endpoint_of,
+    is_ordinary,
+    obstacle,
+)
 from shardmap_torch.kernels.engine import CHECKED, Engine, Scheduled
 from shardmap_torch.kernels.planner import (
     Options,
@@ -35,13 +42,6 @@ from shardmap_torch.kernels.planner import (
     schedules,
 )
 from shardmap_torch.kernels.symmetric import Operators, Symmetric, unsuited
-from shardmap_torch.kernels.transports.endpoint import (
-    Endpoint,
-    Situation,
-    endpoint_of,
-    is_ordinary,
-    obstacle,
-)
 from shardmap_torch.kernels.typed import Checked, typed_calls
 from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_dim, read_type, shown
 from shardmap_torch.types import I, Partial, R, TypeLike, V

@@ -15,11 +15,11 @@ from shardmap_torch.kernels.algorithms import (
     scatter_backward,
     scatter_forward,
 )
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.network import Network
 from shardmap_torch.kernels.planner import Plan, Problem, decide
+from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.kernels.transports.protocol import run
-from shardmap_torch.kernels.whole import Network
 
 CHECKED: Final = "the body is being checked, not run"
 

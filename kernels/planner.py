@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.transports.executor import Choice
 
 Overlap: TypeAlias = Literal["auto", "require", "off"]
 Schedule: TypeAlias = Literal["ring", "two-way", "direct"]

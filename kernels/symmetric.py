@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import Cut
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.planner import Options, Plan, Problem
+from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.transports.executor import Choice
 
 CHOICE: Final = Choice("symmetric memory", 1)
 

@@ -68,3 +68,18 @@ def test_mypy_checks_every_source_folder() -> None:
 def test_no_error_is_a_type_error(error: type[BaseException]) -> None:
     """Raised inside `a + b`, Python replaces a TypeError by its own and our text is lost."""
     assert not issubclass(error, TypeError)
+
+
+PACKAGES = sorted({path.parent for path in SOURCES if not path.is_relative_to(REPO / "tests")})
+PRODUCT = [
+    folder
+    for folder in PACKAGES
+    if folder.relative_to(REPO).parts[0] in ("shardmap_torch", "ops", "kernels")
+]
+
+
+@pytest.mark.parametrize("folder", PRODUCT, ids=lambda folder: str(folder.relative_to(REPO)))
+def test_a_package_has_at_most_14_files_and_3000_lines(folder: Path) -> None:
+    files = list(folder.glob("*.py"))
+    assert len(files) <= 14
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 3000

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.schedule import Message, num_tags, tag
+from shardmap_torch.kernels.planning.schedule import Message, num_tags, tag
 from shardmap_torch.kernels.transports.streams import Lanes
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardmap_torch.checker.interpreter.observer import REGION
+from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import Equation, Held, ProgramPath, Use, show_types
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import Tree, map_leaves

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import current_interpreter
-from shardmap_torch.checker.interpreter.observer import UNOBSERVED
+from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, StorageType, use_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, spread

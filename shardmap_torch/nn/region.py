@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter.modes import current_interpreter
-from shardmap_torch.checker.interpreter.observer import UNOBSERVED
+from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.region import local_region, note_region
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.ops.arguments import Axis

@@ -35,9 +35,9 @@ from shardmap_torch.kernels import (
     matmul_reduce_scatter,
 )
 from shardmap_torch.kernels.algorithms import gather_forward
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.executor import Choice
-from shardmap_torch.kernels.transports.endpoint import endpoint_of
+from shardmap_torch.kernels.endpoint import endpoint_of
+from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.kernels.transports.gloo import GlooTransport
 from shardmap_torch.kernels.transports.protocol import run
 from tests.support.pool import Pool

@@ -21,8 +21,8 @@ from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.kernels import last_plan, symmetric
 from shardmap_torch.kernels.algorithms import gather_forward, reduce_forward, scatter_forward
-from shardmap_torch.kernels.executor import Choice
-from shardmap_torch.kernels.transports.endpoint import Endpoint, endpoint_of
+from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
+from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.kernels.transports.nccl import NcclTransport, Work
 from shardmap_torch.kernels.transports.protocol import run
 from shardmap_torch.kernels.transports.staged import StagedTransport, pinned

@@ -16,13 +16,9 @@ from torch import Tensor
 
 from shardmap_torch import R
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels import (
-    all_gather_matmul,
-    executor,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
-from shardmap_torch.kernels.schedule import Chunk
+from shardmap_torch.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from shardmap_torch.kernels.planning.schedule import Chunk
+from shardmap_torch.kernels.transports import executor
 from tests.kernels.test_api import body
 from tests.support.pool import Gloo, WorkerError
 

@@ -17,11 +17,11 @@ from shardmap_torch.kernels.algorithms import (
     scatter_backward,
     scatter_forward,
 )
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.executor import Choice, Gather
-from shardmap_torch.kernels.schedule import Chunk, Message
-from shardmap_torch.kernels.transport_virtual import VirtualNetwork, VirtualTransport
+from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.planning.schedule import Chunk, Message
+from shardmap_torch.kernels.transports.executor import Choice, Gather
 from shardmap_torch.kernels.transports.protocol import Channel, Steps, Transport
+from tests.kernels.support.virtual_network import VirtualNetwork, VirtualTransport
 
 INSTANT = Fabric(latency=1e-6, bandwidth=1e9, flops=1e9)
 RANKS = range(1, 17)

@@ -19,8 +19,6 @@ from shardmap_torch.kernels.algorithms import (
     scatter_forward,
 )
 from shardmap_torch.kernels.calibrate import _doubtful, measure
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.planner import (
     MAX_PARTS,
     MIN_GAIN,
@@ -34,9 +32,11 @@ from shardmap_torch.kernels.planner import (
     overlapped_seconds,
     unfused_seconds,
 )
-from shardmap_torch.kernels.transport_virtual import VirtualNetwork
+from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.kernels.transports.gloo import GlooTransport
 from shardmap_torch.kernels.transports.protocol import Steps, Transport
+from tests.kernels.support.virtual_network import VirtualNetwork
 from tests.support.pool import Pool
 
 ROWS, INNER, COLUMNS = 1024, 512, 2048  # A rank's block, the contracted size, the weight's.

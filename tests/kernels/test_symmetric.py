@@ -19,9 +19,9 @@ from shardmap_torch.kernels import (
     matmul_reduce_scatter,
     symmetric,
 )
-from shardmap_torch.kernels.cost import ASSUMED_GPU
+from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
+from shardmap_torch.kernels.planning.cost import ASSUMED_GPU
 from shardmap_torch.kernels.symmetric import SIGNATURES, Place, accepts
-from shardmap_torch.kernels.transports.endpoint import Endpoint, endpoint_of
 from tests.kernels.test_api import body, normal, values_and_gradients
 from tests.support.pool import Gloo
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardmap_torch.checker.interpreter.observer import tensors_in
+from shardmap_torch.checker.ir.observer import tensors_in
 from shardmap_torch.checker.rules.registry import MEANINGS, row_of
 from shardmap_torch.errors import ShardTypeError
 

@@ -15,14 +15,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import Node
 
-from shardmap_torch.checker.interpreter import distributed_calls, messages, scalars
+from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.draws import drawn_types
-from shardmap_torch.checker.interpreter.observer import UNOBSERVED, standing
 from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
 from shardmap_torch.checker.interpreter.symbolic import Numbers
+from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
 from shardmap_torch.checker.ir.paths import Branches, Insisting
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
 from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
+from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.rules.infer import (
     BITS,
     INTEGER,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardmap_torch.checker.interpreter.observer import UNOBSERVED, Observer
+from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.core.functorch import base_of

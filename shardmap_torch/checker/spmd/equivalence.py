@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.observer import (
+from shardmap_torch.checker.ir.observer import (
     COLLECTIVE,
     GRADIENT,
     INDEX,

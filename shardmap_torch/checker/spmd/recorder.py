@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.interpreter.observer import Observer
+from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.spmd.layout import Shape
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site

@@ -9,7 +9,7 @@ from shardmap_torch.boundary.casts import apply
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.observer import UNOBSERVED
+from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.outcomes import Cast, Exit, Resolved, Where
 from shardmap_torch.checker.ir.repairs import Repair, propose
 from shardmap_torch.checker.rules.infer import Types

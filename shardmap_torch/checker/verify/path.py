@@ -11,7 +11,6 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call, Result, run_body
 from shardmap_torch.boundary.matching import can_receive_gradient
 from shardmap_torch.checker.guards.replay import Step
-from shardmap_torch.checker.interpreter import distributed_calls
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
@@ -21,6 +20,7 @@ from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
 from shardmap_torch.checker.ir.paths import Branches, told
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.ir.repairs import NONE, Repair
+from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.spmd.equivalence import Relation
 from shardmap_torch.checker.spmd.recorder import Recorder
 from shardmap_torch.checker.spmd.reference import OneDevice

@@ -30,7 +30,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.collectives.autograd import TypedFunction
 from tests.checker.end_to_end.test_bugs import RANKS, assert_right, numbers, rejection
-from tests.checker.ir.test_paths import program_paths
+from tests.checker.support.branching import program_paths
 
 X, W = numbers(8, 6), numbers(6)
 DATA, WEIGHT = X.detach(), W.detach()

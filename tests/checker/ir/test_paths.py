@@ -23,7 +23,6 @@ from shardmap_torch import (
     check_program,
     convert,
     explain,
-    make_mesh,
     shard_map,
     trace,
 )
@@ -33,51 +32,18 @@ from tests.checker.end_to_end.test_bugs import (
     RANKS,
     assert_right,
     gradient,
-    numbers,
     rejection,
 )
-
-X, W = numbers(8, 6), numbers(6, 3)
-SPECS, WHOLE = (P("tp"), P()), P()
-AUTO = make_mesh((4,), ("tp",), kind="simulated")
-
-
-def program_paths(
-    f: Callable[..., Any], *args: Any, in_specs: Any = SPECS, out_specs: Any = WHOLE
-) -> int:
-    mapped = shard_map(f, mesh=ABSTRACT, in_specs=in_specs, out_specs=out_specs)
-    return len(check_program(mapped, *args).program_paths)
-
-
-def both(f: Callable[..., Any], one: Callable[..., Tensor], *args: Tensor, **specs: Any) -> None:
-    """Right with data for each of two ways: `args`, and its first tensor a thousandth as large."""
-
-    def touching(g: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """On one way a result may not lead to every argument."""
-        return lambda *args: g(*args) + 0 * sum(x.sum() for x in args)
-
-    mapped = shard_map(f, mesh=RANKS, **specs)
-    for scale in (1.0, 1e-3):
-        x = (args[0].detach() * scale).requires_grad_(args[0].requires_grad)
-        given = (x, *args[1:])
-        expected, actual = touching(one)(*given), touching(mapped)(*given)
-        torch.testing.assert_close(actual, expected)
-        wanted = [x for x in given if x.requires_grad]
-        if wanted:
-            weights = torch.linspace(1, 2, expected.numel(), dtype=X.dtype).reshape(expected.shape)
-            torch.testing.assert_close(
-                torch.autograd.grad((actual * weights).sum(), wanted),
-                torch.autograd.grad((expected * weights).sum(), wanted),
-            )
-
-
-def loss(x: Tensor, w: Tensor) -> Tensor:
-    return all_reduce((x @ w).square().sum(), "tp", dst=I)
-
-
-def plain_loss(x: Tensor, w: Tensor) -> Tensor:
-    return (x @ w).square().sum()
-
+from tests.checker.support.branching import (
+    AUTO,
+    SPECS,
+    W,
+    X,
+    both,
+    loss,
+    plain_loss,
+    program_paths,
+)
 
 # ------------------------------------------------------------------------- what users write
 
@@ -495,108 +461,6 @@ def test_sixty_four_ways_are_interpreted_and_one_more_is_not() -> None:
     assert runs(6) == LIMIT
     with pytest.raises(ShardTypeError, match="more than 64 ways"):
         runs(7)
-
-
-# ----------------------------------------------------------------------- what the ways must share
-
-
-def test_an_input_that_one_way_does_not_use_gets_the_spec_of_the_other() -> None:
-    def body(x: Tensor, w: Tensor) -> Tensor:
-        big = all_reduce(x.detach().abs().sum(), "tp", dst=I) > 1
-        return loss(x, w) if big else all_reduce(x.sum(), "tp", dst=I)
-
-    def one(x: Tensor, w: Tensor) -> Tensor:
-        return plain_loss(x, w) if x.abs().sum() > 1 else x.sum()
-
-    both(body, one, X, W, in_specs=SPECS, out_specs=P())
-
-
-def test_an_input_that_two_ways_need_differently_is_refused() -> None:
-    def body(x: Tensor, w: Tensor) -> Tensor:
-        big = all_reduce(x.detach().abs().sum(), "tp", dst=I) > 1
-        if big:
-            return loss(x, w)
-        return all_reduce(x.sum(), "tp", dst=I) * w.sum()
-
-    line = body.__code__.co_firstlineno + 2
-    mm = f"{loss.__code__.co_firstlineno + 1}: return all_reduce"
-    assert rejection(body, X, W, in_specs=SPECS, out_specs=P()).splitlines() == [
-        "body: the ways through the body need the axis 'tp' of input w in different ways:",
-        "  a sum over the ranks, as from replicate=, of the gradient from mm at "
-        f'test_paths.py:{mm}((x @ w).square().sum(), "tp", dst=I)',
-        f"    where #1 is True at test_paths.py:{line}: if big:",
-        "  no sum, as from invariant=, of the gradient from mul at "
-        f'test_paths.py:{line + 2}: return all_reduce(x.sum(), "tp", dst=I) * w.sum()',
-        f"    where #1 is False at test_paths.py:{line}: if big:",
-        "Fix: give them one type before they leave the branch, or use torch.where.",
-    ]
-
-
-def leaving(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
-    def body(x: Tensor, w: Tensor) -> Any:
-        big = all_reduce(x.detach().abs().sum(), "tp", dst=I) > 1
-        return first(x, w) if big else second(x, w)
-
-    return body
-
-
-def constant(x: Tensor, w: Tensor) -> Tensor:
-    return torch.ones((), dtype=x.dtype)
-
-
-def test_results_that_leave_differently_are_refused() -> None:
-    def other(x: Tensor, w: Tensor) -> Tensor:
-        return all_reduce((x @ w).square().sum(), "tp", dst=R)
-
-    text = rejection(leaving(loss, other), X, W, in_specs=SPECS, out_specs=P())
-    assert "return out with types over 'tp' that leave differently" in text
-    assert "  as it is, the value of all_reduce('tp', P -> I)" in text
-    assert "  convert(R -> I) of all_reduce('tp', P -> R)" in text
-
-
-def test_a_result_that_fits_both_leaves_as_the_other_way_s() -> None:
-    def other(x: Tensor, w: Tensor) -> Tensor:
-        return all_reduce((x @ w).square().sum(), "tp", dst=R)
-
-    def one(x: Tensor, w: Tensor) -> Tensor:
-        if x.abs().sum() > 1:
-            return plain_loss(x, w)
-        return constant(x, w)
-
-    for f in (leaving(other, constant), leaving(loss, constant)):
-        both(f, one, X, W, in_specs=SPECS, out_specs=P())
-
-
-def test_a_constant_beside_a_shard_leaves_as_shards() -> None:
-    def one(x: Tensor, w: Tensor) -> Tensor:
-        return x.sin() if x.abs().sum() > 1 else torch.ones_like(x)
-
-    f = leaving(lambda x, w: x.sin(), lambda x, w: torch.ones_like(x))
-    both(lambda x: f(x, W), lambda x: one(x, W), X, in_specs=P("tp"), out_specs=P("tp"))
-
-
-def test_a_constant_beside_a_partial_result_is_refused_and_a_zero_is_right() -> None:
-    def local(x: Tensor, w: Tensor) -> Tensor:
-        return (x @ w).square().sum()
-
-    specs: dict[str, Any] = {"in_specs": SPECS, "out_specs": P(partial={"tp"})}
-    text = rejection(leaving(local, constant), X, W, **specs)
-    assert "that leave differently" in text
-
-    def one(x: Tensor, w: Tensor) -> Tensor:
-        return plain_loss(x, w) * (x.abs().sum() > 1)
-
-    zero = leaving(local, lambda x, w: torch.zeros((), dtype=x.dtype))
-    both(zero, one, X, W, **specs)
-
-
-@pytest.mark.parametrize("second", [lambda x, w: None, lambda x, w: torch.ones(2)])
-def test_results_of_different_shape_or_structure_are_refused(second: Callable[..., Any]) -> None:
-    text = rejection(leaving(loss, second), X, W, in_specs=SPECS, out_specs=P())
-    assert text.startswith("<lambda>: ") or text.startswith(
-        "body: the ways through the body return"
-    )
-    assert "different results:\n  out: float64[]\n" in text
 
 
 # ------------------------------------------------------------------------------- the typed program

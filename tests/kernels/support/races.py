@@ -29,13 +29,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.schedule import Chunk, Message
-from shardmap_torch.kernels.transport_virtual import VirtualHandle, VirtualNetwork, VirtualTransport
+from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.planning.schedule import Chunk, Message
 from shardmap_torch.kernels.transports.nccl import NcclTransport
 from shardmap_torch.kernels.transports.protocol import Envelope, Steps, Transport
 from shardmap_torch.kernels.transports.staged import StagedTransport
 from shardmap_torch.kernels.transports.streams import Lane
+from tests.kernels.support.virtual_network import VirtualHandle, VirtualNetwork, VirtualTransport
 
 T = TypeVar("T")
 Place: TypeAlias = tuple[str, str, int]

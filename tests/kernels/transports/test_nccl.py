@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.algorithms import gather_forward, reduce_forward, scatter_forward
-from shardmap_torch.kernels.executor import Choice
-from shardmap_torch.kernels.schedule import SCHEDULES, Await, Chunk, Message, Program, Send
+from shardmap_torch.kernels.planning.schedule import SCHEDULES, Await, Chunk, Message, Program, Send
+from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.kernels.transports.gloo import GlooTransport
 from shardmap_torch.kernels.transports.nccl import NcclTransport, Permute
 from shardmap_torch.kernels.transports.protocol import Channel, Transport, run

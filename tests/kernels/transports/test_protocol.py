@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.cost import Fabric
-from shardmap_torch.kernels.executor import Choice, Gather
-from shardmap_torch.kernels.schedule import Chunk, Message
-from shardmap_torch.kernels.transport_virtual import VirtualNetwork
+from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.planning.schedule import Chunk, Message
 from shardmap_torch.kernels.transports import gloo
+from shardmap_torch.kernels.transports.executor import Choice, Gather
 from shardmap_torch.kernels.transports.gloo import GlooTransport
 from shardmap_torch.kernels.transports.protocol import Channel, TagCounter
+from tests.kernels.support.virtual_network import VirtualNetwork
 
 TO_PEER = Message(source=0, target=1, chunk=Chunk(owner=0, part=3), step=2)
 

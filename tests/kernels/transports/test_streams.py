@@ -28,10 +28,9 @@ from shardmap_torch.kernels.algorithms import (
     scatter_backward,
     scatter_forward,
 )
-from shardmap_torch.kernels.executor import Choice
-from shardmap_torch.kernels.schedule import SCHEDULES
-from shardmap_torch.kernels.transport_virtual import VirtualNetwork
-from shardmap_torch.kernels.transports.endpoint import endpoint_of
+from shardmap_torch.kernels.endpoint import endpoint_of
+from shardmap_torch.kernels.planning.schedule import SCHEDULES
+from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.kernels.transports.nccl import NcclTransport, Permute, batched
 from shardmap_torch.kernels.transports.protocol import Steps, Transport
 from shardmap_torch.kernels.transports.staged import StagedTransport
@@ -51,6 +50,7 @@ from tests.kernels.support.races import (
     on_network,
     watch,
 )
+from tests.kernels.support.virtual_network import VirtualNetwork
 from tests.kernels.test_api import body, normal
 from tests.support.pool import Gloo
 

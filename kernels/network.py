@@ -14,7 +14,14 @@ from torch import Tensor
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend
-from shardmap_torch.kernels.executor import Choice, Consume, Gather, Produce, Scatter, Sum
+from shardmap_torch.kernels.transports.executor import (
+    Choice,
+    Consume,
+    Gather,
+    Produce,
+    Scatter,
+    Sum,
+)
 from shardmap_torch.kernels.transports.protocol import Steps, Transport
 from shardmap_torch.types import AxisType, Partial, R, V
 

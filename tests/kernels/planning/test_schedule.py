@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardmap_torch.kernels.schedule import (
+from shardmap_torch.kernels.planning.schedule import (
     SCHEDULES,
     Await,
     Chunk,

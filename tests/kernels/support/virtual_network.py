@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import KernelError, listing
-from shardmap_torch.kernels.cost import Fabric
+from shardmap_torch.kernels.planning.cost import Fabric
 from shardmap_torch.kernels.transports.protocol import Envelope, Handle, Steps, TagCounter
 from shardmap_torch.kernels.transports.streams import HOST_LANES, Lanes
 
@@ -136,7 +136,7 @@ class VirtualNetwork:
             has one link to a switch.
 
     Example:
-        >>> from shardmap_torch.kernels.schedule import Chunk, Message
+        >>> from shardmap_torch.kernels.planning.schedule import Chunk, Message
         >>> from shardmap_torch.kernels.transports.protocol import Channel
         >>> def hello(transport):
         ...     channel = Channel.open(transport, "hello", num_parts=1)

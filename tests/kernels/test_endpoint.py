@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.kernels import symmetric
-from shardmap_torch.kernels.transports import endpoint
-from shardmap_torch.kernels.transports.endpoint import OBSTACLES, Situation, endpoint_of, obstacle
+from shardmap_torch.kernels import endpoint, symmetric
+from shardmap_torch.kernels.endpoint import OBSTACLES, Situation, endpoint_of, obstacle
 from shardmap_torch.kernels.transports.gloo import GlooTransport
 from shardmap_torch.kernels.transports.nccl import NcclTransport
 from shardmap_torch.kernels.transports.protocol import network_of

@@ -15,8 +15,8 @@ from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import constant
 from shardmap_torch.kernels import calibrate, symmetric
-from shardmap_torch.kernels.cost import ASSUMED_GPU, Fabric
 from shardmap_torch.kernels.planner import Overlap
+from shardmap_torch.kernels.planning.cost import ASSUMED_GPU, Fabric
 from shardmap_torch.kernels.transports.gloo import GlooTransport
 from shardmap_torch.kernels.transports.nccl import NcclTransport
 from shardmap_torch.kernels.transports.protocol import Transport, network_of

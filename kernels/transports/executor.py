@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.kernels.schedule import (
+from shardmap_torch.kernels.planning.schedule import (
     SCHEDULES,
     Await,
     Chunk,

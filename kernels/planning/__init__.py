@@ -1,0 +1,1 @@
+"""Planning of overlapped kernels: schedules as data, and the cost model."""
