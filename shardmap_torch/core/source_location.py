@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
+from types import FrameType
 from typing import Final
 
 import optree
@@ -65,3 +66,8 @@ def call_site() -> Site | None:
             return None
         frame = frame.f_back
     return None
+
+
+def is_own(frame: FrameType) -> bool:
+    """Whether a frame runs code of this package."""
+    return frame.f_code.co_filename.startswith(_OWN[:3])

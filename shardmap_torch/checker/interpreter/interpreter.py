@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.draws import drawn_types
+from shardmap_torch.checker.interpreter.rank_only import has_saving_hooks
 from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
 from shardmap_torch.checker.interpreter.symbolic import Numbers
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
@@ -90,6 +91,11 @@ class Interpreter(Memory):
         """Autograd nodes that are there already are not the body's."""
         self._sequence = torch._C._autograd._get_sequence_nr()
 
+    def needs_ranks(self) -> None:
+        """Notes that the body does what `torch.func.vmap` would drop, or break at."""
+        if not self._paused:
+            self.batches = False
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Operations in here are typed, but are no part of the program."""
@@ -123,7 +129,7 @@ class Interpreter(Memory):
             value = scalars.take_for_torch(self, op, arguments)
             if value is not None:
                 return value
-        self.batches &= op is not _NOT_BATCHED
+        self.batches &= op is not _NOT_BATCHED and not has_saving_hooks()
         writes = writes_of(op, arguments)
         for name in writes:
             self._reject_read_only(op, arguments[name])

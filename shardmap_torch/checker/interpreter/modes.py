@@ -30,10 +30,16 @@ from shardmap_torch.checker.interpreter.custom_functions import watch
 from shardmap_torch.checker.interpreter.decompositions import interpreted
 from shardmap_torch.checker.interpreter.indexing import is_by_number, with_select
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.rank_only import (
+    GRAD_FN,
+    HOOKS,
+    takes_vmap,
+    watching_functions,
+)
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.registry import MEANINGS
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.errors import ShardTypeError
 
 _functorch = torch._C._functorch
@@ -67,6 +73,7 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         stack.enter_context(_Operations(interpreter))
         stack.enter_context(_Functions(interpreter))
         stack.enter_context(_quiet())
+        stack.enter_context(watching_functions(interpreter.needs_ranks))
         interpreter.begin()
         _CURRENT.stack.append(interpreter)
         stack.callback(_CURRENT.stack.pop)
@@ -139,6 +146,10 @@ class _Functions(TorchFunctionMode):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
+        if func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2))):
+            self._interpreter.needs_ranks()
+        if func is custom_function_call and not takes_vmap(args[0]):
+            self._interpreter.needs_ranks()
         self._interpreter.reject_outer(args)
         if is_by_number(func, args):
             func, args = with_select(self._interpreter, func, args)

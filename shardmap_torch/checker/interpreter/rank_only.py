@@ -1,0 +1,98 @@
+"""What only ranks that run by themselves can do: `torch.func.vmap` would drop it or break.
+
+Hooks on tensors, autograd nodes and modules, functions of autograd that vmap cannot take, and what
+is saved for backward through hooks, as torch's own checkpoint does. All are typed as they are; a
+mesh of `simulate="auto"` runs a body that has them as ranks.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
+
+_OWN: Final = ("shardmap_torch.", "torch._library.", "torch._functorch.", "torch._dynamo.")
+"""Modules of functions that have a form for vmap elsewhere, or come with it."""
+
+GRAD_FN: Final = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # torch's stubs: a Node
+"""Gives a node, on which hooks can be put out of sight."""
+
+HOOKS: Final[frozenset[Any]] = frozenset(
+    {
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.retain_grad,
+        GRAD_FN,
+    }
+)
+"""Functions of torch that put hooks on a tensor, or give what hooks are put on."""
+
+
+def has_saving_hooks() -> bool:
+    """Whether what autograd saves goes through hooks now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def takes_vmap(function: type) -> bool:
+    """Whether a batched body can apply an `autograd.Function`.
+
+    Example:
+        >>> import torch
+        >>> class Legacy(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return x
+        >>> takes_vmap(Legacy)
+        False
+    """
+    if function.__module__.startswith(_OWN):
+        return True
+    described: Mapping[str, Any] = {
+        name: getattr(function, name) for name in ("setup_context", "vmap", "generate_vmap_rule")
+    }
+    has_rule = described["generate_vmap_rule"] or described["vmap"] is not Function.vmap
+    return has_rule and described["setup_context"] is not Function.setup_context
+
+
+class _Watch(threading.local):
+    """Whom to tell of the functions that this thread applies."""
+
+    def __init__(self) -> None:
+        self.stack: list[Callable[[], None]] = []
+
+
+_WATCH: Final = _Watch()
+_LOCK: Final = threading.Lock()
+_BASE: Final[Any] = _SingleLevelFunction
+_WATCHES: Final[list[int]] = []
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if _WATCH.stack and not takes_vmap(cls):
+        _WATCH.stack[-1]()
+    return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+
+@contextmanager
+def watching_functions(found: Callable[[], None]) -> Iterator[None]:
+    """Calls `found` for each function without a form for vmap that this thread applies in here.
+
+    `Function.apply` is no function that modes of torch see, and users keep it under names of their
+    own; so a method is put between it and what it calls, and taken away again.
+    """
+    with _LOCK:
+        _WATCHES.append(1)
+        _BASE.apply = classmethod(_apply)
+    _WATCH.stack.append(found)
+    try:
+        yield
+    finally:
+        _WATCH.stack.pop()
+        with _LOCK:
+            _WATCHES.pop()
+            if not _WATCHES:
+                del _BASE.apply

@@ -1,0 +1,187 @@
+"""Bodies with hooks, and with functions that vmap cannot take, run as ranks on simulated meshes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from shardmap_torch import P, check_program, checkpoint, make_mesh, shard_map
+from shardmap_torch.checker.interpreter.rank_only import takes_vmap
+
+Body = Callable[[Tensor, Tensor], Tensor]
+
+
+class Legacy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+class WithoutVmap(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+class WithVmap(WithoutVmap):
+    generate_vmap_rule = True
+
+
+APPLY: dict[type, Body] = {f: f.apply for f in (Legacy, WithoutVmap, WithVmap)}
+
+
+def tensor_hook(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad * 2)
+    return h
+
+
+def input_hook(x: Tensor, w: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad * 2)
+    return x @ w
+
+
+def node_hook(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    if h.grad_fn is not None:
+        h.grad_fn.register_prehook(lambda grads: tuple(grad * 2 for grad in grads))
+    return h
+
+
+def edge_hook(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    if h.requires_grad:
+        node = torch.autograd.graph.get_gradient_edge(h).node
+        node.register_prehook(lambda grads: tuple(grad * 2 for grad in grads))
+    return h
+
+
+LINEAR = nn.Linear(8, 8, bias=False, dtype=torch.float64)
+
+
+def thrice(module: nn.Module, into: Any, out: Any) -> tuple[Tensor]:
+    tripled: Tensor = into[0] * 3
+    return (tripled,)
+
+
+LINEAR.register_full_backward_hook(thrice)
+
+
+def module_hook(x: Tensor, w: Tensor) -> Tensor:
+    y: Tensor = torch.func.functional_call(LINEAR, {"weight": w}, (x,))
+    return y
+
+
+def torch_checkpoint(x: Tensor, w: Tensor) -> Tensor:
+    y: Tensor = torch.utils.checkpoint.checkpoint(
+        lambda x, w: torch.tanh(x @ w), x, w, use_reentrant=False
+    )
+    return y
+
+
+def saving_hooks(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x * 2):
+        return torch.sin(x @ w)
+
+
+def legacy(x: Tensor, w: Tensor) -> Tensor:
+    return APPLY[Legacy](x, w)
+
+
+def without_vmap(x: Tensor, w: Tensor) -> Tensor:
+    return APPLY[WithoutVmap](x, w)
+
+
+BODIES = [
+    tensor_hook,
+    input_hook,
+    node_hook,
+    edge_hook,
+    module_hook,
+    torch_checkpoint,
+    saving_hooks,
+    legacy,
+    without_vmap,
+]
+
+
+def values(body: Body, *inputs: Tensor) -> list[Tensor]:
+    """The result and its gradients."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = body(*leaves)
+    weights = torch.linspace(0.1, 1.3, y.numel(), dtype=y.dtype).reshape(y.shape)
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), leaves)]
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    x, w = torch.linspace(-1, 1, 32), torch.linspace(-2, 1, 64)
+    return x.double().reshape(4, 8), w.double().reshape(8, 8)
+
+
+def mapped(body: Body, **kwargs: Any) -> Any:
+    mesh = make_mesh((2,), ("dp",), kind="simulated", **kwargs)
+    return shard_map(body, mesh=mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_simulated_meshes_run_as_one_device_what_vmap_would_drop_or_break(body: Body) -> None:
+    assert not check_program(mapped(body), *(x.requires_grad_() for x in inputs())).batches
+    # A hook that scales all of a cotangent does the same to each rank's part of it.
+    for one, other in zip(values(mapped(body), *inputs()), values(body, *inputs()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def with_vmap(x: Tensor, w: Tensor) -> Tensor:
+    return APPLY[WithVmap](x, w)
+
+
+def own_checkpoint(x: Tensor, w: Tensor) -> Tensor:
+    return checkpoint(lambda x, w: torch.tanh(x @ w), x, w)
+
+
+def asks_for_gradient(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w if w.requires_grad else x
+
+
+@pytest.mark.parametrize("body", [with_vmap, own_checkpoint, asks_for_gradient, torch.matmul])
+def test_what_vmap_can_take_stays_batched(body: Body) -> None:
+    assert check_program(mapped(body), *(x.requires_grad_() for x in inputs())).batches
+
+
+def test_a_function_is_looked_at_by_what_it_overrides() -> None:
+    assert [takes_vmap(f) for f in (Legacy, WithoutVmap, WithVmap)] == [False, False, True]
+
+
+def in_a_transform(x: Tensor, w: Tensor) -> Tensor:
+    gradient: Tensor = torch.func.grad(lambda x: APPLY[WithoutVmap](x, w).sum())(x)
+    return gradient
+
+
+def test_functions_in_a_transform_of_the_body_are_seen_too() -> None:
+    assert not check_program(mapped(in_a_transform), *inputs()).batches
+
+
+def test_functions_are_as_before_after_a_check() -> None:
+    base: Any = torch.autograd.function._SingleLevelFunction
+    check_program(mapped(legacy), *inputs())
+    assert "apply" not in base.__dict__
