@@ -55,6 +55,10 @@ class OptimizerError(ShardMapError):
     """An optimizer cannot be made, or cannot update what it was given."""
 
 
+class PostmortemError(ShardMapError):
+    """What the flight recorders of the ranks have written cannot be compared."""
+
+
 def listing(head: str, problems: Sequence[str]) -> str:
     """Joins a headline and its offenders, one line each.
 

@@ -3,7 +3,8 @@
 import atexit
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,14 +14,35 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardmap_torch.control.start import current, start
 from shardmap_torch.errors import MeshError
 
 Kind: TypeAlias = Literal["simulated", "process_group", "abstract"]
 Strategy: TypeAlias = Literal["auto", "vmap", "ranks"]
 
+Debug: TypeAlias = Literal["collectives"]
+
 TORCHRUN_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class _State:
+    """What changes in a mesh: its groups may be closed, and made anew.
+
+    Attributes:
+        closed: whether `close` has been called.
+        epoch: how often the run had recovered when its groups were made.
+        remade: whether its groups are no longer those of the DeviceMesh it was made with.
+        forget: what else has to forget the groups.
+    """
+
+    closed: bool = False
+    epoch: int = 0
+    remade: bool = False
+    forget: list[Callable[[], object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -36,6 +58,7 @@ class Mesh:
         device: where values live; None takes any one device that the inputs share.
         simulate: the strategy of a simulated mesh.
         device_mesh: torch's mesh underneath; process-group meshes only.
+        debug: "collectives" compares every collective on all ranks before it begins.
 
     Source: `jax.sharding.Mesh`, `torch.distributed.device_mesh.DeviceMesh`.
     """
@@ -46,9 +69,11 @@ class Mesh:
     device: torch.device | None = None
     simulate: Strategy = "auto"
     device_mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+    debug: Debug | None = field(default=None, compare=False, repr=False)
     _groups: dict[Any, dist.ProcessGroup] = field(
         default_factory=dict, compare=False, repr=False, init=False
     )
+    _state: _State = field(default_factory=_State, compare=False, repr=False, init=False)
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -122,6 +147,8 @@ class Mesh:
         """
         if self.device_mesh is None:
             raise MeshError(f"A {self.kind} mesh has no process groups.")
+        if self._state.closed:
+            raise MeshError(f"The {self} is closed; make another with make_mesh.")
         ordered = tuple(axis for axis in self.axis_names if axis in axes)
         key = (ordered, purpose)
         if key not in self._groups:
@@ -131,7 +158,7 @@ class Mesh:
     def _make_group(
         self, device_mesh: DeviceMesh, axes: tuple[str, ...], purpose: str
     ) -> dist.ProcessGroup:
-        if len(axes) == 1 and purpose == "collectives":
+        if len(axes) == 1 and purpose == "collectives" and not self._state.remade:
             return device_mesh.get_group(axes[0])
         members = self.peers(axes, self.coordinates(dist.get_rank()))
         named = (dist.group.WORLD, *map(device_mesh.get_group, axes))
@@ -143,6 +170,81 @@ class Mesh:
         )
         assert isinstance(made, dist.ProcessGroup)  # this rank is a member
         return made
+
+    def recover(self) -> None:
+        """Goes on after an error of communication: all ranks agree, and make new groups.
+
+        After such an error nobody knows which messages are still under way, and every call raises a
+        MeshError. Catch the error on all ranks and call this on all of them: it waits for them, at
+        most for the timeout. Where a process is gone it raises; start the processes anew then, as
+        `torchrun --max-restarts` does. On a mesh of one process it does nothing.
+
+        Raises:
+            CommunicationError: a rank did not come in time; names it.
+
+        Source: `torch.distributed.ProcessGroup.abort` and new groups; ULFM's `MPIX_Comm_shrink`
+        (Bland et al. 2013), without the shrinking.
+        """
+        control = current()
+        if control is None or self.device_mesh is None:
+            return
+        if control.broken or self._state.epoch == control.epoch:
+            control.recover()
+        self._forget()
+        self._state.epoch, self._state.remade = control.epoch, True
+        # DTensors that lie on the mesh use the same groups.
+        names = [self.group((axis,)).group_name for axis in self.axis_names]
+        if hasattr(self.device_mesh, "_dim_group_names"):
+            self.device_mesh._dim_group_names = names
+
+    def close(self) -> None:
+        """Destroys the groups that this mesh has made; it cannot be used any more.
+
+        All ranks must call it. Groups of torch's default and of a DeviceMesh that was passed to
+        `make_mesh` stay. A mesh is also a context manager that closes it.
+
+        Example:
+            >>> with make_mesh((2,), ("dp",), kind="simulated") as mesh:
+            ...     mesh.size
+            2
+        """
+        own = [group for group in self._groups.values() if group is not dist.group.WORLD]
+        self._forget()
+        self._state.closed = True
+        for group in own:
+            dist.destroy_process_group(group)
+
+    def _forget(self) -> None:
+        self._groups.clear()
+        for forget in self._state.forget:
+            forget()
+        self._state.forget.clear()
+
+    def when_groups_change(self, forget: Callable[[], object]) -> None:
+        """Has `forget` called once, when the groups are closed or made anew."""
+        self._state.forget.append(forget)
+
+    def require_open(self) -> None:
+        """Requires that its groups can be used.
+
+        Raises:
+            MeshError: it is closed, or its groups are of before a `recover` of another mesh.
+        """
+        control = current()
+        if self._state.closed:
+            raise MeshError(f"The {self} is closed; make another with make_mesh.")
+        if control is not None and self._state.epoch != control.epoch and not control.broken:
+            raise MeshError(
+                f"The {self} has groups of before an error. Call its recover() on all ranks too."
+            )
+
+    def __enter__(self) -> "Mesh":
+        """Closes the mesh at the end of a `with` block; see `close`."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Closes it."""
+        self.close()
 
     def __str__(self) -> str:
         """As in `simulated mesh (dp=2, tp=4)`."""
@@ -164,6 +266,8 @@ def make_mesh(
     kind: Kind | None = None,
     device: str | torch.device | None = None,
     simulate: Strategy = "auto",
+    timeout: float | timedelta | None = None,
+    debug: Debug | None = None,
 ) -> Mesh:
     """Makes a mesh of `prod(shape)` ranks.
 
@@ -180,12 +284,21 @@ def make_mesh(
             its gradients from outside are those that the specs promise, so use it for
             programs known to be right. "auto": "vmap" for a function whose signature the checker
             accepted, else "ranks".
+        timeout: seconds, or a timedelta: how long a rank of a process-group mesh waits for others
+            at most, in whatever it waits. By default the timeout of torch's process group, which is
+            30 minutes on gloo. With one axis the group is torch's default group, whose timeout it
+            becomes.
+        debug: "collectives" compares every collective on all ranks of a process-group mesh before
+            it begins, which costs a round trip each. By default calls are compared, and backwards
+            at their first collective.
 
     On a process-group mesh this starts torch.distributed from torchrun's environment if nothing
     has (gloo on CPU, NCCL on CUDA) and makes one group per axis, so every rank must call it.
 
     Raises:
         MeshError: sizes, names, world size or environment do not fit.
+        CollectiveMismatchError: the processes make different meshes.
+        CommunicationError: a process did not come in time.
 
     Source: `jax.make_mesh`, `torch.distributed.device_mesh.init_device_mesh`.
 
@@ -195,8 +308,11 @@ def make_mesh(
     """
     if simulate not in get_args(Strategy):
         raise MeshError(f"simulate={simulate!r} is none of {', '.join(get_args(Strategy))}.")
+    if debug not in (None, *get_args(Debug)):
+        raise MeshError(f"debug={debug!r} is neither None nor 'collectives'.")
+    limit = _limit(timeout)
     if isinstance(shape, DeviceMesh):
-        return _adopt(shape, axis_names, simulate)
+        return _adopt(shape, axis_names, simulate, limit, debug)
     names, sizes = _check_layout(shape, axis_names)
     kind = kind if kind is not None else _default_kind()
     if kind not in get_args(Kind):
@@ -204,10 +320,54 @@ def make_mesh(
     chosen = None if device is None else torch.device(device)
     if kind != "process_group":
         return Mesh(names, sizes, kind, chosen, simulate)
-    chosen = _start_process_group(chosen)
-    _check_world(names, sizes)
+    chosen = _start_process_group(chosen, limit)
+    _agree(names, sizes, limit)
     device_mesh = init_device_mesh(chosen.type, sizes, mesh_dim_names=names)
-    return Mesh(names, sizes, kind, chosen, simulate, device_mesh)
+    return _with_groups(Mesh(names, sizes, kind, chosen, simulate, device_mesh, debug), limit)
+
+
+def _limit(timeout: float | timedelta | None) -> timedelta | None:
+    if isinstance(timeout, int | float) and timeout > 0:
+        return timedelta(seconds=timeout)
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise MeshError(f"timeout must be a positive number of seconds, not {timeout!r}.")
+    return timeout
+
+
+def _agree(names: tuple[str, ...], sizes: tuple[int, ...], limit: timedelta | None) -> None:
+    """Requires that all processes make the same mesh, which else wait for each other in groups."""
+    world = dist.group.WORLD
+    assert world is not None  # it has been initialised
+    shortest = _shortest_timeout([world])
+    control = start(limit or shortest or dist.default_pg_timeout)
+    problem: MeshError | None = None
+    try:
+        _check_world(names, sizes)
+    except MeshError as error:
+        problem = error
+    if control is not None:
+        text = f"make_mesh({sizes}, {names}, timeout={limit})"
+        control.begin_call("make_mesh")
+        try:
+            control.check(zlib.crc32(text.encode()), lambda: text, text, now=True)
+        finally:
+            control.end_call()
+    if problem is not None:
+        raise problem
+
+
+def _with_groups(mesh: Mesh, limit: timedelta | None) -> Mesh:
+    """Makes the groups of its axes, which torch gives 30 minutes, as patient as the default one."""
+    world = dist.group.WORLD
+    assert world is not None  # it has been initialised
+    patience = limit or _shortest_timeout([world])
+    for axis in mesh.axis_names:
+        group = mesh.group((axis,))
+        if patience is not None and dist.get_backend(group) in ("gloo", "nccl"):
+            distributed_c10d._set_pg_timeout(patience, group)
+    control = current()
+    mesh._state.epoch = control.epoch if control is not None else 0
+    return mesh
 
 
 def _check_layout(
@@ -236,7 +396,7 @@ def _default_kind() -> Kind:
     return "process_group" if started or torchrun else "simulated"
 
 
-def _start_process_group(device: torch.device | None) -> torch.device:
+def _start_process_group(device: torch.device | None, limit: timedelta | None) -> torch.device:
     if not dist.is_available():
         raise MeshError("A process_group mesh needs a torch built with torch.distributed.")
     if device is None:
@@ -253,7 +413,8 @@ def _start_process_group(device: torch.device | None) -> torch.device:
                 f"torchrun's environment lacks {', '.join(missing)}. Start the script with "
                 '`torchrun --nproc-per-node N script.py`, or use kind="simulated".'
             )
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=limit)
         atexit.register(_stop_process_group)
     return device
 
@@ -279,7 +440,13 @@ def _check_world(names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
         )
 
 
-def _adopt(device_mesh: DeviceMesh, axis_names: Sequence[str] | None, simulate: Strategy) -> Mesh:
+def _adopt(
+    device_mesh: DeviceMesh,
+    axis_names: Sequence[str] | None,
+    simulate: Strategy,
+    limit: timedelta | None,
+    debug: Debug | None,
+) -> Mesh:
     own = device_mesh.mesh_dim_names
     if own is None:
         raise MeshError("The DeviceMesh has no dim names; make it with mesh_dim_names=(...).")
@@ -287,12 +454,13 @@ def _adopt(device_mesh: DeviceMesh, axis_names: Sequence[str] | None, simulate: 
         raise MeshError(f"axis_names {tuple(axis_names)} differ from the DeviceMesh's {own}.")
     sizes = tuple(device_mesh.shape)
     _check_layout(sizes, own)
-    _check_world(tuple(own), sizes)
+    _agree(tuple(own), sizes, limit)
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise MeshError(f"The DeviceMesh's ranks {ranks} are not in row-major order.")
     device = torch.device(device_mesh.device_type)
-    return Mesh(tuple(own), sizes, "process_group", device, simulate, device_mesh)
+    mesh = Mesh(tuple(own), sizes, "process_group", device, simulate, device_mesh, debug)
+    return _with_groups(mesh, limit)
 
 
 class _Ambient(threading.local):

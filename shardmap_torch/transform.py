@@ -29,6 +29,7 @@ from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import nested, vmap
 from shardmap_torch.run.checked import Checked
 from shardmap_torch.run.runtimes import runtime_of
+from shardmap_torch.run.unchecked import run_unchecked
 
 Check: TypeAlias = bool | Strictness
 """How strict `shard_map` is; True is "local"."""
@@ -175,7 +176,10 @@ class _Body:
         # names its axes, unchecked.
         if scope is not None or not self._check or torch.compiler.is_compiling():
             infers = scope is not None and scope.monitor is not None
-            return _run(self._call(scope, args, kwargs, infers), scope, batches=False)
+            call = self._call(scope, args, kwargs, infers)
+            if scope is None and not torch.compiler.is_compiling():
+                return run_unchecked(call, _run_alone)
+            return _run(call, scope, batches=False)
         # Dynamo may have given the call up, for want of a named axis, and look into what runs then.
         if get_eval_frame_callback() is not None:
             uncompiled = torch.compiler.disable(self._run_checked)

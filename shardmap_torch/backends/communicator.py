@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.backends.watchdog import wait_for_all, wait_for_peer
+from shardmap_torch.control.start import current, peers
 
 # torch 2.13 renamed both and warns at the old names; 2.11 has only those.
 _all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,8 +28,8 @@ _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 class Wire:
     """A group of ranks as one of them sees it; stacks are in the order of group ranks.
 
-    On gloo what waits long looks for a vote; see `lookout`. A wait for NCCL does not stop
-    the process, which goes on to the next thing that needs the result.
+    On gloo what waits long looks whether the others can still come; see `control`. A wait for NCCL
+    does not stop the process, which goes on to the next thing that needs the result.
 
     Attributes:
         group: the process group.
@@ -83,10 +83,11 @@ class Wire:
         works = [dist.P2POp(dist.irecv, out, group=self.group, group_peer=r) for r in receives]
         works += [dist.P2POp(dist.isend, x, group=self.group, group_peer=r) for r in sends]
         for work in dist.batch_isend_irecv(works) if works else []:
-            if self.patient:
-                wait_for_peer(work)
-            else:
+            watch = peers() if self.patient else None
+            if watch is None:
                 work.wait()
+            else:
+                watch.wait(work)
         return out
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -96,10 +97,11 @@ class Wire:
         return y
 
     def _wait(self, work: dist.Work) -> None:
-        if self.patient:
-            wait_for_all(work)
-        else:
+        control = current() if self.patient else None
+        if control is None:
             work.wait()
+        else:
+            control.wait(work)
 
 
 @dataclass(frozen=True)

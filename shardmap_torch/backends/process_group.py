@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.backends.communicator import TracedWire, Wire
-from shardmap_torch.backends.consensus import vote_against
 from shardmap_torch.backends.local import LOCAL
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import gather, scatter
-from shardmap_torch.backends.watchdog import OvertakenError
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.control.run import Control, StuckError
+from shardmap_torch.control.start import current
 from shardmap_torch.core.caching import constant
+from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import unviewed
-from shardmap_torch.errors import CommunicationError
 from shardmap_torch.mesh import Mesh
 
 _WIRE: Final = {
@@ -37,11 +38,15 @@ class Line:
         wire: the group that they form; it numbers them in mesh order.
         order: for each position along the axes, the group rank that stands there.
         own: this rank's position.
+        name: the same on all members, and on no other rank.
+        members: their ranks in the world.
     """
 
     wire: Wire | TracedWire
     order: tuple[int, ...]
     own: int
+    name: str = ""
+    members: tuple[int, ...] = ()
 
     def from_group(self, stacked: Tensor) -> Tensor:
         """Brings rows that are in the order of group ranks into that of positions."""
@@ -71,17 +76,28 @@ class ProcessGroupBackend(RankBackend):
 
         Raises:
             CommunicationError: torch.distributed failed, as when a peer is gone.
-            CollectiveMismatchError: a peer has left the program, and says so in a vote.
+            CollectiveMismatchError: the ranks do different things.
         """
+        line = self.line(collective.axes)
+        if torch.compiler.is_compiling():
+            return _on_wire(line, move, collective, x)
+        control = current()
+        if control is None:
+            return unviewed(_on_wire(line, move, collective, x))
+        return self._communicate(control, line, move, collective, x)
+
+    def _communicate(
+        self, control: Control, line: Line, move: str, collective: Collective, x: Tensor
+    ) -> Tensor:
+        control.begin(
+            collective, x, _site(), line.name, line.members, self.mesh.debug == "collectives"
+        )
         try:
-            y = _on_wire(self.line(collective.axes), move, collective, x)
-            return y if torch.compiler.is_compiling() else unviewed(y)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"{collective} failed on rank {self.rank} of the {self.mesh}: {error}"
-            ) from error
-        except OvertakenError:
-            vote_against(str(collective))
+            y = unviewed(_on_wire(line, move, collective, x))
+        except (RuntimeError, StuckError) as error:
+            control.fail(f"{collective} on the {self.mesh}", error)
+        control.end()
+        return y
 
     def line(self, axes: tuple[str, ...]) -> Line:
         """The ranks along `axes`, for eager or for compiled code."""
@@ -100,7 +116,18 @@ class ProcessGroupBackend(RankBackend):
         own = self.mesh.index(axes, self.place)
         group = self.mesh.group(axes)
         wire = Wire(group, len(order), order[own], patient=dist.get_backend(group) == "gloo")
-        return Line(wire, order, own)
+        name = f"{','.join(axes)} from rank {in_group[0]} of {len(in_group)}"
+        return Line(wire, order, own, name, tuple(in_group))
+
+
+def _site() -> Site | None:
+    """The user's line: that of the checked program, or where a backward was called."""
+    scope = current_scope()
+    if scope is not None and torch._C._current_graph_task_id() == -1:
+        site: Site | None = getattr(scope.monitor, "site", None)
+        if site is not None:
+            return site
+    return call_site()
 
 
 @constant

@@ -1,34 +1,109 @@
-"""Comparing the processes' checked programs before anything is sent.
+"""What the processes compare of a call before anything of it is sent.
 
-Processes that run different programs would wait for one another in collectives until a time limit,
-and then know nothing about why.
+Processes that make different calls would wait for one another in collectives until a time limit,
+and then know nothing about why; or would add numbers that do not belong together.
 """
 
-from shardmap_torch.backends.consensus import vote
-from shardmap_torch.checker.api import Program
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.replay import Difference
+from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.control.run import Control
+from shardmap_torch.control.start import current
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardMapError
 
+_PLAIN: Final = (bool, int, float, str, type(None))
+"""Types of static arguments that are compared: what others print may differ between processes."""
 
-def agree(name: str, found: Program | Exception, left: Difference | None = None) -> None:
+
+@dataclass(frozen=True)
+class Found:
+    """What a process has found out about a call.
+
+    Attributes:
+        name: of the function.
+        text: what errors show, line by line; "  # " begins what is not compared.
+        digest: of all that is compared.
+    """
+
+    name: str
+    text: str
+    digest: int
+
+    @staticmethod
+    def of(name: str, lines: Sequence[str], fingerprint: str = "") -> "Found":
+        """Makes it of lines; `fingerprint` stands for what follows them."""
+        compared = "\n".join([*(line.split("  # ")[0] for line in lines), fingerprint])
+        return Found(name, "\n".join(lines), zlib.crc32(compared.encode()))
+
+
+def found_in(call: Call, verdict: Verdict | None) -> Found:
+    """Describes a call: its arguments, its specs, and its program if it has been checked."""
+    site = call_site()
+    head = f"{call.name} on the {call.mesh}" + (f"  # {site}" if site is not None else "")
+    lines = [head, *_arguments(call)]
+    if verdict is None:
+        specs, _ = flatten(call.out_specs)
+        return Found.of(call.name, [*lines, f"  unchecked, out_specs: {specs!r}"])
+    match = verdict.result.match
+    lines += [
+        f"  {path}: {spec!r}" for path, spec in zip(match.paths, match.specs, strict=True) if spec
+    ]
+    program = program_of(verdict)
+    _, *equations = str(program).splitlines()
+    found = Found.of(call.name, lines, program.fingerprint)
+    return Found(call.name, "\n".join([found.text, *equations]), found.digest)
+
+
+def _arguments(call: Call) -> Iterator[str]:
+    for leaf, path, spec in zip(call.leaves, call.match.paths, call.match.specs, strict=True):
+        if isinstance(leaf, Tensor):
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            grad = ", requires_grad" * leaf.requires_grad
+            yield f"  {path}: {dtype}{list(leaf.shape)}, {spec!r}{grad}"
+        elif type(leaf) in _PLAIN:
+            yield f"  {path} = {leaf!r}"
+
+
+def refused(name: str, error: Exception) -> Found:
+    """Describes a call that cannot be checked: for an error, the checker's or the body's own."""
+    known = isinstance(error, ShardMapError)
+    why = f"is rejected: {error}" if known else f"raises {type(error).__name__}: {error}"
+    return Found(name, f"{name} {why}", zlib.crc32(f"{name} rejected".encode()))
+
+
+def agree(found: Found, left: Difference | None = None, now: bool = True) -> None:
     """Requires that every process has found the same about a call, at the same step.
 
     Args:
-        name: of the function.
-        found: a typed program, or why there is none: an error, the checker's or the body's own.
+        found: what this process has found.
         left: where the newest run has left its program; None before it starts.
+        now: waits for the others; else the first collective, or the end of the call, does.
 
     Raises:
         CollectiveMismatchError: another process has found something else, or waits in a collective;
             shows the first difference of both, on every process.
+        CommunicationError: another process is gone.
     """
-    depth = 0.0 if left is None else left.depth + 1
-    if isinstance(found, Program):
-        ballot, text = f"{name} {found.fingerprint}", str(found)
-    else:
-        known = isinstance(found, ShardMapError)
-        why = f"is rejected: {found}" if known else f"raises {type(found).__name__}: {found}"
-        ballot, text = f"{name} rejected", f"{name} {why}"
+    control = current()
+    if control is None:
+        return
+    digest, text, doing = found.digest, found.text, _doing(control, found.name)
     if left is not None:
-        text = f"comes to {left.found}, where the program has {left.expected}\n{text}"
-    vote(name, depth, ballot, text)
+        come = f"comes to {left.found}, where the program has {left.expected}"
+        digest = zlib.crc32(f"{digest} {left.depth}".encode())
+        text, doing = f"{come}\n{text}", f"{doing}, where it {come}"
+    control.check(digest, lambda: text, doing, now)
+
+
+def _doing(control: Control, name: str) -> str:
+    return f"call {control.call} of {name}"

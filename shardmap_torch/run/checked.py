@@ -1,18 +1,17 @@
 """Checked calls: a verdict for each signature, and runs that follow the program it is about.
 
 A run that leaves its program, before anything of the difference is sent, is unwound, checked anew
-and started again: bodies are pure, and on processes all ranks vote that each of them stands at the
-same step, so that what they have sent matches. Once is enough where something has changed since the
-check; what changes from run to run is an error.
+and started again: bodies are pure, and on processes all ranks compare that each of them stands at
+the same step, so that what they have sent matches. Once is enough where something has changed since
+the check; what changes from run to run is an error.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
 
-from shardmap_torch.backends.consensus import begin_call
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.cache_key import Signature, parts, signature
 from shardmap_torch.checker.guards.captured_state import Surroundings
 from shardmap_torch.checker.guards.replay import Departure, Difference
@@ -24,7 +23,8 @@ from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run.agree import agree
+from shardmap_torch.run.agree import Found, agree, found_in, refused
+from shardmap_torch.run.guarded import guarded
 from shardmap_torch.run.retrace_warning import Changing
 from shardmap_torch.run.runtimes import runtime_of
 
@@ -52,8 +52,7 @@ class Checked:
         """Nothing is looked at before the first call."""
         self._name, self._strictness = name, strictness
         self._surroundings = Surroundings(function)
-        self._verdicts: Memo[Verdict] = Memo()
-        self._agreed_on: dict[int, Verdict] = {}
+        self._verdicts: Memo[_Known] = Memo()
         self._changing, self._calls = Changing(name), 0
         self._late = {on: partial(self._stop, on, _LATE) for on in (False, True)}
 
@@ -65,7 +64,7 @@ class Checked:
         """
         if strictness is not None and strictness != self._strictness:
             return verify(call, strictness)
-        return self._find(signature(call, self._surroundings), call)
+        return self._find(signature(call, self._surroundings), call).verdict
 
     def run(self, call: Call, run: Run) -> Tree:
         """Runs a call as it was checked.
@@ -76,18 +75,20 @@ class Checked:
         """
         self._calls += 1
         key = signature(call, self._surroundings)
-        processes = runtime_of(call.mesh).is_distributed
-        if processes:
-            begin_call()
+        if runtime_of(call.mesh).is_distributed:
+            return guarded(call.mesh, self._name, lambda: self._follow(key, call, run, True))
+        return self._follow(key, call, run, False)
+
+    def _follow(self, key: Signature, call: Call, run: Run, processes: bool) -> Tree:
         difference: Difference | None = None
         for _ in range(_RUNS):
-            verdict = self._agreed(key, call, difference) if processes else self._find(key, call)
+            known = self._agreed(key, call, difference) if processes else self._find(key, call)
+            verdict = known.verdict
             try:
                 return run(verdict.apply(call, self._late[processes]), verdict.batches)
             except Departure as departure:
                 difference = departure.difference
             self._verdicts.forget(key)
-            self._agreed_on.pop(id(verdict), None)
         assert difference is not None  # or the first run would have returned
         self._stop(processes, _CHANGING, difference)
 
@@ -99,12 +100,11 @@ class Checked:
             CollectiveMismatchError: another process has not.
         """
         if runtime_of(mesh).is_distributed:
-            begin_call()
-            agree(self._name, error)
+            guarded(mesh, self._name, lambda: agree(refused(self._name, error)))
         raise error
 
-    def _find(self, key: Signature, call: Call) -> Verdict:
-        return self._verdicts.get(key, lambda: self._verify(key, call))
+    def _find(self, key: Signature, call: Call) -> "_Known":
+        return self._verdicts.get(key, lambda: _Known(self._verify(key, call)))
 
     def _verify(self, key: Signature, call: Call) -> Verdict:
         self._changing.checked(self._calls, parts(key, call, self._surroundings))
@@ -113,20 +113,29 @@ class Checked:
             raise closed_over_outer(self._name, "batches")
         return verify(call, self._strictness)
 
-    def _agreed(self, key: Signature, call: Call, left: Difference | None) -> Verdict:
-        """The verdict, after all processes have found the same program at the same step."""
+    def _agreed(self, key: Signature, call: Call, left: Difference | None) -> "_Known":
+        """The verdict, while all processes compare what they have found, at the same step."""
         try:
-            verdict = self._find(key, call)
+            known = self._find(key, call)
         except Exception as error:
-            agree(self._name, error, left)
+            agree(refused(self._name, error), left)
             raise
-        if id(verdict) not in self._agreed_on:
-            agree(self._name, program_of(verdict), left)
-            self._agreed_on[id(verdict)] = verdict
-        return verdict
+        is_new = known.found is None
+        if known.found is None:
+            known.found = found_in(call, known.verdict)
+        agree(known.found, left, now=is_new or left is not None)
+        return known
 
     def _stop(self, processes: bool, why: tuple[str, str], difference: Difference) -> NoReturn:
         error = ShardTypeError(f"{self._name}: {why[0]}\n{difference}\n{why[1]}")
         if processes:
-            agree(self._name, error, difference)
+            agree(refused(self._name, error), difference)
         raise error
+
+
+@dataclass(eq=False)
+class _Known:
+    """A verdict, and what the processes compare of it once it has been asked for."""
+
+    verdict: Verdict
+    found: Found | None = None

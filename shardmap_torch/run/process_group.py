@@ -64,3 +64,4 @@ def _make_backend(mesh: Mesh) -> None:
     known = _BACKENDS.get(id(mesh))
     if known is None or known.mesh is not mesh:
         _BACKENDS[id(mesh)] = ProcessGroupBackend(mesh)
+        mesh.when_groups_change(lambda: _BACKENDS.pop(id(mesh), None))

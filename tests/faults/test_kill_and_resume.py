@@ -80,7 +80,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def disturb(folder: Path, kills: int, seed: int) -> int:
-    agent = start(folder, max_restarts=kills)
+    agent = start(folder, max_restarts=kills + 3)
     try:
         killed = kill_at_random(agent, folder, kills, seed)
         assert agent.wait(240) == 0, (folder / "output.txt").read_text()

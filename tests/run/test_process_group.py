@@ -12,6 +12,7 @@ from shardmap_torch import (
     CommunicationError,
     I,
     Mesh,
+    MeshError,
     P,
     R,
     all_gather,
@@ -167,11 +168,16 @@ def failure(mesh: Mesh) -> None:
         pytest.raises(CommunicationError) as caught,
     ):
         f(x)
-    assert mesh.device_mesh is not None
-    assert str(caught.value) == (
-        f"all_reduce('tp', P -> I) failed on rank {mesh.device_mesh.get_rank()} of the "
-        "process_group mesh (tp=2): connection closed by peer"
+    rank = torch.distributed.get_rank()
+    site = f"test_process_group.py:{failure.__code__.co_firstlineno + 5}"
+    head, *_ = str(caught.value).splitlines()
+    assert head == (
+        f"all_reduce('tp', P -> I) on the process_group mesh (tp=2), at {site}, failed on rank "
+        f"{rank}: connection closed by peer"
     )
+    with pytest.raises(MeshError, match=r"are broken since an error: all_reduce\('tp', P -> I\)"):
+        f(x)
+    mesh.recover()
     same(f(x), x[:2] + x[2:])
 
 

@@ -181,6 +181,11 @@ class Replay:
         """How many steps the run and the program have in common."""
         return self._at.depth
 
+    @property
+    def site(self) -> Site | None:
+        """The line of the latest step."""
+        return self._at.site
+
     def on_operation(self, what: object, x: Tensor | None) -> None:
         """Takes the step, or calls `end`."""
         for step in self._at.next:

@@ -5,6 +5,7 @@ The flags here are hidden: nothing that the checker can see from outside of the 
 
 import contextvars
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -365,10 +366,11 @@ def test_a_flag_of_one_process_is_an_error_on_every_process(
         first, second = gloo(2).run(on_one_rank, way, late)
     finally:
         gloo(2).close()  # they have stopped at different collectives
-    assert first == second
-    assert first[0] == "CollectiveMismatchError"
-    assert "processes run different programs" in first[1]
-    assert "rank 0: waits in " in first[1]
+    assert first[0] == second[0] == "CollectiveMismatchError"
+    for told in (first[1], second[1]):
+        assert "rank 1" in told
+        assert "comes to " in told or "failed before" in told
+        assert "at test_replay.py:" in told
 
 
 @pytest.mark.slow
@@ -377,15 +379,8 @@ def test_a_process_does_not_wait_for_a_message_that_is_not_sent(gloo: Gloo) -> N
         first, second = gloo(2).run(on_one_end)
     finally:
         gloo(2).close()
-    assert first == second
     line = sent_by_flag.__code__.co_firstlineno + 1
-    assert first == [
-        "CollectiveMismatchError",
-        "sent_by_flag: processes run different programs. The first difference:\n"
-        f"  rank 0: waits in ppermute('a', V -> V) at test_replay.py:{line}: "
-        'return x if FLAG.get() == "none" else ppermute(x, "a", [(1, 0)])\n'
-        "  rank 1: comes to the end, where the program has ppermute('a', V -> V) of float32[2] at "
-        f"test_replay.py:{line}\n"
-        "Fix: run the same code with the same Python values on every process. What depends on the "
-        "rank inside of a body is the tensor axis_index(axis).",
-    ]
+    assert first[0] == second[0] == "CollectiveMismatchError"
+    waiting = r"  rank 0 waits in #\d+ call \d+ of sent_by_flag: ppermute\('a', V -> V\) of "
+    assert re.search(rf"{waiting}float32\[2\] at test_replay\.py:{line}, begun\n", first[1])
+    assert "comes to the end, where the program has ppermute('a', V -> V)" in first[1] + second[1]

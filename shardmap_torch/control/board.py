@@ -1,0 +1,131 @@
+"""The board: each rank posts where it stands in the store, and reads where the others stand.
+
+Only a thread of its own talks to the store. A store whose host is frozen or unreachable blocks that
+thread and nobody else: whoever waits for the board waits for a limited time.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic
+from typing import Any, Final
+
+from torch._C._distributed_c10d import Store
+
+from shardmap_torch.control.waits import Stand, read
+
+BEAT: Final = 1.0
+"""Seconds between two posts of a rank."""
+
+_PAUSE: Final = 0.05
+_FLUSH: Final = 1.0
+"""Seconds that a process that exits takes at most to say so."""
+
+
+class Board:
+    """The posts of all ranks, as this rank knows them."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, stand: Callable[[], Stand], timeout: timedelta
+    ) -> None:
+        """Starts the thread; `stand` is called on it."""
+        self._store, self._rank, self._size, self._stand = _own(store, timeout), rank, size, stand
+        # A store of thousands of ranks is posted to, and read, less often.
+        many: Any = self._store
+        self._reads_many = bool(many.has_extended_api())
+        self._interval = BEAT * max(1.0, size / 512)
+        self._seen: dict[int, Stand] = {}
+        self._changed_at: dict[int, float] = {}
+        self._wake = threading.Condition()
+        self._requests = self._answered = self._touched = self._posted = 0
+        self._closing = False
+        self.failure = ""
+        self._thread = threading.Thread(target=self._serve, name="shardmap board", daemon=True)
+        self._thread.start()
+
+    def touch(self) -> None:
+        """Has the thread post where this rank stands now; returns at once."""
+        with self._wake:
+            self._touched += 1
+            self._wake.notify_all()
+
+    def look(self, patience: float) -> Mapping[int, Stand]:
+        """Reads the posts of all ranks; what is known of old, where the store does not answer."""
+        end = monotonic() + patience
+        with self._wake:
+            self._requests += 1
+            mine = self._requests
+            self._wake.notify_all()
+            while self._answered < mine and (left := end - monotonic()) > 0:
+                self._wake.wait(left)
+            return dict(self._seen)
+
+    def silence(self, rank: int) -> float:
+        """Returns the seconds for which nothing new of a rank has been read."""
+        return monotonic() - self._changed_at.get(rank, monotonic())
+
+    def pause(self) -> None:
+        """Waits a little, so that others can post."""
+        with self._wake:
+            self._wake.wait(_PAUSE)
+
+    def close(self) -> None:
+        """Posts for the last time and ends the thread, if the store answers in time."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join(_FLUSH)
+
+    def _serve(self) -> None:
+        closing = False
+        while not closing:
+            with self._wake:
+                if not (self._closing or self._requests > self._answered or self._is_touched()):
+                    self._wake.wait(self._interval)
+                closing, request, touched = self._closing, self._requests, self._touched
+            try:
+                self._store.set(_key(self._rank), self._stand().to_json())
+                found = self._read() if request > self._answered else {}
+                self.failure = ""
+            except Exception as error:  # the store is gone, or its host is
+                found, self.failure = {}, f"{type(error).__name__}: {error}".splitlines()[0]
+                if not closing:
+                    threading.Event().wait(BEAT / 4)
+            with self._wake:
+                self._posted = touched
+                for rank, stand in found.items():
+                    if self._seen.get(rank) != stand:
+                        self._seen[rank], self._changed_at[rank] = stand, monotonic()
+                self._answered = request
+                self._wake.notify_all()
+
+    def _is_touched(self) -> bool:
+        return self._touched > self._posted
+
+    def _read(self) -> dict[int, Stand]:
+        keys = [_key(rank) for rank in range(self._size)]
+        there = [key for key in keys if self._store.check([key])] if not self._seen else keys
+        if self._reads_many:
+            texts = self._store.multi_get(there)
+        else:
+            texts = [self._store.get(key) for key in there]
+        found = dict(zip(there, texts, strict=True))
+        return {
+            rank: read(found[_key(rank)].decode())
+            for rank in range(self._size)
+            if _key(rank) in found
+        }
+
+
+def _key(rank: int) -> str:
+    return f"shardmap_torch/stand/{rank}"
+
+
+def _own(store: Any, timeout: timedelta) -> Store:
+    """Returns a connection of its own to the same store, so that nobody waits for its lock."""
+    own: Store = store
+    with suppress(AttributeError, RuntimeError, NotImplementedError):
+        own = store.clone()
+        own.set_timeout(timeout)
+    return own

@@ -1,0 +1,85 @@
+"""What errors say of the ranks."""
+
+from collections.abc import Mapping, Sequence
+
+
+def describe_error(error: BaseException) -> str:
+    """As in `raised ValueError: too long at model.py:12`."""
+    site = _site_of(error)
+    text = shorten(str(error).splitlines()[0] if str(error) else "")
+    return f"raised {type(error).__name__}: {text}" + (f" at {site}" if site else "")
+
+
+def _site_of(error: BaseException) -> str:
+    frame, found = error.__traceback__, ""
+    while frame is not None:
+        name = frame.tb_frame.f_code.co_filename
+        found, frame = f"{name.rsplit('/', 1)[-1]}:{frame.tb_lineno}", frame.tb_next
+    return found
+
+
+def shorten(text: str) -> str:
+    """Cuts what libraries say at length."""
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """As in `ranks 0, 2`; the first 16 of many."""
+    shown = ", ".join(map(str, sorted(ranks)[:16]))
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + shown + more
+
+
+def without_sites(text: str) -> str:
+    """Leaves out where in the source each line stands."""
+    return "\n".join(line.split("  # ")[0] for line in text.splitlines())
+
+
+def difference(name: str, texts: Mapping[int, str], sites: Mapping[int, str]) -> str:
+    """Tells the first lines that differ; where they stand in the source does not count.
+
+    Args:
+        name: of the function.
+        texts: what each rank has, in lines.
+        sites: the line of the user's code at which each stands.
+    """
+    places = "; ".join(f"{ranks_text(ranks)} at {site}" for site, ranks in _by_text(sites).items())
+    plain = {rank: without_sites(text) for rank, text in texts.items()}
+    first = min(texts)
+    others = [rank for rank in texts if plain[rank] != plain[first]]
+    if not others:
+        return (
+            f"{name}: processes run different programs: they have done different things before "
+            f"this call, which is the same on all of them:\n  {texts[first].splitlines()[0]}\n"
+            f"where: {places}\n"
+            "Fix: call the same functions, and take the same gradients, in the same order on "
+            "every process."
+        )
+    mine, other = _first_difference(texts[first], texts[others[0]])
+    alike = [rank for rank in texts if plain[rank] == plain[first]]
+    unlike = [rank for rank in others if plain[rank] == plain[others[0]]]
+    return (
+        f"{name}: processes run different programs. The first difference:\n"
+        f"  {ranks_text(alike)}: {mine.strip()}\n"
+        f"  {ranks_text(unlike)}: {other.strip()}\n"
+        f"where: {places}\n"
+        "Fix: run the same code with the same Python values on every process. What depends on the "
+        "rank inside of a body is the tensor axis_index(axis)."
+    )
+
+
+def _first_difference(one: str, two: str) -> tuple[str, str]:
+    ours, theirs = one.splitlines(), two.splitlines()
+    for mine, other in zip(ours, theirs, strict=False):
+        if without_sites(mine) != without_sites(other):
+            return mine, other
+    shorter = min(len(ours), len(theirs))
+    mine, other = ("".join(lines[shorter:][:1]) or "  its end" for lines in (ours, theirs))
+    return mine, other
+
+
+def _by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        found.setdefault(texts[rank] or "an unknown line", []).append(rank)
+    return found

@@ -1,0 +1,67 @@
+"""Waiting for a message from or to one process on gloo.
+
+gloo lets a wait for a collective be given up and taken up again. A wait for one peer it does not:
+what ends that early ends the connection. So it is ended, by another thread, only when the program
+is lost anyway.
+"""
+
+import threading
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardmap_torch.control.run import PATIENCE, Control, StuckError
+
+
+class PeerWatch:
+    """A thread that looks whether a wait for a peer can end, while this process waits."""
+
+    def __init__(self, control: Control) -> None:
+        """Starts the thread at the first wait."""
+        self._control = control
+        self._thread: threading.Thread | None = None
+        self._waiting: dist.Work | None = None
+        self._ended: tuple[dist.Work, StuckError] | None = None
+        self._leaving = threading.Event()
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits.
+
+        Raises:
+            StuckError: the peer can never come.
+            RuntimeError: the transfer has failed, or taken longer than the group's timeout.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="peer watch", daemon=True)
+            self._thread.start()
+        self._waiting = work
+        try:
+            work.wait()
+        except RuntimeError:
+            if self._ended is not None and self._ended[0] is work:
+                raise self._ended[1] from None
+            raise
+        finally:
+            self._waiting = None
+        if self._control.is_blocked:
+            self._control.unblock()
+
+    def _look(self) -> None:
+        before: dist.Work | None = None
+        while not self._leaving.wait(PATIENCE.total_seconds()):
+            work = self._waiting
+            if work is not None and work is before:
+                try:
+                    self._control.look_out()
+                except StuckError as error:
+                    self._ended = work, error
+                    with suppress(RuntimeError):
+                        work.wait(timedelta(milliseconds=1))
+            before = work
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._leaving.set()
+        if self._thread is not None:
+            self._thread.join(PATIENCE.total_seconds())

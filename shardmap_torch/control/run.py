@@ -1,0 +1,466 @@
+"""This process' part in a run over several: the check of each call, waits that end, and errors.
+
+Before a call's first collective all ranks compare a hash of all that they have done so far: the
+function, its arguments, its checked program, and every collective since. It is one exchange of 32
+bytes a call, which travels while the body computes. A backward from outside is compared at its
+first collective. So no rank sends what another does not expect, which would be wrong numbers, or,
+where sizes differ, the end of the process by gloo.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from shardmap_torch.control.board import Board
+from shardmap_torch.control.messages import (
+    describe_error,
+    difference,
+    ranks_text,
+    shorten,
+)
+from shardmap_torch.control.recorder import Recorder, dump_folder
+from shardmap_torch.control.waits import CHECK, Stand, find_deadlock, lacks
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    MeshError,
+)
+
+PATIENCE: Final = timedelta(seconds=1)
+"""How long a rank waits before it looks whether the wait can end."""
+
+_GATHER: Final = 3.0
+"""Seconds that an error waits for what the other ranks say."""
+
+_FACTOR: Final = 0x5851F42D4C957F2D
+_MODULUS: Final = (1 << 61) - 1
+
+
+class StuckError(Exception):
+    """The ranks that this one waits for can never come."""
+
+    def __init__(self, path: Sequence[int], stands: Mapping[int, Stand]) -> None:
+        """`path` and `stands` are as in `find_deadlock`."""
+        super().__init__(f"waits for ever for rank {path[0]}")
+        self.path, self.stands = path, stands
+
+    @property
+    def is_disagreement(self) -> bool:
+        """Whether all are there, and wait in different places."""
+        return self.stands[self.path[-1]].state in ("waits", "disagrees")
+
+
+class Control:
+    """What one process knows of the run; there is one for the default process group."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        """Makes the group of the checks, so every rank must do so."""
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.timeout = timeout
+        self.recorder = Recorder()
+        self.broken = ""
+        self.epoch = 0
+        self.in_call = False
+        self.call, self._function = 0, ""
+        self._hash = self._moves = 0
+        self._keys: dict[Any, tuple[Any, int]] = {}
+        self._counts: dict[str, int] = {}
+        self._group_name, self._members = "", ()  # type: tuple[str, tuple[int, ...]]
+        self._blocked, self._post, self._beat = False, 0, 0
+        self._suspect: tuple[Any, ...] = ()
+        self._raised, self._failed_state = "", "broken"
+        self._exited = False
+        self._doing = ""
+        self._task = -1
+        self._ballot: tuple[int, str, str] | None = None
+        self._pending: tuple[dist.Work, Tensor, Callable[[], str]] | None = None
+        self._everyone = tuple(range(self.size))
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._options = options
+        self._group = self._make_group()
+        store = distributed_c10d._get_default_store()
+        self._board = Board(store, self.rank, self.size, self.stand, timeout)
+
+    def _make_group(self) -> Any:
+        return dist.new_group(backend="gloo", timeout=self.timeout, group_desc="shardmap control")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Shortens the deadline; a longer one changes nothing."""
+        if timeout < self.timeout:
+            self.timeout = timeout
+            distributed_c10d._set_pg_timeout(timeout, self._group)
+
+    # The calls of this rank.
+
+    def begin_call(self, function: str) -> None:
+        """Counts a call of a shard_mapped function.
+
+        Raises:
+            MeshError: an error before has left the groups in a state that nobody knows.
+        """
+        if self.broken:
+            raise MeshError(
+                f"The processes' meshes are broken since an error: {self.broken} Messages of that "
+                "call may still be under way. Call mesh.recover() on all ranks to go on with new "
+                "groups, or end the run and resume it from a checkpoint."
+            )
+        self.call += 1
+        self._function, self._raised, self.in_call = function, "", True
+
+    def end_call(self, error: BaseException | None = None) -> None:
+        """Ends it; what it has raised is passed on to the ranks that wait for this one.
+
+        Raises:
+            CollectiveMismatchError: the other ranks have made another call.
+        """
+        try:
+            if error is None:
+                self.settle()
+            elif not self.broken:
+                self._raised = describe_error(error)
+                self._board.touch()
+        finally:
+            self.in_call = False
+
+    def check(self, digest: int, text: Callable[[], str], doing: str, now: bool) -> None:
+        """Starts to compare with the other ranks all that has been done, and `digest`.
+
+        Args:
+            digest: of what comes next.
+            text: makes what errors show of it.
+            doing: the same in a few words.
+            now: waits for the result; else `settle` does.
+
+        Raises:
+            CollectiveMismatchError: the ranks differ.
+            CommunicationError: a rank is gone.
+        """
+        self.settle()
+        self._hash = (self._hash * _FACTOR + digest) % _MODULUS
+        mixed = (self._hash * _FACTOR + self._moves) % _MODULUS
+        vector = torch.tensor([mixed, -mixed, self._moves, -self._moves])
+        self._counts[CHECK] = self._counts.get(CHECK, 0) + 1
+        self._doing = doing
+        try:
+            work = self._group.allreduce([vector], self._options)
+        except RuntimeError as error:
+            self.fail(doing, error)
+        self._pending = work, vector, text
+        if now:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the comparison that is under way, if one is.
+
+        Raises:
+            CollectiveMismatchError: the ranks differ.
+            CommunicationError: a rank is gone, or did not come in time.
+        """
+        if self._pending is None:
+            return
+        (work, vector, text), self._pending = self._pending, None
+        self._group_name, self._members = CHECK, self._everyone
+        doing = f"the check of {self._doing}"
+        try:
+            self.wait(work)
+        except RuntimeError as error:
+            self.fail(doing, error)
+        except StuckError as error:
+            self.fail(doing, error)
+        low, high, moves, other_moves = vector.tolist()
+        self._group_name, self._members = "", ()
+        if low != -high:
+            self._differ(text(), is_clean=moves == -other_moves)
+
+    # The collectives of this rank.
+
+    def begin(
+        self,
+        operation: Any,
+        x: Tensor,
+        site: Any,
+        group: str,
+        members: tuple[int, ...],
+        every: bool,
+    ) -> None:
+        """Notes a collective that is about to begin, after what must come before it.
+
+        Args:
+            operation: with `axes`, and a string that tells all about it.
+            x: its operand.
+            site: the user's line, if it is known.
+            group: a name for its group, the same on all members.
+            members: the ranks of the group.
+            every: compare it with the other ranks before it begins.
+
+        Raises:
+            CollectiveMismatchError: the other ranks do something else.
+            CommunicationError: a rank is gone.
+        """
+        if self._pending is not None:
+            self.settle()
+        known = self._keys.get((id(operation), x.dtype, x.shape))
+        if known is None:
+            known = self._key(operation, x)
+        task = -1 if self.in_call else torch._C._current_graph_task_id()
+        if every or (task != -1 and task != self._task):
+            self._task = task
+            self._compare(operation, x, site, known[1])
+        self._moves = (self._moves * _FACTOR + known[1]) % _MODULUS
+        self._counts[group] = self._counts.get(group, 0) + 1
+        self._group_name, self._members = group, members
+        self.recorder.begin(self.call, self._function, operation, (x.dtype, x.shape), site)
+
+    def end(self) -> None:
+        """Notes that the collective is done."""
+        self.recorder.done = self.recorder.seq
+        self._group_name, self._members = "", ()
+
+    def _key(self, operation: Any, x: Tensor) -> tuple[Any, int]:
+        if len(self._keys) > 4096:
+            self._keys.clear()
+        text = f"{operation!r} {x.dtype} {tuple(x.shape)}"
+        known = operation, zlib.crc32(text.encode())  # kept, or its id would be another's
+        self._keys[id(operation), x.dtype, x.shape] = known
+        return known
+
+    def _compare(self, operation: Any, x: Tensor, site: Any, key: int) -> None:
+        if self.broken:
+            self.begin_call("")
+        place = f" at {site.place}" if site is not None else ""
+        shape = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        what = f"{operation} of {shape}{place}"
+        where = f"call {self.call} of {self._function}"
+        doing = f"{what}, in {where}" if self.in_call else f"{what}, in a backward after {where}"
+        self.check(key, lambda: doing, doing, now=True)
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits for an operation on gloo, as long as those that it needs may still come.
+
+        Raises:
+            StuckError: they cannot.
+            RuntimeError: the operation has failed, or taken longer than the group's timeout.
+        """
+        while True:
+            try:
+                work.wait(PATIENCE)
+                break
+            except RuntimeError:
+                if work.is_completed():  # it has failed; what has not may be waited for again
+                    raise
+            self.look_out()
+        if self._blocked:
+            self.unblock()
+
+    def look_out(self) -> None:
+        """Says that this rank waits, and looks whether that can end.
+
+        Raises:
+            StuckError: it cannot, as seen twice: a rank may go on while it is looked at.
+        """
+        if not self._blocked:
+            self._say_blocked()
+        stands = {**self._board.look(PATIENCE.total_seconds()), self.rank: self.stand()}
+        path = find_deadlock(self.rank, stands)
+        seen = tuple((r, stands[r].post, stands[r].call, stands[r].state) for r in path)
+        if path and seen == self._suspect:
+            raise StuckError(path, stands)
+        self._suspect = seen
+
+    def _say_blocked(self) -> None:
+        site = call_site()
+        if self._group_name == CHECK and site is not None:
+            self._doing += f" at {site.place}"
+        self._post += 1
+        self._blocked = True
+        self._board.touch()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether this rank has said that it waits."""
+        return self._blocked
+
+    def unblock(self) -> None:
+        """Says that the wait is over."""
+        self._blocked, self._suspect = False, ()
+        self._board.touch()
+
+    # What the others see, and errors.
+
+    def stand(self) -> Stand:
+        """Describes where this rank stands; called on any thread."""
+        self._beat += 1
+        state, what = self._state()
+        return Stand(
+            state=state,  # type: ignore[arg-type]  # one of the literals
+            call=self.call,
+            what=what,
+            group=self._group_name,
+            members=self._members if state == "waits" else (),
+            counts=dict(self._counts),
+            post=self._post,
+            beat=self._beat,
+            epoch=self.epoch,
+            ballot=self._ballot,
+        )
+
+    def _state(self) -> tuple[str, str]:
+        last = self.recorder.last()
+        where = f"call {self.call} of {self._function}" if self.call else "its start"
+        before = f"; its last collective is {last}" if last is not None else ""
+        if self._exited:
+            why = f" after it {self._raised}" if self._raised else ""
+            return "exited", f"has exited{why}, in or after {where}{before}"
+        if self.broken:
+            return self._failed_state, f"has failed before: {self.broken}"
+        if self._raised:
+            return "raised", f"{self._raised}, in {where}"
+        if self._blocked and self._group_name == CHECK:
+            return "waits", f"waits in the check of {self._doing}"
+        if self._blocked:
+            return "waits", f"waits in {last}"
+        return "runs", f"runs, in or after {where}{before}"
+
+    def fail(self, what: str, error: Exception) -> NoReturn:
+        """Raises what has become of an operation, with where each rank stands, and writes a dump.
+
+        Raises:
+            CollectiveMismatchError: the ranks wait for each other in different operations.
+            CommunicationError: a rank is gone, has raised an error of its own, or is too late.
+        """
+        if not self._blocked:
+            self._say_blocked()
+        # Others notice a little later that they wait.
+        stands = {**self._read_all(error), self.rank: self.stand()}
+        mine = stands[self.rank]
+        missing = [
+            rank
+            for rank in (self._members or self._everyone)
+            if rank != self.rank and (rank not in stands or lacks(mine, stands[rank]))
+        ]
+        why, site = shorten(str(error)), call_site()
+        if site is not None:
+            what += f", at {site.place},"
+        text = f"{what} failed on rank {self.rank}: {why}\n" + "\n".join(
+            [
+                *self._described(stands, missing),
+                f"The last collectives of each rank are in {dump_folder()}; compare them by "
+                f"`python -m shardmap_torch.postmortem {dump_folder()}`.",
+            ]
+        )
+        disagree = isinstance(error, StuckError) and error.is_disagreement
+        self._break(f"{what} failed on rank {self.rank}.", text, disagree)
+        kind = CollectiveMismatchError if disagree else CommunicationError
+        raise kind(text) from (None if isinstance(error, StuckError) else error)
+
+    def _break(self, why: str, text: str, disagree: bool) -> None:
+        self._failed_state = "disagrees" if disagree else "broken"
+        self._blocked, self._suspect = False, ()
+        self._pending = None
+        self.broken = why
+        self._board.touch()
+        self.recorder.write(self.rank, text)
+
+    def fail_quietly(self, error: BaseException) -> None:
+        """Notes an error of messages that others have raised: the kernels' transfers."""
+        if not self.broken:
+            self._break(f"{error}".splitlines()[0], f"{error}", disagree=False)
+
+    def _read_all(self, error: Exception) -> Mapping[int, Stand]:
+        if isinstance(error, StuckError):
+            return error.stands
+        end = monotonic() + _GATHER
+        while True:
+            stands = self._board.look(max(0.1, end - monotonic()))
+            if monotonic() > end or not any(s.state == "runs" for s in stands.values()):
+                return stands
+            self._board.pause()
+
+    def _described(self, stands: Mapping[int, Stand], missing: Sequence[int]) -> list[str]:
+        lines = []
+        if missing:
+            lines.append(f"  missing: {ranks_text(missing)}")
+        texts: dict[str, list[int]] = {}
+        for rank in self._everyone:
+            known = stands.get(rank)
+            what = known.what if known is not None else "has never been heard of"
+            silence = self._board.silence(rank)
+            if rank != self.rank and known is not None and silence > 3 * PATIENCE.total_seconds():
+                what += f"; not heard of for {silence:.0f} s: frozen, dead or unreachable"
+            texts.setdefault(what, []).append(rank)
+        shown = list(texts.items())
+        lines += [f"  {ranks_text(ranks)} {what}" for what, ranks in shown[:16]]
+        if len(shown) > 16:
+            lines.append(f"  and {len(shown) - 16} more")
+        if self._board.failure:
+            lines.append(f"  the store does not answer: {self._board.failure}")
+        return lines
+
+    def _differ(self, text: str, is_clean: bool) -> NoReturn:
+        """Raises what differs; each rank shows the others what it has."""
+        number = self._counts[CHECK]
+        site = call_site()
+        self._ballot = number, "" if site is None else site.place, text
+        self._board.touch()
+        ballots = {self.rank: self._ballot}
+        end = monotonic() + min(2 * _GATHER, self.timeout.total_seconds())
+        while len(ballots) < self.size and monotonic() < end:
+            for rank, stand in self._board.look(1.0).items():
+                if stand.ballot is not None and stand.ballot[0] == number:
+                    ballots[rank] = stand.ballot
+            self._board.pause()
+        texts = {rank: ballot[2] for rank, ballot in ballots.items()}
+        message = difference(self._function, texts, {r: b[1] for r, b in ballots.items()})
+        if is_clean:  # nothing is under way, and every rank knows
+            self._hash = self._moves = 0
+            self.recorder.write(self.rank, message)
+        else:
+            self._break("the ranks have not done the same.", message, disagree=True)
+        raise CollectiveMismatchError(message)
+
+    # Going on, and ending.
+
+    def recover(self) -> None:
+        """Waits for all ranks to do the same, and starts anew with a group of its own.
+
+        Raises:
+            CommunicationError: a rank did not come in time; names it.
+        """
+        self.epoch += 1
+        self.broken = self._raised = ""
+        self._blocked, self._pending, self._suspect = False, None, ()
+        self._board.touch()
+        end = monotonic() + self.timeout.total_seconds()
+        late = list(self._everyone)
+        while late and monotonic() < end:
+            stands = self._board.look(1.0)
+            late = [r for r in late if r not in stands or stands[r].epoch < self.epoch]
+            self._board.pause()
+        if late:
+            self.broken = f"recover() has not been called by {ranks_text(late)}."
+            described = "\n".join(self._described(self._board.look(1.0), late))
+            raise CommunicationError(
+                f"recover() was not called by all ranks within {self.timeout}:\n{described}"
+            )
+        self._hash = self._moves = 0
+        self._counts = {}
+        self._group = self._make_group()
+
+    def exit(self, error: BaseException | None = None) -> None:
+        """Says that this process is about to end, and for which error."""
+        if error is not None:
+            self._raised = self._raised or describe_error(error)
+            return
+        self._exited = True
+        with suppress(Exception):
+            self._board.close()

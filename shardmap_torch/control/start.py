@@ -1,0 +1,76 @@
+"""The one `Control` of this process."""
+
+import atexit
+import sys
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from shardmap_torch.control.peers import PeerWatch
+from shardmap_torch.control.run import Control
+
+
+class _Current:
+    def __init__(self) -> None:
+        self.control: Control | None = None
+        self.peers: PeerWatch | None = None
+        self.world: object = None
+
+
+_CURRENT: Final = _Current()
+
+
+def current() -> Control | None:
+    """Returns the control of the default process group; None before the first mesh over it."""
+    return _CURRENT.control
+
+
+def peers() -> PeerWatch | None:
+    """Returns what waits for peers, as `current`."""
+    return _CURRENT.peers
+
+
+def start(timeout: timedelta) -> Control | None:
+    """Starts it, or shortens its deadline; every rank must call it. None without gloo."""
+    world = dist.group.WORLD
+    if _CURRENT.control is not None and _CURRENT.world is world:
+        _CURRENT.control.set_timeout(timeout)
+        return _CURRENT.control
+    # torch's backend "fake" is for trying a program alone: the other processes do not exist.
+    if not dist.is_gloo_available() or dist.get_backend() == "fake":
+        return None
+    if _CURRENT.control is not None:
+        stop()
+    _CURRENT.control, _CURRENT.world = Control(timeout), world
+    _CURRENT.peers = PeerWatch(_CURRENT.control)
+    _pass_on_uncaught_errors()
+    # Before torch's own: a thread that comes back from C++ in an interpreter that ends aborts it.
+    atexit.register(stop)
+    return _CURRENT.control
+
+
+def stop() -> None:
+    """Says to the others that this process ends, and ends the threads."""
+    control, watch = _CURRENT.control, _CURRENT.peers
+    _CURRENT.control = _CURRENT.peers = _CURRENT.world = None
+    atexit.unregister(stop)
+    if watch is not None:
+        watch.close()
+    if control is not None:
+        control.exit()
+
+
+def _pass_on_uncaught_errors() -> None:
+    previous = sys.excepthook
+    if getattr(previous, "_shardmap_torch", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        if _CURRENT.control is not None:
+            _CURRENT.control.exit(error)
+        return previous(kind, error, trace)
+
+    hook._shardmap_torch = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -1,0 +1,93 @@
+"""Where each rank stands, and whether those that wait for one another can ever go on."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final, Literal, TypeAlias
+
+State: TypeAlias = Literal["runs", "waits", "raised", "broken", "disagrees", "exited"]
+
+CHECK: Final = "check"
+"""The group of the exchange before each call, of which every rank is a member."""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank stands, as its peers see it.
+
+    Attributes:
+        state: it runs, waits for others, has raised an error in its newest call, has failed since
+            a rank is gone, or since ranks disagree, or has exited.
+        call: the number of its newest call of a shard_mapped function.
+        what: what it does or did last, with the line of the user's code.
+        group: the name of the group that it waits on.
+        members: the ranks of that group.
+        counts: how many operations it has begun on each group.
+        post: differs between any two waits of one rank.
+        beat: grows while the rank's process is alive.
+        epoch: how often it has recovered.
+        ballot: what it had in the check that differed, if one did: number, line, text.
+    """
+
+    state: State = "runs"
+    call: int = 0
+    what: str = ""
+    group: str = ""
+    members: tuple[int, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    post: int = 0
+    beat: int = 0
+    epoch: int = 0
+    ballot: tuple[int, str, str] | None = None
+
+    def to_json(self) -> str:
+        """Writes it for the store; `read` is the inverse."""
+        return json.dumps(asdict(self))
+
+    def will_never_join(self, waiting: "Stand") -> bool:
+        """Says whether it will not come to where `waiting` waits: it has left that call, or all."""
+        if self.state == "raised":  # and may go on with the next call
+            return self.call >= waiting.call
+        return self.state in ("broken", "disagrees", "exited")
+
+
+def read(text: str) -> Stand:
+    """Reads what `to_json` wrote."""
+    raw = json.loads(text)
+    raw["members"] = tuple(raw["members"])
+    raw["ballot"] = None if raw["ballot"] is None else tuple(raw["ballot"])
+    return Stand(**raw)
+
+
+def lacks(waiting: Stand, other: Stand) -> bool:
+    """Says whether `other` has not begun the operation that `waiting` waits in."""
+    begun = other.counts.get(waiting.group, 0)
+    return begun < waiting.counts.get(waiting.group, 0)
+
+
+def find_deadlock(rank: int, stands: Mapping[int, Stand]) -> Sequence[int]:
+    """Finds ranks that `rank` waits for, directly or through others, and that can never come.
+
+    A rank waits for the members of its group that have not begun the operation. It waits for ever
+    if one of these has ended, or waits for ever itself: the wait-for graph has a cycle (Knapp 1987,
+    the AND model).
+
+    Returns:
+        The ranks from the first that `rank` waits for to the one that closes the cycle or has
+        ended; empty where all may still come.
+    """
+    done: set[int] = set()
+
+    def search(at: int, path: tuple[int, ...]) -> tuple[int, ...]:
+        stand = stands[at]
+        for member in stand.members if stand.state == "waits" else ():
+            if member == at or member not in stands or not lacks(stand, stands[member]):
+                continue
+            if stands[member].will_never_join(stand) or member in (*path, at):
+                return (*path, at, member)
+            if member not in done and (found := search(member, (*path, at))):
+                return found
+        done.add(at)
+        return ()
+
+    return search(rank, ())[1:]

@@ -1,0 +1,95 @@
+"""Compares the flight recorders of all ranks: `python -m shardmap_torch.postmortem DIR`."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardmap_torch.control.recorder import Dump, Entry, dump_folder, read_dump
+from shardmap_torch.errors import PostmortemError
+
+
+def compare(dumps: Sequence[Dump]) -> str:
+    """Merges the dumps of the ranks, and points at the first collective in which they differ.
+
+    Returns:
+        A report of a few lines: the last collective that all ranks have in common, the first
+        difference with the line of each rank, and what each rank said when it failed.
+
+    Example:
+        >>> from shardmap_torch.control.recorder import Dump, Entry
+        >>> def entry(operation, line):
+        ...     return Entry(1, 1, "f", operation, "tp", "float32[4]", line, "begun")
+        >>> first = Dump(0, "timed out", [entry("all_reduce('tp', P -> I)", "a.py:3")])
+        >>> second = Dump(1, "timed out", [entry("all_gather('tp', V -> I)", "a.py:7")])
+        >>> print(compare([first, second]))
+        ranks 0-1, 1 collectives
+        first difference, at #1:
+          rank 0: #1 call 1 of f: all_reduce('tp', P -> I) of float32[4] at a.py:3, begun
+          rank 1: #1 call 1 of f: all_gather('tp', V -> I) of float32[4] at a.py:7, begun
+        reasons:
+          ranks 0, 1: timed out
+    """
+    by_rank = {dump.rank: {entry.seq: entry for entry in dump.entries} for dump in dumps}
+    last = max((seq for entries in by_rank.values() for seq in entries), default=0)
+    lines = [f"ranks {_ranges(list(by_rank))}, {last} collectives"]
+    # Older entries have been dropped, by some ranks earlier than by others.
+    first = max((min(entries, default=0) for entries in by_rank.values()), default=0)
+    for seq in range(first, last + 1):
+        at = {rank: entries.get(seq) for rank, entries in by_rank.items()}
+        if len({None if entry is None else entry.what for entry in at.values()}) > 1:
+            lines += [f"first difference, at #{seq}:", *_by_text(_described(at, by_rank))]
+            break
+    else:
+        begun = {rank: entries.get(last) for rank, entries in by_rank.items()}
+        lines += ["no difference; the last collective:", *_by_text(_described(begun, by_rank))]
+    reasons = {dump.rank: dump.reason.splitlines()[0] for dump in dumps if dump.reason}
+    return "\n".join([*lines, *(["reasons:", *_by_text(reasons)] if reasons else [])])
+
+
+def _described(
+    at: Mapping[int, Entry | None], by_rank: Mapping[int, Mapping[int, Entry]]
+) -> dict[int, str]:
+    def text(rank: int, entry: Entry | None) -> str:
+        if entry is not None:
+            return str(entry)
+        newest = max(by_rank[rank], default=None)
+        return f"nothing after {by_rank[rank][newest]}" if newest is not None else "nothing"
+
+    return {rank: text(rank, entry) for rank, entry in at.items()}
+
+
+def _by_text(texts: Mapping[int, str]) -> list[str]:
+    """One line for each text, with the ranks that have it."""
+    lines = []
+    for text in dict.fromkeys(texts.values()):
+        ranks = [rank for rank, other in texts.items() if other == text]
+        lines.append(f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}")
+    return lines
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """As in `0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the report on a folder of dumps, by default that of this user's newest run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardmap_torch.postmortem", description=__doc__
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=dump_folder())
+    folder = parser.parse_args(arguments).folder
+    paths = sorted(folder.glob("rank-*.txt"))
+    if not paths:
+        raise PostmortemError(f"There are no dumps rank-*.txt in {folder}.")
+    print(compare([read_dump(path) for path in paths]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Calls that are not checked: on processes they are compared by their arguments and specs."""
+
+from collections.abc import Callable
+
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.control.start import current
+from shardmap_torch.core.tree import Tree
+from shardmap_torch.run.agree import agree, found_in
+from shardmap_torch.run.guarded import guarded
+from shardmap_torch.run.runtimes import runtime_of
+
+
+def run_unchecked(call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
+    """Runs a call whose specs say all types.
+
+    Raises:
+        CollectiveMismatchError: the other ranks make another call.
+    """
+    if not runtime_of(call.mesh).is_distributed or current() is None:
+        return run(call, False)
+
+    def compared() -> Tree:
+        agree(found_in(call, None), now=False)
+        return run(call, False)
+
+    return guarded(call.mesh, call.name, compared)
