@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 
 from examples.gpt import data, model
 from examples.gpt.model import Config
-from examples.gpt.optim import AdamW
+from examples.gpt.optim import make_optimizer
 from examples.gpt.step import sharded_step
 from shardmap_torch import Mesh, P, device_put, make_mesh
 from shardmap_torch.saving import latest, load, save
@@ -28,7 +28,7 @@ State: TypeAlias = Any
 """A pytree: parameters, and the optimiser's moments and step."""
 
 CONFIG = Config(length=32, width=32, heads=4, hidden=64, layers=2)
-OPTIMIZER = AdamW(steps=1000)
+OPTIMIZER = make_optimizer(CONFIG, steps=1000)
 
 
 def init() -> State:

@@ -1,6 +1,7 @@
 """Trains a small GPT on the help topics of Python, with tensor, sequence and data parallelism.
 
     python examples/train_gpt.py                        # 2x4 simulated ranks in this process
+    python examples/train_gpt.py --parallel fsdp+tp     # sharded in another way; see --help
     torchrun --nproc-per-node 2 examples/train_gpt.py --mesh 1x2     # the same on two processes
     torchrun ... --overlap                              # with overlapped matmuls where they pay
     torchrun --max-restarts 3 ... --checkpoint out/run --resume      # goes on after a crash
@@ -26,10 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 from examples.gpt import data, model
 from examples.gpt.check import compare, tolerance
 from examples.gpt.model import Config, Params
-from examples.gpt.optim import AdamW
+from examples.gpt.optim import make_optimizer
+from examples.gpt.parallel import CHOICES, Parallel
 from examples.gpt.report import draw_losses, progress_bar
 from examples.gpt.step import (
     LossAndGrads,
+    logits_spec,
     sharded_logits,
     sharded_loss,
     sharded_loss_and_grads,
@@ -37,8 +40,10 @@ from examples.gpt.step import (
     sharded_step,
 )
 from shardmap_torch import Mesh, P, device_put, make_mesh, visualize_sharding
+from shardmap_torch.optim import Optimizer
 from shardmap_torch.saving import latest, load, save
 
+DEFAULT_SIZES = {1: (4,), 2: (2, 4), 3: (2, 2, 2)}
 LAST = 20  # the final loss is the mean over so many steps
 
 
@@ -66,10 +71,17 @@ class Run:
         return device_put(batch, self.mesh, P("dp"))
 
 
-def mesh_sizes(text: str) -> tuple[int, int]:
+def mesh_sizes(text: str) -> tuple[int, ...]:
     """Reads 2x4."""
-    dp, tp = (int(size) for size in text.split("x"))
-    return dp, tp
+    return tuple(int(size) for size in text.split("x"))
+
+
+def parallel(text: str) -> Parallel:
+    """Reads dp+tp+sp."""
+    try:
+        return Parallel.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def sizes() -> dict[str, int]:
@@ -80,7 +92,11 @@ def sizes() -> dict[str, int]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Reads the flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mesh", type=mesh_sizes, default="2x4", help="data x tensor parallel")
+    choices = "; ".join(f"{name}: {meaning}" for name, meaning in CHOICES.items())
+    parser.add_argument("--parallel", type=parallel, default="dp+tp+sp", help=choices)
+    parser.add_argument(
+        "--mesh", type=mesh_sizes, help="ranks along each axis, data x context x tensor: 2x4"
+    )
     parser.add_argument("--strategy", default="vmap", choices=["auto", "vmap", "ranks"])
     parser.add_argument("--device", help="cpu or cuda; by default where the mesh's kind runs")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
@@ -104,6 +120,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, default in sizes().items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args(arguments)
+    axes = options.parallel.axes
+    options.mesh = options.mesh or DEFAULT_SIZES[len(axes)]
+    if len(options.mesh) != len(axes):
+        parser.error(f"--mesh needs {len(axes)} sizes, of {' x '.join(axes)}")
     if options.steps < 1:
         parser.error("--steps must be at least 1")
     if options.resume and options.checkpoint is None:
@@ -113,8 +133,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def start(options: argparse.Namespace) -> Run:
     """Makes the mesh and loads the text."""
-    config = Config(**{name: getattr(options, name) for name in sizes()}, overlap=options.overlap)
-    mesh = make_mesh(options.mesh, ("dp", "tp"), simulate=options.strategy, device=options.device)
+    config = Config(
+        **{name: getattr(options, name) for name in sizes()},
+        overlap=options.overlap,
+        parallel=options.parallel,
+    )
+    mesh = make_mesh(
+        options.parallel.mesh_sizes(options.mesh),
+        options.parallel.mesh_axes,
+        simulate=options.strategy,
+        device=options.device,
+    )
     text = torch.tensor(list(data.load_text()))
     split = len(text) * 19 // 20
     return Run(options, config, mesh, Console(quiet=mesh.rank != 0), text[:split], text[split:])
@@ -123,11 +152,12 @@ def start(options: argparse.Namespace) -> Run:
 def show_sharding(run: Run, params: Params) -> None:
     """Prints which ranks hold which part of a weight, a batch and the logits."""
     tokens = run.batch(0)[:, :-1]
+    down, lies = params["layers"][0]["down"], model.specs(run.config)
     logits = sharded_logits(run.mesh, run.config)(params, tokens)
     shown = {
-        "one weight, layers[0]['down'] [hidden, width]": (params["layers"][0]["down"], P("tp")),
+        "one weight, layers[0]['down'] [hidden, width]": (down, lies["layers"][0]["down"]),
         "the batch [sequences, positions]": (tokens, P("dp")),
-        "the logits [sequences, positions, vocabulary]": (logits, P("dp", None, "tp")),
+        "the logits [sequences, positions, vocabulary]": (logits, logits_spec(run.config)),
     }
     for name, (value, spec) in shown.items():
         run.console.print(f"\n{name}", style="bold", markup=False, highlight=False)
@@ -147,7 +177,7 @@ def check(run: Run, sharded: LossAndGrads, step: int, params: Params) -> None:
         )
 
 
-def initial(run: Run, optimizer: AdamW) -> dict[str, Any]:
+def initial(run: Run, optimizer: Optimizer) -> dict[str, Any]:
     """The state of training before its first step: what a checkpoint holds."""
     weights = model.init(run.config, run.options.seed, getattr(torch, run.options.dtype))
     cuts = model.specs(run.config)
@@ -157,7 +187,7 @@ def initial(run: Run, optimizer: AdamW) -> dict[str, Any]:
     return {"params": params, "optimizer": moments, "losses": losses}
 
 
-def train(run: Run, optimizer: AdamW, state: dict[str, Any], done: int) -> None:
+def train(run: Run, optimizer: Optimizer, state: dict[str, Any], done: int) -> None:
     """Trains from step `done` on, and changes the state; the first steps are checked."""
     step = sharded_step(run.mesh, run.config, optimizer)
     sharded = sharded_loss_and_grads(run.mesh, run.config)
@@ -225,7 +255,7 @@ def report(run: Run, params: Params, losses: list[float]) -> None:
 def main(arguments: list[str] | None = None) -> list[float]:
     """Runs the demo and returns the loss of every step."""
     run = start(parse(arguments))
-    optimizer = AdamW(run.options.steps)
+    optimizer = make_optimizer(run.config, run.options.steps)
     state = initial(run, optimizer)
     run.console.print(f"{run.mesh}, {run.config}, {len(run.text):,} bytes of text")
     done = latest(run.options.checkpoint) if run.options.resume else None

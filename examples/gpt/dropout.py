@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import P, random
+from shardmap_torch.spec import Entry
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Dropout:
     p: float = 0.0
     key: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
-    def shards(self, axes: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    def shards(self, axes: Sequence[Entry]) -> Callable[[Tensor], Tensor]:
         """Returns what drops entries of x [b, t, d]; `axes` shard b and t. A key for each call."""
         return self._with(P(*axes))
 

@@ -1,49 +1,54 @@
-"""The layers of the GPT: those of `shardmap_torch.nn` over axis "tp", the sequence sharded between.
+"""The layers of the GPT: those of `shardmap_torch.nn`, as its `Parallel` has chosen them.
 
-Between layers the sequence is sharded over the ranks (sequence parallelism), within them the heads,
-the feed-forward width or the vocabulary (tensor parallelism). Shapes are named:
+Within the layers the heads, the feed-forward width or the vocabulary are sharded over "tp", and
+with context parallelism the positions over "cp". Between them activations are equal on the ranks of
+"tp", or sharded along the positions (sequence parallelism). Shapes are named:
 
     b sequences   t positions   d model width   h heads   k head width   v vocabulary   n any width
 
-and `t/tp` is this rank's part of t.
+b and t are this rank's over "dp" and "cp"; `t/tp` is t, or with sequence parallelism a part of it.
 """
 
 from torch import Tensor
 
-from shardmap_torch import S, nn
+from examples.gpt.parallel import Parallel
+from shardmap_torch import axis_size, nn
 from shardmap_torch.kernels import Overlap
 
-SEQUENCE = S(1)
 
-
-def column(x: Tensor, weight: Tensor, overlap: Overlap) -> Tensor:
+def column(x: Tensor, weight: Tensor, parallel: Parallel, overlap: Overlap) -> Tensor:
     """x [b, t/tp, d], weight [d, n/tp, ...] -> [b, t, n/tp, ...]."""
-    return nn.column_linear(x, weight, "tp", src=SEQUENCE, overlap=overlap)
+    return nn.column_linear(x, weight, "tp", src=parallel.residual, overlap=overlap)
 
 
-def row(x: Tensor, weight: Tensor, overlap: Overlap) -> Tensor:
+def row(x: Tensor, weight: Tensor, parallel: Parallel, overlap: Overlap) -> Tensor:
     """x [b, t, n/tp, ...], weight [n/tp, ..., d] -> [b, t/tp, d]."""
-    return nn.row_linear(x, weight, "tp", dst=SEQUENCE, overlap=overlap)
+    return nn.row_linear(x, weight, "tp", dst=parallel.residual, overlap=overlap)
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
-    """x [b, t/tp, d], scale [d] -> [b, t/tp, d]."""
-    return nn.rms_norm(x, scale, "tp")
+    """x [b, t/tp, d], scale [d] -> [b, t/tp, d]; each rank's gradient of `scale` is an addend."""
+    return nn.rms_norm(x, scale)
 
 
-def embed(tokens: Tensor, table: Tensor) -> Tensor:
+def embed(tokens: Tensor, table: Tensor, parallel: Parallel) -> Tensor:
     """tokens [b, t], table [v/tp, d] -> [b, t/tp, d]."""
-    return nn.vocab_parallel_embedding(tokens, table, "tp", dst=SEQUENCE)
+    return nn.vocab_parallel_embedding(tokens, table, "tp", dst=parallel.residual)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, parallel: Parallel) -> Tensor:
     """logits [b, t, v/tp], targets [b, t] -> mean nats a token over the batch of all ranks."""
     return nn.vocab_parallel_cross_entropy(
-        logits, targets, "tp", batch_axis="dp", ignore_index=None
+        logits, targets, "tp", batch_axis=parallel.data, ignore_index=None
     )
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, parallel: Parallel) -> Tensor:
     """q, k, v [b, t, h/tp, k] -> [b, t, h/tp, k]; each rank attends with its own heads."""
-    at = nn.positions(q.shape[1], device=q.device)
-    return nn.attention(nn.rotary(q, at), nn.rotary(k, at), v, causal=True)
+    axis = parallel.context
+    length = q.shape[1] * (axis_size(axis) if axis else 1)
+    at = nn.positions(length, axis, device=q.device)
+    q, k = nn.rotary(q, at), nn.rotary(k, at)
+    if axis is None:
+        return nn.attention(q, k, v, causal=True)
+    return nn.ring_attention(q, k, v, axis)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -10,7 +11,8 @@ from torch.nn import functional
 
 from examples.gpt.dropout import Dropout
 from examples.gpt.layers import causal_attention, column, cross_entropy, embed, rms_norm, row
-from shardmap_torch import I, P, R, convert
+from examples.gpt.parallel import DEFAULT, Parallel
+from shardmap_torch import I, V, convert, match_specs, nn
 from shardmap_torch.kernels import Overlap
 
 Params: TypeAlias = Any
@@ -21,7 +23,8 @@ Params: TypeAlias = Any
 class Config:
     """Sizes; over n ranks of "tp", n divides length, heads, hidden and vocabulary.
 
-    `overlap` says whether the layers' communication hides behind their matmuls.
+    `parallel` says how ranks share the work, `overlap` whether the layers' communication hides
+    behind their matmuls.
     """
 
     vocabulary: int = 256  # one token a byte
@@ -31,6 +34,7 @@ class Config:
     hidden: int = 384
     layers: int = 3
     overlap: Overlap = "off"
+    parallel: Parallel = DEFAULT
 
 
 def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> Params:
@@ -62,44 +66,65 @@ def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> P
     }
 
 
+@lru_cache
 def specs(config: Config) -> Params:
-    """How the parameters are cut: over "tp" only; every rank of "dp" holds the same."""
-    layer = {
-        "attention_norm": P(),
-        "qkv": P(None, "tp"),
-        "attention_out": P("tp"),
-        "mlp_norm": P(),
-        "gate_up": P(None, None, "tp"),
-        "down": P("tp"),
-    }
-    return {
-        "embedding": P("tp"),
-        "layers": [layer] * config.layers,
-        "final_norm": P(),
-        "unembedding": P(None, "tp"),
-    }
+    """How the parameters are sharded."""
+    return match_specs(init(config), config.parallel.params)
+
+
+@lru_cache
+def moment_specs(config: Config) -> Params:
+    """How the moments are sharded that the optimizer keeps of the parameters."""
+    return match_specs(init(config), config.parallel.moments)
 
 
 def apply(
-    params: Params, tokens: Tensor, overlap: Overlap = "off", dropout: Dropout | None = None
+    params: Params, tokens: Tensor, config: Config, dropout: Dropout | None = None
 ) -> Tensor:
     """Tokens [b, t] -> logits [b, t, v/tp], on one rank."""
-    drop = (dropout or Dropout()).shards(("dp", "tp"))
-    x = drop(embed(tokens, params["embedding"]))  # [b, t/tp, d]
-    for layer in params["layers"]:
-        q, k, v = column(rms_norm(x, layer["attention_norm"]), layer["qkv"], overlap).unbind(-2)
-        x = x + drop(row(causal_attention(q, k, v), layer["attention_out"], overlap))
-        gate, up = column(rms_norm(x, layer["mlp_norm"]), layer["gate_up"], overlap).unbind(-2)
-        x = x + drop(row(functional.silu(gate) * up, layer["down"], overlap))
-    return column(rms_norm(x, params["final_norm"]), params["unembedding"], overlap)
+    parallel, overlap = config.parallel, config.overlap
+    drop = (dropout or Dropout()).shards(parallel.activations)
+    lies = specs(config)
+    first = gathered(params["embedding"], lies["embedding"], parallel)
+    x = drop(embed(tokens, first, parallel))  # [b, t/tp, d]
+    for shards, layer_lies in zip(params["layers"], lies["layers"], strict=True):
+        layer = gathered(shards, layer_lies, parallel)
+        attended = _attention(x, layer, config)
+        x = x + drop(row(attended, layer["attention_out"], parallel, overlap))
+        normed = rms_norm(x, layer["mlp_norm"])
+        gate, up = column(normed, layer["gate_up"], parallel, overlap).unbind(-2)
+        x = x + drop(row(functional.silu(gate) * up, layer["down"], parallel, overlap))
+    names = ("final_norm", "unembedding")
+    last = gathered(
+        {name: params[name] for name in names}, {name: lies[name] for name in names}, parallel
+    )
+    return column(rms_norm(x, last["final_norm"]), last["unembedding"], parallel, overlap)
+
+
+def _attention(x: Tensor, layer: Params, config: Config) -> Tensor:
+    """x [b, t/tp, d] -> [b, t, h/tp, k]."""
+    normed = rms_norm(x, layer["attention_norm"])
+    q, k, v = column(normed, layer["qkv"], config.parallel, config.overlap).unbind(-2)
+    return causal_attention(q, k, v, config.parallel)
+
+
+def gathered(shards: Params, lies: Params, parallel: Parallel) -> Params:
+    """With FSDP, the parameters of which each rank of "dp" holds a part."""
+    return nn.fsdp_gather(shards, "dp", lies) if parallel.has_sharded_params else shards
 
 
 def loss(
-    params: Params, batch: Tensor, overlap: Overlap = "off", dropout: Dropout | None = None
+    params: Params, batch: Tensor, config: Config, dropout: Dropout | None = None
 ) -> Tensor:
     """Batch [b/dp, t+1] -> mean nats a token over the whole batch, equal on all ranks.
 
-    Each rank of "dp" uses the parameters on other sequences: R, so gradients are summed over "dp".
+    Gradients of parameters are each rank's addend over `parallel.pending`.
     """
-    params = convert(params, "dp", src=I, dst=R)
-    return cross_entropy(apply(params, batch[:, :-1], overlap, dropout), batch[:, 1:])
+    tokens, targets = (_own(x, config.parallel) for x in (batch[:, :-1], batch[:, 1:]))
+    return cross_entropy(apply(params, tokens, config, dropout), targets, config.parallel)
+
+
+def _own(tokens: Tensor, parallel: Parallel) -> Tensor:
+    """The positions of this rank."""
+    axis = parallel.context
+    return tokens if axis is None else convert(tokens, axis, src=I, dst=V, dim=1)

@@ -2,43 +2,50 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from examples.gpt import model
 from examples.gpt.model import Config, Params
-from examples.gpt.optim import AdamW, State, clip
-from shardmap_torch import I, Mesh, P, all_gather, shard_map, value_and_grad
-from shardmap_torch.kernels import Overlap
+from shardmap_torch import (
+    I,
+    Mesh,
+    P,
+    all_gather,
+    axis_size,
+    broadcast,
+    shard_map,
+    value_and_grad,
+)
+from shardmap_torch.optim import Optimizer, sync_gradients
 
+State: TypeAlias = Any
 LossAndGrads = Callable[[Params, Tensor], tuple[Tensor, Params]]
 Step = Callable[[Params, State, Tensor], tuple[Params, State, Tensor]]
 
 
-def loss_and_grads(
-    params: Params, batch: Tensor, overlap: Overlap = "off"
-) -> tuple[Tensor, Params]:
+def loss_and_grads(params: Params, batch: Tensor, config: Config) -> tuple[Tensor, Params]:
     """The loss, and the whole gradient of this rank's piece of every parameter."""
-    value, grads = value_and_grad(model.loss)(params, batch, overlap)
-    return value, grads
+    value, grads = value_and_grad(model.loss)(params, batch, config)
+    return value, sync_gradients(grads, model.specs(config), config.parallel.pending)
 
 
 def sharded_loss_and_grads(mesh: Mesh, config: Config) -> LossAndGrads:
     """`loss_and_grads` of global values."""
-    cuts = model.specs(config)
-    body = partial(loss_and_grads, overlap=config.overlap)
-    return shard_map(body, mesh=mesh, in_specs=(cuts, P("dp")), out_specs=(P(), cuts))
+    lies = model.specs(config)
+    body = partial(loss_and_grads, config=config)
+    return shard_map(body, mesh=mesh, in_specs=(lies, P("dp")), out_specs=(P(), lies))
 
 
-def sharded_step(mesh: Mesh, config: Config, optimizer: AdamW) -> Step:
+def sharded_step(mesh: Mesh, config: Config, optimizer: Optimizer) -> Step:
     """One step of training, from gradients to new parameters, in one body."""
-    cuts = model.specs(config)
-    state_specs = optimizer.specs(cuts)
+    lies = model.specs(config)
+    state_lies = optimizer.specs(lies)
 
-    @shard_map(mesh=mesh, in_specs=(cuts, state_specs, P("dp")), out_specs=(cuts, state_specs, P()))
+    @shard_map(mesh=mesh, in_specs=(lies, state_lies, P("dp")), out_specs=(lies, state_lies, P()))
     def step(params: Params, state: State, batch: Tensor) -> tuple[Params, State, Tensor]:
-        loss, grads = loss_and_grads(params, batch, config.overlap)
-        grads, _ = clip(grads, cuts, optimizer.max_norm)
+        loss, grads = value_and_grad(model.loss)(params, batch, config)
         params, state = optimizer.update(params, grads, state)
         return params, state, loss
 
@@ -47,26 +54,34 @@ def sharded_step(mesh: Mesh, config: Config, optimizer: AdamW) -> Step:
 
 def sharded_loss(mesh: Mesh, config: Config) -> Callable[[Params, Tensor], Tensor]:
     """Mean nats a token of a batch."""
-    body = partial(model.loss, overlap=config.overlap)
+    body = partial(model.loss, config=config)
     return shard_map(body, mesh=mesh, in_specs=(model.specs(config), P("dp")), out_specs=P())
 
 
 def sharded_logits(mesh: Mesh, config: Config) -> Callable[[Params, Tensor], Tensor]:
-    """Logits [b, t, v] that stay cut, the batch over "dp" and the vocabulary over "tp"."""
+    """Logits [b, t, v] that stay sharded, over all axes."""
     return shard_map(
-        partial(model.apply, overlap=config.overlap),
+        partial(model.apply, config=config),
         mesh=mesh,
-        in_specs=(model.specs(config), P("dp")),
-        out_specs=P("dp", None, "tp"),
+        in_specs=(model.specs(config), P(*config.parallel.data)),
+        out_specs=logits_spec(config),
     )
+
+
+def logits_spec(config: Config) -> P:
+    """How the logits [b, t, v] lie."""
+    return P("dp", config.parallel.context, "tp")
 
 
 def sharded_next_logits(mesh: Mesh, config: Config) -> Callable[[Params, Tensor], Tensor]:
     """Logits [b, v] of the token after the last, whole on every rank."""
+    context = config.parallel.context
 
-    @shard_map(mesh=mesh, in_specs=(model.specs(config), P("dp")), out_specs=P())
+    @shard_map(mesh=mesh, in_specs=(model.specs(config), P(*config.parallel.data)), out_specs=P())
     def next_logits(params: Params, tokens: Tensor) -> Tensor:
-        logits = model.apply(params, tokens, config.overlap)[:, -1]  # [b/dp, v/tp]
+        logits = model.apply(params, tokens, config)[:, -1]  # [b/dp, v/tp]
+        if context:  # the last position is the last rank's
+            logits = broadcast(logits, context, axis_size(context) - 1, dst=I)
         return all_gather(all_gather(logits, "tp", dim=1, dst=I), "dp", dst=I)
 
     return next_logits

@@ -1,7 +1,9 @@
 """The example GPT equals the same model on one device, gradient by gradient, on every mesh."""
 
+import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,13 +13,16 @@ import torch
 from torch import Tensor
 
 import shardmap_torch
-from examples.gpt import data, model, optim, plain, step
+from examples.gpt import data, model, plain, step
 from examples.gpt.check import compare, tolerance
 from examples.gpt.model import Config, Params
+from examples.gpt.optim import make_optimizer
+from examples.gpt.parallel import CHOICES, Parallel
 from shardmap_torch import Mesh, P, R, ShardTypeError, check_program, full, make_mesh, shard_map
 from shardmap_torch.kernels import Overlap, Plan, autograd, dispatch, last_plan
 from shardmap_torch.kernels.planner import record
-from shardmap_torch.nn import arguments, loss
+from shardmap_torch.nn import loss
+from shardmap_torch.optim import Optimizer, clip_by_global_norm, sync_gradients
 from tests.support.pool import Gloo
 
 CONFIG = Config(vocabulary=32, length=8, width=16, heads=4, hidden=24, layers=2)
@@ -53,25 +58,30 @@ def on_one_device() -> dict[str, Tensor]:
 
 
 def on_mesh(
-    sizes: tuple[int, int], strategy: Any = "auto", check: bool = True
+    sizes: tuple[int, ...], strategy: Any = "auto", check: Any = True, config: Config = CONFIG
 ) -> dict[str, Tensor]:
     """In a worker of the pool a process-group mesh, else a simulated one."""
-    mesh = make_mesh(sizes, AXES, simulate=strategy)
-    cuts = model.specs(CONFIG)
+    mesh = make_mesh(sizes, config.parallel.mesh_axes, simulate=strategy)
+    lies = model.specs(config)
     sharded = shard_map(
-        step.loss_and_grads,
+        partial(step.loss_and_grads, config=config),
         mesh=mesh,
-        in_specs=(cuts, P("dp")),
-        out_specs=(P(), cuts),
+        in_specs=(lies, P("dp")),
+        out_specs=(P(), lies),
         check=check,
     )
     return by_name(*full(sharded(params(), batch())))
 
 
-def without_norm_conversion(sizes: tuple[int, int], strategy: Any = "auto") -> dict[str, Tensor]:
-    """The model with a bug: norm scales stay invariant where each rank scales other positions."""
-    with mock.patch.object(arguments, "convert", lambda x, axis, src, dst: x):
+def without_norm_sums(sizes: tuple[int, int], strategy: Any = "auto") -> dict[str, Tensor]:
+    """The model with a bug: gradients of norm scales are each rank's own over "tp"."""
+    with mock.patch.object(step, "sync_gradients", _forgetting):
         return on_mesh(sizes, strategy, check=False)
+
+
+def _forgetting(grads: Params, lies: Params, axes: tuple[str, ...]) -> Params:
+    without = optree.tree_map(lambda spec: P(*spec.entries), lies)
+    return sync_gradients(grads, without, axes)
 
 
 def with_every_sum_replicated(sizes: tuple[int, int], strategy: Any = "auto") -> dict[str, Tensor]:
@@ -115,19 +125,19 @@ def test_every_gradient_on_processes_is_that_of_one_device(
         assert wrong_leaves(actual) == set()
 
 
-def test_a_missing_conversion_shows_on_rank_threads_in_the_norms_and_nowhere_else() -> None:
+def test_a_missing_sum_shows_on_rank_threads_in_the_norms_and_nowhere_else() -> None:
     with pytest.raises(ShardTypeError) as error:
-        without_norm_conversion((2, 4), "ranks")
+        without_norm_sums((2, 4), "ranks")
     lines = str(error.value).splitlines()[1:]
     assert len(lines) == len(NORMS)
     assert all("norm" in line and "varies over it" in line for line in lines)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
-def test_a_missing_conversion_shows_on_processes_in_the_norms_and_nowhere_else(
+def test_a_missing_sum_shows_on_processes_in_the_norms_and_nowhere_else(
     gloo: Gloo, sizes: tuple[int, int]
 ) -> None:
-    for actual in gloo(sizes[0] * sizes[1]).run(without_norm_conversion, sizes):
+    for actual in gloo(sizes[0] * sizes[1]).run(without_norm_sums, sizes):
         assert wrong_leaves(actual) == NORMS
 
 
@@ -144,36 +154,60 @@ def test_a_sum_of_wrong_type_shows_on_processes_in_every_gradient(
         assert wrong_leaves(actual) == set(on_one_device()) - {"loss"}
 
 
-def test_the_checker_rejects_a_missing_conversion_and_names_the_gradient() -> None:
+def test_the_checker_rejects_a_missing_sum_and_names_the_gradient() -> None:
     with (
-        mock.patch.object(arguments, "convert", lambda x, axis, src, dst: x),
-        pytest.raises(ShardTypeError, match=r"final_norm.* is a sum over 'tp'"),
+        mock.patch.object(step, "sync_gradients", _forgetting),
+        pytest.raises(ShardTypeError, match=r"final_norm.* is pending over 'tp' too"),
     ):
         on_mesh((2, 4))
 
 
-def train(mesh: Mesh | None, steps: int = 4, overlap: Overlap = "off") -> list[float]:
+def optimizer_of(config: Config, steps: int = 4) -> Optimizer:
+    return make_optimizer(config, steps, warmup=2, max_norm=0.1)
+
+
+def train(
+    mesh: Mesh | None, steps: int = 4, overlap: Overlap = "off", parallel: str = "dp+tp+sp"
+) -> list[float]:
     """Losses of a few steps that clip, warm up and decay; without a mesh on one device."""
-    optimizer = optim.AdamW(steps=steps, warmup=2, max_norm=0.1)
+    config = replace(CONFIG, overlap=overlap, parallel=Parallel.of(parallel))
     weights = params()
+    if mesh is None:
+        return train_with_torch(weights, steps)
+    optimizer = optimizer_of(config, steps)
+    sharded = step.sharded_step(mesh, config, optimizer)
     state = optimizer.init(weights)
     losses = []
-    config = replace(CONFIG, overlap=overlap)
-    sharded = step.sharded_step(mesh, config, optimizer) if mesh is not None else None
     for _ in range(steps):
-        if sharded is not None:
-            weights, state, loss = sharded(weights, state, batch())
-        else:
-            loss, grads = plain.loss_and_grads(weights, batch())
-            whole = optree.tree_map(lambda _: P(), grads)
-            grads, _ = optim.clip(grads, whole, optimizer.max_norm)
-            weights, state = optimizer.update(weights, grads, state)
+        weights, state, loss = sharded(weights, state, batch())
+        losses.append(loss.item())
+    return losses
+
+
+def train_with_torch(weights: Params, steps: int) -> list[float]:
+    """The same by torch's AdamW and schedule."""
+    leaves = [leaf.requires_grad_() for leaf in optree.tree_leaves(weights)]
+    groups = [
+        {"params": [leaf for leaf in leaves if (leaf.ndim > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, 0.1), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    losses = []
+    for number in range(1, steps + 1):
+        loss, grads = plain.loss_and_grads(weights, batch())
+        clipped, _ = clip_by_global_norm(optree.tree_leaves(grads), max_norm=0.1)
+        for leaf, grad in zip(leaves, clipped, strict=True):
+            leaf.grad = grad.detach()
+        for group in optimizer.param_groups:
+            cosine = 0.55 + 0.45 * math.cos(math.pi * number / steps)
+            group["lr"] = 4e-3 * cosine * min(number / 2, 1)
+        optimizer.step()
         losses.append(loss.item())
     return losses
 
 
 def test_the_whole_step_is_well_typed_with_its_optimiser() -> None:
-    optimizer = optim.AdamW(steps=4, warmup=2, max_norm=0.1)
+    optimizer = optimizer_of(CONFIG)
     weights = params()
     mesh = make_mesh((2, 4), AXES, kind="abstract")
     sharded = step.sharded_step(mesh, CONFIG, optimizer)
@@ -244,20 +278,67 @@ def test_layers_that_overlap_have_the_losses_of_layers_that_do_not(
         }
 
 
-def test_the_global_norm_counts_every_element_once() -> None:
-    mesh, cuts = make_mesh((2, 4), AXES), model.specs(CONFIG)
-    norm = shard_map(
-        lambda grads: optim.global_norm(grads, cuts), mesh=mesh, in_specs=(cuts,), out_specs=P()
-    )
-    flat = torch.cat([leaf.flatten() for leaf in optree.tree_leaves(params())])
-    torch.testing.assert_close(norm(params()), flat.norm(), rtol=EXACT, atol=0)
+COMBINATIONS = {
+    "dp": (4,),
+    "tp": (4,),
+    "tp+sp": (4,),
+    "dp+tp": (2, 2),
+    "fsdp": (4,),
+    "fsdp+tp+sp": (2, 2),
+    "zero": (4,),
+    "zero+tp": (2, 2),
+}
 
 
-def test_clipping_leaves_a_small_gradient_alone() -> None:
-    grads = {"w": torch.tensor([3.0, 4.0])}
-    clipped, norm = optim.clip(grads, {"w": P()}, max_norm=6.0)
-    assert norm == 5
-    assert clipped["w"].equal(grads["w"])
+@pytest.mark.parametrize("parallel", COMBINATIONS)
+def test_every_choice_has_the_gradients_of_one_device(parallel: str) -> None:
+    chosen = Parallel.of(parallel)
+    config = replace(CONFIG, parallel=chosen)
+    sizes = chosen.mesh_sizes(COMBINATIONS[parallel])
+    assert wrong_leaves(on_mesh(sizes, "vmap", check="global", config=config)) == set()
+
+
+def train_by(parallel: str) -> list[float]:
+    chosen = Parallel.of(parallel)
+    sizes = chosen.mesh_sizes(COMBINATIONS[parallel])
+    return train(make_mesh(sizes, chosen.mesh_axes, simulate="ranks"), parallel=parallel)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp+tp+sp", "zero+tp"])
+def test_training_with_sharded_parameters_or_moments_has_the_losses_of_one_device(parallel: str) -> None:
+    assert train_by(parallel) == pytest.approx(train(None), rel=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", COMBINATIONS)
+def test_training_by_every_choice_on_processes_has_the_losses_of_one_device(
+    parallel: str, gloo: Gloo
+) -> None:
+    for losses in gloo(4).run(train_by, parallel):
+        assert losses == pytest.approx(train(None), rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("tp+dq", "'dq' is none of dp, fsdp, zero, cp, tp, sp"),
+        ("dp+sp", "sp needs tp: it shards what tp leaves whole between its layers"),
+        ("dp+zero", "dp and zero exclude each other"),
+    ],
+)
+def test_choices_that_make_no_sense_are_refused(text: str, error: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+        Parallel.of(text)
+    assert str(caught.value) == error
+
+
+def test_a_choice_prints_as_it_is_written() -> None:
+    assert [str(Parallel.of(name)) for name in ("tp+sp", "sp+tp", "fsdp")] == [
+        "tp+sp",
+        "tp+sp",
+        "fsdp",
+    ]
+    assert "+".join(CHOICES) == "dp+fsdp+zero+cp+tp+sp"
 
 
 def test_float32_gradients_are_within_the_stated_tolerance() -> None:

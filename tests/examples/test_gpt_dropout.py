@@ -11,6 +11,7 @@ from examples.gpt import model, plain
 from examples.gpt.dropout import Dropout
 from examples.gpt.model import Config, Params
 from shardmap_torch import P, full, make_mesh, random, shard_map, value_and_grad
+from shardmap_torch.optim import sync_gradients
 from tests.support.pool import Gloo
 
 CONFIG = Config(vocabulary=16, length=4, width=8, heads=4, hidden=8, layers=1)
@@ -45,8 +46,8 @@ def on_mesh(sizes: tuple[int, int], strategy: Any = "auto", check: Any = True) -
 
     def body(key: Tensor, params: Params, batch: Tensor) -> tuple[Tensor, Params]:
         dropout = Dropout(P_DROP, key)
-        found: tuple[Tensor, Params] = value_and_grad(model.loss)(params, batch, "off", dropout)
-        return found
+        loss, grads = value_and_grad(model.loss)(params, batch, CONFIG, dropout)
+        return loss, sync_gradients(grads, specs, "dp")
 
     mapped = shard_map(
         body, mesh=mesh, in_specs=(P(), specs, P("dp")), out_specs=(P(), specs), check=check

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples import train_gpt
+from examples.gpt.parallel import CHOICES
 from shardmap_torch.kernels import last_plan
 from tests.support.pool import Gloo
 
@@ -80,7 +81,9 @@ def test_the_flag_alone_overlaps_where_it_pays(flags: list[str], overlap: str) -
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--mesh", "2"], "argument --mesh: invalid mesh_sizes value: '2'"),
+        (["--mesh", "2"], "--mesh needs 2 sizes, of dp x tp"),
+        (["--mesh", "2xa"], "argument --mesh: invalid mesh_sizes value: '2xa'"),
+        (["--parallel", "ddp"], f"argument --parallel: 'ddp' is none of {', '.join(CHOICES)}"),
         (["--steps", "0"], "--steps must be at least 1"),
     ],
 )

@@ -1,6 +1,7 @@
 """check="global": the forward must be that of the same program on one device."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.gpt import model
-from examples.gpt.optim import AdamW, clip
-from examples.gpt.step import loss_and_grads
+from examples.gpt.optim import make_optimizer
 from shardmap_torch import (
     I,
     P,
@@ -36,6 +36,7 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
     typeof,
+    value_and_grad,
 )
 from tests.checker.support.other_programs import (
     ARGS,
@@ -484,13 +485,13 @@ def test_numbers_taken_from_tensors() -> None:
 
 def test_training_example() -> None:
     """The model, its gradients and the whole step, optimiser included."""
-    config, optimizer = model.Config(layers=1), AdamW(100)
+    config = model.Config(layers=1)
+    optimizer = make_optimizer(config, 100)
     cuts, tokens = model.specs(config), torch.zeros(8, 65, dtype=torch.int64)
     params = optree.tree_map(lambda p: p.requires_grad_(), model.init(config))
     for check in ("local", "global"):
-        loss = shard_map(
-            model.loss, mesh=MESH, in_specs=(cuts, P("dp")), out_specs=P(), check=check
-        )
+        body = partial(model.loss, config=config)
+        loss = shard_map(body, mesh=MESH, in_specs=(cuts, P("dp")), out_specs=P(), check=check)
         check_program(loss, params, tokens)
 
         @shard_map(
@@ -500,8 +501,7 @@ def test_training_example() -> None:
             check=check,
         )
         def step(params: Any, state: Any, batch: Tensor) -> Any:
-            loss, grads = loss_and_grads(params, batch)
-            grads, _ = clip(grads, cuts, optimizer.max_norm)
+            loss, grads = value_and_grad(model.loss)(params, batch, config)
             return *optimizer.update(params, grads, state), loss
 
         plain = optree.tree_map(lambda p: p.detach(), params)

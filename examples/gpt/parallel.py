@@ -1,0 +1,143 @@
+"""The ways in which the ranks share the work: `dp`, `tp+sp`, `fsdp+tp`, ..., a table of specs each.
+
+Every mesh of the example has the axes "dp" and "tp", of size 1 where a choice does without, and
+"cp" where it is chosen. Over "dp" the sequences of a batch are sharded, over "cp" their positions,
+over "tp" the weights. Shapes in the tables:
+
+    d model width   h heads   k head width   f hidden width   v vocabulary
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from shardmap_torch import I, P, S
+from shardmap_torch.spec import Entry
+from shardmap_torch.types import AxisType
+
+Table: TypeAlias = Mapping[str, P]
+
+CHOICES: Final[Mapping[str, str]] = {
+    "dp": "the sequences of a batch are sharded",
+    "fsdp": "as dp; parameters and moments are sharded too, and gathered layer by layer",
+    "zero": "as dp; moments are sharded, and each rank updates its part of the parameters",
+    "cp": "the positions of a sequence are sharded; keys and values go round in a ring",
+    "tp": "heads, hidden width and vocabulary are sharded",
+    "sp": "with tp, positions are sharded between the layers",
+}
+
+WEIGHTS: Final[Table] = {
+    "embedding": P("tp"),  # [v, d]
+    "**.qkv": P(None, "tp"),  # [d, h, 3, k]
+    "**.attention_out": P("tp"),  # [h, k, d]
+    "**.gate_up": P(None, None, "tp"),  # [d, 2, f]
+    "**.down": P("tp"),  # [f, d]
+    "unembedding": P(None, "tp"),  # [d, v]
+}
+"""Over "tp", the same on every rank of "dp"."""
+
+WIDTHS: Final[Table] = {
+    "embedding": P("tp", "dp"),
+    "**.qkv": P("dp", "tp"),
+    "**.attention_out": P("tp", None, "dp"),
+    "**.gate_up": P("dp", None, "tp"),
+    "**.down": P("tp", "dp"),
+    "unembedding": P("dp", "tp"),
+}
+"""Over "tp" and, along the model width, over "dp": parameters of FSDP, moments of ZeRO."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A combination of `CHOICES`, as in `Parallel.of("fsdp+tp")`."""
+
+    chosen: frozenset[str] = frozenset({"dp", "tp", "sp"})
+
+    @staticmethod
+    def of(text: str) -> "Parallel":
+        """Reads names that are joined by "+".
+
+        Raises:
+            ValueError: an unknown name, or names that exclude each other.
+        """
+        names = text.split("+")
+        unknown = [name for name in names if name not in CHOICES]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(CHOICES)}")
+        if "sp" in names and "tp" not in names:
+            raise ValueError("sp needs tp: it shards what tp leaves whole between its layers")
+        several = [name for name in names if name in ("dp", "fsdp", "zero")]
+        if len(several) > 1:
+            raise ValueError(f"{' and '.join(several)} exclude each other")
+        return Parallel(frozenset(names))
+
+    def __str__(self) -> str:
+        """As it is written: `fsdp+tp`."""
+        return "+".join(name for name in CHOICES if name in self.chosen)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes whose sizes one chooses, in the order of the mesh."""
+        return tuple(axis for axis in self.mesh_axes if axis == "cp" or self.chosen & _USES[axis])
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """All axes of the mesh."""
+        return ("dp", "cp", "tp") if "cp" in self.chosen else ("dp", "tp")
+
+    def mesh_sizes(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """The sizes of all axes of the mesh, given those of `axes`."""
+        known = dict(zip(self.axes, sizes, strict=True))
+        return tuple(known.get(axis, 1) for axis in self.mesh_axes)
+
+    @property
+    def has_sharded_params(self) -> bool:
+        """Whether a rank of "dp" holds a part of the parameters only."""
+        return "fsdp" in self.chosen
+
+    @property
+    def context(self) -> str | None:
+        """The axis over which positions are sharded within the layers."""
+        return "cp" if "cp" in self.chosen else None
+
+    @property
+    def residual(self) -> AxisType:
+        """How activations [b, t, d] lie over "tp" between the layers."""
+        return S(1) if "sp" in self.chosen else I
+
+    @property
+    def activations(self) -> tuple[Entry, ...]:
+        """Which axes shard the activations [b, t, d] between the layers, by dim."""
+        positions = [axis for axis, name in (("cp", "cp"), ("tp", "sp")) if name in self.chosen]
+        return "dp", tuple(positions) or None
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The axes whose ranks see other tokens."""
+        return ("dp", "cp") if "cp" in self.chosen else ("dp",)
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """The axes over which the gradients are still to be summed; FSDP's backward sums them."""
+        return tuple(axis for axis in self.data if axis == "cp" or not self.has_sharded_params)
+
+    @property
+    def params(self) -> Table:
+        """Specs of the parameters by patterns over their paths."""
+        return {**(WIDTHS if self.has_sharded_params else WEIGHTS), **self._norms("fsdp")}
+
+    @property
+    def moments(self) -> Table:
+        """Specs of what the optimizer keeps of each parameter."""
+        is_wide = bool(self.chosen & {"fsdp", "zero"})
+        return {**(WIDTHS if is_wide else WEIGHTS), **self._norms("fsdp", "zero")}
+
+    def _norms(self, *wide: str) -> Table:
+        """Where positions are sharded over "tp", so are the uses of a norm's scale [d]."""
+        entries = ("dp",) if self.chosen & set(wide) else ()
+        return {"**.*norm": P(*entries, replicate={"tp"} if "sp" in self.chosen else ())}
+
+
+_USES: Final[Mapping[str, set[str]]] = {"dp": {"dp", "fsdp", "zero"}, "tp": {"tp"}}
+
+DEFAULT: Final = Parallel()
