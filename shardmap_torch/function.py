@@ -6,7 +6,9 @@ body the axes are vmap levels, gone by then: there the markers of the axes trave
 torch's generated vmap rule opens levels for them anew.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Final
 
@@ -89,13 +91,13 @@ class Function(torch.autograd.Function):
             TransformError: without `setup_context`, in a batched body.
         """
         scope = current_scope()
-        if scope is None:
+        if scope is None or _LEVELS.left_by(cls):
             return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         scope.backend.needs_ranks()
         scope = scope.fork(("Function", cls.__name__))
         markers = markers_of(scope)
         if not markers:
-            with enter_scope(scope):
+            with enter_scope(scope), _LEVELS.applying(cls):
                 return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not _has_setup(cls):
             raise TransformError(
@@ -104,6 +106,36 @@ class Function(torch.autograd.Function):
                 'forward(ctx, *args), or use make_mesh(..., simulate="ranks").'
             )
         return _apply(cls, scope, *markers, *args)
+
+
+class _Levels(threading.local):
+    """The Function that functorch is about to apply once more, below its levels.
+
+    Under a transform torch calls `apply` twice: as the user did, and then on unwrapped values. The
+    second is part of the first, and no step of the program: without a transform there is none.
+    """
+
+    def __init__(self) -> None:
+        self._entered: type | None = None
+
+    @contextmanager
+    def applying(self, cls: type) -> Iterator[None]:
+        """Notes that `cls` is applied by the user."""
+        self._entered = cls if torch._C._are_functorch_transforms_active() else None
+        try:
+            yield
+        finally:
+            self._entered = None
+
+    def left_by(self, cls: type) -> bool:
+        """Tells whether this is the second time; what runs below is the user's code again."""
+        is_second = self._entered is cls and not torch._C._are_functorch_transforms_active()
+        if is_second:
+            self._entered = None
+        return is_second
+
+
+_LEVELS: Final = _Levels()
 
 
 def _has_setup(cls: type) -> bool:

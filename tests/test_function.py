@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import shardmap_torch
 from shardmap_torch import (
     CollectiveError,
     Function,
@@ -18,6 +19,7 @@ from shardmap_torch import (
     all_gather,
     all_reduce,
     axis_index,
+    axis_size,
     make_mesh,
     reduce_scatter,
     shard_map,
@@ -416,3 +418,29 @@ def test_a_plain_function_whose_backward_communicates_is_told_of_ours(strategy: 
         "the autograd.Function whose backward calls it from shardmap_torch.Function, which keeps "
         "the mesh for its backward."
     )
+
+
+@pytest.mark.parametrize("gradient", [torch.func.grad, shardmap_torch.grad])
+def test_a_function_is_one_step_of_the_program_however_its_gradient_is_taken(gradient: Any) -> None:
+    """Under functorch torch applies it twice, without only once."""
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
+
+    def body(x: Tensor) -> Tensor:
+        y: Tensor = gradient(lambda x: all_reduce(Scaled.apply(x).square().sum(), "tp", dst=I))(x)
+        return y
+
+    x = torch.arange(4.0)
+    assert shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(x).equal(8 * x)
+
+
+class Scaled(Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * axis_size("tp")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * axis_size("tp")

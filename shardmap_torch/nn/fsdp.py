@@ -20,11 +20,11 @@ Y = TypeVar("Y")
 
 
 def fsdp_gather(params: X, axis: str, specs: Any) -> X:
-    """Gathers the shards of parameters over a data axis, all in one collective a dtype.
+    """Gathers the shards of parameters over a data axis, in one collective.
 
-    Gradients come back reduce-scattered, in one collective a dtype as well: each rank of `axis` has
-    used the parameters on its own part of the batch. Parameters that `axis` does not shard are
-    converted to R, so that their gradients are summed.
+    One for each dtype and set of other axes that shard them. Gradients come back reduce-scattered,
+    together as well: each rank of `axis` has used the parameters on its own part of the batch.
+    Parameters that `axis` does not shard are converted to R, so that their gradients are summed.
 
     Shape: each leaf gets back the dimension that `axis` divides. Types: sharded over `axis` (S(i))
     becomes R, I becomes R; over other axes nothing changes. Backward: one reduce-scatter, and an
@@ -56,9 +56,14 @@ def fsdp_gather(params: X, axis: str, specs: Any) -> X:
                 [1., 1.]])
     """
     leaves, structure = flatten(params)
-    dims = _sharded_dims(params, axis, specs)
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
-        group = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype and dims[i] is not None]
+    placed = _placed(params, axis, specs)
+    dims = [_dim_of(leaf.spec, axis) for leaf in placed]
+    # Beside a leaf that varies over another axis, one that is equal there would come out varying.
+    keys = [
+        (leaf.dtype, frozenset(p.spec.mentioned)) for leaf, p in zip(leaves, placed, strict=True)
+    ]
+    for key in dict.fromkeys(keys):
+        group = [i for i in range(len(leaves)) if keys[i] == key and dims[i] is not None]
         own_dims = [dim for i in group if (dim := dims[i]) is not None]
         gathered = gathered_shards(axis, own_dims)(*(leaves[i] for i in group)) if group else ()
         for i, leaf in zip(group, gathered, strict=True):
@@ -140,25 +145,28 @@ def _gathered_types(
     return tuple(ins), tuple(outs) if len(outs) > 1 else (outs[0],)
 
 
-def _sharded_dims(params: Any, axis: str, specs: Any) -> list[int | None]:
-    """Finds for each leaf the dim that the axis shards; None where it shards none."""
-    placed = list(spread(specs, params, "params", lambda leaf: isinstance(leaf, P)))
-    problems, dims = [], []
-    for leaf in placed:
-        if not isinstance(leaf, Placed) or not isinstance(leaf.spec, P):
-            problems.append(str(leaf) if not isinstance(leaf, Placed) else f"{leaf.path}: no P")
+def _placed(params: Any, axis: str, specs: Any) -> list[Placed[P]]:
+    """Gives each leaf its spec, in which the axis must stand last."""
+    found = list(spread(specs, params, "params", lambda leaf: isinstance(leaf, P)))
+    problems = []
+    for leaf in found:
+        if not isinstance(leaf, Placed):
+            problems.append(str(leaf))
             continue
-        axes = _by_dim(leaf.spec)
-        dims.append(next((dim for dim, names in axes.items() if axis in names), None))
-        inner = [n for names in axes.values() if axis in names for n in names if names[-1] != axis]
-        if inner:
+        axes = _by_dim(leaf.spec).values()
+        if any(axis in names and names[-1] != axis for names in axes):
             problems.append(
                 f"{leaf.path}: {leaf.spec!r} shards by {axis!r} from the outside; gathered alone "
                 "it must be the last of its entry"
             )
     if problems:
         raise LayerError(listing(f"fsdp_gather over {axis!r}: the specs do not match:", problems))
-    return dims
+    return [leaf for leaf in found if isinstance(leaf, Placed)]
+
+
+def _dim_of(spec: P, axis: str) -> int | None:
+    """Finds the dim that the axis shards; None where it shards none."""
+    return next((dim for dim, names in _by_dim(spec).items() if axis in names), None)
 
 
 def _by_dim(spec: P) -> Mapping[int, tuple[str, ...]]:

@@ -287,6 +287,8 @@ COMBINATIONS = {
     "fsdp+tp+sp": (2, 2),
     "zero": (4,),
     "zero+tp": (2, 2),
+    "cp": (4,),
+    "cp+tp+sp": (2, 2),
 }
 
 
@@ -305,7 +307,9 @@ def train_by(parallel: str) -> list[float]:
 
 
 @pytest.mark.parametrize("parallel", ["fsdp+tp+sp", "zero+tp"])
-def test_training_with_sharded_parameters_or_moments_has_the_losses_of_one_device(parallel: str) -> None:
+def test_training_with_sharded_parameters_or_moments_has_the_losses_of_one_device(
+    parallel: str,
+) -> None:
     assert train_by(parallel) == pytest.approx(train(None), rel=EXACT)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import I, LayerError, P, make_mesh, redistribute, shard_map, validate_rule
+from shardmap_torch import I, LayerError, P, R, make_mesh, redistribute, shard_map, validate_rule
 from shardmap_torch.nn import column_linear, fsdp_gather, fsdp_layer, row_linear
 from shardmap_torch.nn.fsdp import gathered_shards
 from tests.nn.support.cases import (
@@ -126,6 +126,20 @@ def test_each_dtype_has_a_buffer_of_its_own() -> None:
     for found, given in zip(f(tree), tree, strict=True):
         assert found.dtype == given.dtype
         assert found.equal(given)
+
+
+def test_what_is_equal_over_another_axis_stays_so_beside_what_is_not() -> None:
+    mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
+    specs = {"w": P("dp", "tp"), "scale": P("dp")}
+    out = {"w": P(None, "tp"), "scale": P()}
+
+    def body(params: dict[str, Tensor]) -> dict[str, Tensor]:
+        return redistribute(fsdp_gather(params, "dp", specs), "dp", src=R, dst=I)
+
+    params = {"w": torch.arange(16.0).reshape(4, 4), "scale": torch.arange(4.0)}
+    for check in ("local", "global"):
+        gathered = shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out, check=check)(params)
+        assert all(gathered[name].equal(value) for name, value in params.items())
 
 
 def test_specs_that_do_not_match_are_refused_all_at_once() -> None:
