@@ -78,9 +78,7 @@ def moment_specs(config: Config) -> Params:
     return match_specs(init(config), config.parallel.moments)
 
 
-def apply(
-    params: Params, tokens: Tensor, config: Config, dropout: Dropout | None = None
-) -> Tensor:
+def apply(params: Params, tokens: Tensor, config: Config, dropout: Dropout | None = None) -> Tensor:
     """Tokens [b, t] -> logits [b, t, v/tp], on one rank."""
     parallel, overlap = config.parallel, config.overlap
     drop = (dropout or Dropout()).shards(parallel.activations)
@@ -113,9 +111,7 @@ def gathered(shards: Params, lies: Params, parallel: Parallel) -> Params:
     return nn.fsdp_gather(shards, "dp", lies) if parallel.has_sharded_params else shards
 
 
-def loss(
-    params: Params, batch: Tensor, config: Config, dropout: Dropout | None = None
-) -> Tensor:
+def loss(params: Params, batch: Tensor, config: Config, dropout: Dropout | None = None) -> Tensor:
     """Batch [b/dp, t+1] -> mean nats a token over the whole batch, equal on all ranks.
 
     Gradients of parameters are each rank's addend over `parallel.pending`.
