@@ -125,7 +125,7 @@ class Control:
         """
         try:
             if error is None:
-                self.settle()
+                self.resolve()
             elif not self.broken:
                 self._raised = describe_error(error)
                 self._board.touch()
@@ -145,7 +145,7 @@ class Control:
             CollectiveMismatchError: the ranks differ.
             CommunicationError: a rank is gone.
         """
-        self.settle()
+        self.resolve()
         self._hash = (self._hash * _FACTOR + digest) % _MODULUS
         mixed = (self._hash * _FACTOR + self._moves) % _MODULUS
         vector = torch.tensor([mixed, -mixed, self._moves, -self._moves])
@@ -157,9 +157,9 @@ class Control:
             self.fail(doing, error)
         self._pending = work, vector, text
         if now:
-            self.settle()
+            self.resolve()
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Waits for the comparison that is under way, if one is.
 
         Raises:
@@ -208,7 +208,7 @@ class Control:
             CommunicationError: a rank is gone.
         """
         if self._pending is not None:
-            self.settle()
+            self.resolve()
         known = self._keys.get((id(operation), x.dtype, x.shape))
         if known is None:
             known = self._key(operation, x)
