@@ -1,0 +1,201 @@
+"""The same step by hand: Megatron-style autograd Functions on raw torch.distributed.
+
+Everything that can be left out is: no types, no checks, gradients of the norms' scales summed in
+one buffer, foreach updates in place.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.train_step.setting import OPTIMIZER, Setting, Step
+from examples.gpt.layers import rotate
+
+Params = dict[str, Any]
+
+
+def _gather(x: Tensor) -> Tensor:
+    """[b, t/n, ...] -> [b, t, ...]."""
+    parts = x.new_empty((dist.get_world_size(), *x.shape))
+    dist.all_gather_into_tensor(parts, x.contiguous().unsqueeze(0))
+    return torch.cat(parts.unbind(0), 1)
+
+
+def _scatter(x: Tensor) -> Tensor:
+    """[b, t, ...], an addend -> [b, t/n, ...], summed."""
+    n = dist.get_world_size()
+    parts = torch.stack(x.chunk(n, 1))
+    out = x.new_empty((1, *parts.shape[1:]))
+    dist.reduce_scatter_tensor(out, parts)
+    return out[0]
+
+
+class GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _scatter(grad)
+
+
+class ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _gather(grad)
+
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _gathered(x: Tensor) -> Tensor:
+    y: Tensor = GatherSequence.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _scattered(x: Tensor) -> Tensor:
+    y: Tensor = ScatterSequence.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _reduced(x: Tensor) -> Tensor:
+    y: Tensor = Reduce.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _norm(x: Tensor, scale: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+
+
+def _column(x: Tensor, weight: Tensor) -> Tensor:
+    return (_gathered(x) @ weight.flatten(1)).unflatten(-1, weight.shape[1:])
+
+
+def _row(x: Tensor, weight: Tensor) -> Tensor:
+    return _scattered(x.flatten(2) @ weight.flatten(0, -2))
+
+
+def _own(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    local = ids - dist.get_rank() * num_rows
+    owned = (local >= 0) & (local < num_rows)
+    return local * owned, owned
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    length, width = q.shape[1], q.shape[-1]
+    q, k, v = (x.transpose(1, 2) for x in (rotate(q), rotate(k), v))
+    scores = q @ k.mT / math.sqrt(width)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+    return (weights @ v).transpose(1, 2)
+
+
+def _logits(params: Params, tokens: Tensor) -> Tensor:
+    table = params["embedding"]
+    ids, owned = _own(tokens, table.shape[0])
+    x = _scattered(functional.embedding(ids, table) * owned.unsqueeze(-1))
+    for layer in params["layers"]:
+        q, k, v = _column(_norm(x, layer["attention_norm"]), layer["qkv"]).unbind(-2)
+        x = x + _row(_attention(q, k, v), layer["attention_out"])
+        gate, up = _column(_norm(x, layer["mlp_norm"]), layer["gate_up"]).unbind(-2)
+        x = x + _row(functional.silu(gate) * up, layer["down"])
+    return _column(_norm(x, params["final_norm"]), params["unembedding"])
+
+
+def _loss(params: Params, batch: Tensor) -> Tensor:
+    logits, targets = _logits(params, batch[:, :-1]), batch[:, 1:]
+    largest = logits.detach().amax(-1, keepdim=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    logits = logits - largest
+    total = _reduced(logits.exp().sum(-1))
+    ids, owned = _own(targets, logits.shape[-1])
+    picked = _reduced(logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) * owned)
+    return (total.log() - picked).mean()
+
+
+_CUT = {"embedding": 0, "qkv": 1, "attention_out": 0, "gate_up": 2, "down": 0, "unembedding": 1}
+"""The dim that is sharded; the norms' scales are not."""
+
+
+def _shard(name: str, value: Tensor) -> Tensor:
+    dim = _CUT.get(name)
+    if dim is not None:
+        value = value.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    return value.contiguous().clone().requires_grad_()
+
+
+def _rate(step: int) -> float:
+    decayed = 0.55 + 0.45 * math.cos(math.pi * min(step / OPTIMIZER.steps, 1))
+    return OPTIMIZER.rate * decayed * min(step / OPTIMIZER.warmup, 1)
+
+
+class _Training:
+    """Local parameters, split into those that are sharded and those that are not, and moments."""
+
+    def __init__(self, setting: Setting) -> None:
+        whole = setting.params()
+        layers = [{k: _shard(k, v) for k, v in layer.items()} for layer in whole["layers"]]
+        top = {k: _shard(k, v) for k, v in whole.items() if k != "layers"}
+        self.params: Params = {**top, "layers": layers}
+        self.batch = setting.batch()
+        leaves = [*((k, v) for layer in layers for k, v in layer.items()), *top.items()]
+        self.matrices = [v for k, v in leaves if k in _CUT]
+        self.scales = [v for k, v in leaves if k not in _CUT]
+        self.all = [*self.matrices, *self.scales]
+        self.means = [torch.zeros_like(p) for p in self.all]
+        self.squares = [torch.zeros_like(p) for p in self.all]
+        self.steps = 0
+
+    def step(self) -> Tensor:
+        loss = _loss(self.params, self.batch)
+        grads = list(torch.autograd.grad(loss, self.all))
+        with torch.no_grad():
+            cut = grads[: len(self.matrices)]
+            flat = torch.cat([g.flatten() for g in grads[len(cut) :]])
+            dist.all_reduce(flat)
+            sizes = [p.numel() for p in self.scales]
+            grads = [*cut, *(g.view_as(p) for g, p in zip(flat.split(sizes), self.scales))]
+            self._clip(cut, flat, grads)
+            self._update(grads)
+        return loss.detach()
+
+    def _clip(self, cut: list[Tensor], flat: Tensor, grads: list[Tensor]) -> None:
+        square = torch.stack(torch._foreach_norm(cut)).square().sum()
+        dist.all_reduce(square)
+        norm = (square + flat.square().sum()).sqrt()
+        torch._foreach_mul_(grads, (OPTIMIZER.max_norm / norm).clamp(max=1))
+
+    def _update(self, grads: list[Tensor]) -> None:
+        self.steps += 1
+        rate, (beta1, beta2) = _rate(self.steps), OPTIMIZER.betas
+        torch._foreach_lerp_(self.means, grads, 1 - beta1)
+        torch._foreach_mul_(self.squares, beta2)
+        torch._foreach_addcmul_(self.squares, grads, grads, 1 - beta2)
+        scale = 1 / math.sqrt(1 - beta2**self.steps)
+        divisors = torch._foreach_mul(torch._foreach_sqrt(self.squares), scale)
+        torch._foreach_add_(divisors, 1e-8)
+        torch._foreach_mul_(self.matrices, 1 - rate * OPTIMIZER.decay)
+        torch._foreach_addcdiv_(self.all, self.means, divisors, -rate / (1 - beta1**self.steps))
+
+
+def make(setting: Setting) -> Step:
+    """Each rank keeps its own shards as plain tensors."""
+    return _Training(setting).step

@@ -1,0 +1,49 @@
+"""What is measured: sizes, and the contestants' common form."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from examples.gpt import model
+from examples.gpt.optim import AdamW
+
+Step = Callable[[], Tensor]
+"""One step of training on the same batch; it keeps its parameters, and returns the loss."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One size of the model; `examples/gpt` defines what it computes."""
+
+    width: int
+    layers: int = 4
+    heads: int = 8
+    length: int = 64
+    sequences: int = 4
+
+    @property
+    def config(self) -> model.Config:
+        """As the example has it; no overlapped kernels."""
+        return model.Config(
+            length=self.length,
+            width=self.width,
+            heads=self.heads,
+            hidden=3 * self.width,
+            layers=self.layers,
+        )
+
+    def params(self) -> model.Params:
+        """Global parameters, equal on all ranks."""
+        return model.init(self.config)
+
+    def batch(self) -> Tensor:
+        """Global token ids [b, t+1], equal on all ranks."""
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.sequences, self.length + 1)
+        return torch.randint(self.config.vocabulary, shape, generator=generator)
+
+
+OPTIMIZER = AdamW(steps=1_000_000)
+"""AdamW and clipping as in the example."""
