@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch.collectives.moves import MOVES
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import Scope, scope_of
-from shardmap_torch.core.tree import Tree, map_leaves
+from shardmap_torch.core.tree import Tree, flatten, map_leaves, unflatten
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.types import AxisType, TypeLike, as_type
 
@@ -21,7 +21,9 @@ X = TypeVar("X")
 
 def read_axes(name: str, axis: Axis) -> tuple[tuple[str, ...], Scope]:
     """The axes as a tuple, and the scope in which all of them are bound."""
-    axes = [axis] if isinstance(axis, str) else axis
+    if isinstance(axis, str):
+        return (axis,), scope_of(name, (axis,))
+    axes = axis
     if not isinstance(axes, Sequence) or not all(isinstance(each, str) for each in axes):
         raise CollectiveError(f"{name}: axis={axis!r} is no axis name and no sequence of them.")
     return tuple(axes), scope_of(name, tuple(axes))
@@ -42,18 +44,31 @@ def read_type(
 
 def each_leaf(name: str, x: X, function: Callable[[Tensor], Tensor]) -> X:
     """Applies `function` to every leaf of `x`, all of which must be tensors."""
+    if isinstance(x, Tensor):
+        return function(x)  # type: ignore[return-value]  # X is Tensor here
 
     def checked(leaf: Any) -> Tensor:
-        if not isinstance(leaf, Tensor):
-            raise CollectiveError(
-                f"{name} takes tensors, or pytrees of them, not {type(leaf).__name__} ({leaf!r})."
-            )
-        return function(leaf)
+        return function(_tensor(name, leaf))
 
-    if isinstance(x, Tensor):
-        return checked(x)  # type: ignore[return-value]  # X is Tensor here
     result: Tree = map_leaves(checked, x)
     return result  # type: ignore[no-any-return]
+
+
+def all_leaves(name: str, x: X, function: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> X:
+    """Applies `function` to all leaves of `x` at once, all of which must be tensors."""
+    if isinstance(x, Tensor):
+        return function([x])[0]  # type: ignore[return-value]  # X is Tensor here
+    leaves, structure = flatten(x)
+    result: Tree = unflatten(structure, function([_tensor(name, leaf) for leaf in leaves]))
+    return result  # type: ignore[no-any-return]
+
+
+def _tensor(name: str, leaf: Any) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf
+    raise CollectiveError(
+        f"{name} takes tensors, or pytrees of them, not {type(leaf).__name__} ({leaf!r})."
+    )
 
 
 def read_dim(name: str, word: str, dim: int, ndim: int) -> int:

@@ -1,16 +1,26 @@
 """Changing the type of a value along an axis, with or without moving data."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.autograd import issue
-from shardmap_torch.collectives.operations import collective_of
+from shardmap_torch.collectives.bundle import issue_all
+from shardmap_torch.collectives.operations import Collective, collective_of
 from shardmap_torch.collectives.table import lookup
+from shardmap_torch.core.caching import memo
 from shardmap_torch.errors import CollectiveError
-from shardmap_torch.ops.arguments import Axis, check_divides, each_leaf, read_axes, read_dim
+from shardmap_torch.ops.arguments import (
+    Axis,
+    all_leaves,
+    check_divides,
+    each_leaf,
+    read_axes,
+    read_dim,
+)
 from shardmap_torch.ops.gather import all_gather, all_to_all
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
 from shardmap_torch.types import AxisType, TypeLike, V, as_type
@@ -54,19 +64,34 @@ def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None =
         tensor([0., 1., 2., 3.])
     """
     axes, scope = read_axes("convert", axis)
+    if dim is None:
+        collective = _conversion("convert", as_type(src), as_type(dst), axes)
+        if isinstance(x, Tensor):
+            return issue(scope, collective, x)  # type: ignore[return-value]  # X is Tensor here
+        return all_leaves("convert", x, partial(issue_all, scope, collective))
     row = lookup("convert", as_type(src), as_type(dst))
+    cuts = row.move in _ALONG_A_DIM
     num_ranks = scope.backend.mesh.num_ranks(axes)
-    cuts = row.move in ("slice", "pad")
-    if cuts and dim is None:
-        raise CollectiveError(f"convert from {row.src} to {row.dst} needs dim=.")
 
     def one(leaf: Tensor) -> Tensor:
-        at = read_dim("convert", "dim", dim, leaf.ndim) if cuts and dim is not None else 0
+        at = read_dim("convert", "dim", dim, leaf.ndim) if cuts else 0
         if row.move == "slice":
             check_divides("convert", "dim", leaf.shape[at], axes, num_ranks)
         return issue(scope, collective_of(row.name, row.src, row.dst, axes, dim=at), leaf)
 
     return each_leaf("convert", x, one)
+
+
+_ALONG_A_DIM: Final = ("slice", "pad")
+
+
+@memo
+def _conversion(name: str, src: AxisType, dst: AxisType, axes: tuple[str, ...]) -> Collective:
+    """One that needs no dim; the same object for the same arguments."""
+    row = lookup(name, src, dst)
+    if row.move in _ALONG_A_DIM:
+        raise CollectiveError(f"convert from {row.src} to {row.dst} needs dim=.")
+    return collective_of(row.name, row.src, row.dst, axes)
 
 
 def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
@@ -99,8 +124,7 @@ def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
         tensor(4.)
     """
     axes, scope = read_axes("reinterpret", axis)
-    row = lookup("reinterpret", as_type(src), as_type(dst))
-    collective = collective_of(row.name, row.src, row.dst, axes)
+    collective = _conversion("reinterpret", as_type(src), as_type(dst), axes)
     return each_leaf("reinterpret", x, lambda leaf: issue(scope, collective, leaf))
 
 

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.autograd import issue
+from shardmap_torch.collectives.bundle import issue_all
 from shardmap_torch.collectives.operations import Collective, Extremum, collective_of
 from shardmap_torch.core.caching import memo
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import (
     Axis,
+    all_leaves,
     check_comm_dtype,
     check_divides,
     check_length,
@@ -70,15 +72,15 @@ def all_reduce(
         tensor(28.)
     """
     axes, scope = read_axes("all_reduce", axis)
-    to = read_type("all_reduce", dst, "dst", (R, I))
-    _check_source(op, src)
-    if op in ("max", "min"):
-        _reject_comm_dtype(op, comm_dtype, grad_comm_dtype)
-        extremum = Extremum(op, _total(axes, to, None, None))
-        return each_leaf("all_reduce", x, lambda leaf: issue(scope, extremum, _ordered(op, leaf)))
-    total = _total(axes, to, comm_dtype, grad_comm_dtype)
+    operation = _reduction(axes, dst, src, op, comm_dtype, grad_comm_dtype)
+    if isinstance(operation, Extremum):
+        return each_leaf("all_reduce", x, lambda leaf: issue(scope, operation, _ordered(op, leaf)))
+    if op == "sum" and isinstance(x, Tensor):
+        return issue(scope, operation, _summable(x))  # type: ignore[return-value]  # X is Tensor
     finish = _mean_over("all_reduce", op, scope.backend.mesh.num_ranks(axes))
-    return each_leaf("all_reduce", x, lambda leaf: finish(issue(scope, total, _summable(leaf))))
+    return all_leaves(
+        "all_reduce", x, lambda xs: issue_all(scope, operation, xs, _summable, finish)
+    )
 
 
 def reduce_scatter(
@@ -168,6 +170,25 @@ def check_split(
         check_length(name, word, length, sum(sizes), f"the sum of sizes={sizes}")
     else:
         check_divides(name, word, length, axes, num_ranks)
+
+
+@memo
+def _reduction(
+    axes: tuple[str, ...],
+    dst: TypeLike,
+    src: TypeLike | None,
+    op: str,
+    comm_dtype: torch.dtype | None,
+    grad_comm_dtype: torch.dtype | None,
+) -> Collective | Extremum:
+    """The same object for the same arguments, which are checked once."""
+    to = read_type("all_reduce", dst, "dst", (R, I))
+    _check_source(op, src)
+    extremum = op in ("max", "min")
+    if extremum:
+        _reject_comm_dtype(op, comm_dtype, grad_comm_dtype)
+    total = _total(axes, to, comm_dtype, grad_comm_dtype)
+    return Extremum(op, total) if extremum else total
 
 
 @memo

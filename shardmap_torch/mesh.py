@@ -83,7 +83,12 @@ class Mesh:
             >>> make_mesh((2, 4), ("dp", "tp"), kind="simulated").shape["tp"]
             4
         """
-        return MappingProxyType(dict(zip(self.axis_names, self.axis_sizes, strict=True)))
+        return MappingProxyType(self._sizes)
+
+    @lazy
+    def _sizes(self) -> dict[str, int]:
+        """As `shape`, made once."""
+        return dict(zip(self.axis_names, self.axis_sizes, strict=True))
 
     @property
     def size(self) -> int:
@@ -100,8 +105,10 @@ class Mesh:
 
     def num_ranks(self, axes: Sequence[str]) -> int:
         """The number of ranks along several axes together."""
-        shape = self.shape
-        return prod([shape[axis] for axis in axes])
+        sizes = self._sizes
+        if len(axes) == 1:
+            return sizes[axes[0]]
+        return prod([sizes[axis] for axis in axes])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis.
@@ -124,9 +131,9 @@ class Mesh:
 
     def index(self, axes: Sequence[str], place: Mapping[str, int]) -> int:
         """The position along several axes together, the first of them major."""
-        shape, index = self.shape, 0
+        sizes, index = self._sizes, 0
         for axis in axes:
-            index = index * shape[axis] + place[axis]
+            index = index * sizes[axis] + place[axis]
         return index
 
     def peers(self, axes: Sequence[str], place: Mapping[str, int]) -> tuple[int, ...]:

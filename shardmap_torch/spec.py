@@ -36,12 +36,18 @@ class P:
         (True, False)
     """
 
-    __slots__ = ("_hash", "entries", "invariant", "partial", "replicate")
+    __slots__ = ("_hash", "entries", "invariant", "mentioned", "partial", "replicate", "sharded_dims")
 
     entries: Final[tuple[Entry, ...]]
     replicate: Final[frozenset[str]]
     invariant: Final[frozenset[str]]
     partial: Final[frozenset[str]]
+
+    sharded_dims: Final[tuple[tuple[int, tuple[str, ...]], ...]]
+    """The dimensions that are cut, with the axes that cut them, major first."""
+
+    mentioned: Final[tuple[str, ...]]
+    """The axes that cut some dimension."""
 
     def __init__(
         self,
@@ -55,6 +61,9 @@ class P:
         self.replicate = _read_names("replicate", replicate)
         self.invariant = _read_names("invariant", invariant)
         self.partial = _read_names("partial", partial)
+        axes = [(dim, _entry_axes(entry)) for dim, entry in enumerate(self.entries)]
+        self.sharded_dims = tuple((dim, names) for dim, names in axes if names)
+        self.mentioned = tuple(axis for _, names in self.sharded_dims for axis in names)
         self._hash = hash((self.entries, self.replicate, self.invariant, self.partial))
         _reject_repeats(self)
 
@@ -94,16 +103,6 @@ class P:
             axes: frozenset[str] = getattr(self, name)
             if axes:
                 yield name, axes
-
-    @property
-    def sharded_dims(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """The dimensions that are cut, with the axes that cut them, major first."""
-        return tuple((dim, _entry_axes(e)) for dim, e in enumerate(self.entries) if _entry_axes(e))
-
-    @property
-    def mentioned(self) -> tuple[str, ...]:
-        """The axes that cut some dimension."""
-        return tuple(axis for _, axes in self.sharded_dims for axis in axes)
 
     @property
     def named(self) -> frozenset[str]:

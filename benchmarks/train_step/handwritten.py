@@ -172,7 +172,8 @@ class _Training:
             flat = torch.cat([g.flatten() for g in grads[len(cut) :]])
             dist.all_reduce(flat)
             sizes = [p.numel() for p in self.scales]
-            grads = [*cut, *(g.view_as(p) for g, p in zip(flat.split(sizes), self.scales))]
+            pairs = zip(flat.split(sizes), self.scales, strict=True)
+            grads = [*cut, *(g.view_as(p) for g, p in pairs)]
             self._clip(cut, flat, grads)
             self._update(grads)
         return loss.detach()

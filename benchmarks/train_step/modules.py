@@ -130,7 +130,7 @@ def _plan(num_layers: int) -> dict[str, object]:
 def make(setting: Setting) -> Step:
     """torch.optim.AdamW and clip_grad_norm_ on the DTensors, foreach."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    model = parallelize_module(Model(setting), mesh, _plan(setting.layers))  # type: ignore[arg-type]
+    model = parallelize_module(Model(setting), mesh, _plan(setting.layers))
     batch = setting.batch()
     params = list(model.parameters())
     groups = [

@@ -12,16 +12,33 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from shardmap_torch.control.start import current, peers
 
-# torch 2.13 renamed both and warns at the old names; 2.11 has only those.
-_all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Final = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Methods of the group, called as torch's functions do, whose argument checks cost as much again.
+# torch 2.13 renamed two of them and keeps the old names; 2.11 has only those.
+_GROUP: Final[Any] = dist.ProcessGroup
+_ALL_GATHER: Final = getattr(_GROUP, "all_gather_single", None) or _GROUP._allgather_base
+_REDUCE_SCATTER: Final = (
+    getattr(_GROUP, "reduce_scatter_single", None) or _GROUP._reduce_scatter_base
 )
 
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _asynchronous(options: Any, op: dist.ReduceOp.RedOpType | None = None) -> Any:
+    options.asyncOp = True
+    if op is not None:
+        options.reduceOp = op
+    return options
+
+
+_REDUCE_OPTIONS: Final = {
+    name: _asynchronous(c10d.AllreduceOptions(), op) for name, op in _OPS.items()
+}
+_GATHER_OPTIONS: Final = _asynchronous(c10d.AllgatherOptions())
+_SCATTER_OPTIONS: Final = _asynchronous(c10d.ReduceScatterOptions(), dist.ReduceOp.SUM)
 
 
 @dataclass(frozen=True)
@@ -46,23 +63,36 @@ class Wire:
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """Combines all ranks' values."""
         # all_reduce works in place, and a body's value is not ours to change.
-        y = x.detach().clone(memory_format=torch.contiguous_format)
-        self._wait(dist.all_reduce(y, _OPS[op], group=self.group, async_op=True))
+        y = x.clone(memory_format=torch.contiguous_format)
+        self._wait(self.group.allreduce([y], _REDUCE_OPTIONS[op]))
         return y
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' values along a new leading dim."""
         out = x.new_empty((self.size, *x.shape))
         row = x.contiguous().unsqueeze(0)
-        self._wait(_all_gather_single(out, row, group=self.group, async_op=True))
+        self._wait(_ALL_GATHER(self.group, out, row, _GATHER_OPTIONS))
+        return out
+
+    def gather_along(self, x: Tensor, dim: int) -> Tensor:
+        """All ranks' values joined along `dim`."""
+        if dim != 0:
+            return torch.cat(self.gather(x).unbind(0), dim)
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        self._wait(_ALL_GATHER(self.group, out, x.contiguous(), _GATHER_OPTIONS))
         return out
 
     def sum_scatter(self, parts: Tensor) -> Tensor:
         """Sums all ranks' stacks; each rank keeps its row."""
-        out = parts.new_empty((1, *parts.shape[1:]))
-        whole = parts.contiguous()
-        self._wait(_reduce_scatter_single(out, whole, group=self.group, async_op=True))
-        return out[0]
+        return self.sum_scatter_along(parts, 0)[0]
+
+    def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
+        """Sums all ranks' values; each rank keeps its piece of `dim`."""
+        length = x.shape[dim] // self.size
+        x = x.contiguous() if dim == 0 else torch.cat(x.split(length, dim))
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        self._wait(_REDUCE_SCATTER(self.group, out, x, _SCATTER_OPTIONS))
+        return out
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result comes from rank r."""
@@ -92,7 +122,7 @@ class Wire:
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """The value of rank `source`."""
-        y = x.detach().clone(memory_format=torch.contiguous_format)
+        y = x.clone(memory_format=torch.contiguous_format)
         self._wait(dist.broadcast(y, group=self.group, group_src=source, async_op=True))
         return y
 

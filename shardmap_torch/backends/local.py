@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.reference import fill, place
+from shardmap_torch.backends.reference import MOVES, Stack, fill, place
 from shardmap_torch.collectives.operations import Collective
 
 
@@ -40,3 +40,19 @@ LOCAL: Final[Mapping[str, Callable[[Collective, Tensor, int, int], Tensor]]] = {
     "mask": _mask,
     "same": _same,
 }
+
+
+def alone(move: str, c: Collective, x: Tensor) -> Tensor:
+    """Runs any move for a rank that is alone along the axes; the result shares no memory with `x`.
+
+    Most of them are a copy then, in the memory layout that a message would have.
+    """
+    if move in _COPIES and c.tiled and c.sizes is None and c.concat_sizes is None:
+        return x.detach().clone(memory_format=torch.contiguous_format)
+    y = MOVES[move](c, Stack(x.detach().unsqueeze(0), True, 1))
+    return y.every()[0].clone(memory_format=torch.contiguous_format)
+
+
+_COPIES: Final = frozenset(
+    {"sum", "max", "min", "gather", "sum_scatter", "exchange", "broadcast", "sum_mask"}
+)

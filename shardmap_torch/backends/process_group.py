@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.backends.communicator import TracedWire, Wire
-from shardmap_torch.backends.local import LOCAL
+from shardmap_torch.backends.local import LOCAL, alone
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import gather, scatter
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.control.run import Control, StuckError
 from shardmap_torch.control.start import current
-from shardmap_torch.core.caching import constant
+from shardmap_torch.core.caching import constant, lazy
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import unviewed
 from shardmap_torch.mesh import Mesh
@@ -48,6 +48,11 @@ class Line:
     name: str = ""
     members: tuple[int, ...] = ()
 
+    @lazy
+    def in_order(self) -> bool:
+        """Whether group ranks and positions are the same."""
+        return self.order == tuple(range(len(self.order)))
+
     def from_group(self, stacked: Tensor) -> Tensor:
         """Brings rows that are in the order of group ranks into that of positions."""
         return _pick(stacked, self.order)
@@ -66,6 +71,8 @@ def _pick(stacked: Tensor, rows: Sequence[int]) -> Tensor:
 class ProcessGroupBackend(RankBackend):
     """This process as one rank of a mesh."""
 
+    bundles = True  # see `sends_bundles`
+
     def __init__(self, mesh: Mesh) -> None:
         """Takes this process' rank in the world."""
         super().__init__(mesh, dist.get_rank())
@@ -79,7 +86,9 @@ class ProcessGroupBackend(RankBackend):
             CollectiveMismatchError: the ranks do different things.
         """
         line = self.line(collective.axes)
-        if torch.compiler.is_compiling():
+        if len(line.order) == 1:
+            return alone(move, collective, x)
+        if isinstance(line.wire, TracedWire):
             return _on_wire(line, move, collective, x)
         control = current()
         if control is None:
@@ -162,18 +171,17 @@ def _min(line: Line, c: Collective, x: Tensor) -> Tensor:
 
 
 def _is_plain(line: Line, c: Collective, x: Tensor) -> bool:
-    in_order = line.order == tuple(range(len(line.order)))
-    return c.tiled and c.sizes is None and in_order and x.numel() > 0
+    return c.tiled and c.sizes is None and line.in_order and x.numel() > 0
 
 
 def _gather(line: Line, c: Collective, x: Tensor) -> Tensor:
-    if isinstance(line.wire, TracedWire) and _is_plain(line, c, x):
+    if _is_plain(line, c, x):
         return line.wire.gather_along(x, c.dim)
     return gather(line.from_group(line.wire.gather(x)), c.dim, c.tiled, c.sizes)
 
 
 def _sum_scatter(line: Line, c: Collective, x: Tensor) -> Tensor:
-    if isinstance(line.wire, TracedWire) and _is_plain(line, c, x):
+    if _is_plain(line, c, x):
         return line.wire.sum_scatter_along(x, c.dim)
     parts = scatter(x, c.dim, c.tiled, c.sizes, len(line.order))
     return line.wire.sum_scatter(line.to_group(parts))

@@ -18,6 +18,7 @@ class RankBackend:
         self.mesh = mesh
         self.rank = rank
         self.place = mesh.coordinates(rank)
+        self._positions: dict[tuple[str, ...], tuple[int, int]] = {}
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
         """None: each rank runs the body by itself."""
@@ -33,12 +34,23 @@ class RankBackend:
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs the move here if it is local, else with the other ranks of the axes."""
-        axes = collective.axes
+        if move == "same":
+            return x
         local = LOCAL.get(move)
         if local is not None:
-            index = self.mesh.index(axes, self.place)
-            return local(collective, x, index, self.mesh.num_ranks(axes))
+            index, num_ranks = self.position(collective.axes)
+            return local(collective, x, index, num_ranks)
         return self.communicate(move, collective, x)
+
+    def position(self, axes: tuple[str, ...]) -> tuple[int, int]:
+        """This rank's position along `axes`, and how many ranks there are."""
+        if torch.compiler.is_compiling():  # Dynamo allows no side effects
+            return self.mesh.index(axes, self.place), self.mesh.num_ranks(axes)
+        known = self._positions.get(axes)
+        if known is None:
+            known = self.mesh.index(axes, self.place), self.mesh.num_ranks(axes)
+            self._positions[axes] = known
+        return known
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs a move that needs the other ranks."""

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shardmap_torch.collectives.operations import Operation
-from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.collectives.operations import Collective, Operation
+from shardmap_torch.collectives.protocol import Backend, is_checker
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.caching import constant
 from shardmap_torch.errors import TransformError
+
+_has_levels: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
 
 
 def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
@@ -22,6 +24,8 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
     `forward(ctx, ...)` form, and both cost more than a plain call: take the cheapest that serves.
     """
     markers = backend.markers(operation.axes)
+    if not markers and is_identity(backend, operation):
+        return x
     if markers or is_transformed():
         out: Tensor = FunctorchForm.apply(x, operation, backend, *markers)
         return out
@@ -30,6 +34,16 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
         out = apply(x, operation, backend)
         return out
     return operation.run(backend, x)
+
+
+def is_identity(backend: Backend, operation: Operation) -> bool:
+    """Whether it does nothing, forward and backward: it only casts, over axes of one rank."""
+    return (
+        isinstance(operation, Collective)
+        and operation.move == "same"
+        and backend.mesh.num_ranks(operation.axes) == 1
+        and not is_checker(backend)
+    )
 
 
 def issue(scope: Scope, operation: Operation, x: Tensor) -> Tensor:
@@ -43,8 +57,7 @@ def is_transformed() -> bool:
     if torch.compiler.is_dynamo_compiling():
         _reject_transforms()
         return False
-    functorch = torch._C._functorch.peek_interpreter_stack() is not None
-    return functorch or forward_ad._current_level >= 0
+    return _has_levels() or forward_ad._current_level >= 0
 
 
 @constant

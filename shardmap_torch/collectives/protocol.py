@@ -59,6 +59,11 @@ def is_checker(backend: Backend) -> TypeGuard[Checker]:
     return hasattr(backend, "hold")
 
 
+def sends_bundles(backend: Backend) -> bool:
+    """Whether the small tensors of a tree go in one message: it has a latency to save."""
+    return hasattr(backend, "bundles")
+
+
 @dataclass(frozen=True)
 class Edge:
     """One side of the boundary of a shard_map in the body of another: its inputs or its results.

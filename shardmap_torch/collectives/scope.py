@@ -103,6 +103,8 @@ def scope_of(name: str, axes: Sequence[str]) -> Scope:
         CollectiveError: outside a body, or an axis is unknown, unbound or named twice.
     """
     scope = current_scope()
+    if scope is not None and len(axes) == 1 and axes[0] in scope.axes:
+        return scope
     if scope is None and torch._C._current_graph_task_id() != -1:
         raise CollectiveError(
             f"{name} was called in a backward pass that does not know the mesh of the body. Derive "

@@ -1,0 +1,135 @@
+"""Sums of the tensors of a tree, sent as one message.
+
+A parameter tree that is converted from I to R has one all-reduce for each leaf in its backward, and
+small messages cost their latency. On processes the tensors of a tree travel in flat buffers, one
+for each dtype. Each keeps its own type, and a checker sees each by itself.
+
+Source: the gradient buckets of `torch.nn.parallel.DistributedDataParallel`, Li et al. 2020.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.collectives.autograd import (
+    TypedFunction,
+    bind,
+    is_identity,
+    is_transformed,
+    issue,
+)
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.protocol import Backend, sends_bundles
+from shardmap_torch.collectives.scope import Scope
+from shardmap_torch.core.storage import unviewed
+
+SMALL: Final = 2**20
+"""Bytes; a larger tensor travels by itself, since its copy costs more than a message."""
+
+_ADDING: Final = ("same", "sum")
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def issue_all(
+    scope: Scope,
+    operation: Collective,
+    xs: Sequence[Tensor],
+    before: Callable[[Tensor], Tensor] = _unchanged,
+    after: Callable[[Tensor], Tensor] = _unchanged,
+) -> list[Tensor]:
+    """Runs one operation that the code of a body asks for on several tensors; see `issue`.
+
+    `before` and `after` are applied to each of them before it and after it.
+    """
+    if not _can_bundle(scope.backend, operation, xs):
+        return [after(issue(scope, operation, before(x))) for x in xs]
+    xs = list(map(before, xs))
+    for x in xs:
+        scope.on_operation(operation, x)
+    return list(map(after, bind_all(scope.backend, operation, xs)))
+
+
+def _can_bundle(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> bool:
+    moves = operation.move, operation.transpose.move
+    return (
+        len(xs) > 1
+        and sends_bundles(backend)
+        and "sum" in moves
+        and all(move in _ADDING for move in moves)
+        and not is_identity(backend, operation)
+        and not torch.compiler.is_compiling()
+        and not is_transformed()
+    )
+
+
+def bind_all(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Runs one operation on several tensors so that their derivatives are right; see `bind`."""
+    if is_transformed():  # in a backward that a transform outside differentiates
+        return [bind(backend, operation, x) for x in xs]
+    tracked = torch.is_grad_enabled()
+    moving = [place for place, x in enumerate(xs) if tracked and x.requires_grad]
+    resting = [place for place, x in enumerate(xs) if not (tracked and x.requires_grad)]
+    results: list[Tensor] = list(xs)
+    if moving:
+        found = _apply(operation, backend, *[xs[place] for place in moving])
+        _put(results, moving, found)
+    _put(results, resting, _run(backend, operation, [xs[place] for place in resting]))
+    return results
+
+
+def _put(results: list[Tensor], places: Sequence[int], found: Sequence[Tensor]) -> None:
+    for place, y in zip(places, found, strict=True):
+        results[place] = y
+
+
+def _run(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The values alone: small tensors of one dtype together."""
+    results: list[Tensor] = list(xs)
+    if operation.move == "same":
+        return results
+    bundles: dict[torch.dtype, list[int]] = {}
+    for place, x in enumerate(xs):
+        if x.nbytes <= SMALL:
+            bundles.setdefault(x.dtype, []).append(place)
+        else:
+            results[place] = operation.run(backend, x)
+    for places in bundles.values():
+        chosen = [xs[place] for place in places]
+        _put(results, places, _together(backend, operation, chosen))
+    return results
+
+
+def _together(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> list[Tensor]:
+    if len(xs) == 1:
+        return [operation.run(backend, xs[0])]
+    flat = operation.run(backend, torch.cat([x.reshape(-1) for x in xs]))
+    parts = flat.split([x.numel() for x in xs])
+    # Not views of one buffer for autograd, which would take a write into one as a write into all.
+    return [unviewed(part.view(x.shape)) for part, x in zip(parts, xs, strict=True)]
+
+
+class _Bundle(TypedFunction):
+    """One operation on several tensors, under plain reverse-mode autograd; as `EagerForm`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operation: Collective, backend: Backend, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.operation, ctx.backend = operation, backend
+        return tuple(_run(backend, operation, xs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [grad for grad in grads if grad is not None]
+        pulled = iter(bind_all(ctx.backend, ctx.operation.transpose, present))
+        return None, None, *(None if grad is None else next(pulled) for grad in grads)
+
+
+# As in `autograd`: no transform is active where it is called.
+_apply: Final[Callable[..., Sequence[Tensor]]] = super(torch.autograd.Function, _Bundle).apply
