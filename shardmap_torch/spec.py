@@ -36,7 +36,15 @@ class P:
         (True, False)
     """
 
-    __slots__ = ("_hash", "entries", "invariant", "mentioned", "partial", "replicate", "sharded_dims")
+    __slots__ = (
+        "_hash",
+        "entries",
+        "invariant",
+        "mentioned",
+        "partial",
+        "replicate",
+        "sharded_dims",
+    )
 
     entries: Final[tuple[Entry, ...]]
     replicate: Final[frozenset[str]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.train_step.setting import OPTIMIZER, Setting, Step
-from examples.gpt.layers import rotate
+from shardmap_torch.nn import positions, rotary
 
 Params = dict[str, Any]
 
@@ -86,7 +86,8 @@ def _norm(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _column(x: Tensor, weight: Tensor) -> Tensor:
-    return (_gathered(x) @ weight.flatten(1)).unflatten(-1, weight.shape[1:])
+    y: Tensor = (_gathered(x) @ weight.flatten(1)).unflatten(-1, weight.shape[1:])
+    return y
 
 
 def _row(x: Tensor, weight: Tensor) -> Tensor:
@@ -100,12 +101,9 @@ def _own(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    length, width = q.shape[1], q.shape[-1]
-    q, k, v = (x.transpose(1, 2) for x in (rotate(q), rotate(k), v))
-    scores = q @ k.mT / math.sqrt(width)
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-    return (weights @ v).transpose(1, 2)
+    at = positions(q.shape[1])
+    q, k, v = (x.transpose(1, 2) for x in (rotary(q, at), rotary(k, at), v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def _logits(params: Params, tokens: Tensor) -> Tensor:

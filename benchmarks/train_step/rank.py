@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 import torch
@@ -28,9 +29,8 @@ def compare_losses(steps: Mapping[str, Step], num_steps: int = 3) -> None:
     expected = torch.tensor(next(iter(losses.values())))
     for name, found in losses.items():
         # float32, some hundred roundings in a row: 1e-4 of the loss is far below a wrong gradient.
-        torch.testing.assert_close(
-            torch.tensor(found), expected, rtol=1e-4, atol=0, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        told = partial("{}: {}".format, name)
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=0, msg=told)
 
 
 def measure(steps: Mapping[str, Step], rounds: int, number: int) -> Samples:
