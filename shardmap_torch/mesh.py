@@ -74,6 +74,11 @@ class Mesh:
         default_factory=dict, compare=False, repr=False, init=False
     )
     _state: _State = field(default_factory=_State, compare=False, repr=False, init=False)
+    _sizes: dict[str, int] = field(default_factory=dict, compare=False, repr=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Keeps the sizes by name, which each call of a collective asks for."""
+        self._sizes.update(zip(self.axis_names, self.axis_sizes, strict=True))
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -83,12 +88,8 @@ class Mesh:
             >>> make_mesh((2, 4), ("dp", "tp"), kind="simulated").shape["tp"]
             4
         """
-        return MappingProxyType(self._sizes)
-
-    @lazy
-    def _sizes(self) -> dict[str, int]:
-        """As `shape`, made once."""
-        return dict(zip(self.axis_names, self.axis_sizes, strict=True))
+        # Made anew: Dynamo traces a proxy of a dict that it has seen made, and of no other.
+        return MappingProxyType(dict(zip(self.axis_names, self.axis_sizes, strict=True)))
 
     @property
     def size(self) -> int:
