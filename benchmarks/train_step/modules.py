@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -142,11 +142,11 @@ def make(setting: Setting) -> Step:
         with loss_parallel():
             logits = model(batch[:, :-1])
             loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         nn.utils.clip_grad_norm_(params, OPTIMIZER.max_norm, foreach=True)
         optimizer.step()
         warm.step()
-        total: Tensor = loss.detach().full_tensor()
-        return total
+        value = loss.detach()
+        return value.full_tensor() if isinstance(value, DTensor) else value
 
     return run
