@@ -39,7 +39,7 @@ def _use(layer: Layer) -> Layer:
 
 
 def _add_up(x: Tensor, axis: str, local: bool) -> Tensor:
-    # What global mode knows to be a sum still to be taken is V in local mode.
+    # What global mode knows to be a pending sum is V in local mode.
     total: Tensor = spmd.all_reduce(x, axis, src=spmd.V if local else spmd.P, dst=spmd.I)
     return total
 

@@ -1,9 +1,10 @@
 """A transformer layer on three mesh axes: 2-D weights, with attention and MLP in parallel.
 
 The realistic layer of the design document of JAX's shard_map (JEP 14273), after Pope et al. 2022,
-"Efficiently Scaling Transformer Inference", section 3.2: weights are cut over two dims, activations
-are gathered and scattered around the matmuls, and no rank ever holds a whole weight. The layer is
-PaLM's: one key and value head for all heads, SwiGLU, and both branches fused into two matmuls.
+"Efficiently Scaling " "Transformer " "Inference", section 3.2: weights are sharded over two dims,
+activations are gathered and scattered around the matmuls, and no rank ever holds a whole weight.
+The layer is PaLM's: one key and value head for all heads, SwiGLU, and both branches fused into two
+matmuls.
 
     b batch   t time   e embed   h heads   q width of a query   f hidden width of a head
 

@@ -67,7 +67,7 @@ class Cut:
     """How a dim of a tensor cuts its matrix of tokens.
 
     The *cut matrix* has the cut dim as its rows, so that a chunk is contiguous: the matrix of
-    tokens itself, with `dim` outermost, or its transpose when the last dim is cut.
+    tokens itself, with `dim` outermost, or its transpose when the last dim is sharded.
     """
 
     dim: int

@@ -161,7 +161,7 @@ def candidates(problem: Problem, chunks: int | None) -> tuple[int, ...]:
     if chunks is not None:
         if not 1 <= chunks <= problem.block_rows:
             raise KernelError(
-                f"{problem.op} over axis {problem.axis}: chunks={chunks} cuts a rank's block of "
+                f"{problem.op} over axis {problem.axis}: chunks={chunks} splits a rank's block of "
                 f"{problem.block_rows} rows; it must be from 1 to {problem.block_rows}."
             )
         return (chunks,)

@@ -165,7 +165,7 @@ def unsuited(op: str, by_features: bool, options: Options) -> str | None:
     """Why a call is none for the operators, or None."""
     reasons = (
         ("it has no operator for matmul_all_reduce", op == "matmul_all_reduce"),
-        ("the last dim is cut", by_features),
+        ("the last dim is sharded", by_features),
         ("save_gathered=False gathers twice", not options.save_gathered),
         ("a schedule is asked for", options.schedule is not None or options.chunks is not None),
     )

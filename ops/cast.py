@@ -35,10 +35,10 @@ def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None =
     |---|---|---|
     | I -> R | nothing | all_reduce(dst=I) |
     | I -> V | this rank's slice along `dim` | all_gather(dst=I) |
-    | I -> P, R -> P | kept on rank 0, zero elsewhere | nothing; the same |
+    | I -> Partial, R -> Partial | kept on rank 0, zero elsewhere | nothing; the same |
     | R -> I | nothing | kept on rank 0, zero elsewhere |
     | R -> V | this rank's slice along `dim` | put at its place among zeros |
-    | V -> P | put at its place along `dim` among zeros | this rank's slice |
+    | V -> Partial | put at its place along `dim` among zeros | this rank's slice |
 
     Shape: unchanged but for `dim`, which slicing divides by n and placing multiplies by n.
 
@@ -99,8 +99,8 @@ def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
 
     R -> V: the copies are taken as one value per rank. V -> P: the values are taken as addends.
     R -> P: the copies are taken as addends, so the value meant is n times as large.
-    P -> V: the addends are taken as one value per rank, such as each rank's own gradient, which
-    local SGD steps with, or which is clipped before it is summed.
+    Partial -> V: the addends are taken as one value per rank, such as each rank's own gradient,
+    which local SGD steps with, or which is clipped before it is summed.
     Shape: unchanged. Communicates nothing, forward or backward.
 
     Args:
@@ -152,7 +152,7 @@ def redistribute(
         grad_comm_dtype: dtype in which the cotangents travel and are added.
 
     Raises:
-        CollectiveError: outside a body, unknown axis, or no way from src to dst.
+        CollectiveError: outside a body, unknown axis, or no path from src to dst.
 
     Source: `torch.distributed.tensor.DTensor.redistribute`; meta-pytorch/spmd_types.
 

@@ -130,7 +130,7 @@ def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tupl
         all_to_all('tp', V -> V) dim 0 to 1, sends 3/4 x, back 3/4
         >>> for step in plan(P("tp", partial={"dp"}), P(replicate={"tp"}), mesh):
         ...     print(step)
-        all_reduce('dp', P -> I), sends 1 x, back 0
+        all_reduce('dp', Partial -> I), sends 1 x, back 0
         all_gather('tp', V -> R) dim 0, sends 3 x, back 3
     """
     sizes = dict(mesh.shape)
@@ -142,7 +142,7 @@ def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tupl
             problems = mismatches(spec, tuple(shape), sizes)
             if problems:
                 raise SpecError(
-                    f"reshard from {src!r} to {dst!r}: {word} does not fit the global shape "
+                    f"reshard from {src!r} to {dst!r}: {word} does not match the global shape "
                     f"{tuple(shape)}: {'; '.join(problems)}."
                 )
     num_dims = max(len(src.entries), len(dst.entries))
@@ -229,7 +229,7 @@ def _search(
                 best[after] = total
                 move = (collective, layout, after)
                 heapq.heappush(queue, (total, next(ticket), after, (*path, move)))
-    raise AssertionError(f"no way from {src!r} to {dst!r}")  # gathering and slicing is one
+    raise AssertionError(f"no path from {src!r} to {dst!r}")  # gathering and slicing is one
 
 
 def _layout(spec: P, axes: frozenset[str], num_dims: int) -> _Layout:

@@ -245,7 +245,7 @@ class _Late(BatchedBackend):
             axis = operation.axes[level]
             raise TransformError(
                 f"{collective} in the backward of {self.function} meets a value that is equal on "
-                f"all ranks of {axis!r}. After a batched body it cannot be told whether that is "
+                f"all ranks of {axis!r}. After a batched body it is not known whether that is "
                 "the cotangent of each rank or already their sum. Use make_mesh(..., "
                 'simulate="ranks"), which "auto" chooses here.'
             )

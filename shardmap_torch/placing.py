@@ -35,7 +35,7 @@ def device_put(
             `clip_grad_norm_` refuse trees that have both. Gradients are DTensors then as well.
 
     Raises:
-        SpecError: names every leaf that does not fit its spec.
+        SpecError: names every leaf that does not match its spec.
 
     Source: `jax.device_put` with a NamedSharding; `torch.distributed.tensor.distribute_tensor`.
 
@@ -93,7 +93,7 @@ def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
 def full(tree: X) -> X:
     """Gathers DTensors to plain tensors that are whole on every rank; leaves other values alone.
 
-    Sends (n-1) times the local bytes per rank for a value cut over n ranks.
+    Sends (n-1) times the local bytes per rank for a value sharded over n ranks.
 
     Source: `DTensor.full_tensor`; `jax.device_get` without leaving the device.
 
@@ -130,7 +130,9 @@ def _check_local(
         if is_dtensor(leaf.value):
             problems.append(f"{leaf.path}: is a DTensor already; from_local takes local tensors")
     if problems:
-        raise SpecError(listing(f"from_local: the values do not fit on the {mesh}:", problems))
+        raise SpecError(
+            listing(f"from_local: the values do not match their specs on the {mesh}:", problems)
+        )
     return placed
 
 

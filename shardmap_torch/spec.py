@@ -1,4 +1,4 @@
-"""`P`, the partition spec: how one global tensor is cut over the axes of a mesh."""
+"""`P`, the partition spec: how one global tensor is sharded over the axes of a mesh."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod

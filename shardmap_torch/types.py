@@ -18,7 +18,7 @@ class AxisType:
     """The type of a value along one mesh axis.
 
     Attributes:
-        kind: one letter, as printed.
+        kind: one letter, as it is printed; P for Partial, which prints as `Partial`.
         dim: the tensor dimension that the shards concatenate along; S(i) only.
 
     Example:
@@ -34,7 +34,9 @@ class AxisType:
         return hash(self.kind)
 
     def __repr__(self) -> str:
-        """Prints as it is written in type signatures: `I`, `V`, `S(1)`, `P`."""
+        """Prints as it is written in code: `I`, `V`, `S(1)`, `Partial`."""
+        if self.kind == "P":
+            return "Partial"
         return self.kind if self.dim is None else f"{self.kind}({self.dim})"
 
     @property

@@ -45,7 +45,7 @@ def visualize_sharding(
     dims that are not cut do not show.
 
     Args:
-        x: a DTensor, which knows how it is cut; or a tensor or a global shape with `spec`.
+        x: a DTensor, which knows how it is sharded; or a tensor or a global shape with `spec`.
         mesh: the mesh of `spec`; by default that of `use_mesh`.
         spec: how `x` is cut. For a DTensor by default as it lies.
         console: where to print; by default the standard output.
@@ -62,7 +62,7 @@ def visualize_sharding(
         >>> mesh = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
         >>> plain = Console(color_system=None, width=60)
         >>> visualize_sharding((128, 512), mesh=mesh, spec=P(None, "tp"), console=plain)
-        (128, 512) cut by P(None, 'tp') on simulated mesh (dp=2, tp=4)
+        (128, 512) sharded by P(None, 'tp') on simulated mesh (dp=2, tp=4)
         ┌───────┬─────────┬─────────┬─────────┐
         │ 0:128 │ 128:256 │ 256:384 │ 384:512 │
         ├───────┼─────────┼─────────┼─────────┤
@@ -79,10 +79,12 @@ def visualize_sharding(
         )
     problems = mismatches(cut, shape, on.shape)
     if problems:
-        raise SpecError(f"visualize_sharding: {shape} does not fit its spec: {'; '.join(problems)}")
+        raise SpecError(
+            f"visualize_sharding: {shape} does not match its spec: {'; '.join(problems)}"
+        )
     rows, columns = _shown_dims(cut, shape)
     out = console if console is not None else Console()
-    out.print(f"{shape} cut by {cut!r} on {on}", highlight=False, soft_wrap=True)
+    out.print(f"{shape} sharded by {cut!r} on {on}", highlight=False, soft_wrap=True)
     out.print(_table(shape, on, cut, rows, columns))
 
 
@@ -91,7 +93,9 @@ def _layout(x: Tensor | Sequence[int], mesh: Mesh | None, spec: P | None) -> tup
         on = as_mesh(mesh if mesh is not None else x.device_mesh)
         return on, spec if spec is not None else _spec_of(x, on)
     if spec is None:
-        raise SpecError("visualize_sharding: only a DTensor knows how it is cut; pass spec=P(...).")
+        raise SpecError(
+            "visualize_sharding: only a DTensor knows how it is sharded; pass spec=P(...)."
+        )
     return as_mesh(mesh), spec
 
 
@@ -99,7 +103,7 @@ def _spec_of(x: DTensor, mesh: Mesh) -> P:
     found = spec_of(x, mesh)
     if isinstance(found, P):
         return found
-    raise SpecError(f"visualize_sharding: no way to show the placement {found}.")
+    raise SpecError(f"visualize_sharding: cannot show the placement {found}.")
 
 
 def _shown_dims(spec: P, shape: tuple[int, ...]) -> tuple[int | None, int | None]:
@@ -107,8 +111,8 @@ def _shown_dims(spec: P, shape: tuple[int, ...]) -> tuple[int | None, int | None
     dims = sorted(dim for dim, _ in spec.sharded_dims)
     if len(dims) > 2:
         raise SpecError(
-            f"visualize_sharding: {spec!r} cuts dims {dims}; a table shows two. "
-            "Show x[0], or another slice, with one cut less."
+            f"visualize_sharding: {spec!r} shards dims {dims}; a table shows two. "
+            "Show x[0], or another slice, with one sharded dim less."
         )
     if len(dims) == 2:
         return dims[0], dims[1]

@@ -291,7 +291,9 @@ def mismatch() -> str:
 
 def test_a_compiled_call_names_the_arguments_that_do_not_fit(gloo: Gloo) -> None:
     for text in gloo(2).run(mismatch, timeout=120):
-        assert "summed: the arguments do not fit in_specs on the process_group mesh (tp=2)" in text
+        assert (
+            "summed: the arguments do not match in_specs on the process_group mesh (tp=2)" in text
+        )
         assert "x: dim 0 has size 3, which does not divide over 'tp' = 2 ranks" in text
 
 

@@ -313,8 +313,9 @@ def test_after_a_batched_body_adding_what_may_be_added_already_is_refused() -> N
     with pytest.raises(TransformError) as error:
         torch.func.grad(copied("vmap", False))(torch.tensor(1.0), torch.arange(4.0))
     assert str(error.value) == (
-        "all_reduce('tp', P -> I) in the backward of Copy meets a value that is equal on all ranks "
-        "of 'tp'. After a batched body it cannot be told whether that is the cotangent of each "
+        "all_reduce('tp', Partial -> I) in the backward of Copy meets a value that is equal "
+        "on all ranks "
+        "of 'tp'. After a batched body it is not known whether that is the cotangent of each "
         'rank or already their sum. Use make_mesh(..., simulate="ranks"), which "auto" chooses '
         "here."
     )

@@ -7,7 +7,7 @@ from shardmap_torch.types import AxisType, as_type
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [(I, "I"), (R, "R"), (V, "V"), (Partial, "P"), (S(1), "S(1)")]
+    ("kind", "text"), [(I, "I"), (R, "R"), (V, "V"), (Partial, "Partial"), (S(1), "S(1)")]
 )
 def test_a_type_prints_as_it_is_written(kind: AxisType, text: str) -> None:
     assert repr(kind) == text

@@ -90,7 +90,7 @@ def test_the_mesh_is_that_of_use_mesh() -> None:
 def test_the_line_above_names_shape_spec_and_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     visualize_sharding((4, 8), mesh=MESH, spec=P("dp", "tp"))
     first = capsys.readouterr().out.splitlines()[0]
-    assert first == "(4, 8) cut by P('dp', 'tp') on simulated mesh (dp=2, tp=4)"
+    assert first == "(4, 8) sharded by P('dp', 'tp') on simulated mesh (dp=2, tp=4)"
 
 
 def test_pieces_that_touch_have_different_colors() -> None:
@@ -109,7 +109,7 @@ def test_a_shape_without_spec_is_rejected() -> None:
     with pytest.raises(SpecError) as error:
         visualize_sharding((4,), mesh=MESH)
     assert str(error.value) == (
-        "visualize_sharding: only a DTensor knows how it is cut; pass spec=P(...)."
+        "visualize_sharding: only a DTensor knows how it is sharded; pass spec=P(...)."
     )
 
 
@@ -117,7 +117,7 @@ def test_a_spec_that_does_not_fit_is_rejected_with_the_arithmetic() -> None:
     with pytest.raises(SpecError) as error:
         visualize_sharding((6,), mesh=MESH, spec=P("tp"))
     assert str(error.value) == (
-        "visualize_sharding: (6,) does not fit its spec: dim 0 has size 6, which does not divide "
+        "visualize_sharding: (6,) does not match its spec: dim 0 has size 6, which does not divide "
         "over 'tp' = 4 ranks (6 = 1*4 + 2)"
     )
 
@@ -135,8 +135,8 @@ def test_three_cuts_are_rejected() -> None:
     with pytest.raises(SpecError) as error:
         visualize_sharding((2, 2, 2), mesh=mesh, spec=P("x", "y", "z"))
     assert str(error.value) == (
-        "visualize_sharding: P('x', 'y', 'z') cuts dims [0, 1, 2]; a table shows two. "
-        "Show x[0], or another slice, with one cut less."
+        "visualize_sharding: P('x', 'y', 'z') shards dims [0, 1, 2]; a table shows two. "
+        "Show x[0], or another slice, with one sharded dim less."
     )
 
 
@@ -162,7 +162,7 @@ def show_strided() -> str:
 
 def test_a_placement_that_no_spec_can_say_is_rejected(gloo: Gloo) -> None:
     for text in gloo(4).run(show_strided):
-        assert text == "visualize_sharding: no way to show the placement _S(0, 4)."
+        assert text == "visualize_sharding: cannot show the placement _S(0, 4)."
 
 
 def test_a_dtensor_shows_as_it_lies_on_every_rank(gloo: Gloo) -> None:

@@ -3,8 +3,8 @@
 A schedule says nothing about tensors, processes or time. It is a program per rank over five
 instructions, so the same data drives gloo, the virtual clock and the exhaustive tests.
 
-Vocabulary: a *block* is what one rank owns of a matrix whose rows are cut over `num_ranks`; each
-block is cut again into `num_parts` *chunks*, the unit that is sent and multiplied.
+Vocabulary: a *block* is what one rank owns of a matrix whose rows are sharded over `num_ranks`;
+each block is cut again into `num_parts` *chunks*, the unit that is sent and multiplied.
 
     gather/ring      blocks travel to the next rank, forwarded before they are multiplied
     gather/two-way   half of the distance in each direction: half the steps, both directions busy

@@ -38,7 +38,7 @@ class Post:
     value: Tensor
 
     def __str__(self) -> str:
-        """As in `all_reduce('tp', P -> I) of float32[4] at model.py:12`."""
+        """As in `all_reduce('tp', Partial -> I) of float32[4] at model.py:12`."""
         return f"{self.what} at {self.site}"
 
 

@@ -226,8 +226,8 @@ class Leave(Linear):
         if not self._is_whole and not _is_batched(tangent):
             raise TransformError(
                 f"torch.func.jvp from outside cannot return a DTensor, here by {self._spec!r}: "
-                "torch has no forward mode for DTensors. Return a value that is whole on every "
-                "rank, call torch.func.jvp in the body, or use torch.func.jacfwd."
+                "torch has no forward mode for DTensors. Return a value that is equal on all "
+                "ranks, call torch.func.jvp in the body, or use torch.func.jacfwd."
             )
         return bind(Leave(self._mesh, self._spec, self._beside), tangent)
 
@@ -277,7 +277,7 @@ def _placements_in_order(mesh: Mesh, spec: P) -> Placements:
     # torch cannot tell the global shape of strided shards.
     if not all(isinstance(to, Shard | Replicate | Partial) for to in placements):
         raise SpecError(
-            f"Under torch.compile {spec!r} cannot cut a dim over axes in another order than the "
+            f"Under torch.compile {spec!r} cannot shard a dim over axes in another order than the "
             f"mesh's {mesh.axis_names}; write them in mesh order."
         )
     return placements

@@ -193,7 +193,7 @@ def check_inputs(
     if problems:
         raise SpecError(
             listing(
-                f"{name}: the arguments do not fit in_specs on the " + str(mesh) + ":", problems
+                f"{name}: the arguments do not match in_specs on the " + str(mesh) + ":", problems
             )
         )
     if not infers:
@@ -211,11 +211,11 @@ def _leaf_problems(leaf: Placed[Spec], mesh: Mesh, mapped: Sequence[str]) -> lis
     if isinstance(leaf.value, Tensor):
         return mismatches(leaf.spec, tuple(leaf.value.shape), mesh.shape)
     if isinstance(leaf.value, Number):
-        cut = [f"is a number, which {leaf.spec!r} cannot cut"]
+        cut = [f"is a number, which {leaf.spec!r} cannot shard"]
         return cut if leaf.spec.sharded_dims or leaf.spec.partial else []
     kind = type(leaf.value).__name__
     instead = _INSTEAD.get(kind, "mark static arguments with None in in_specs")
-    return [f"is a {kind}, no tensor; {instead}"]
+    return [f"is a {kind}, not a tensor; {instead}"]
 
 
 _INSTEAD: Final = {
@@ -243,7 +243,7 @@ def _require_named(name: str, mapped: Sequence[str], placed: Sequence[Placed[Spe
     if problems:
         head = (
             f"{name}: these inputs can receive a gradient, so their specs must name every axis. "
-            "replicate= if the ranks use the value in different ways (gradients are summed over "
+            "replicate= if the ranks use the value differently (gradients are summed over "
             "the axis), invariant= if all repeat one computation (they are equal already):"
         )
         raise SpecError(listing(head, problems))
@@ -279,7 +279,7 @@ def place_results(
     if problems:
         raise SpecError(
             listing(
-                f"{name}: the result does not fit out_specs on the " + str(mesh) + ":",
+                f"{name}: the result does not match out_specs on the " + str(mesh) + ":",
                 problems,
             )
         )
@@ -301,4 +301,4 @@ def _result_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
         return []
     if isinstance(leaf.value, Number) and not (spec.sharded_dims or spec.partial):
         return []
-    return [f"is a {type(leaf.value).__name__}, no tensor, which {spec!r} cannot place"]
+    return [f"is a {type(leaf.value).__name__}, not a tensor, which {spec!r} cannot place"]

@@ -49,7 +49,7 @@ def _shard(mesh: Mesh, spec: P, dim: int, major: tuple[str, ...], axis: str) -> 
     strided = getattr(private, "_StridedShard", None)
     if strided is None:
         raise SpecError(
-            f"{spec!r} cuts a dim over axes in another order than the mesh's {mesh.axis_names}, "
+            f"{spec!r} shards a dim over axes in another order than the mesh's {mesh.axis_names}, "
             f"which DTensor of torch {torch.__version__} cannot store; write them in mesh order."
         )
     placement: Placement = strided(dim, split_factor=blocks)

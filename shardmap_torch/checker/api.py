@@ -144,12 +144,12 @@ class Program:
 
 
 def _title(number: int, way: ProgramPath, sites: bool) -> Sequence[str]:
-    """As in `way 1, where #1 > 1.0 is True`; nothing where there is one way."""
+    """As in `path 1, where #1 > 1.0 is True`; nothing where there is one way."""
     branches = [
         f"{branch.condition} is {branch.holds}" + (f"  # {branch.site}" if sites else "")
         for branch in way.branches
     ]
-    words = [f"way {number}, where", *["  and"] * len(branches)]
+    words = [f"path {number}, where", *["  and"] * len(branches)]
     return [f"{word} {branch}" for word, branch in zip(words, branches, strict=False)]
 
 

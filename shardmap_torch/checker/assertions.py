@@ -78,7 +78,8 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
         wanted = as_type(like)
         if wanted.kind == "S" and not cuts:
             raise CollectiveError(
-                f"assert_type: {wanted} over {axis!r} cannot be told from V: shards are tracked "
+                f"assert_type: {wanted} over {axis!r} cannot be distinguished from V: shards "
+                "are tracked "
                 "only with check='global'. Use V."
             )
         if not _fits(have[axis], wanted):

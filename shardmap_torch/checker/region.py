@@ -47,8 +47,8 @@ def local_region(
 
     Args:
         f: takes and returns pytrees of tensors; what is no tensor passes as it is.
-        in_types: one `P` per positional argument, each a pytree prefix of it: how it must be cut
-            over all axes, `partial=` included; None for what is no tensor.
+        in_types: one `P` per positional argument, each a pytree prefix of it: how it must be
+            sharded over all axes, `partial=` included; None for what is no tensor.
         out_types: the same for the result.
 
     Returns:
@@ -117,7 +117,7 @@ def _placed(name: str, types: Tree, value: Any, what: str) -> tuple[list[Tensor]
         elif isinstance(leaf.value, Tensor) and len(leaf.spec.entries) > leaf.value.ndim:
             problems.append(f"{leaf.path}: {leaf.spec!r} is for more than {leaf.value.ndim} dims")
     if problems:
-        raise SpecError(listing(f"local_region {name}: the types do not fit:", problems))
+        raise SpecError(listing(f"local_region {name}: the types do not match:", problems))
     crossing = [leaf for leaf in placed if isinstance(leaf.value, Tensor)]
     return [leaf.value for leaf in crossing], [leaf.spec for leaf in crossing]
 
@@ -127,7 +127,7 @@ _ALLOWED: Mapping[str, frozenset[AxisType]] = {
     "P": frozenset({V, Partial, Z}),
     "I": frozenset({I, R, K, Z}),
 }
-"""Local types of a result that is cut over an axis, a sum over it, or neither."""
+"""Local types of a result that is sharded over an axis, a sum over it, or neither."""
 
 
 def _check_result(interpreter: Interpreter, name: str, tensor: Tensor, spec: P) -> None:
@@ -145,13 +145,13 @@ def _check_result(interpreter: Interpreter, name: str, tensor: Tensor, spec: P) 
                 f"local_region {name}: over {axis!r} a result is {axis_type}, and {spec!r} "
                 "promises " + _promise(wanted),
                 [f"  it is from {interpreter.storage_type(tensor).origin()}"],
-                f"cut it over {axis!r} in out_types, or name {axis!r} in its partial=.",
+                f"shard it over {axis!r} in out_types, or name {axis!r} in its partial=.",
             )
             interpreter.numbers.branches.insist(wrong)
 
 
 def _promise(wanted: str) -> str:
-    return {"S": "pieces.", "P": "a sum still to be taken."}.get(wanted, "one value on all ranks.")
+    return {"S": "shards.", "P": "a pending sum."}.get(wanted, "one value on all ranks.")
 
 
 def note_region(

@@ -120,7 +120,7 @@ class Collective(Linear):
         return bind(self, tangent)
 
     def __str__(self) -> str:
-        """As in `all_reduce('tp', P -> R)`."""
+        """As in `all_reduce('tp', Partial -> R)`."""
         axes = self.axes[0] if len(self.axes) == 1 else self.axes
         return f"{self.name}({axes!r}, {self.src} -> {self.dst})"
 

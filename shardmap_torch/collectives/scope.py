@@ -130,6 +130,6 @@ def _explain_axes(name: str, axes: tuple[str, ...], scope: Scope) -> str:
     if unbound:
         return (
             f"{name}: axis {', '.join(map(repr, unbound))} is not bound here; the body is mapped "
-            f"over {bound}. Values are whole over the other axes; bind more with axis_names=."
+            f"over {bound}. Values are global over the other axes; bind more with axis_names=."
         )
     return f"{name}: axes {axes} must be at least one name, each once."

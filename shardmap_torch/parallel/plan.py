@@ -82,7 +82,7 @@ def make_plan(
         for problem in mismatches(specs[name], tuple(value.shape), mesh.shape)
     ]
     if problems:
-        head = f"parallelize: these parameters do not fit on the {mesh}:"
+        head = f"parallelize: these parameters cannot be sharded on the {mesh}:"
         raise SpecError(listing(head, problems))
     return Plan(axis, MappingProxyType(found), MappingProxyType(specs))
 

@@ -136,7 +136,7 @@ class _Ranks:
                 ):
                     problems.append(unequal(path, spec, axis))
         if problems:
-            head = f"{self.call.name}: the result does not fit out_specs:"
+            head = f"{self.call.name}: the result does not match out_specs:"
             raise ShardTypeError(listing(head, problems))
 
     def leading_in(self) -> list[bool]:

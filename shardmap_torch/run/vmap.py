@@ -101,7 +101,9 @@ def _reject_varying(
             if not equal and axis not in spec.mentioned and axis not in spec.partial:
                 problems.append(unequal(leaf.path, spec, axis))
     if problems:
-        raise ShardTypeError(listing(f"{call.name}: the result does not fit out_specs:", problems))
+        raise ShardTypeError(
+            listing(f"{call.name}: the result does not match out_specs:", problems)
+        )
 
 
 def unequal(path: str, spec: P, axis: str) -> str:

@@ -92,7 +92,7 @@ class _Call:
     def _reject(self, problems: Sequence[str]) -> None:
         if problems:
             raise SpecError(
-                listing(f"validate_rule: {self._name}: the arguments do not fit:", problems)
+                listing(f"validate_rule: {self._name}: the arguments do not match:", problems)
             )
 
     def axes(self) -> list[str]:

@@ -102,7 +102,7 @@ class Operation:
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
     def shown(self, types: Kinds) -> str:
-        """As in `(x: P, w: R)`."""
+        """As in `(x: Partial, w: R)`."""
         words = [f"{path}: {kind}" for path, kind in zip(self.paths, types, strict=True)]
         return f"({', '.join(words)})"
 
@@ -149,7 +149,7 @@ def typings(real: Sequence[bool], rng: random.Random) -> Iterator[Kinds]:
 
     Example:
         >>> list(typings([True], random.Random(0)))
-        [(R,), (V,), (P,)]
+        [(R,), (V,), (Partial,)]
     """
     found: dict[Kinds, None] = {}
     places = range(len(real))

@@ -81,7 +81,7 @@ def early_return(x: Tensor) -> Tensor:
 
 DIFFERENT = "The ranks of one axis called different collectives:"
 STUCK = "No rank can go on: each waits for ranks that have returned or wait elsewhere."
-SUM = "all_reduce('tp', P -> I)"
+SUM = "all_reduce('tp', Partial -> I)"
 
 CASES: list[tuple[Callable[[Tensor], Tensor], str, list[tuple[str, str]]]] = [
     (
@@ -105,7 +105,7 @@ CASES: list[tuple[Callable[[Tensor], Tensor], str, list[tuple[str, str]]]] = [
         DIFFERENT,
         [
             (f"ranks 0, 1 in {SUM} of float32[2]", "dst=I)"),
-            ("rank 2 in all_reduce('tp', P -> R) of float32[2]", "dst=R)"),
+            ("rank 2 in all_reduce('tp', Partial -> R) of float32[2]", "dst=R)"),
         ],
     ),
     (
@@ -166,8 +166,8 @@ def test_ranks_that_wait_along_different_axes_do_not_hang() -> None:
     site = line_of(crossed, "return all_reduce")
     assert str(caught.value) == (
         f"{STUCK}\n"
-        f"  ranks 0, 3 in all_reduce('dp', P -> I) of float32[2] at {site}\n"
-        f"  ranks 1, 2 in all_reduce('tp', P -> I) of float32[2] at {site}"
+        f"  ranks 0, 3 in all_reduce('dp', Partial -> I) of float32[2] at {site}\n"
+        f"  ranks 1, 2 in all_reduce('tp', Partial -> I) of float32[2] at {site}"
     )
 
 
@@ -182,7 +182,7 @@ def test_ranks_that_disagree_in_the_backward_are_told_too() -> None:
         y.sum().backward()
     assert str(caught.value) == (
         f"{STUCK}\n"
-        "  rank 0 in all_reduce('tp', P -> R) of float32[2] at the backward pass\n"
+        "  rank 0 in all_reduce('tp', Partial -> R) of float32[2] at the backward pass\n"
         "  ranks 1, 2 have returned"
     )
 

@@ -25,7 +25,7 @@ from tests.support.pool import Gloo
 
 MESH = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
 X = random((4, 6), 0)
-DO_NOT_FIT = "the arguments do not fit in_specs on the simulated mesh (dp=2, tp=2):"
+DO_NOT_FIT = "the arguments do not match in_specs on the simulated mesh (dp=2, tp=2):"
 
 
 def body(x: Any, y: Any = None, *more: Any, scale: Any = 1, **rest: Any) -> Any:
@@ -56,17 +56,18 @@ ARGUMENTS: list[tuple[Callable[[], Any], list[str]]] = [
         call((P(None, "tp"),), torch.zeros(2)),
         ["x: P(None, 'tp') has 2 entries, but the value has 1 dims"],
     ),
-    (call((P("dp"),), 3), ["x: is a number, which P('dp') cannot cut"]),
-    (call((P(partial="dp"),), 3.5), ["x: is a number, which P(partial={'dp'}) cannot cut"]),
+    (call((P("dp"),), 3), ["x: is a number, which P('dp') cannot shard"]),
+    (call((P(partial="dp"),), 3.5), ["x: is a number, which P(partial={'dp'}) cannot shard"]),
     (
         call((P(),), "mode"),
-        ["x: is a str, no tensor; mark static arguments with None in in_specs"],
+        ["x: is a str, not a tensor; mark static arguments with None in in_specs"],
     ),
-    (call((P(),), X.numpy()), ["x: is a ndarray, no tensor; pass torch.from_numpy(x)"]),
+    (call((P(),), X.numpy()), ["x: is a ndarray, not a tensor; pass torch.from_numpy(x)"]),
     (
         call((P(),), ShapeDtype((3,))),
         [
-            "x: is a ShapeDtype, no tensor; it stands for one in check_program and its like, and "
+            "x: is a ShapeDtype, not a tensor; it stands for one in check_program and its "
+            "like, and "
             "on abstract meshes"
         ],
     ),
@@ -123,7 +124,7 @@ def test_inputs_that_can_receive_a_gradient_must_name_every_axis() -> None:
     f = shard_map(body, mesh=MESH, in_specs=(P("dp"), P()), out_specs=None)
     text = (
         "body: these inputs can receive a gradient, so their specs must name every axis. "
-        "replicate= if the ranks use the value in different ways (gradients are summed over the "
+        "replicate= if the ranks use the value differently (gradients are summed over the "
         "axis), invariant= if all repeat one computation (they are equal already):\n"
         "  x: P('dp') needs replicate={'tp'} or invariant={'tp'}"
     )
@@ -165,10 +166,10 @@ RESULTS: list[tuple[Callable[[Mesh], Any], list[str]]] = [
         returning(lambda x: {"a": x}, {"b": P("dp")}),
         ["out: no spec for ['a']; specs for absent ['b']"],
     ),
-    (returning(lambda x: "done", P()), ["out: is a str, no tensor, which P() cannot place"]),
+    (returning(lambda x: "done", P()), ["out: is a str, not a tensor, which P() cannot place"]),
     (
         returning(lambda x: [3], P("dp")),
-        ["out[0]: is a int, no tensor, which P('dp') cannot place"],
+        ["out[0]: is a int, not a tensor, which P('dp') cannot place"],
     ),
     (
         returning(lambda x: x, "dp"),
@@ -185,7 +186,7 @@ def test_every_result_that_does_not_fit_is_named(
     mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated", simulate=kind)
     with pytest.raises(SpecError) as caught:
         make(mesh)
-    head = "body: the result does not fit out_specs on the simulated mesh (dp=2, tp=2):"
+    head = "body: the result does not match out_specs on the simulated mesh (dp=2, tp=2):"
     assert str(caught.value) == "\n  ".join([head, *problems])
 
 
@@ -199,7 +200,7 @@ def test_a_result_that_varies_where_its_spec_promises_one_value_is_an_error(kind
     with pytest.raises(ShardTypeError) as caught:
         shard_map(vary, mesh=mesh, in_specs=P("dp"), out_specs=(P(), P("dp")))(X)
     assert str(caught.value) == (
-        "vary: the result does not fit out_specs:\n"
+        "vary: the result does not match out_specs:\n"
         "  out[0]: P() promises one value on all ranks of 'dp', but the result varies over it; "
         "reduce or gather it over 'dp', or name 'dp' in the spec\n"
         "  out[1]: P('dp') promises one value on all ranks of 'tp', but the result varies over it; "

@@ -111,7 +111,7 @@ def uneven(mesh: Mesh) -> None:
     with pytest.raises(SpecError) as caught:
         identity(mesh, P("tp"))(leaf)
     assert str(caught.value) == (
-        "<lambda>: the arguments do not fit in_specs on the process_group mesh (tp=2):\n"
+        "<lambda>: the arguments do not match in_specs on the process_group mesh (tp=2):\n"
         "  x: dim 0 has size 5, which does not divide over 'tp' = 2 ranks (5 = 2*2 + 1)"
     )
 
@@ -242,7 +242,7 @@ def foreign(mesh: Mesh) -> None:
     with pytest.raises(SpecError) as refused:
         identity(simulated, P("tp"))(x)
     assert str(refused.value) == (
-        "<lambda>: the arguments do not fit in_specs on the simulated mesh (tp=2):\n"
+        "<lambda>: the arguments do not match in_specs on the simulated mesh (tp=2):\n"
         "  x: is a DTensor; a simulated mesh takes plain tensors"
     )
 
@@ -266,7 +266,7 @@ def pushed_forward(mesh: Mesh) -> None:
             torch.func.jvp(f, (x,), (t,))
         assert str(caught.value) == (
             f"torch.func.jvp from outside cannot return a DTensor, here by {out!r}: torch has no "
-            "forward mode for DTensors. Return a value that is whole on every rank, call "
+            "forward mode for DTensors. Return a value that is equal on all ranks, call "
             "torch.func.jvp in the body, or use torch.func.jacfwd."
         )
 

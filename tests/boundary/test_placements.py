@@ -54,7 +54,7 @@ def test_a_torch_without_strided_shards_refuses_other_orders(
     with pytest.raises(SpecError) as caught:
         placements_of(mesh, P(("y", "x")))
     assert str(caught.value) == (
-        "P(('y', 'x')) cuts a dim over axes in another order than the mesh's ('x', 'y'), which "
+        "P(('y', 'x')) shards a dim over axes in another order than the mesh's ('x', 'y'), which "
         f"DTensor of torch {torch.__version__} cannot store; write them in mesh order."
     )
 

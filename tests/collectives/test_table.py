@@ -139,7 +139,7 @@ COTANGENT = {I: I, R: Partial, Partial: R, V: V}
 def test_a_collective_prints_its_axes_and_types() -> None:
     one = Collective("all_reduce", Partial, R, ("tp",))
     two = Collective("all_gather", V, I, ("dp", "tp"))
-    assert str(one) == "all_reduce('tp', P -> R)"
+    assert str(one) == "all_reduce('tp', Partial -> R)"
     assert str(two) == "all_gather(('dp', 'tp'), V -> I)"
 
 
@@ -147,6 +147,7 @@ def test_lookup_lists_the_ways_that_there_are() -> None:
     with pytest.raises(CollectiveError) as caught:
         lookup("reinterpret", I, V)
     assert str(caught.value) == (
-        "reinterpret does not go from I to V; it goes R -> V, V -> P, R -> P, P -> V, V -> V. "
+        "reinterpret does not go from I to V; it goes R -> V, V -> Partial, R -> Partial, "
+        "Partial -> V, V -> V. "
         "redistribute(x, axis, src=, dst=) finds the collective for any two types."
     )

@@ -33,9 +33,9 @@ def test_the_demo_shows_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixtu
     shown = " ".join(capsys.readouterr().out.split())
     for text in (
         "simulated mesh (dp=2, tp=4)",
-        "(32, 16) cut by P('tp')",
-        "(8, 16) cut by P('dp')",
-        "(8, 16, 256) cut by P('dp', None, 'tp')",
+        "(32, 16) sharded by P('tp')",
+        "(8, 16) sharded by P('dp')",
+        "(8, 16, 256) sharded by P('dp', None, 'tp')",
         "step 1, torch.float64: loss and 9 gradients equal one device's",
         "step 1, torch.float32: loss and 9 gradients equal one device's",
         "3/3 loss",

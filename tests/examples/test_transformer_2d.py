@@ -49,6 +49,6 @@ def test_the_layer_on_processes_is_that_of_one_device(
 def test_the_script_shows_that_all_is_equal(capsys: pytest.CaptureFixture[str]) -> None:
     transformer_2d.main()
     shown = capsys.readouterr().out
-    assert "(8, 16, 16) cut by P(('y', 'z'), 'x') on simulated mesh (x=2, y=2, z=2)" in shown
+    assert "(8, 16, 16) sharded by P(('y', 'z'), 'x') on simulated mesh (x=2, y=2, z=2)" in shown
     for line in ("output out", "output keys", "output values", "gradient of q_wi", "gradient of x"):
         assert f"{line} equals one device's up to" in shown

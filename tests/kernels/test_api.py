@@ -453,7 +453,8 @@ def test_mistakes_are_told_with_their_numbers(gloo: Gloo) -> None:
         "[3, m] (a torch.nn.Linear keeps [m, 3]: pass weight.t()).",
         "all_gather_matmul: 2 weights and 1 biases; pass one for each.",
         "all_gather_matmul: bias has shape [3], but the result has 2 columns here; pass [2].",
-        "all_gather_matmul over axis 'tp': chunks=5 cuts a rank's block of 4 rows; it must be from "
+        "all_gather_matmul over axis 'tp': chunks=5 splits a rank's block of 4 rows; it must "
+        "be from "
         "1 to 4.",
         "all_gather_matmul: overlap='always' is none of auto, require, off.",
         "all_gather_matmul: schedule='direct' is none of ring, two-way, nor None, which leaves the "

@@ -111,7 +111,7 @@ def meetings() -> list[str]:
 
 
 def test_every_call_is_shown_to_the_follower_once_and_before_anything_is_sent(gloo: Gloo) -> None:
-    expected = ["all_gather('tp', V -> R)"] * 3 + ["reduce_scatter('tp', P -> V)"]
+    expected = ["all_gather('tp', V -> R)"] * 3 + ["reduce_scatter('tp', Partial -> V)"]
     assert gloo(2).run(meetings) == [expected] * 2
 
 

@@ -129,7 +129,8 @@ def repeats(kernel: Kernel, transport: Any, x: Any, ws: Any, biases: Any, dim: i
             forgets_the_sum,
             reduced(R),
             WHOLE,
-            "matmul_all_reduce, overlapped: it fails (ShardTypeError: body: mm over axis 'tp' of P "
+            "matmul_all_reduce, overlapped: it fails (ShardTypeError: body: mm over axis 'tp' "
+            "of Partial "
             "and V: a sum over ranks can only be multiplied by what is equal on all ranks, R or "
             "K.), which nothing does",
             id="the sum is forgotten",

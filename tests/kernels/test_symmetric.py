@@ -204,7 +204,7 @@ def test_what_the_operators_cannot_do_our_schedules_do_and_the_plan_tells_why(gl
     because = "not on symmetric memory: "
     assert others == {
         "reduce": ("reduce/direct/1", because + "it has no operator for matmul_all_reduce)"),
-        "last dim": ("scatter/direct/1", because + "the last dim is cut)"),
+        "last dim": ("scatter/direct/1", because + "the last dim is sharded)"),
         "again": ("gather/ring/1", because + "save_gathered=False gathers twice)"),
         "chunks": ("gather/ring/2", because + "a schedule is asked for)"),
         "ring": ("scatter/ring/1", because + "a schedule is asked for)"),

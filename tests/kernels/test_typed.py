@@ -57,8 +57,8 @@ def told(equation: Equation) -> list[str]:
     return [f"{'back: ' if each.backward else ''}{each.collective}" for each in equation.held]
 
 
-GATHER, SCATTER = "all_gather('tp', V -> R)", "reduce_scatter('tp', P -> V)"
-SUM = "all_reduce('tp', P -> R)"
+GATHER, SCATTER = "all_gather('tp', V -> R)", "reduce_scatter('tp', Partial -> V)"
+SUM = "all_reduce('tp', Partial -> R)"
 COLUMN = (P("dp", "tp"), P(None, "tp")), P("dp", None, "tp")
 ROW = (P("dp", None, "tp"), P("tp")), P("dp", "tp")
 WHOLE = (P("dp", None, "tp"), P("tp")), P("dp")
@@ -107,7 +107,7 @@ def reduced(dst: Any, **options: Any) -> Body:
         pytest.param(
             reduced(I),
             WHOLE,
-            ["all_reduce('tp', P -> I)", "back: convert('tp', I -> R)"],
+            ["all_reduce('tp', Partial -> I)", "back: convert('tp', I -> R)"],
             id="matmul_all_reduce to I",
         ),
     ],
@@ -136,9 +136,9 @@ def test_a_report_has_the_kernel_and_its_composition() -> None:
         "  all_gather_matmul, overlapped, typed as what follows:",
         "    forward: all_gather('tp', V -> R) of float32[4, 16], sends 768 B",
         "    backward: all_gather('tp', V -> R) of float32[4, 16], sends 768 B",
-        "    backward: reduce_scatter('tp', P -> V) of float32[16, 16], sends 768 B",
+        "    backward: reduce_scatter('tp', Partial -> V) of float32[16, 16], sends 768 B",
         "  all_gather('tp', V -> R) of float32[2, 2, 16], sends 768 B",
-        "    backward: reduce_scatter('tp', P -> V) of float32[2, 8, 16], sends 768 B",
+        "    backward: reduce_scatter('tp', Partial -> V) of float32[2, 8, 16], sends 768 B",
     ]
 
 

@@ -36,7 +36,7 @@ from tests.support.pool import Gloo
 
 HALF = torch.float16
 DIVIDE = "which does not divide over the 2 ranks of 'tp' (3 = 1*2 + 1). Pass sizes=, or pad it."
-GOES = "I -> R, I -> V, I -> P, R -> I, R -> V, V -> P, R -> P"
+GOES = "I -> R, I -> V, I -> Partial, R -> I, R -> V, V -> Partial, R -> Partial"
 HINT = "redistribute(x, axis, src=, dst=) finds the collective for any two types."
 
 # Each gets a float32 tensor of shape [2, 3] on each of two ranks of 'tp'.
@@ -72,13 +72,13 @@ CASES: list[tuple[Callable[[Tensor], Any], str]] = [
     ),
     (
         lambda x: all_reduce(x, "tp", dst=I, src=R),
-        "all_reduce with op='sum': src=R is none of P, V.",
+        "all_reduce with op='sum': src=R is none of Partial, V.",
     ),
     (
         lambda x: all_reduce(x, "tp", dst=I, src="P", op="max"),
-        "all_reduce with op='max': src=P is none of V.",
+        "all_reduce with op='max': src=Partial is none of V.",
     ),
-    (lambda x: all_gather(x, "tp", dst="P"), "all_gather: dst=P is none of R, I."),
+    (lambda x: all_gather(x, "tp", dst="P"), "all_gather: dst=Partial is none of R, I."),
     (lambda x: broadcast(x, "tp", 0, dst="V"), "broadcast: dst=V is none of R, I."),
     (
         lambda x: convert(x, "tp", src=V, dst=R),
@@ -86,7 +86,7 @@ CASES: list[tuple[Callable[[Tensor], Any], str]] = [
     ),
     (
         lambda x: reinterpret(x, "tp", src=I, dst=V),
-        f"reinterpret does not go from I to V; it goes R -> V, V -> P, R -> P. {HINT}",
+        f"reinterpret does not go from I to V; it goes R -> V, V -> Partial, R -> Partial. {HINT}",
     ),
     (
         lambda x: redistribute(x, "tp", src=V, dst=R),
@@ -274,7 +274,7 @@ def wrong_axes(mesh: Mesh) -> None:
         (
             lambda x: axis_size("dp"),
             "axis_size: axis 'dp' is not bound here; the body is mapped over 'tp'. Values are "
-            "whole over the other axes; bind more with axis_names=.",
+            "global over the other axes; bind more with axis_names=.",
         ),
     ]:
         f = shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"tp"})

@@ -178,13 +178,13 @@ PLANS: list[tuple[P, P, tuple[int, ...] | None, list[str]]] = [
         P("a", partial={"b"}),
         P(("a", "b")),
         None,
-        ["reduce_scatter('b', P -> V) dim 0, sends 3/4 x, back 3/4"],
+        ["reduce_scatter('b', Partial -> V) dim 0, sends 3/4 x, back 3/4"],
     ),
     (
         P(partial={"a", "b"}),
         P(replicate={"a", "b"}),
         None,
-        ["all_reduce(('a', 'b'), P -> R), sends 7/4 x, back 7/4"],
+        ["all_reduce(('a', 'b'), Partial -> R), sends 7/4 x, back 7/4"],
     ),
     (
         # One sum over both axes, though they end with different types.
@@ -192,12 +192,12 @@ PLANS: list[tuple[P, P, tuple[int, ...] | None, list[str]]] = [
         P(replicate={"c"}),
         None,
         [
-            "all_reduce(('c', 'd'), P -> I), sends 3/2 x, back 0",
+            "all_reduce(('c', 'd'), Partial -> I), sends 3/2 x, back 0",
             "convert('c', I -> R), sends 0 x, back 1",
         ],
     ),
-    (P(replicate={"a"}), P(partial={"a"}), None, ["convert('a', R -> P), sends 0 x, back 0"]),
-    (P("a"), P(partial={"a"}), None, ["convert('a', V -> P) dim 0, sends 0 x, back 0"]),
+    (P(replicate={"a"}), P(partial={"a"}), None, ["convert('a', R -> Partial), sends 0 x, back 0"]),
+    (P("a"), P(partial={"a"}), None, ["convert('a', V -> Partial) dim 0, sends 0 x, back 0"]),
     (
         # Neither dim is known to divide by both axes, so one has to be whole on the way.
         P("a", "b"),
@@ -254,7 +254,8 @@ def test_a_target_that_does_not_divide_is_rejected_with_the_arithmetic() -> None
     with pytest.raises(SpecError) as error:
         reshard_on(P("a"), P("b"), torch.zeros(6))
     assert str(error.value) == (
-        "reshard from P('a') to P('b'): dst does not fit the global shape (6,): dim 0 has size 6, "
+        "reshard from P('a') to P('b'): dst does not match the global shape (6,): dim 0 has "
+        "size 6, "
         "which does not divide over 'b' = 4 ranks (6 = 1*4 + 2)."
     )
 
@@ -263,7 +264,7 @@ def test_a_spec_with_more_entries_than_dims_is_rejected() -> None:
     with pytest.raises(SpecError) as error:
         reshard_on(P("a"), P("a", None, "b"), torch.zeros(8))
     assert str(error.value) == (
-        "reshard from P('a') to P('a', None, 'b'): dst does not fit the global shape (8,): "
+        "reshard from P('a') to P('a', None, 'b'): dst does not match the global shape (8,): "
         "P('a', None, 'b') has 3 entries, but the value has 1 dims."
     )
 

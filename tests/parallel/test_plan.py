@@ -80,7 +80,7 @@ def test_parameters_that_do_not_divide_are_listed_with_the_arithmetic() -> None:
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     mesh = make_mesh((2, 3), ("dp", "tp"), kind="simulated")
     assert refused(models.mlp(6, 10), plan, mesh=mesh, axis="tp") == (
-        "parallelize: these parameters do not fit on the simulated mesh (dp=2, tp=3):\n"
+        "parallelize: these parameters cannot be sharded on the simulated mesh (dp=2, tp=3):\n"
         "  0.weight: dim 0 has size 10, which does not divide over 'tp' = 3 ranks (10 = 3*3 + 1)\n"
         "  0.bias: dim 0 has size 10, which does not divide over 'tp' = 3 ranks (10 = 3*3 + 1)\n"
         "  2.weight: dim 1 has size 10, which does not divide over 'tp' = 3 ranks (10 = 3*3 + 1)"

@@ -39,7 +39,8 @@ def test_a_backward_that_the_body_let_out_is_refused() -> None:
     with pytest.raises(TransformError) as caught:
         kept[0](random((2,), 1))
     assert str(caught.value) == (
-        "all_reduce('tp', P -> R) ran after the batched body had ended, where its ranks exist no "
+        "all_reduce('tp', Partial -> R) ran after the batched body had ended, where its ranks "
+        "exist no "
         'more. Use make_mesh(..., simulate="ranks") for code that runs backward by itself.'
     )
 

@@ -109,7 +109,7 @@ def test_a_checkpoint_of_one_mesh_loads_bit_equal_on_another(
 
 
 def save_on_first(folder: Path) -> list[int]:
-    """Each rank's bytes on disk, where a value is cut over tp and repeated over dp."""
+    """Each rank's bytes on disk, where a value is sharded over tp and repeated over dp."""
     mesh = make_mesh((2, 2), AXES)
     path = save({"x": device_put(torch.zeros(64, 64), mesh, P("tp"))}, folder, 1)
     return sorted(file.stat().st_size for file in path.glob("*.bin"))

@@ -26,15 +26,15 @@ MEANINGS: dict[AxisType, str] = {
 MOVES: dict[str, str] = {
     "sum": "adds the ranks' values",
     "gather": "joins the ranks' values along a dim",
-    "sum_scatter": "adds the ranks' values, keeps the own piece of a dim",
+    "sum_scatter": "adds the ranks' values, keeps its own shard of a dim",
     "exchange": "splits along one dim, joins what arrives along another",
     "permute": "sends to other ranks, by pairs",
     "broadcast": "copies one rank's value",
     "sum_mask": "adds the ranks' values on one rank, zero elsewhere",
     "mask": "keeps the value on one rank, zero elsewhere",
     "same": "nothing",
-    "slice": "keeps the own piece of a dim",
-    "pad": "puts the piece at its place among zeros",
+    "slice": "keeps its own shard of a dim",
+    "pad": "puts the shard at its place among zeros",
 }
 
 HEAD = """\
@@ -91,7 +91,7 @@ for step in plan(P("tp", partial={"dp"}), P(replicate={"tp"}), mesh):
 
 ```text
 all_to_all('tp', V -> V) dim 0 to 1, sends 3/4 x, back 3/4
-all_reduce('dp', P -> I), sends 1 x, back 0
+all_reduce('dp', Partial -> I), sends 1 x, back 0
 all_gather('tp', V -> R) dim 0, sends 3 x, back 3
 ```
 """
@@ -117,7 +117,7 @@ def page() -> str:
     return "".join(
         [
             HEAD,
-            *(f"| {_names(kind)} | {meaning} |\n" for kind, meaning in MEANINGS.items()),
+            *(f"| {axis_type} | {meaning} |\n" for axis_type, meaning in MEANINGS.items()),
             ROWS_HEAD,
             *(_row(row) for row in ROWS),
             ROWS_FOOT,
@@ -128,10 +128,6 @@ def page() -> str:
             *_functions(getattr(lax, name) for name in lax.__all__ if not name.startswith("axis_")),
         ]
     )
-
-
-def _names(kind: AxisType) -> str:
-    return "Partial, printed P" if kind == Partial else str(kind)
 
 
 def _row(row: Row) -> str:

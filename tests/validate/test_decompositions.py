@@ -51,10 +51,10 @@ def test_right_decomposition_is_shown_with_its_types() -> None:
 
     op = operator("scaled", lambda x, w: x * w, meaning, backward=backward)
     found = validate_rule(op, X, W)
-    assert "(x: P, w: R): result is P" in found.shown
+    assert "(x: Partial, w: R): result is Partial" in found.shown
     assert "(x: V, w: R), cotangent V: gradient of w is V" not in found.shown  # V claims nothing
-    assert "(x: R, w: R), cotangent P: gradient of x is P" in found.shown
-    assert "(x: P, w: P)" in found.refused
+    assert "(x: R, w: R), cotangent Partial: gradient of x is Partial" in found.shown
+    assert "(x: Partial, w: Partial)" in found.refused
     assert "result is that of the decomposition" in found.shown
 
 
@@ -71,7 +71,9 @@ def test_type_that_does_not_hold_of_the_operator_is_found() -> None:
     """The checker sees a sum pass; the operator's own rectifier is no linear function."""
     op = operator("rectified", lambda x, w: x.relu() * w, lambda x, w: x * w)
     lines = message(op, X, W)
-    assert any("(x: P, w: R): result is P: the sum depends on" in line for line in lines)
+    assert any(
+        "(x: Partial, w: R): result is Partial: the sum depends on" in line for line in lines
+    )
 
 
 def test_each_of_several_results_is_compared() -> None:

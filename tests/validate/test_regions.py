@@ -155,7 +155,7 @@ def test_region_that_the_checker_refuses_is_refused_here_too() -> None:
 
 def test_dims_that_do_not_divide_are_an_error_with_the_arithmetic() -> None:
     assert message(lookup(), random(10, 3), TOKENS, num_ranks=4) == (
-        "validate_rule: rows: the arguments do not fit:\n"
+        "validate_rule: rows: the arguments do not match:\n"
         "  argument[0]: dim 0 has size 10, which does not divide over 'tp' = 4 ranks "
         "(10 = 2*4 + 2)"
     )
@@ -163,7 +163,7 @@ def test_dims_that_do_not_divide_are_an_error_with_the_arithmetic() -> None:
 
 def test_arguments_that_do_not_fit_the_types_are_an_error() -> None:
     assert message(lookup(), TABLE) == (
-        "validate_rule: rows: the arguments do not fit:\n"
+        "validate_rule: rows: the arguments do not match:\n"
         "  argument: the specs have 2 items here, the value has 1"
     )
 
@@ -172,7 +172,7 @@ def test_arguments_that_do_not_fit_the_types_are_an_error() -> None:
         return x
 
     assert message(region, random(2)) == (
-        "validate_rule: region: the arguments do not fit:\n"
+        "validate_rule: region: the arguments do not match:\n"
         "  argument[0]: is a tensor, which needs a P"
     )
 
@@ -193,7 +193,7 @@ def test_integers_that_are_a_sum_are_an_error() -> None:
         return x
 
     assert message(region, TOKENS) == (
-        "validate_rule: region: the arguments do not fit:\n"
+        "validate_rule: region: the arguments do not match:\n"
         "  argument[0]: is a sum over ['tp'], and not floating"
     )
 

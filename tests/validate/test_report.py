@@ -23,8 +23,10 @@ def test_the_worst_of_all_runs_is_reported_and_every_wrong_claim_once() -> None:
 
 
 def test_claims_that_held_are_reported_in_order() -> None:
-    findings = Findings("f", tried=2, refused={"(x: P)": None})
+    findings = Findings("f", tried=2, refused={"(x: Partial)": None})
     for claim in ("b", "a", "b"):
         findings.note(claim, None)
     assert findings.report().shown == ("b", "a")
-    assert str(findings.report()) == ("f: 2 claims hold in 2 runs\n  b\n  a\n  refused: (x: P)")
+    assert str(findings.report()) == (
+        "f: 2 claims hold in 2 runs\n  b\n  a\n  refused: (x: Partial)"
+    )

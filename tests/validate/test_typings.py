@@ -110,15 +110,15 @@ def test_right_rule_of_an_affine_operator_is_shown_for_every_linear_argument() -
     found = validate_rule(test.affine.default, X, W, B)
     assert set(found.shown) == {
         "(x: R, w: R, b: R): result is K",
-        "(x: P, w: R, b: P): result is P",
-        "(x: R, w: P, b: P): result is P",
-        "(x: V, w: R, b: P): result is P",
-        "(x: R, w: V, b: P): result is P",
-        "(x: P, w: R, b: V): result is P",
-        "(x: R, w: P, b: V): result is P",
+        "(x: Partial, w: R, b: Partial): result is Partial",
+        "(x: R, w: Partial, b: Partial): result is Partial",
+        "(x: V, w: R, b: Partial): result is Partial",
+        "(x: R, w: V, b: Partial): result is Partial",
+        "(x: Partial, w: R, b: V): result is Partial",
+        "(x: R, w: Partial, b: V): result is Partial",
     }
-    assert "(x: P, w: R, b: R)" in found.refused
-    assert "(x: P, w: P, b: R)" in found.refused
+    assert "(x: Partial, w: R, b: R)" in found.refused
+    assert "(x: Partial, w: Partial, b: R)" in found.refused
 
 
 def test_bias_that_a_rule_forgets_is_found_though_the_example_is_zero() -> None:
@@ -126,7 +126,8 @@ def test_bias_that_a_rule_forgets_is_found_though_the_example_is_zero() -> None:
     assert lines[0].startswith("validate_rule: validate_test.affine_linear.default: ")
     assert any(
         line.startswith(
-            "  (x: P, w: R, b: R): result is P: the sum is not the operation on the sums; "
+            "  (x: Partial, w: R, b: R): result is Partial: the sum is not the operation on "
+            "the sums; "
             "the worst difference is "
         )
         for line in lines
@@ -137,7 +138,7 @@ def test_relu_that_a_rule_calls_linear_is_found() -> None:
     head, claim = message(test.rectify.default, X).splitlines()
     assert head == "validate_rule: validate_test.rectify.default: 1 claim does not hold:"
     assert claim.startswith(
-        "  (x: P): result is P: the sum depends on how the operands are split; "
+        "  (x: Partial): result is Partial: the sum depends on how the operands are split; "
         "the worst difference is "
     )
 
@@ -159,28 +160,31 @@ def test_result_that_a_rule_wrongly_calls_zero_is_found() -> None:
 
 def test_rule_that_is_wrong_only_in_the_backward_is_found_through_the_gradient() -> None:
     text = message(test.cube_backward.default, X, X)
-    assert "(grad: R, x: P): result is P: the sum depends on how the operands are split" in text
+    assert (
+        "(grad: R, x: Partial): result is Partial: the sum depends on how the operands are split"
+        in text
+    )
     shown = validate_rule(test.cube.default, X).shown
-    assert "(x: R), cotangent P: gradient of x is P" in shown
+    assert "(x: R), cotangent Partial: gradient of x is Partial" in shown
 
 
 def test_gradients_are_taken_with_cotangents_of_the_dual_type() -> None:
     shown = validate_rule(aten.mm.default, torch.ones(2, 3), torch.ones(3, 2), num_ranks=3).shown
-    assert "(self: P, mat2: R): result is P" in shown
-    assert "(self: P, mat2: R), cotangent R: gradient of self is K" in shown
-    assert "(self: P, mat2: R), cotangent R: gradient of mat2 is P" in shown
-    assert "(self: R, mat2: R), cotangent P: gradient of self is P" in shown
+    assert "(self: Partial, mat2: R): result is Partial" in shown
+    assert "(self: Partial, mat2: R), cotangent R: gradient of self is K" in shown
+    assert "(self: Partial, mat2: R), cotangent R: gradient of mat2 is Partial" in shown
+    assert "(self: R, mat2: R), cotangent Partial: gradient of self is Partial" in shown
 
 
 def test_integers_are_drawn_in_the_range_of_the_example() -> None:
     found = validate_rule(test.pick.default, torch.ones(5, 2), torch.tensor([[0, 4], [2, 1]]))
     assert found.shown == (
         "(table: R, ids: R): result is K",
-        "(table: P, ids: R): result is P",
+        "(table: Partial, ids: R): result is Partial",
     )
     without = "gradients: Trying to backward through validate_test.pick.default but no autograd"
     assert found.refused[0].startswith(without)
-    assert found.refused[1:] == ("(table: P, ids: V)",)
+    assert found.refused[1:] == ("(table: Partial, ids: V)",)
 
 
 def test_function_of_built_in_operations_holds() -> None:
@@ -189,18 +193,18 @@ def test_function_of_built_in_operations_holds() -> None:
         return scores, scores @ k
 
     found = validate_rule(attend, torch.ones(2, 3), k=torch.ones(4, 3))
-    assert "(q: R, k: R), cotangent P, P: gradient of k is P" in found.shown
-    assert "(q: P, k: R)" in found.refused
+    assert "(q: R, k: R), cotangent Partial, Partial: gradient of k is Partial" in found.shown
+    assert "(q: Partial, k: R)" in found.refused
 
 
 def test_scaled_sum_of_three_addends_is_tried_with_all_of_them_partial() -> None:
     found = validate_rule(lambda a, b, c, w: (a + b + c) * w, X, X, X, X, num_ranks=2)
-    assert "(a: P, b: P, c: P, w: R): result is P" in found.shown
+    assert "(a: Partial, b: Partial, c: Partial, w: R): result is Partial" in found.shown
 
 
 def test_function_that_writes_into_its_arguments_holds() -> None:
     found = validate_rule(lambda x: x.mul_(2), X)
-    assert "(x: P), cotangent R: gradient of x is K" in found.shown
+    assert "(x: Partial), cotangent R: gradient of x is K" in found.shown
 
 
 def test_report_prints_one_claim_a_line() -> None:
@@ -209,8 +213,8 @@ def test_report_prints_one_claim_a_line() -> None:
         "aten.relu.default: 3 claims hold in 2 runs\n"
         "  (self: R): result is K\n"
         "  (self: R), cotangent I: gradient of self is K\n"
-        "  (self: R), cotangent P: gradient of self is P\n"
-        "  refused: (self: P)"
+        "  (self: R), cotangent Partial: gradient of self is Partial\n"
+        "  refused: (self: Partial)"
     )
 
 

@@ -73,7 +73,7 @@ class Step:
         return step
 
     def __str__(self) -> str:
-        """As in `all_reduce('tp', P -> I) of float32[4] at model.py:12`."""
+        """As in `all_reduce('tp', Partial -> I) of float32[4] at model.py:12`."""
         place = f" at {self.site.place}" if self.site is not None else ""
         return show(self.what, self.shape, self.dtype) + place
 

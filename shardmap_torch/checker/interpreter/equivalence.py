@@ -4,7 +4,7 @@ An overlapped kernel has a backward that nobody derived, and what autograd deriv
 composition says nothing about that. So both forms are interpreted on operands of the types that
 the call has, and their backwards from every cotangent that fits the results. Each result and
 gradient must have the same shape, dtype and types, and come through the same collectives: where V
-stands for a sum still to be taken, types cannot tell whether it has been taken.
+stands for a pending sum, types cannot tell whether it has been taken.
 """
 
 from collections import defaultdict

@@ -23,7 +23,7 @@ MEANING = {
     "I": "equal on all ranks, one computation repeated",
     "R": "equal on all ranks, used differently by each",
     "V": "may differ between ranks",
-    "P": "a sum over ranks still to be taken",
+    "P": "a pending sum over the ranks",
     "K": "equal on all ranks",
     "Z": "zero",
 }
@@ -137,10 +137,10 @@ def _both_ways(
     ]
     return error(
         interpreter,
-        f"a value is needed both ways over {axis!r}: one computation that all ranks repeat, and "
-        "something else on each.",
+        f"a value is needed as I and as R over {axis!r}: one use is a "
+        "computation that all ranks repeat, another differs between ranks.",
         lines,
-        f"where each rank uses it in its own way, use convert(x, {axis!r}, src=I, dst=R).",
+        f"where each rank uses it differently, use convert(x, {axis!r}, src=I, dst=R).",
     )
 
 
@@ -285,7 +285,7 @@ def seeded(interpreter: "Interpreter", axis: int, storage_type: StorageType) -> 
     found = error(
         interpreter,
         f"the gradient of a value that is R over {name!r} would be n times too large: every rank "
-        "starts with a whole cotangent, and they are summed.",
+        "starts with a full cotangent, and they are summed.",
         [f"  the value is from {storage_type.origin()}", *_became(storage_type, axis, name)],
         f"make it I: with dst=I where it is reduced over {name!r}, or with "
         f"convert(x, {name!r}, src=R, dst=I).",
@@ -330,7 +330,7 @@ def wrong(axis_type: AxisType, have: AxisType) -> str:
         return "each rank has its own part of it, and nothing sums them"
     if have in (R, I, K):
         return "too large or too small by the number of ranks"
-    return "its parts are still to be summed"
+    return "its addends are not yet summed"
 
 
 def gradient_advice(axis_type: AxisType, axis: str) -> str:

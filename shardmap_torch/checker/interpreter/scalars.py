@@ -84,7 +84,7 @@ def escape(interpreter: "Interpreter", what: str, advice: str = "take it with .i
     """Refuses what needs the value as a plain Python number."""
     interpreter.numbers.branches.refuse(
         f"{what} a plain Python number from a tensor, whose value the checker does not know.",
-        f"{advice}: what that gives is followed through arithmetic, comparisons and branches. "
+        f"{advice}: what that gives is tracked through arithmetic, comparisons and branches. "
         "Sizes, positions and steps must not depend on the data.",
     )
 
@@ -192,7 +192,7 @@ def _listed(interpreter: "Interpreter", tensor: Tensor) -> Any:
 
 def _leaving(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
     interpreter.numbers.branches.refuse(
-        f"{func.__name__} takes the numbers of a tensor out of torch, where nothing follows them.",
+        f"{func.__name__} takes the numbers of a tensor out of torch, where nothing tracks them.",
         "compute with torch; pass what is known before the call as a static argument.",
     )
 

@@ -79,7 +79,8 @@ class Numbers:
         place = args[1] if name == "__setitem__" else None
         if not _takes(func, name, types) or isinstance(place, SymbolicNumber):
             self.branches.refuse(
-                f"{name} gets a number that is taken from a tensor, and may go by its value.", _KEEP
+                f"{name} gets a number that is taken from a tensor, and may depend on its value.",
+                _KEEP,
             )
         return values, named
 
@@ -249,7 +250,7 @@ class SymbolicNumber:
         self.owner.branches.refuse(
             f"{what} makes a plain Python number of one that is taken from a tensor.",
             f"{advice}{', or ' * bool(advice)}compute on the tensor before .item(), whose value "
-            "is followed through arithmetic, comparisons and branches.",
+            "is tracked through arithmetic, comparisons and branches.",
         )
 
     def __format__(self, spec: str) -> str:

@@ -155,7 +155,7 @@ class Branches:
         self._known.append((condition, answer))
         if self._others + 1 + len(self.taken) - len(self._given) > LIMIT:
             self.refuse(
-                f"there are more than {LIMIT} ways through the branches on numbers taken from "
+                f"there are more than {LIMIT} paths through the branches on numbers taken from "
                 "tensors.",
                 "use torch.where, or a loop whose number of steps does not depend on the data.",
             )

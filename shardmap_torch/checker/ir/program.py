@@ -88,7 +88,7 @@ class Held:
     backward: bool
 
     def __str__(self) -> str:
-        """As in `all_reduce('tp', P -> I) of float32[4], sends 16 B`."""
+        """As in `all_reduce('tp', Partial -> I) of float32[4], sends 16 B`."""
         return f"{self.collective} of {self.operand}, sends {self.sent} B"
 
 

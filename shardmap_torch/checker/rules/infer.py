@@ -23,11 +23,11 @@ Read: TypeAlias = Callable[[Tensor], Types]
 """Gives the types of an operand."""
 
 UNKNOWN: Final = (
-    "nothing is known about what it does to the ranks' values; tell it with register_rule"
+    "nothing is known about what it does to the ranks' values; declare it with register_rule"
 )
-BRANCH: Final = "the ranks would get different Python values or shapes, and part ways"
+BRANCH: Final = "the ranks would get different Python values or shapes, and diverge"
 INTEGER: Final = "a sum of rounded values is not the rounded sum"
-BITS: Final = "the bits of a sum still to be taken mean nothing"
+BITS: Final = "the bits of a pending sum mean nothing"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ Outcome: TypeAlias = AxisType | Conflict
 
 MIXED: Final = "the I operand's gradient would differ between ranks and never be summed"
 COUNTED: Final = "an addend that is equal on all ranks would be counted once per rank"
-NONLINEAR: Final = "the operation is not linear, so it does not act on a sum still to be taken"
+NONLINEAR: Final = "the operation is not linear, so it cannot be applied to a pending sum"
 PRODUCT: Final = "a sum over ranks can only be multiplied by what is equal on all ranks, R or K"
 SELECTION: Final = "what selects, scales or places addends of a sum must be equal on all ranks"
 
@@ -65,7 +65,7 @@ def multiply(factors: Sequence[AxisType]) -> Outcome:
 
     Example:
         >>> multiply([Partial, R]), multiply([Z]), multiply([Z, V])
-        (P, Z, V)
+        (Partial, Z, V)
     """
     types = [plain(axis_type) for axis_type in factors]
     if len(types) == 1:
@@ -82,7 +82,7 @@ def add(addends: Sequence[AxisType]) -> Outcome:
 
     Example:
         >>> add([Partial, V, Z]), add([I, Z]), add([Z, Z])
-        (P, I, Z)
+        (Partial, I, Z)
         >>> add([Partial, K]).reason == COUNTED
         True
     """
@@ -98,7 +98,7 @@ def combine(terms: Sequence[Sequence[AxisType]], parameters: Sequence[AxisType])
 
     Example:
         >>> combine([[V], [Partial]], [K])  # where(mask, varying, partial)
-        P
+        Partial
         >>> combine([[Partial]], [V]).reason == SELECTION
         True
     """

@@ -6,7 +6,7 @@ from shardmap_torch.checker.rules.builders import GRAD, SELF, each, merged, prod
 from shardmap_torch.checker.rules.rule import Arguments, Row
 
 # Views proper share their storage and need no row; these are their copying forms. `view_copy.dtype`
-# is not among them: the bits of a sum still to be taken mean nothing.
+# is not among them: the bits of a pending sum mean nothing.
 COPIES: Final = merged(
     each(SELF, "_unsafe_view view_copy _reshape_copy _reshape_alias_copy alias_copy detach_copy"),
     each(SELF, "as_strided_copy diagonal_copy expand_copy narrow_copy permute_copy t_copy"),

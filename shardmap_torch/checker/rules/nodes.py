@@ -27,7 +27,7 @@ def join_linearly(types: Sequence[AxisType]) -> Outcome:
 
     Example:
         >>> join_linearly([Partial, R, K]), join_linearly([R, K])
-        (P, R)
+        (Partial, R)
     """
     types = [plain(axis_type) for axis_type in types]
     if Partial not in types:

@@ -120,7 +120,7 @@ def equal(value: Any, other: Any) -> bool:
 
 
 def differing(arguments: Mapping[str, Any], event: Event) -> dict[str, Any]:
-    """The arguments, no tensors, that have another value on one device, with that value."""
+    """The arguments other than tensors that have another value on one device, with that value."""
     there = event.arguments
     return {
         name: there.get(name) for name in arguments if not equal(arguments[name], there.get(name))

@@ -21,7 +21,7 @@ Axes: TypeAlias = tuple[str, ...]
 _USE: Final = {"R": "leave it R, as all_gather(..., dst=R) and to='reduced' in lax do"}
 
 State: TypeAlias = tuple[tuple[Dim, ...], frozenset[str]]
-"""The cuts of the dims, and the axes over which the value is a sum still to be taken."""
+"""The cuts of the dims, and the axes over which the value is a pending sum."""
 
 _WRAP: Final = "wrap code that is per-rank by nature in local_region(f, in_types, out_types)."
 
@@ -70,9 +70,9 @@ def _taken(move: Move) -> frozenset[str]:
     for axis in move.axes:
         if axis not in move.partial:
             dim = move.x.sharded_by(axis)
-            have = "equal on all ranks" if dim is None else f"cut along dim {dim}"
+            have = "equal on all ranks" if dim is None else f"sharded along dim {dim}"
             raise UnrelatedError(
-                f"over {axis!r} its operand is no sum still to be taken but {have}",
+                f"over {axis!r} its operand is not a pending sum but {have}",
                 f"all_gather it over {axis!r}, or contract dim {dim} first."
                 if dim is not None
                 else "drop the collective.",
@@ -117,7 +117,7 @@ def _same(move: Move) -> State:
 
 
 def _per_rank(move: Move) -> State:
-    raise UnrelatedError("ranks get the values of other ranks' pieces", _WRAP)
+    raise UnrelatedError("ranks get the values of other ranks' shards", _WRAP)
 
 
 def _extremum(move: Move) -> State:
@@ -125,12 +125,12 @@ def _extremum(move: Move) -> State:
     if move.partial:
         over = ", ".join(map(repr, sorted(move.partial)))
         raise UnrelatedError(
-            f"its operand is a sum over {over} still to be taken, of which ranks have addends",
+            f"its operand is a pending sum over {over}, of which ranks have addends",
             f"all_reduce or reduce_scatter it over {over} first.",
         )
     if not set(move.axes).isdisjoint(move.x.axes):
         raise UnrelatedError(
-            "it is a maximum or minimum over pieces", f"take that of each piece first, or {_WRAP}"
+            "it is a maximum or minimum over shards", f"take that of each shard first, or {_WRAP}"
         )
     return move.x.dims, move.partial
 
@@ -143,16 +143,16 @@ def _joined(move: Move, dim: int) -> tuple[Dim, ...]:
         over = ", ".join(map(repr, move.axes))
         raise UnrelatedError(
             f"it puts dim {dim} together over {over}, and that dim is {in_words(x.dims[dim])}",
-            "name the dim that is cut, and gather the innermost axis first.",
+            "name the dim that is sharded, and gather the innermost axis first.",
         )
     return (*x.dims[:dim], found, *x.dims[dim + 1 :])
 
 
 def _parted(move: Move, dim: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """The dims after one has been cut over the axes."""
+    """The dims after one has been sharded over the axes."""
     found = sliced(dims[dim], move.axes, move.sizes)
     if found is None:
-        raise UnrelatedError(f"it cuts dim {dim} across blocks of which it is made up")
+        raise UnrelatedError(f"it shards dim {dim} across the blocks it consists of")
     return (*dims[:dim], found, *dims[dim + 1 :])
 
 

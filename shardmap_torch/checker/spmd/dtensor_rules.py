@@ -51,7 +51,7 @@ _MEANS: Final = frozenset(
 """Averages over all entries; of others, such as those that ignore some, the parts may differ."""
 
 _AVERAGE: Final = (
-    "it averages over a cut dim, and the mean of a part is not the mean",
+    "it averages over a sharded dim, and the mean of a shard is not the mean",
     "take the sum, all_reduce it, and divide by the size on one device: x.shape[dim] * "
     "axis_size(axis).",
 )
@@ -66,16 +66,20 @@ def by_dtensor(step: Step) -> list[Sharded]:
     shards = step.shards
     axes = sorted({axis for x in shards for axis in x.axes}, key=list(step.sizes).index)
     if any(ANY in x.dims for x in shards):
-        raise UnrelatedError("the size of an operand is that of a rank, and fits no cut yet")
+        raise UnrelatedError(
+            "the size of an operand is that of one rank, and matches no sharding yet"
+        )
     if writes_of(step.op, step.arguments) and axes:
-        raise UnrelatedError("nothing is known about what it writes where operands are cut", WRAP)
+        raise UnrelatedError(
+            "nothing is known about what it writes where operands are sharded", WRAP
+        )
     dims: list[list[Dim]] = [list(map(unsharded, whole)) for _, whole in step.results]
     partial: list[set[str]] = [set() for _ in step.results]
     pending: list[set[tuple[str, str]]] = [set() for _ in step.results]
     for axis in axes:
         answers = _ask(step.op, _arguments_for(step, axis), step.sizes[axis])
         if len(answers) < len(step.results):
-            raise UnrelatedError("torch does not know how its results are cut", WRAP)
+            raise UnrelatedError("torch does not know how its results are sharded", WRAP)
         for result, answer in enumerate(answers):
             if isinstance(answer, int):
                 dims[result][answer] = _passed_on(axis, step, result, answer)
@@ -104,7 +108,7 @@ def _passed_on(axis: str, step: Step, result: int, dim: int) -> Dim:
     found = {x.dims[at] for x in step.shards if (at := x.sharded_by(axis)) is not None}
     whole = step.results[result][1][dim]
     if len(found) != 1 or prod(base for _, base in min(found)) != whole:
-        raise UnrelatedError("it does not keep the dim that is cut as it is", WRAP)
+        raise UnrelatedError("it does not keep the sharded dim as it is", WRAP)
     return found.pop()
 
 
@@ -158,9 +162,9 @@ def _ask(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, .
                 _schema(op, args, dict(kwargs), _mesh(size))
             )
         except Exception as error:
-            raise UnrelatedError("torch does not know how its results are cut", WRAP) from error
+            raise UnrelatedError("torch does not know how its results are sharded", WRAP) from error
     if found.needs_redistribute:
-        raise UnrelatedError("on cut operands it does not give parts of the result", WRAP)
+        raise UnrelatedError("on sharded operands it does not give shards of the result", WRAP)
     specs = found.output_spec
     return tuple(map(_answer, specs if isinstance(specs, list | tuple) else [specs]))
 

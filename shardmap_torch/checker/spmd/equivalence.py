@@ -177,13 +177,13 @@ class Relation(Observer):
                 self._notes.reject_loose(seed)
                 same = self._notes.find(seed, seed_ref, "the cotangent").dims == shard.dims
                 if not same or self._notes.sums(seed).partial:
-                    raise UnrelatedError("the cotangent is not cut like its value")
+                    raise UnrelatedError("the cotangent is not sharded like its value")
 
     def _note_gradient(
         self, shard: ShardedTensor, operand: Tensor, gradient: Tensor, number: int
     ) -> None:
         if self._notes.sums(operand).partial:
-            raise UnrelatedError("the value is a sum still to be taken")
+            raise UnrelatedError("the value is a pending sum")
         self._notes.note(gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.whole))
         # Of what the ranks use in their own ways, parts are still to be added.
         parts = (a for a, axis_type in self._types(gradient) if axis_type in (V, Partial))
@@ -278,7 +278,9 @@ class Relation(Observer):
             if id(t) not in made
         ]
         if hidden and any(shard.axes for shard in step.shards):
-            raise UnrelatedError(f"it writes to {hidden[0]} what each rank sees of a cut operand")
+            raise UnrelatedError(
+                f"it writes to {hidden[0]} what each rank sees of a sharded operand"
+            )
 
     def _shards(self, value: Any, there: Any, name: str) -> Any:
         if isinstance(value, Tensor):
@@ -302,7 +304,8 @@ class Relation(Observer):
         if beside:
             axis = min(open_)
             raise UnrelatedError(
-                f"it takes a sum over {axis!r} together with what is cut over {axis!r}",
+                f"it combines a pending sum over {axis!r} with a value that is sharded over "
+                f"{axis!r}",
                 f"all_reduce the sum over {axis!r} first.",
             )
         if _is_view(op):
@@ -312,13 +315,13 @@ class Relation(Observer):
         for outcome in outcomes:
             if isinstance(outcome, Refusal):
                 raise UnrelatedError(
-                    f"over {names[outcome.axis or 0]!r} an operand is a sum still to be taken: "
+                    f"over {names[outcome.axis or 0]!r} an operand is a pending sum: "
                     f"{outcome.reason}",
                     "all_reduce or reduce_scatter first, and go on with the finished value.",
                 )
             for axis in open_:
                 if outcome[names.index(axis)] != Partial:
-                    raise UnrelatedError(f"it loses the sum over {axis!r} still to be taken")
+                    raise UnrelatedError(f"it loses the pending sum over {axis!r}")
         return open_
 
     def _as_sums(self, x: Tensor) -> Types:
@@ -347,7 +350,9 @@ class Relation(Observer):
         partial = summed | sharded.partial
         if not partial.isdisjoint(shard.axes):
             axis = min(partial & set(shard.axes))
-            raise UnrelatedError(f"its result is a sum over {axis!r} and cut over it as well")
+            raise UnrelatedError(
+                f"its result is a pending sum over {axis!r} and sharded over it as well"
+            )
         loose = frozenset(
             axis
             for axis, axis_type in self._types(result)
@@ -366,7 +371,7 @@ class Relation(Observer):
         extrema = [axis_type for _, axis_type in sharded.pending if axis_type in EXTREMA]
         if extrema and any(self._flows(x) for _, x in _tensors(arguments)):
             raise UnrelatedError(
-                f"it takes the {min(extrema)}imum over a cut dim, and a gradient flows "
+                f"it takes the {min(extrema)}imum over a sharded dim, and a gradient flows "
                 "through it, which equal entries would share in other parts than on one device",
                 "detach its operand if it needs no gradient, or wrap it and the all_reduce with "
                 "op='max' or 'min' in one local_region.",
@@ -382,14 +387,14 @@ class Relation(Observer):
         before = self._notes.find(tensor, Ref(number), "what is written to")
         if before.dims != shard.dims or ANY in shard.dims:
             raise UnrelatedError(
-                f"it writes what is cut {shard.spec()} into what is cut {before.spec()}"
+                f"it writes a value sharded {shard.spec()} into one sharded {before.spec()}"
             )
         fills = (
             self._interpreter.storage_type(tensor).storage.nbytes()
             == tensor.numel() * tensor.itemsize
         )
         if partial != self._notes.sums(tensor).partial and not fills:
-            raise UnrelatedError("it writes a sum still to be taken into finished values")
+            raise UnrelatedError("it writes a pending sum into finished values")
         return fills
 
     def _types(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:
@@ -432,7 +437,7 @@ class Relation(Observer):
         tensor = self._interpreter.fakify(tensor)
         shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         origin = self._interpreter.storage_type(tensor).origin()
-        return f"  {name}: {shape}, cut {self.spec_of(tensor)!r}, from {origin}"
+        return f"  {name}: {shape}, sharded {self.spec_of(tensor)!r}, from {origin}"
 
 
 def _moved(sums: Sums, summed: frozenset[str], taken: frozenset[str]) -> Sums:

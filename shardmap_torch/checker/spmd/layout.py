@@ -65,10 +65,10 @@ def in_words(dim: Dim) -> str:
 
     Example:
         >>> in_words((("dp", 2), (None, 4))), in_words(((None, 8),))
-        ("cut over 'dp'", 'whole')
+        ("sharded over 'dp'", 'unsharded')
     """
     axes = axes_of(dim)
-    return f"cut over {', '.join(map(repr, axes))}" if axes else "whole"
+    return f"sharded over {', '.join(map(repr, axes))}" if axes else "unsharded"
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> ShardedTensor:
     twice = [axis for axis in shard.axes if shard.axes.count(axis) > 1]
     if twice:
         raise UnrelatedError(
-            f"{twice[0]!r} cuts two dims of the result, of which the ranks then have blocks on the "
+            f"{twice[0]!r} shards two dims of the result, of which the ranks then have blocks "
+            "on the "
             "diagonal only",
             f"gather one operand over {twice[0]!r} first; wrap code that goes from block to block, "
             "as a ring does, in local_region(f, in_types, out_types).",
@@ -177,7 +178,8 @@ def agreed(dims: Sequence[Dim], what: str) -> Dim:
         raise UnrelatedError(
             f"{what} is {in_words(first)} in one operand and {in_words(second)} in another"
             + ("" if axes_of(first) != axes_of(second) else ", in another way"),
-            "cut the operand that is whole, with convert(x, axis, src=R, dst=V, dim=...), or "
+            "shard the operand that is not sharded, with convert(x, axis, src=R, dst=V, "
+            "dim=...), or "
             "gather the other.",
         )
     return types.pop() if types else (ANY if dims else ())
@@ -194,7 +196,7 @@ def reshape(x: ShardedTensor, whole: Shape) -> tuple[Dim, ...]:
     if ANY in x.dims or 0 in whole:
         if x.whole == whole or (not x.axes and ANY not in x.dims):
             return x.dims if x.whole == whole else tuple(map(unsharded, whole))
-        raise UnrelatedError("its operand's size is that of a rank, and fits no cut yet")
+        raise UnrelatedError("its operand's size is that of one rank, and matches no sharding yet")
     digits = _merged(digit for dim in x.dims for digit in dim)
     return tuple(_take(size, digits, x, whole) for size in whole)
 
@@ -213,10 +215,10 @@ def _take(size: int, digits: list[Digit], x: ShardedTensor, whole: Shape) -> Dim
             size = 1
         else:
             raise UnrelatedError(
-                f"what {_blocked(axis, digits)!r} cuts does not stay together when the "
+                f"what {_blocked(axis, digits)!r} shards does not stay together when the "
                 f"{'x'.join(map(str, x.whole))} entries on one device are laid out as "
                 f"{'x'.join(map(str, whole))}",
-                "keep the cut dim, or make it the first of those that are split off it.",
+                "keep the sharded dim, or make it the first of those that are split off it.",
             )
     return tuple(taken)
 

@@ -105,7 +105,7 @@ def _joined(step: Step) -> list[Sharded]:
     rank = len(shards[0].whole)
     dim = step.arguments["dim"] % rank
     if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for x in shards):
-        raise UnrelatedError(f"it joins along dim {dim}, which is cut", _GATHER)
+        raise UnrelatedError(f"it joins along dim {dim}, which is sharded", _GATHER)
     others = [other for other in range(rank) if other != dim]
     dims = broadcast([x.part(others) for x in shards], rank - 1)
     joined = unsharded(sum(x.whole[dim] for x in shards))
@@ -129,7 +129,7 @@ def _sliced(step: Step) -> list[Sharded]:
     if full:
         return [Sharded(x.dims)]
     if axes_of(x.dims[dim]) or x.dims[dim] == ANY or here != there:
-        raise UnrelatedError(f"it takes a part of dim {dim}, which is cut", _GATHER)
+        raise UnrelatedError(f"it takes a part of dim {dim}, which is sharded", _GATHER)
     return [Sharded((*x.dims[:dim], unsharded(len(here)), *x.dims[dim + 1 :]))]
 
 
@@ -143,7 +143,7 @@ def _indexed(step: Step) -> list[Sharded]:
     x, indices = step.arguments["self"], step.arguments["indices"]
     places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
     if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for dim in places):
-        raise UnrelatedError("it picks entries along a dim that is cut", WRAP)
+        raise UnrelatedError("it picks entries along a dim that is sharded", WRAP)
     found = shards_of(indices)
     rank = max(len(index.whole) for index in found)
     kept = [dim for dim in range(len(x.dims)) if dim not in places]
@@ -160,7 +160,7 @@ def einsum(equation: str) -> Rule:
     """A rule from letters for dims, as in "bmk,bkn->bmn".
 
     Dims of one letter must be cut alike; a letter that the result lacks is summed over, so that
-    cutting it leaves a sum still to be taken. Dims of a capital letter are mixed otherwise, and
+    cutting it leaves a pending sum. Dims of a capital letter are mixed otherwise, and
     must be whole. Operands beyond the letters are spread over the result, as in `addmm`.
     """
     inputs, output = equation.split("->")
@@ -176,18 +176,20 @@ def einsum(equation: str) -> Rule:
         }
         mixed = [letter for letter in dims if letter.isupper() and axes_of(dims[letter])]
         if mixed or any(dims[letter] == ANY for letter in dims if letter not in output):
-            raise UnrelatedError("it mixes all entries along a dim that is cut", WRAP)
+            raise UnrelatedError("it mixes all entries along a dim that is sharded", WRAP)
         found = [tuple(dims[letter] for letter in result) for result in results]
         summed = [dims[letter] for letter in dims if letter.islower() and letter not in output]
         partial = frozenset(axis for dim in summed for axis in axes_of(dim))
         beside = step.shards[: -len(operands)]
         if beside and ANY in found[0]:
-            raise UnrelatedError("the size of an operand is that of a rank, and fits no cut yet")
+            raise UnrelatedError(
+                "the size of an operand is that of one rank, and matches no sharding yet"
+            )
         if beside and broadcast([*beside, _like(found[0])], len(found[0])) != found[0]:
-            raise UnrelatedError("what is added is cut in another way than the product")
+            raise UnrelatedError("the addend is sharded differently from the product")
         if beside and partial:
             raise UnrelatedError(
-                f"it adds a bias to a sum over {min(partial)!r} still to be taken: "
+                f"it adds a bias to a pending sum over {min(partial)!r}: "
                 "the bias would be counted once per rank",
                 f"add the bias after the all_reduce over {min(partial)!r}.",
             )

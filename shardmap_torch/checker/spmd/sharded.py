@@ -1,4 +1,4 @@
-"""One operation in the ranks' program and on one device, and how its results are cut."""
+"""One operation in the ranks' program and on one device, and how its results are sharded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

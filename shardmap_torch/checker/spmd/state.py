@@ -89,7 +89,7 @@ class Notes:
         """
         known = self._book.get(self._interpreter.fakify(tensor))
         if known is None:
-            raise UnrelatedError(f"nothing is known about how {what} is cut")
+            raise UnrelatedError(f"nothing is known about how {what} is sharded")
         shard = known.shards.get(self._alignment.canonical(ref))
         if shard is None:
             raise UnrelatedError(f"{what} is another value than on one device")
@@ -117,12 +117,14 @@ class Notes:
         if have - want:
             axis = min(have - want)
             raise UnrelatedError(
-                f"over {axis!r} it is a sum still to be taken, which {spec!r} does not say",
+                f"over {axis!r} it is a pending sum, which {spec!r} does not say",
                 f"all_reduce or reduce_scatter it over {axis!r} first, or name {axis!r} in "
                 "partial=.",
             )
         if want - have:
-            raise UnrelatedError(f"over {min(want - have)!r} it is no sum, as {spec!r} promises")
+            raise UnrelatedError(
+                f"over {min(want - have)!r} it is not a pending sum, as {spec!r} promises"
+            )
 
     def _dims(self, spec: P, whole: Shape) -> tuple[Dim, ...]:
         """The cuts of a spec, without axes of one rank."""
@@ -148,7 +150,7 @@ class Notes:
         """A copy that one device does without."""
         known = self._book.get(source)
         if known is None:
-            raise UnrelatedError("nothing is known about how its operand is cut")
+            raise UnrelatedError("nothing is known about how its operand is sharded")
         self._book.put(copy, _Note(dict(known.shards)))
         self._sums[self._storage(copy)] = self.sums(source)
         for tensor in (source, copy):

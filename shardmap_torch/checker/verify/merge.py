@@ -88,7 +88,7 @@ def _is_replicate(call: Call, outcomes: Sequence[PathOutcome], where: Where) -> 
     }
     raise _conflict(
         call,
-        f"need the axis {axis!r} of input {call.match.paths[position]} in different ways",
+        f"need different types of input {call.match.paths[position]} over {axis!r}",
         [first[0], other[0]],
         [f"{words[need.replicate]} {need.origin}" for _, need in (first, other)],
     )
@@ -105,7 +105,8 @@ def _common(call: Call, outcomes: Sequence[PathOutcome], where: Where) -> tuple[
     assert result is not None  # these return
     raise _conflict(
         call,
-        f"return {result.match.paths[position]} with types over {axis!r} that leave differently",
+        f"return {result.match.paths[position]} with types over {axis!r} that need different "
+        "conversions",
         [outcomes[0], outcomes[other]],
         [f"{_named(exits[i].casts)} of {exits[i].origin}" for i in (0, other)],
     )
@@ -119,7 +120,7 @@ def _named(casts: Sequence[Cast]) -> str:
 def _conflict(
     call: Call, what: str, outcomes: Sequence[PathOutcome], lines: Sequence[str]
 ) -> ShardTypeError:
-    text = [f"{call.name}: the ways through the body {what}:"]
+    text = [f"{call.name}: the paths through the body {what}:"]
     for line, outcome in zip(lines, outcomes, strict=True):
         text += [f"  {line}", *(f"  {each}" for each in told(outcome.way.branches))]
     text.append("Fix: give them one type before they leave the branch, or use torch.where.")

@@ -73,7 +73,7 @@ class Inner:
                 made = tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
                 found[position] = found.get(position, ()) + made
         if problems:
-            head = f"{edge.name}: the result does not fit out_specs:"
+            head = f"{edge.name}: the result does not match out_specs:"
             wrong = ShardTypeError("\n".join([head, *problems]))
             self._interpreter.numbers.branches.insist(wrong)
         return found
@@ -92,9 +92,10 @@ class Inner:
         for crossing, where, casts, what in self._found:
             if crossing.casts.setdefault(where, casts) != casts:
                 raise ShardTypeError(
-                    f"{self._interpreter.name}: {what} crosses over {where[1]!r} in different "
-                    "ways: its gradient is whole once and a sum over the ranks the other time, or "
-                    "what leaves is of different types, and a run cannot tell which it is.\n"
+                    f"{self._interpreter.name}: {what} crosses over {where[1]!r} differently on "
+                    "different paths: its gradient is complete on one path and a sum over the "
+                    "ranks on another, "
+                    "or the types of results differ, and a run cannot tell which path it takes.\n"
                     f"Fix: name {where[1]!r} in replicate= or invariant= of its spec, or convert "
                     "a result to I before it leaves."
                 )

@@ -84,7 +84,7 @@ def casts_to(
     if axis_type == Partial:
         return (
             f"  {path}: {spec!r} promises a finished value over {axis!r}, but the result is a "
-            f"sum over {axis!r} still to be taken\n    it comes from {chain}\n"
+            f"pending sum over {axis!r}\n    it comes from {chain}\n"
             f"    Fix: all_reduce it over {axis!r}, or name {axis!r} in partial=."
         )
     return (
@@ -141,7 +141,7 @@ class Leaving:
                 else:
                     self.exits[position, axis] = self._exit((position, axis), found, spec, value)
         if problems:
-            head = f"{self._call.name}: the result does not fit out_specs:"
+            head = f"{self._call.name}: the result does not match out_specs:"
             error = ShardTypeError("\n".join([head, *problems]))
             raise propose(error, [self._summed(result, open_sums)])
         for position in result.match.crossing:

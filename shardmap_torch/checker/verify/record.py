@@ -43,8 +43,9 @@ class Recording:
         if self._at.types not in ((), found):
             unlike = ShardTypeError(
                 f"{interpreter.name}: the value at {call_site()} is {list(self._at.types)} over "
-                f"{list(axes)} on one way through the body and {list(found)} on another, and a run "
-                "cannot tell which it takes. Say the type with src=."
+                f"{list(axes)} on one path through the body and {list(found)} on another, and "
+                "a run "
+                "cannot tell which path it takes. Pass the type as src=."
             )
             interpreter.numbers.branches.insist(unlike)
         self._at.types = found

@@ -141,7 +141,7 @@ def _attempt(call: Call, repair: Repair, strictness: Strictness) -> Verdict:
         match = with_replicate(this.call, resolved.replicate)
         this = Round(replace(this.call, match=match), repair, strictness, resolved)
     raise ShardTypeError(
-        f"{call.name}: no types of the inputs and results were found that serve all ways through "
+        f"{call.name}: no types of the inputs and results were found that suit all paths through "
         "the body.\nFix: name the axes of inputs in replicate= or invariant=, or use torch.where."
     )
 

@@ -123,7 +123,7 @@ def test_between_two_layers_the_activation_must_be_made_replicate() -> None:
 
     specs = (P(), P(None, "tp"), P("tp"))
     text = rejection(two, X, W, U, in_specs=specs, out_specs=P())
-    assert "from all_reduce('tp', P -> I) at test_bugs.py" in text
+    assert "from all_reduce('tp', Partial -> I) at test_bugs.py" in text
     assert_right(right, one, X, W, U, in_specs=specs, out_specs=P())
 
 
@@ -203,7 +203,7 @@ def test_a_loss_typed_r_under_grad_is_rejected() -> None:
     text = rejection(step, *args, in_specs=(P(), P("tp")), out_specs=P())
     assert text.splitlines()[0] == (
         "step: the gradient of a value that is R over 'tp' would be n times too large: every rank "
-        "starts with a whole cotangent, and they are summed."
+        "starts with a full cotangent, and they are summed."
     )
 
 
@@ -234,7 +234,7 @@ def test_a_gradient_used_before_its_reduction_is_rejected() -> None:
         return w - 0.1 * gradient(local_loss, w, x)
 
     text = rejection(step, W.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
-    assert "sub over axis 'tp' of P and K" in text
+    assert "sub over axis 'tp' of Partial and K" in text
     assert "of the gradients taken at test_bugs.py" in text.splitlines()[-1]
     assert "input x (P('tp'))" in text
 
@@ -258,7 +258,8 @@ def test_an_all_reduce_of_a_gradient_that_is_reduced_already_is_rejected() -> No
 
     text = rejection(step, W.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
     assert text.splitlines()[0] == (
-        "step: all_reduce('tp', P -> I) takes P (a sum over ranks still to be taken) over 'tp', "
+        "step: all_reduce('tp', Partial -> I) takes Partial (a pending sum over the ranks) "
+        "over 'tp', "
         "but its operand is I (equal on all ranks, one computation repeated)."
     )
 
@@ -298,7 +299,7 @@ def test_a_rank_dependent_branch_is_rejected() -> None:
     text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
     assert text.splitlines()[0] == (
         "body: taking a Python value over axis 'tp' of V: the ranks would get different Python "
-        "values or shapes, and part ways."
+        "values or shapes, and diverge."
     )
 
 

@@ -43,7 +43,7 @@ def test_a_norm_s_weight_updated_with_its_own_tokens_gradient_is_rejected() -> N
 
     args = numbers(6, grad=False), DATA
     text = rejection(step, *args, in_specs=(P(), P("tp")), out_specs=P())
-    assert "sub over axis 'tp' of P and K" in text
+    assert "sub over axis 'tp' of Partial and K" in text
     assert "sum the gradient first, with all_reduce(g, 'tp', dst=I)" in text
 
 
@@ -62,7 +62,7 @@ def test_a_gradient_that_the_boundary_of_the_next_layer_has_summed_is_not_summed
 
     specs = (P(invariant={"tp"}), COLUMN, P(invariant={"tp"}))
     text = rejection(step, A.detach(), B.detach(), DATA, in_specs=specs, out_specs=P())
-    assert "all_reduce('tp', P -> I) takes P" in text
+    assert "all_reduce('tp', Partial -> I) takes P" in text
 
 
 def test_a_projection_of_which_a_part_bypasses_the_next_layer_s_boundary_is_rejected() -> None:
@@ -91,7 +91,7 @@ def test_a_norm_that_counts_replicated_gradients_once_a_rank_is_rejected() -> No
         return w - grad / norm
 
     text = rejection(step, W.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
-    assert "takes P (a sum over ranks still to be taken)" in text
+    assert "takes Partial (a pending sum over the ranks)" in text
 
 
 def test_gates_that_each_expert_s_rank_masks_by_itself_need_their_gradients_summed() -> None:
@@ -143,7 +143,7 @@ def test_a_sum_of_one_s_own_that_sums_again_in_backward_is_rejected() -> None:
         return y
 
     text = rejection(body, X, in_specs=P("tp"), out_specs=P())
-    assert "takes P (a sum over ranks still to be taken)" in text
+    assert "takes Partial (a pending sum over the ranks)" in text
 
 
 def test_heads_that_ranks_pick_from_a_replicated_projection_need_a_sum() -> None:
@@ -174,7 +174,7 @@ def test_a_tied_embedding_on_the_first_and_the_last_stage_needs_both_gradients()
         return table - 0.1 * gradient(loss, table)
 
     text = rejection(step, W.detach(), DATA, in_specs=(P(), P()), out_specs=P())
-    assert "sub over axis 'tp' of P and K" in text
+    assert "sub over axis 'tp' of Partial and K" in text
     assert "sum the gradient first, with all_reduce(g, 'tp', dst=I)" in text
 
 
@@ -187,7 +187,7 @@ def test_an_auxiliary_loss_of_equal_values_summed_over_ranks_is_rejected() -> No
 
     specs = (P(), P(invariant={"tp"}))
     text = rejection(body, DATA, A, in_specs=specs, out_specs=P())
-    assert "takes P (a sum over ranks still to be taken)" in text
+    assert "takes Partial (a pending sum over the ranks)" in text
 
 
 def test_a_maximum_of_addends_is_rejected() -> None:

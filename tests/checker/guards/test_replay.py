@@ -157,8 +157,9 @@ def test_ways_that_a_run_cannot_tell_apart_must_ask_for_the_same_type(gloo: Gloo
         line = body.__code__.co_firstlineno + 2
         assert str(error.value).splitlines()[0] == (
             f'body: the value at test_replay.py:{line}: return lax.psum(value, "a") is [K] over '
-            "['a'] on one way through the body and [V] on another, and a run cannot tell which it "
-            "takes. Say the type with src=."
+            "['a'] on one path through the body and [V] on another, and a run cannot tell "
+            "which path "
+            "it takes. Pass the type as src=."
         )
 
     run_on("vmap", scenario, gloo, (2,), ("a",))
@@ -178,7 +179,7 @@ def unsteady(mesh: Mesh) -> None:
     assert str(error.value) == (
         "body: the body does not do what it did when it was checked just before:\n"
         "  this run: the end\n"
-        f"  the checked program: all_reduce('a', P -> I) of float32[] at {line}\n"
+        f"  the checked program: all_reduce('a', Partial -> I) of float32[] at {line}\n"
         "It must do the same whenever it is called with the same arguments. Pass what it depends "
         "on as an argument."
     )

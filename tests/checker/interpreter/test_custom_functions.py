@@ -109,7 +109,7 @@ def test_a_backward_that_forgets_the_sum_is_told_with_the_forward_s_line(functio
     assert int(lines[1].split(":")[1]) in range(line, line + 4)
     made = body.__code__.co_firstlineno + 1
     assert lines[2] == (
-        "  the operand is float64[2, 6], from all_reduce('tp', P -> I) at "
+        "  the operand is float64[2, 6], from all_reduce('tp', Partial -> I) at "
         f'test_custom_functions.py:{made}: y = all_reduce(x, "tp", dst=I)'
     )
     assert lines[4:] == [
@@ -245,5 +245,5 @@ def test_a_whole_cotangent_stays_one_in_a_buffer() -> None:
         return loss
 
     text = rejection(body, X, W, in_specs=COLUMNS["in_specs"], out_specs=P())
-    assert "a value is needed both ways over 'tp'" in text
+    assert "a value is needed as I and as R over 'tp'" in text
     assert "one use gives a gradient that is I, from mul at" in text

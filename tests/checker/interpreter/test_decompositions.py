@@ -126,7 +126,7 @@ def test_a_view_in_the_decomposition_is_no_view_of_the_operand() -> None:
         return all_reduce(x, "i", dst=I)
 
     f = shard_map(body, mesh=RANKS, in_specs=P("i"), out_specs=P())
-    assert "all_reduce('i', P -> I)" in str(trace(f, torch.ones(4)))
+    assert "all_reduce('i', Partial -> I)" in str(trace(f, torch.ones(4)))
     torch.testing.assert_close(f(torch.ones(4)), torch.full((2,), 2.0))
 
 

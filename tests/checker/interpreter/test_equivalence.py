@@ -108,7 +108,7 @@ def test_a_backward_that_does_what_autograd_derives_is_accepted_and_told() -> No
     assert lines[2:5] == [
         "    forward: all_gather('tp', V -> R) of float32[2, 16], sends 384 B",
         "    backward: all_gather('tp', V -> R) of float32[2, 16], sends 384 B",
-        "    backward: reduce_scatter('tp', P -> V) of float32[8, 16], sends 384 B",
+        "    backward: reduce_scatter('tp', Partial -> V) of float32[8, 16], sends 384 B",
     ]
     assert text.count("all_gather") == 3  # The composition's own is the third.
     assert "  tp: 768" in text  # A run has one of the two.
@@ -161,21 +161,22 @@ COLUMNS = P(None, "tp")
             forgets_the_sum,
             COLUMNS,
             "the gradient of operand 0 is made by no collective, and by "
-            "reduce_scatter('tp', P -> V) in the composition.",
+            "reduce_scatter('tp', Partial -> V) in the composition.",
             id="V stands for the sum, and only the collective is missing",
         ),
         pytest.param(
             forgets_the_sum,
             WHOLE,
             "the gradient of operand 0 is made by no collective, and by "
-            "reduce_scatter('tp', P -> V) in the composition.",
+            "reduce_scatter('tp', Partial -> V) in the composition.",
             id="of a whole w",
         ),
         pytest.param(
             sums_twice,
             COLUMNS,
-            "the gradient of operand 0 is made by all_reduce('tp', P -> R), "
-            "reduce_scatter('tp', P -> V), and by reduce_scatter('tp', P -> V) in the composition.",
+            "the gradient of operand 0 is made by all_reduce('tp', Partial -> R), "
+            "reduce_scatter('tp', Partial -> V), and by reduce_scatter('tp', Partial -> V) in "
+            "the composition.",
             id="summed twice",
         ),
         pytest.param(

@@ -306,14 +306,14 @@ def first_ranks(w: Tensor, g: Tensor) -> Tensor:
 
 
 WRONG: Final[dict[Callable[[Tensor, Tensor], Tensor], str]] = {
-    plain_step: "sub over axis 'dp' of P and K",
-    summed_too_late: "sub over axis 'dp' of P and K",
-    averaged_too_late: "sub over axis 'dp' of P and K",
-    decayed_before_the_sum: "add over axis 'dp' of P and K",
-    second_moment: "mul over axis 'dp' of P and P",
-    clipped_by_its_own_norm: "norm over axis 'dp' of P",
-    clipped_by_value: "clamp over axis 'dp' of P",
-    by_sign: "sign over axis 'dp' of P",
+    plain_step: "sub over axis 'dp' of Partial and K",
+    summed_too_late: "sub over axis 'dp' of Partial and K",
+    averaged_too_late: "sub over axis 'dp' of Partial and K",
+    decayed_before_the_sum: "add over axis 'dp' of Partial and K",
+    second_moment: "mul over axis 'dp' of Partial and Partial",
+    clipped_by_its_own_norm: "norm over axis 'dp' of Partial",
+    clipped_by_value: "clamp over axis 'dp' of Partial",
+    by_sign: "sign over axis 'dp' of Partial",
     largest: "all_reduce('dp', V -> I, op='max') takes V",
     first_ranks: "all_gather('dp', V -> I) takes V",
 }

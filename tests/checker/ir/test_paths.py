@@ -199,7 +199,7 @@ def test_a_branch_on_a_varying_value_is_rejected_with_a_reduction_that_was_tried
     text = rejection(body, X, W, in_specs=SPECS, out_specs=P())
     assert text.splitlines() == [
         "body: taking a Python value over axis 'tp' of V: the ranks would get different Python "
-        "values or shapes, and part ways.",
+        "values or shapes, and diverge.",
         f"  at test_paths.py:{line + 1}: if total.item() > 0:",
         f"  self: float64[], V, from sum at test_paths.py:{line}: total = (x @ w).sum()",
         f"  self varies because of mm at test_paths.py:{line}: total = (x @ w).sum() <- "
@@ -231,7 +231,7 @@ def test_the_value_of_a_sum_still_to_be_taken_is_rejected() -> None:
         return x * convert(x.sum().reshape(1), "tp", src="V", dst="P", dim=0).sum().item()
 
     text = rejection(body, X, in_specs=P("tp"), out_specs=P("tp"))
-    assert text.startswith("body: taking a Python value over axis 'tp' of P")
+    assert text.startswith("body: taking a Python value over axis 'tp' of Partial")
 
 
 @pytest.mark.parametrize("compare", [torch.equal, torch.allclose])
@@ -279,7 +279,9 @@ def test_what_needs_the_number_itself_is_refused(name: str, swallows: bool) -> N
         return x
 
     text = rejection(body, X, in_specs=P("tp"), out_specs=P("tp"))
-    assert "plain Python number" in text or "may go by its value" in text or "is used as a" in text
+    assert (
+        "plain Python number" in text or "may depend on its value" in text or "is used as a" in text
+    )
     assert "  at test_paths.py" in text
     assert "\nFix: " in text
 
@@ -442,7 +444,7 @@ def test_a_loop_whose_end_depends_on_data_is_refused() -> None:
     line = body.__code__.co_firstlineno + 2
     text = rejection(body, X, in_specs=P("tp"), out_specs=P()).splitlines()
     assert text[:4] == [
-        "body: there are more than 64 ways through the branches on numbers taken from tensors.",
+        "body: there are more than 64 paths through the branches on numbers taken from tensors.",
         f"  at test_paths.py:{line}: while total > 1e-3:",
         "Fix: use torch.where, or a loop whose number of steps does not depend on the data.",
         "  after 60 other branches",
@@ -459,7 +461,7 @@ def test_sixty_four_ways_are_interpreted_and_one_more_is_not() -> None:
         return len(every_path("f", run))
 
     assert runs(6) == LIMIT
-    with pytest.raises(ShardTypeError, match="more than 64 ways"):
+    with pytest.raises(ShardTypeError, match="more than 64 paths"):
         runs(7)
 
 
@@ -483,12 +485,12 @@ def test_the_program_shows_each_way_and_its_fingerprint_is_not_that_of_one() -> 
     g = shard_map(body, mesh=ABSTRACT, in_specs=P("tp"), out_specs=P("tp"))
     line = body.__code__.co_firstlineno + 2
     lines = str(trace(g, x)).splitlines()
-    shown = [text for text in lines if "item" in text or "way" in text or "raises" in text]
+    shown = [text for text in lines if "item" in text or "path" in text or "raises" in text]
     test, choice = (f"  # test_paths.py:{n}: " for n in (line, line + 2))
-    assert f"way 1, where #1 > 1 is True{test}if total.item() > 1:" in shown
+    assert f"path 1, where #1 > 1 is True{test}if total.item() > 1:" in shown
     assert f"  #1 = item(%2){test}if total.item() > 1:" in shown
     assert "  raises ValueError" in shown
-    assert f"way 2, where #1 > 1 is False{test}if total.item() > 1:" in shown
+    assert f"path 2, where #1 > 1 is False{test}if total.item() > 1:" in shown
     assert any(text.startswith(f"  and #1 < 0 is True{choice}") for text in shown)
     assert "mul(%3; other=#1)" in "".join(lines)
     assert trace(g, x).fingerprint == trace(g, x).fingerprint != trace(f, x).fingerprint
@@ -505,14 +507,14 @@ def test_explain_tells_each_way_and_the_bytes_of_the_one_that_sends_most() -> No
     x = X.detach()
     f = shard_map(body, mesh=ABSTRACT, in_specs=P("tp"), out_specs=P())
     lines = explain(f, x).splitlines()
-    assert [text.split("  # ")[0] for text in lines if text.startswith(("way", "  and"))] == [
-        "way 1, where #1 > 1 is True",
-        "way 2, where #1 > 1 is False",
+    assert [text.split("  # ")[0] for text in lines if text.startswith(("path", "  and"))] == [
+        "path 1, where #1 > 1 is True",
+        "path 2, where #1 > 1 is False",
         "  and #1 > 0 is True",
-        "way 3, where #1 > 1 is False",
+        "path 3, where #1 > 1 is False",
         "  and #1 > 0 is False",
     ]
-    total = "  all_reduce('tp', P -> I) of float64[], sends 12 B"
+    total = "  all_reduce('tp', Partial -> I) of float64[], sends 12 B"
     assert len([text for text in lines if text.startswith(total)]) == 3
     assert lines.count("  raises ValueError") == 1
     # Two sums, of one number and of 12, on the way that sends most.

@@ -56,7 +56,8 @@ def test_a_program_prints_one_typed_equation_a_line() -> None:
             "  %1: float32[4, 2] {dp: V, tp: V} = mm(input x (P('dp')); input w (P(None, 'tp')))"
             f"  {site}",
             f"  %2: float32[] {{dp: V, tp: V}} = sum(%1)  {site}",
-            "  %3: float32[] {dp: I, tp: I} = all_reduce(('dp', 'tp'), P -> I)(%2)  sends 7 B  "
+            "  %3: float32[] {dp: I, tp: I} = all_reduce(('dp', 'tp'), Partial -> I)(%2)  "
+            "sends 7 B  "
             f"{site}",
             "backward:",
             "  %4: float32[] {dp: V, tp: V} = convert(('dp', 'tp'), I -> R)(the cotangent of a "
@@ -64,7 +65,7 @@ def test_a_program_prints_one_typed_equation_a_line() -> None:
             f"  %5: float32[4, 2] {{dp: V, tp: V}} = expand(%4; size=[4, 2])  {site}",
             f"  %6: float32[16, 4] {{dp: V, tp: K}} = t(input x (P('dp')))  {site}",
             f"  %7: float32[16, 2] {{dp: V, tp: V}} = mm(%6; %5)  {site}",
-            "  %8: float32[16, 2] {dp: I, tp: V} = all_reduce('dp', P -> I)(%7)  sends 128 B",
+            "  %8: float32[16, 2] {dp: I, tp: V} = all_reduce('dp', Partial -> I)(%7)  sends 128 B",
         ]
     )
 
@@ -78,12 +79,12 @@ def test_explain_pairs_each_collective_with_the_one_that_autograd_derived() -> N
             "  x: P('dp', invariant={'tp'})",
             "  w: P(None, 'tp', replicate={'dp'})",
             "collectives:",
-            "  all_reduce(('dp', 'tp'), P -> I) of float32[], sends 7 B  "
+            "  all_reduce(('dp', 'tp'), Partial -> I) of float32[], sends 7 B  "
             f'# test_program.py:{line}: return all_reduce((x @ w).sum(), ("dp", "tp"), dst=I)',
             "    backward: convert(('dp', 'tp'), I -> R) of float32[], sends 0 B, as specified",
             "gradients of arguments:",
             "  w: {dp: V, tp: V}",
-            "  all_reduce('dp', P -> I) of float32[16, 2], sends 128 B",
+            "  all_reduce('dp', Partial -> I) of float32[16, 2], sends 128 B",
             "bytes sent by each rank, forward and backward:",
             "  dp: 128",
             "  dp,tp: 7",
@@ -183,7 +184,7 @@ def test_a_wrong_assertion_tells_both_types_and_where_the_value_is_from() -> Non
 def test_an_assertion_on_an_unknown_axis_or_on_a_shard_is_refused() -> None:
     assert asserting({"pp": I}) == "assert_type: no axis 'pp' in the abstract mesh (dp=2, tp=4)."
     assert asserting({"dp": S(0)}) == (
-        "assert_type: S(0) over 'dp' cannot be told from V: shards are tracked only with "
+        "assert_type: S(0) over 'dp' cannot be distinguished from V: shards are tracked only with "
         "check='global'. Use V."
     )
 

@@ -44,7 +44,7 @@ def test_a_custom_operator_is_refused_until_it_has_a_rule() -> None:
     line = body.__code__.co_firstlineno + 1
     assert str(caught.value) == (
         "body: shardmap_test.double.default is refused: nothing is known about what it does to the "
-        "ranks' values; tell it with register_rule.\n"
+        "ranks' values; declare it with register_rule.\n"
         f'  at test_registry.py:{line}: y: Tensor = double(reinterpret(x, "i", src=V, dst=Partial))'
     )
     with pytest.raises(ShardTypeError) as caught:

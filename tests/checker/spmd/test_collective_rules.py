@@ -1,4 +1,4 @@
-"""Extrema and means over a cut dim under check="global": of the parts first, then of the ranks."""
+"""Extrema and means over a sharded dim under check="global": of shards first, then of ranks."""
 
 from typing import Any
 
@@ -173,15 +173,18 @@ def counted(h: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("scale", "text"),
     [
-        (of_pieces, "it is a maximum or minimum over pieces"),
-        (with_a_gradient, "it takes the maximum over a cut dim, and a gradient flows through it"),
+        (of_pieces, "it is a maximum or minimum over shards"),
+        (
+            with_a_gradient,
+            "it takes the maximum over a sharded dim, and a gradient flows through it",
+        ),
         (of_another_kind, "over 'tp' it is the max of a rank's part, from amax"),
         (used_before, "add is not what .* over 'tp' it is the max of a rank's part"),
         (never_taken, "over 'tp' it is the max of a rank's part(?s:.*)with op='max' first"),
         (over_one_axis_only, "over 'tp' it is the max of a rank's part"),
-        (of_addends, "its operand is a sum over 'tp' still to be taken"),
-        (of_addends_with_a_gradient, "its operand is a sum over 'tp' still to be taken"),
-        (of_addends_over_another_axis, "its operand is a sum over 'dp', 'tp' still to be taken"),
+        (of_addends, "its operand is a pending sum over 'tp'"),
+        (of_addends_with_a_gradient, "its operand is a pending sum over 'tp'"),
+        (of_addends_over_another_axis, "its operand is a pending sum over 'dp', 'tp'"),
         (in_a_region, "it is the max of a rank's part"),
         (sum_of_means, "over 'tp' it is the sum of the means of all parts(?s:.*)with op='mean'"),
         (divided_otherwise, "over 'tp' it is the sum of the means of all parts"),

@@ -326,7 +326,9 @@ def test_result_cut_in_another_way() -> None:
     f = shard_map(
         lambda x: x * 2, mesh=MESH, in_specs=P("dp"), out_specs=P(None, "dp"), check="global"
     )
-    with pytest.raises(ShardTypeError, match=r"dim 0 is cut over 'dp', and .* promises whole"):
+    with pytest.raises(
+        ShardTypeError, match=r"dim 0 is sharded over 'dp', and .* promises unsharded"
+    ):
         f(X)
 
 
@@ -348,13 +350,13 @@ def test_one_axis_in_two_dims() -> None:
         out_specs=P("tp"),
         check="global",
     )
-    with pytest.raises(ShardTypeError, match="'tp' cuts two dims of the result"):
+    with pytest.raises(ShardTypeError, match="'tp' shards two dims of the result"):
         f(X, X)
 
 
 def test_tiled_result() -> None:
     f = shard_map(lambda x: x * 2, mesh=MESH, in_specs=P(), out_specs=P("dp"), check="global")
-    with pytest.raises(ShardTypeError, match="promises cut over 'dp'"):
+    with pytest.raises(ShardTypeError, match="promises sharded over 'dp'"):
         f(X)
 
 
@@ -366,7 +368,7 @@ def test_unfinished_result() -> None:
         out_specs=P("tp"),
         check="global",
     )
-    with pytest.raises(ShardTypeError, match="a sum still to be taken"):
+    with pytest.raises(ShardTypeError, match="a pending sum"):
         f(X, W)
 
 
@@ -438,7 +440,9 @@ def test_region_with_wrong_arguments() -> None:
     f = shard_map(
         embed, mesh=MESH, in_specs=(P(None, "tp"), P()), out_specs=P(None, "tp"), check="global"
     )
-    with pytest.raises(ShardTypeError, match=r"dim 0 is whole, and .* promises cut over 'tp'"):
+    with pytest.raises(
+        ShardTypeError, match=r"dim 0 is unsharded, and .* promises sharded over 'tp'"
+    ):
         f(torch.randn(8, 4), torch.tensor([0]))
 
 

@@ -23,7 +23,7 @@ DRAWS: Final = 6
 FLOORS: Final = ("V", "R, cotangent V", "R, cotangent P", "I")
 
 # What the tables cannot accept, by what the refusal says.
-DATA: Final = "part ways"
+DATA: Final = "and diverge"
 RANDOM: Final = "would differ between ranks"
 LAYOUT: Final = "strided"
 UNKNOWN: Final = "nothing is known"

@@ -1,8 +1,8 @@
 """Tries global strictness on PyTorch's operator database, against one device.
 
 For one operator, one sample and one cut for each operand: the body is checked on an abstract mesh,
-which tells how its results are cut; then real ranks run it on their pieces, and what they give, put
-together by those cuts, must be what the operator gives on the whole operands.
+which tells how its results are sharded; then real ranks run it on their pieces, and what they give,
+put together by those cuts, must be what the operator gives on the whole operands.
 
 Writes a section of docs/coverage.md:
 .venv/bin/python -m tests.checker.support.global_fuzz

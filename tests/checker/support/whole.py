@@ -199,14 +199,14 @@ def trials_of(case: Case) -> dict[str, Trial]:
 FLOORS: Final = ("V", "R", "R, cut", "I")
 
 GAPS: Final = {
-    "part ways": "data-dependent",
+    "and diverge": "data-dependent",
     "without data": "data-dependent",
     "Python value": "data-dependent",
     "plain Python number": "data-dependent",
     "weights sum to zero": "a check in torch's C++, which may fail",
     "data is not allocated yet": "the same, in istft",
     "_segment_reduce_backward": "its backward is not known to be linear",
-    "abs over axis 'r' of P": "logcumsumexp's backward splits the cotangent by its sign",
+    "abs over axis 'r' of Partial": "logcumsumexp's backward splits the cotangent by its sign",
     "matrix_exp": "its backward is not known to be linear",
     "linear_cross_entropy_batch_chunked": "an operator of torch that writes no derivative down",
 }

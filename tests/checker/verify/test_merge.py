@@ -47,7 +47,7 @@ def test_an_input_that_two_ways_need_differently_is_refused() -> None:
     line = body.__code__.co_firstlineno + 2
     mm = f"{loss.__code__.co_firstlineno + 1}: return all_reduce"
     assert rejection(body, X, W, in_specs=SPECS, out_specs=P()).splitlines() == [
-        "body: the ways through the body need the axis 'tp' of input w in different ways:",
+        "body: the paths through the body need different types of input w over 'tp':",
         "  a sum over the ranks, as from replicate=, of the gradient from mm at "
         f'branching.py:{mm}((x @ w).square().sum(), "tp", dst=I)',
         f"    where #1 is True at test_merge.py:{line}: if big:",
@@ -75,9 +75,9 @@ def test_results_that_leave_differently_are_refused() -> None:
         return all_reduce((x @ w).square().sum(), "tp", dst=R)
 
     text = rejection(leaving(loss, other), X, W, in_specs=SPECS, out_specs=P())
-    assert "return out with types over 'tp' that leave differently" in text
-    assert "  as it is, the value of all_reduce('tp', P -> I)" in text
-    assert "  convert(R -> I) of all_reduce('tp', P -> R)" in text
+    assert "return out with types over 'tp' that need different conversions" in text
+    assert "  as it is, the value of all_reduce('tp', Partial -> I)" in text
+    assert "  convert(R -> I) of all_reduce('tp', Partial -> R)" in text
 
 
 def test_a_result_that_fits_both_leaves_as_the_other_way_s() -> None:
@@ -120,6 +120,6 @@ def test_a_constant_beside_a_partial_result_is_refused_and_a_zero_is_right() -> 
 def test_results_of_different_shape_or_structure_are_refused(second: Callable[..., Any]) -> None:
     text = rejection(leaving(loss, second), X, W, in_specs=SPECS, out_specs=P())
     assert text.startswith("<lambda>: ") or text.startswith(
-        "body: the ways through the body return"
+        "body: the paths through the body return"
     )
     assert "different results:\n  out: float64[]\n" in text

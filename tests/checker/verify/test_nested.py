@@ -42,7 +42,7 @@ def over_tp(f: Body, in_specs: Any, out_specs: Any) -> Body:
 
 
 def over_dp(f: Body, mesh: Mesh, **options: Any) -> Body:
-    """Rows of the first argument are cut over dp; the others are whole, and so is the loss."""
+    """Rows of the first argument are sharded over dp; the others are whole, and so is the loss."""
     return shard_map(f, mesh=mesh, out_specs=P(), axis_names={"dp"}, **options)
 
 
@@ -225,7 +225,7 @@ def test_a_result_that_varies_over_an_inner_axis_is_rejected() -> None:
 
     text = rejection(varying)
     assert text.startswith(
-        "<lambda>: the result does not fit out_specs:\n"
+        "<lambda>: the result does not match out_specs:\n"
         "  out: P() promises one value on all ranks of 'tp', but the result varies over it\n"
         "    it comes from mm at test_nested.py:"
     )
@@ -239,7 +239,7 @@ def test_a_sum_still_to_be_taken_over_an_inner_axis_is_rejected() -> None:
 
         return over_tp(product, (P(None, "tp"), P("tp")), P())(x, w)
 
-    assert "sum over 'tp' still to be taken" in rejection(unsummed)
+    assert "pending sum over 'tp'" in rejection(unsummed)
 
 
 def test_a_closed_over_value_of_the_outer_body_is_no_open_input() -> None:
@@ -266,7 +266,9 @@ def test_an_input_that_two_gradients_need_in_different_ways_is_rejected() -> Non
         return first + second
 
     text = rejection(twofold)
-    assert text.startswith("mapped: input x of inner crosses over 'tp' in different ways")
+    assert text.startswith(
+        "mapped: input x of inner crosses over 'tp' differently on different paths"
+    )
     assert "Fix: name 'tp' in replicate= or invariant= of its spec" in text
 
 
@@ -280,5 +282,7 @@ def test_the_typed_program_shows_the_sum_of_an_inner_gradient() -> None:
     program = trace(over_dp(outer(columns), RANKS, in_specs=(P("dp"), P())), X, W)
     lines = [line.strip() for line in str(program).splitlines()]
     assert any("input x of <lambda>" in line for line in lines)
-    sums = [e for e in program.collectives if e.backward and e.name == "all_reduce('tp', P -> I)"]
+    sums = [
+        e for e in program.collectives if e.backward and e.name == "all_reduce('tp', Partial -> I)"
+    ]
     assert [e.forward is not None and e.forward.name for e in sums] == ["input x of <lambda>"]

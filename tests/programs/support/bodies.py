@@ -113,7 +113,7 @@ def one_device_pipeline(x: Tensor, w: Tensor) -> tuple[Tensor]:
 
 
 def softmax_over_vocabulary(x: Tensor, w: Tensor) -> tuple[Tensor]:
-    """Log of the sum of exponentials of logits that are cut over tp, shifted by their maximum."""
+    """Log of the sum of exponentials of logits sharded over tp, shifted by their maximum."""
     logits = convert(x, "tp", src=I, dst=R) @ w
     top = all_reduce(logits.amax(-1).detach(), "tp", dst=I, op="max")
     total = all_reduce((logits - top[:, None]).exp().sum(-1), "tp", dst=I)
@@ -235,7 +235,7 @@ PROGRAMS: Mapping[str, Program] = {
         LINE,
         (TP,),
     ),
-    "weight cut over two axes": Program(
+    "weight sharded over two axes": Program(
         weight_gathered,
         (P(DP, TP), P((TP, DP))),
         (P(DP, TP),),
