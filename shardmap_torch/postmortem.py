@@ -19,12 +19,12 @@ def compare(dumps: Sequence[Dump]) -> str:
         >>> from shardmap_torch.control.recorder import Dump, Entry
         >>> def entry(operation, line):
         ...     return Entry(1, 1, "f", operation, "tp", "float32[4]", line, "begun")
-        >>> first = Dump(0, "timed out", [entry("all_reduce('tp', P -> I)", "a.py:3")])
+        >>> first = Dump(0, "timed out", [entry("all_reduce('tp', Partial -> I)", "a.py:3")])
         >>> second = Dump(1, "timed out", [entry("all_gather('tp', V -> I)", "a.py:7")])
         >>> print(compare([first, second]))
         ranks 0-1, 1 collectives
         first difference, at #1:
-          rank 0: #1 call 1 of f: all_reduce('tp', P -> I) of float32[4] at a.py:3, begun
+          rank 0: #1 call 1 of f: all_reduce('tp', Partial -> I) of float32[4] at a.py:3, begun
           rank 1: #1 call 1 of f: all_gather('tp', V -> I) of float32[4] at a.py:7, begun
         reasons:
           ranks 0, 1: timed out

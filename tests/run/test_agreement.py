@@ -53,7 +53,7 @@ def test_an_argument_that_does_not_fit_on_one_process_is_told_on_every_one(gloo:
     first, second = (raised.text for raised in gloo(2).run(misfits_on_one, expect_error=True))
     assert first == second
     assert "  rank 0: same on the process_group mesh (i=2)  # test_agreement.py:" in first
-    assert "  rank 1: same is rejected: same: the arguments do not fit in_specs" in first
+    assert "  rank 1: same is rejected: same: the arguments do not match in_specs" in first
 
 
 def in_worker() -> list[str]:

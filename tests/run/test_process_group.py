@@ -172,10 +172,13 @@ def failure(mesh: Mesh) -> None:
     site = f"test_process_group.py:{failure.__code__.co_firstlineno + 5}"
     head, *_ = str(caught.value).splitlines()
     assert head == (
-        f"all_reduce('tp', P -> I) on the process_group mesh (tp=2), at {site}, failed on rank "
+        f"all_reduce('tp', Partial -> I) on the process_group mesh (tp=2), at {site}, failed "
+        "on rank "
         f"{rank}: connection closed by peer"
     )
-    with pytest.raises(MeshError, match=r"are broken since an error: all_reduce\('tp', P -> I\)"):
+    with pytest.raises(
+        MeshError, match=r"are broken since an error: all_reduce\('tp', Partial -> I\)"
+    ):
         f(x)
     mesh.recover()
     same(f(x), x[:2] + x[2:])
