@@ -40,7 +40,7 @@ class Entry:
         return self.seq, self.call, self.function, self.operation, self.axes, self.operand
 
     def __str__(self) -> str:
-        """As in `#12 call 3 of f: all_reduce('tp', Partial -> I) of f32[4] at model.py:12, done`."""
+        """As in `#12 call 3 of f: all_reduce('tp', Partial -> I) of f32[4] at a.py:12, done`."""
         return (
             f"#{self.seq} call {self.call} of {self.function}: {self.operation} of {self.operand} "
             f"at {self.line}, {self.state}"
