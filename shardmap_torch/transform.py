@@ -48,6 +48,7 @@ def shard_map(
     mesh: Mesh | DeviceMesh | None = None,
     axis_names: Collection[str] | None = None,
     check: Check = True,
+    debug: bool = False,
 ) -> Callable[A, Y]: ...
 
 
@@ -61,6 +62,7 @@ def shard_map(
     mesh: Mesh | DeviceMesh | None = None,
     axis_names: Collection[str] | None = None,
     check: Check = True,
+    debug: bool = False,
 ) -> Callable[[Callable[A, Y]], Callable[A, Y]]: ...
 
 
@@ -73,6 +75,7 @@ def shard_map(
     mesh: Mesh | DeviceMesh | None = None,
     axis_names: Collection[str] | None = None,
     check: Check = True,
+    debug: bool = False,
 ) -> Callable[..., Any]:
     """Maps a function over the ranks of a mesh: it runs on local shards, collectives are explicit.
 
@@ -99,9 +102,13 @@ def shard_map(
             "global" requires in addition that the forward is that of the same program on one
             device, its collectives left out; per-rank code goes into `local_region`. With False
             specs must name every axis of inputs that can receive a gradient.
+        debug: on processes, compare the plain inputs of every checked call, and not of the first
+            one of each signature only. The environment variable SHARDMAP_DEBUG decides for all
+            functions: 1 compares always, 0 never.
 
     Raises:
-        SpecError: in a call, if arguments or results do not fit the specs; names all offenders.
+        SpecError: in a call, if arguments or results do not fit the specs, or if plain inputs
+            differ between processes; names all offenders.
         MeshError: in a call, if there is no mesh.
         ShardTypeError: in a call, if the program is not well-typed or would compute wrong
             gradients; names the line.
@@ -126,6 +133,7 @@ def shard_map(
             out_specs=out_specs,
             axis_names=axis_names,
             check=check,
+            debug=debug,
         )
     if not callable(f):
         raise SpecError(f"shard_map takes a function, not {f!r}; specs are keyword arguments.")
@@ -137,7 +145,7 @@ def shard_map(
         )
     if check not in (True, False, "local", "global"):
         raise SpecError(f"check is True, False, 'local' or 'global', not {check!r}.")
-    body = _Body(f, in_specs, out_specs, mesh, axis_names, check)
+    body = _Body(f, in_specs, out_specs, mesh, axis_names, check, debug)
 
     @wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -159,6 +167,7 @@ class _Body:
         mesh: Mesh | DeviceMesh | None,
         axis_names: Collection[str] | None,
         check: Check,
+        debug: bool,
     ) -> None:
         self._function, self._signature = function, _signature(function)
         self._name = getattr(function, "__name__", type(function).__name__)
@@ -168,7 +177,7 @@ class _Body:
         self._in_matches: Memo[Match] = Memo()
         self._out_matches: Memo[Match] = Memo()
         strictness: Strictness = "global" if check == "global" else "local"
-        self._checked = Checked(self._name, function, strictness)
+        self._checked = Checked(self._name, function, strictness, debug)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         scope = current_scope()

@@ -19,12 +19,14 @@ from shardmap_torch.checker.interpreter.scalars import is_batched
 from shardmap_torch.checker.interpreter.state import closed_over_outer
 from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, verify
+from shardmap_torch.control.start import current
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.agree import Found, agree, found_in, refused
 from shardmap_torch.run.guarded import guarded
+from shardmap_torch.run.plain_inputs import PlainInputs
 from shardmap_torch.run.retrace_warning import Changing
 from shardmap_torch.run.runtimes import runtime_of
 
@@ -48,12 +50,19 @@ _LATE: Final = (
 class Checked:
     """What the checker has found out about one function."""
 
-    def __init__(self, name: str, function: Callable[..., Any], strictness: Strictness) -> None:
-        """Nothing is looked at before the first call."""
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        strictness: Strictness,
+        debug: bool = False,
+    ) -> None:
+        """Nothing is looked at before the first call; `debug` compares plain inputs in each."""
         self._name, self._strictness = name, strictness
         self._surroundings = Surroundings(function)
         self._verdicts: Memo[_Known] = Memo()
         self._changing, self._calls = Changing(name), 0
+        self._inputs = PlainInputs(debug)
         self._late = {on: partial(self._stop, on, _LATE) for on in (False, True)}
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
@@ -84,6 +93,9 @@ class Checked:
         for _ in range(_RUNS):
             known = self._agreed(key, call, difference) if processes else self._find(key, call)
             verdict = known.verdict
+            if processes and difference is None and current() is not None:
+                gather = partial(runtime_of(call.mesh).gather, call.mesh)
+                self._inputs.require_equal(call, gather)
             try:
                 return run(verdict.apply(call, self._late[processes]), verdict.batches)
             except Departure as departure:

@@ -9,12 +9,14 @@ from shardmap_torch.boundary.call import Call, Untouched, run_body
 from shardmap_torch.boundary.dtensor import Enter, Leave, enter, leave
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.aliasing import apart
 from shardmap_torch.run.drawing import Drawing, agreed
 from shardmap_torch.spec import P
+from shardmap_torch.types import R, V
 
 has_data: Final = True
 is_distributed: Final = True
@@ -48,6 +50,12 @@ def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
 def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
     """Makes a DTensor of this rank's shard, without communication."""
     return bind(_backend_of(mesh), Leave(mesh, spec), x)
+
+
+def gather(mesh: Mesh, x: Tensor) -> Tensor:
+    """Stacks a plain tensor of each process, in rank order."""
+    collective = Collective("all_gather", V, R, mesh.axis_names)
+    return _backend_of(mesh).run("gather", collective, x.unsqueeze(0))
 
 
 _BACKENDS: dict[int, ProcessGroupBackend] = {}

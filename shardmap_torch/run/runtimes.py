@@ -36,6 +36,10 @@ class Runtime(Protocol):
         """Makes a global value of local ones; see `from_local`."""
         ...
 
+    def gather(self, mesh: Mesh, x: Tensor) -> Tensor:
+        """Stacks a plain tensor of each process, in rank order."""
+        ...
+
 
 MODULES: Final[Mapping[Kind, str]] = {
     "simulated": "shardmap_torch.run.simulated",

@@ -48,3 +48,8 @@ def _reject_compiled(name: str) -> None:
         f"{name}: torch.compile cannot compile a body on a simulated mesh. Compile on a "
         "process-group mesh, or call it uncompiled."
     )
+
+
+def gather(mesh: Mesh, x: Tensor) -> Tensor:
+    """Stacks that of the one process."""
+    return x.unsqueeze(0)

@@ -1,0 +1,144 @@
+"""Plain inputs that differ between processes are refused, with the argument and a repair."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardmap_torch import I, P, SpecError, all_reduce, from_local, full, make_mesh, shard_map
+from shardmap_torch.run.plain_inputs import hash_of
+from tests.support.pool import Gloo
+
+
+def total(w: Tensor, x: Tensor) -> Tensor:
+    return w * all_reduce(x.sum(), "dp", dst=I)
+
+
+def mapped(debug: bool = False) -> Any:
+    mesh = make_mesh((2,), ("dp",))
+    specs: Any = {"mesh": mesh, "in_specs": (P(), P("dp")), "out_specs": P(), "debug": debug}
+    return mesh, shard_map(total, **specs)
+
+
+def refused(which: str) -> str:
+    """The error of a call in which this process has its own batch, or its own parameters."""
+    mesh, f = mapped()
+    own = {"w": torch.ones(1, requires_grad=True), "x": torch.ones(4)}
+    own[which] = own[which].detach() * mesh.rank
+    with pytest.raises(SpecError) as error:
+        f(own["w"], own["x"])
+    return str(error.value)
+
+
+def test_a_batch_of_each_process_s_own_is_refused_and_from_local_is_proposed(gloo: Gloo) -> None:
+    for error in gloo(2).run(refused, "x"):
+        head, line, fix = error.splitlines()
+        assert head.startswith(
+            "total: a plain tensor is a global value, equal on all processes, and these are not "
+            "at test_plain_inputs.py:"
+        )
+        assert line == "  x: float32[4], P('dp'), has other values on rank 1 than on rank 0"
+        assert fix == ("Fix: if x is this process' own shard, pass from_local(x, mesh, P('dp')).")
+
+
+def test_parameters_of_unlike_seeds_are_refused(gloo: Gloo) -> None:
+    for error in gloo(2).run(refused, "w"):
+        _, line, fix = error.splitlines()
+        assert line == "  w: float32[1], P(), has other values on rank 1 than on rank 0"
+        assert fix == (
+            "Fix: make w equal, by one seed on all processes or a broadcast of rank 0's; "
+            "parameters of unlike seeds are unlike models."
+        )
+
+
+def repaired() -> float:
+    mesh, f = mapped()
+    own = torch.full((2,), float(mesh.rank))
+    return float(full(f(torch.ones(1), from_local(own, mesh, P("dp")))))
+
+
+def test_the_proposed_repair_is_right(gloo: Gloo) -> None:
+    assert gloo(2).run(repaired) == [2.0, 2.0]
+
+
+def later_calls(debug: bool) -> list[str]:
+    """Which of three calls are refused; the second has other values, the third other shapes."""
+    mesh, f = mapped(debug)
+    found = []
+    for length, differs in ((4, 0.0), (4, 1.0), (8, 1.0)):
+        try:
+            f(torch.ones(1), torch.full((length,), differs * mesh.rank))
+            found.append("runs")
+        except SpecError:
+            found.append("refused")
+    return found
+
+
+def with_variable(value: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDMAP_DEBUG", value)
+        return later_calls(False)
+
+
+def test_first_calls_of_signatures_are_compared_and_all_calls_if_asked(gloo: Gloo) -> None:
+    assert gloo(2).run(later_calls, False) == [["runs", "runs", "refused"]] * 2
+    assert gloo(2).run(later_calls, True) == [["runs", "refused", "refused"]] * 2
+    assert gloo(2).run(with_variable, "1") == [["runs", "refused", "refused"]] * 2
+    assert gloo(2).run(with_variable, "0") == [["runs", "runs", "runs"]] * 2
+
+
+def under_a_transform() -> list[float]:
+    mesh, f = mapped()
+    grad = torch.func.grad(lambda w, x: f(w, x).sum())
+    found = [float(grad(torch.ones(1), torch.ones(4)))]
+    with pytest.raises(SpecError, match="x: float32"):
+        grad(torch.ones(1), torch.full((8,), float(mesh.rank)))
+    return found
+
+
+def test_transforms_outside_are_seen_through(gloo: Gloo) -> None:
+    assert gloo(2).run(under_a_transform) == [[4.0], [4.0]]
+
+
+def tensors() -> Iterator[Tensor]:
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64):
+        yield torch.arange(35).reshape(5, 7).to(dtype)
+    yield torch.arange(35.0).reshape(5, 7).t()
+    yield torch.ones(())
+    yield torch.ones(0, 3)
+
+
+@pytest.mark.parametrize("x", list(tensors()), ids=lambda x: f"{x.dtype}{list(x.shape)}")
+def test_hashes_of_equal_values_are_equal_however_they_lie(x: Tensor) -> None:
+    assert hash_of(x) == hash_of(x.clone())
+    assert hash_of(x) == hash_of(x.contiguous())
+    if x.numel() > 1:
+        changed = x.clone(memory_format=torch.contiguous_format)
+        changed.view(-1)[-1] = changed.view(-1)[-1].logical_not()
+        assert hash_of(x) != hash_of(changed)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=20), st.data())
+def test_hashes_see_a_change_and_an_exchange(values: list[int], data: Any) -> None:
+    x = torch.tensor(values)
+    at = data.draw(st.integers(0, len(values) - 1))
+    other = data.draw(st.integers(0, len(values) - 1))
+    swapped = x.clone()
+    swapped[at], swapped[other] = values[other], values[at]
+    assert (hash_of(x) == hash_of(swapped)) == (values[at] == values[other])
+    flipped = x.clone()
+    flipped[at] ^= 1
+    assert hash_of(x) != hash_of(flipped)
+
+
+def test_hashes_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardmap_torch.run import plain_inputs
+
+    x = torch.arange(1000.0)
+    whole = hash_of(x)
+    monkeypatch.setattr(plain_inputs, "_CHUNK", 16)
+    assert hash_of(x) == whole
