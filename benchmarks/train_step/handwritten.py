@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.train_step.setting import OPTIMIZER, Setting, Step
+from benchmarks.train_step.setting import BETAS, DECAY, MAX_NORM, Setting, Step, rate
 from shardmap_torch.nn import positions, rotary
 
 Params = dict[str, Any]
@@ -140,11 +140,6 @@ def _shard(name: str, value: Tensor) -> Tensor:
     return value.contiguous().clone().requires_grad_()
 
 
-def _rate(step: int) -> float:
-    decayed = 0.55 + 0.45 * math.cos(math.pi * min(step / OPTIMIZER.steps, 1))
-    return OPTIMIZER.rate * decayed * min(step / OPTIMIZER.warmup, 1)
-
-
 class _Training:
     """Local parameters, split into those that are sharded and those that are not, and moments."""
 
@@ -180,19 +175,19 @@ class _Training:
         square = torch.stack(torch._foreach_norm(cut)).square().sum()
         dist.all_reduce(square)
         norm = (square + flat.square().sum()).sqrt()
-        torch._foreach_mul_(grads, (OPTIMIZER.max_norm / norm).clamp(max=1))
+        torch._foreach_mul_(grads, (MAX_NORM / norm).clamp(max=1))
 
     def _update(self, grads: list[Tensor]) -> None:
         self.steps += 1
-        rate, (beta1, beta2) = _rate(self.steps), OPTIMIZER.betas
+        now, (beta1, beta2) = rate(self.steps), BETAS
         torch._foreach_lerp_(self.means, grads, 1 - beta1)
         torch._foreach_mul_(self.squares, beta2)
         torch._foreach_addcmul_(self.squares, grads, grads, 1 - beta2)
         scale = 1 / math.sqrt(1 - beta2**self.steps)
         divisors = torch._foreach_mul(torch._foreach_sqrt(self.squares), scale)
         torch._foreach_add_(divisors, 1e-8)
-        torch._foreach_mul_(self.matrices, 1 - rate * OPTIMIZER.decay)
-        torch._foreach_addcdiv_(self.all, self.means, divisors, -rate / (1 - beta1**self.steps))
+        torch._foreach_mul_(self.matrices, 1 - now * DECAY)
+        torch._foreach_addcdiv_(self.all, self.means, divisors, -now / (1 - beta1**self.steps))
 
 
 def make(setting: Setting) -> Step:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from benchmarks.train_step.setting import OPTIMIZER, Setting, Step
+from benchmarks.train_step.setting import BETAS, DECAY, MAX_NORM, PEAK, Setting, Step, rate
 from shardmap_torch.nn import positions, rotary
 
 
@@ -131,11 +131,11 @@ def make(setting: Setting) -> Step:
     batch = setting.batch()
     params = list(model.parameters())
     groups = [
-        {"params": [p for p in params if p.ndim > 1], "weight_decay": OPTIMIZER.decay},
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": DECAY},
         {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, OPTIMIZER.rate, OPTIMIZER.betas, foreach=True)
-    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min((n + 1) / 20, 1.0))
+    optimizer = torch.optim.AdamW(groups, PEAK, BETAS, foreach=True)
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate(n + 1) / PEAK)
 
     def run() -> Tensor:
         optimizer.zero_grad()
@@ -143,7 +143,7 @@ def make(setting: Setting) -> Step:
             logits = model(batch[:, :-1])
             loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
-        nn.utils.clip_grad_norm_(params, OPTIMIZER.max_norm, foreach=True)
+        nn.utils.clip_grad_norm_(params, MAX_NORM, foreach=True)
         optimizer.step()
         warm.step()
         value = loss.detach()

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from benchmarks.train_step.setting import OPTIMIZER, Setting, Step
+from benchmarks.train_step.setting import STEPS, WARMUP, Setting, Step
 from examples.gpt import model
+from examples.gpt.optim import make_optimizer
 from examples.gpt.step import sharded_step
 from shardmap_torch import P, device_put, make_mesh
 
@@ -15,10 +16,11 @@ def make(setting: Setting) -> Step:
     mesh = make_mesh((1, num_ranks), ("dp", "tp"))
     cuts = model.specs(setting.config)
     params = setting.params()
-    state = device_put(OPTIMIZER.init(params), mesh, OPTIMIZER.specs(cuts))
+    optimizer = make_optimizer(setting.config, STEPS, WARMUP)
+    state = device_put(optimizer.init(params), mesh, optimizer.specs(cuts))
     params = device_put(params, mesh, cuts)
     batch = device_put(setting.batch(), mesh, P("dp"))
-    step = sharded_step(mesh, setting.config, OPTIMIZER)
+    step = sharded_step(mesh, setting.config, optimizer)
 
     def run() -> Tensor:
         nonlocal params, state

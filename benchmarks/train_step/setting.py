@@ -1,5 +1,6 @@
 """What is measured: sizes, and the contestants' common form."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from examples.gpt import model
-from examples.gpt.optim import AdamW
+from examples.gpt.optim import MAX_NORM, PEAK
 
 Step = Callable[[], Tensor]
 """One step of training on the same batch; it keeps its parameters, and returns the loss."""
@@ -45,5 +46,14 @@ class Setting:
         return torch.randint(self.config.vocabulary, shape, generator=generator)
 
 
-OPTIMIZER = AdamW(steps=1_000_000)
-"""AdamW and clipping as in the example."""
+STEPS, WARMUP, BETAS, DECAY = 1_000_000, 20, (0.9, 0.98), 0.1
+"""AdamW as `examples.gpt.optim` makes it, for those who write it themselves."""
+
+
+def rate(step: int) -> float:
+    """The learning rate of a step, the first of which is 1."""
+    decayed = 0.55 + 0.45 * math.cos(math.pi * min(step / STEPS, 1))
+    return PEAK * decayed * min(step / WARMUP, 1)
+
+
+__all__ = ["BETAS", "DECAY", "MAX_NORM", "PEAK", "STEPS", "WARMUP", "Setting", "Step", "rate"]
