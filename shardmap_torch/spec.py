@@ -130,6 +130,11 @@ class P:
         return types | {axis: kind for axes, kind in keywords for axis in sorted(axes)}
 
 
+def is_partition(value: object) -> bool:
+    """Whether `value` is a `P`."""
+    return isinstance(value, P)
+
+
 def _rebuild(entries: tuple[Entry, ...], *typed: frozenset[str]) -> P:
     replicate, invariant, partial = typed
     return P(*entries, replicate=replicate, invariant=invariant, partial=partial)

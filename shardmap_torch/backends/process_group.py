@@ -77,6 +77,7 @@ class ProcessGroupBackend(RankBackend):
         """Takes this process' rank in the world."""
         super().__init__(mesh, dist.get_rank())
         self._lines: dict[tuple[str, ...], Line] = {}
+        self._backward: tuple[int, Site | None] = -1, None
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs the move on the group of the collective's axes.
@@ -99,7 +100,7 @@ class ProcessGroupBackend(RankBackend):
         self, control: Control, line: Line, move: str, collective: Collective, x: Tensor
     ) -> Tensor:
         control.begin(
-            collective, x, _site(), line.name, line.members, self.mesh.debug == "collectives"
+            collective, x, self._site(), line.name, line.members, self.mesh.debug == "collectives"
         )
         try:
             y = unviewed(_on_wire(line, move, collective, x))
@@ -107,6 +108,17 @@ class ProcessGroupBackend(RankBackend):
             control.fail(f"{collective} on the {self.mesh}", error)
         control.end()
         return y
+
+    def _site(self) -> Site | None:
+        """The user's line: that of the checked program, or where a backward was called."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            scope = current_scope()
+            site: Site | None = getattr(scope.monitor, "site", None) if scope is not None else None
+            return call_site() if site is None else site
+        if task != self._backward[0]:  # one line for all collectives of a backward
+            self._backward = task, call_site()
+        return self._backward[1]
 
     def line(self, axes: tuple[str, ...]) -> Line:
         """The ranks along `axes`, for eager or for compiled code."""
@@ -127,16 +139,6 @@ class ProcessGroupBackend(RankBackend):
         wire = Wire(group, len(order), order[own], patient=dist.get_backend(group) == "gloo")
         name = f"{','.join(axes)} from rank {in_group[0]} of {len(in_group)}"
         return Line(wire, order, own, name, tuple(in_group))
-
-
-def _site() -> Site | None:
-    """The user's line: that of the checked program, or where a backward was called."""
-    scope = current_scope()
-    if scope is not None and torch._C._current_graph_task_id() == -1:
-        site: Site | None = getattr(scope.monitor, "site", None)
-        if site is not None:
-            return site
-    return call_site()
 
 
 @constant

@@ -175,9 +175,8 @@ class Untouched:
 
     def __init__(self, call: Call, tensors: Sequence[Tensor]) -> None:
         """Notes the versions of the tensors that cross, before the body runs."""
-        self._name = call.name
-        paths = [call.match.paths[i] for i in call.crossing]
-        self._seen = [(p, x, _version(x)) for p, x in zip(paths, tensors, strict=True)]
+        self._call, self._tensors = call, tensors
+        self._versions = _versions(tensors)
 
     def check(self) -> None:
         """Compares the versions after the body.
@@ -185,12 +184,18 @@ class Untouched:
         Raises:
             ShardTypeError: names every input that was written to.
         """
-        written = [path for path, x, version in self._seen if _version(x) != version]
-        if written:
-            head = f"{self._name}: the body wrote into its inputs, which are read-only; clone them:"
-            raise ShardTypeError(listing(head, written))
+        versions = _versions(self._tensors)
+        if versions == self._versions:
+            return
+        call = self._call
+        pairs = zip(call.crossing, self._versions, versions, strict=True)
+        written = [call.match.paths[at] for at, before, after in pairs if before != after]
+        head = f"{call.name}: the body wrote into its inputs, which are read-only; clone them:"
+        raise ShardTypeError(listing(head, written))
 
 
-def _version(value: Tensor) -> int:
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
     # Under torch.compile versions are not known yet; there the writes are not seen.
-    return 0 if torch.compiler.is_dynamo_compiling() or value.is_inference() else value._version
+    if torch.compiler.is_dynamo_compiling():
+        return []
+    return [0 if x.is_inference() else x._version for x in tensors]

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any, Final
 
@@ -47,12 +47,14 @@ class Match:
         specs: how each leaf crosses.
         crossing: positions of the leaves that are tensors and cross by a spec.
         static: positions of those that are no tensors.
+        crossings: by mesh, what a runtime remembers of the leaves that have crossed.
     """
 
     paths: tuple[str, ...]
     specs: tuple[Spec, ...]
     crossing: tuple[int, ...]
     static: tuple[int, ...] = ()
+    crossings: dict[int, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(placed: Sequence[Placed[Spec]]) -> "Match":

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import optree
 import torch
+
+from shardmap_torch.core.caching import Memo
 
 Tree: TypeAlias = Any
 """A pytree: nested tuples, lists, dicts, dataclasses registered with optree, and leaves."""
@@ -115,6 +117,30 @@ def spread(
         yield _differing_nodes(prefix, tree, path)
     else:
         yield from _spread_node(prefix, tree, path, is_spec)
+
+
+_SPREAD: Final = Memo[tuple[tuple[str, Any], ...] | None]()
+
+
+def spread_all(
+    prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
+) -> list[Placed[Any] | Mismatch]:
+    """As `spread`, for what each step does: remembers paths and specs by structures and specs.
+
+    `is_spec` must be one function for all calls, and specs must be hashable.
+    """
+    leaves, structure = flatten(tree)
+    specs, outline = flatten(prefix)
+
+    def find() -> tuple[tuple[str, Any], ...] | None:
+        found = list(spread(prefix, tree, path, is_spec))
+        placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+        return tuple((p.path, p.spec) for p in placed) if len(placed) == len(found) else None
+
+    known = _SPREAD.get((path, structure, outline, tuple(specs), is_spec), find)
+    if known is None:
+        return list(spread(prefix, tree, path, is_spec))
+    return [Placed(name, leaf, spec) for leaf, (name, spec) in zip(leaves, known, strict=True)]
 
 
 def _spread_node(

@@ -168,8 +168,13 @@ def _reject_complex(params: Tree) -> None:
 
 def _like(tree: Tree, params: Tree) -> Tensors:
     """Returns the leaves of a tree that must have the structure and shapes of `params`."""
-    leaves, paths = flatten(tree)[0], leaf_paths(tree)
-    expected, names = flatten(params)[0], leaf_paths(params)
+    leaves, structure = flatten(tree)
+    expected, wanted = flatten(params)
+    if structure == wanted and all(
+        x.shape == p.shape for x, p in zip(leaves, expected, strict=True)
+    ):
+        return leaves
+    paths, names = leaf_paths(tree), leaf_paths(params)
     problems = [f"{name}: is missing" for name in names if name not in paths]
     problems += [f"{path}: is no parameter" for path in paths if path not in names]
     if not problems:

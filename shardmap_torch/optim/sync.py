@@ -9,12 +9,13 @@ from torch import Tensor
 from shardmap_torch.checker.assertions import typeof
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.caching import memo
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, spread, unflatten
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, spread_all, unflatten
 from shardmap_torch.errors import ShardTypeError, SpecError, listing
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.optim.buckets import BUCKET_BYTES, Transfer, transfer_all
-from shardmap_torch.spec import P
+from shardmap_torch.spec import P, is_partition
 from shardmap_torch.types import I, K, R
 
 X = TypeVar("X")
@@ -182,7 +183,7 @@ def _move(
 
 
 def _placed(name: str, what: str, specs: Tree, tree: Tree) -> list[Placed[P]]:
-    found = list(spread(specs, tree, what, lambda spec: isinstance(spec, P)))
+    found = spread_all(specs, tree, what, is_partition)
     problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     problems += [
         f"{leaf.path}: is no tensor but a {type(leaf.value).__name__}"
@@ -194,6 +195,7 @@ def _placed(name: str, what: str, specs: Tree, tree: Tree) -> list[Placed[P]]:
     return [leaf for leaf in found if isinstance(leaf, Placed)]
 
 
+@memo
 def added(spec: P, shard: P) -> tuple[int, tuple[str, ...]] | None:
     """Returns the dim that `shard` shards further than `spec` does, and by which axes.
 
@@ -278,6 +280,7 @@ def _bare(spec: P, partial_: Sequence[str] = ()) -> P:
     return P(*spec.entries, partial=partial_)
 
 
+@memo
 def _scatter(spec: P, shard: P, pending: tuple[str, ...]) -> Transfer | None:
     extra = added(spec, shard)
     if extra is None:
@@ -287,6 +290,7 @@ def _scatter(spec: P, shard: P, pending: tuple[str, ...]) -> Transfer | None:
     return Transfer("reduce_scatter", axes, dim, _bare(spec, pending), _bare(shard, rest))
 
 
+@memo
 def _sum(spec: P, shard: P, pending: tuple[str, ...]) -> Transfer | None:
     axes = tuple(axis for axis in pending if axis not in shard.mentioned)
     if not axes:
@@ -294,11 +298,13 @@ def _sum(spec: P, shard: P, pending: tuple[str, ...]) -> Transfer | None:
     return Transfer("all_reduce", axes, None, _bare(shard, axes), _bare(shard))
 
 
+@memo
 def _slice(spec: P, shard: P) -> Transfer | None:
     extra = added(spec, shard)
     return extra and Transfer("slice", extra[1], extra[0], _bare(spec), _bare(shard))
 
 
+@memo
 def _gather(spec: P, shard: P) -> Transfer | None:
     extra = added(spec, shard)
     return extra and Transfer("all_gather", extra[1], extra[0], _bare(shard), _bare(spec))

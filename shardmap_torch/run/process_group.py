@@ -2,11 +2,13 @@
 
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.boundary.call import Call, Untouched, run_body
-from shardmap_torch.boundary.dtensor import Enter, Leave, enter, leave
+from shardmap_torch.boundary.dtensor import Crossings, Enter, Leave
+from shardmap_torch.boundary.matching import Match
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.collectives.operations import Collective
@@ -25,16 +27,31 @@ is_distributed: Final = True
 def run(call: Call, batches: bool) -> Tree:
     """Runs a call on this process; results are DTensors, or plain where equal on all ranks."""
     backend = _backend_of(call.mesh)
-    local = [enter(backend, call.mesh, call.match.spec(i), call.leaves[i]) for i in call.crossing]
+    local = _crossings(call.mesh, call.match).enter(
+        backend, [call.leaves[i] for i in call.crossing]
+    )
     watch = Untouched(call, local)
     drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
     result = run_body(call, backend, local, drawing)
     watch.check()
     leaves = list(result.leaves)
     values = apart([leaves[i] for i in result.match.crossing], call.leaves)
+    values = _crossings(call.mesh, result.match).leave(backend, values)
     for i, value in zip(result.match.crossing, values, strict=True):
-        leaves[i] = leave(backend, call.mesh, result.match.spec(i), value)
+        leaves[i] = value
     return result.rebuild(leaves)
+
+
+def _crossings(mesh: Mesh, match: Match) -> Crossings:
+    """Kept with the match, of which there is one for a signature; equal meshes may differ."""
+    if not torch.compiler.is_dynamo_compiling():
+        known: Crossings | None = match.crossings.get(id(mesh))
+        if known is not None and known.mesh is mesh:
+            return known
+    made = Crossings(mesh, [match.spec(i) for i in match.crossing])
+    if not torch.compiler.is_dynamo_compiling():
+        match.crossings[id(mesh)] = made
+    return made
 
 
 def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
