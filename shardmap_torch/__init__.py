@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
+from shardmap_torch.checker.guards.constants import assume_constant
 from shardmap_torch.checker.interpreter.decompositions import register_decomposition
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.checker.rules.registry import register_rule
@@ -137,6 +138,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "assert_type",
+    "assume_constant",
     "axis_index",
     "axis_size",
     "broadcast",

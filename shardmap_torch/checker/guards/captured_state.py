@@ -1,15 +1,21 @@
-"""What the code of a function refers to, and whether it has changed since.
+"""State that the code of a function refers to, and whether it has changed since.
 
-A look-up compares identities, in C: some 50 ns for each thing that is referred to. Everything is
-followed again only where one has changed.
+A look-up compares identities, in C: some 50 ns for each value that is referred to. Everything is
+followed again only where one has changed. Nothing is left out for its number: what is too much is
+an error, and what a user declares constant is not followed.
 """
 
 import dis
 import functools
+import gc
 import sys
+import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import lru_cache, partial
-from itertools import repeat
+from itertools import count, repeat
 from operator import eq, getitem, is_
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Final
@@ -17,9 +23,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardmap_torch.checker.guards.constants import is_constant
+from shardmap_torch.errors import ShardTypeError
+
 _PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
-_LIMIT: Final = 10_000
-"""How much is followed; what lies farther counts by the identity of what refers to it."""
+_LIMIT: Final = 1_000_000
+"""Number of values that are followed at most; more is an error."""
+_COSTLY: Final = 20_000
+"""Number of values that each call compares without a warning; they take about 1 ms."""
 _VERSIONS: Final = 16
 """How many states are known again."""
 _LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch", "shardmap_torch", "numpy"})
@@ -27,6 +38,11 @@ _ABSENT: Final = object()
 _CACHE: Final = functools._lru_cache_wrapper
 _HIDDEN: Final = ("fget", "__func__", "func", "__wrapped__")
 """Where objects of Python's own have the function of the user's that they call."""
+_DYNAMIC: Final = frozenset({"globals", "eval", "exec"})
+"""Builtins by which code reaches any global of its module."""
+_BUSY: Final = frozenset({"asyncio", "concurrent", "logging", "multiprocessing", "threading"})
+"""Modules of Python's own whose objects change by themselves, and hold no state of a body."""
+_STANDARD: Final = sys.stdlib_module_names - _BUSY
 
 Table = Mapping[Any, Any]
 
@@ -35,14 +51,15 @@ class Surroundings:
     """What the code of a function refers to: closed-over values, defaults, globals, attributes.
 
     Functions and classes of the user's own are followed, and so are the names in modules of the
-    user's own that the code has or imports, containers, modules of torch.nn, and the attributes of
-    objects, tensors among them.
+    user's own that the code has or imports, containers, modules of torch.nn, context variables,
+    results that functools.cache keeps, and the attributes of objects, tensors among them.
     Plain values count by value, tensors by what a verdict can depend on, the rest by identity.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """One for each function; nothing is looked at before the first call."""
         self._function = function
+        self._warned = False
         self._walk: _Walk | None = None
         self._known: dict[Hashable, tuple[int, list[Any]]] = {}
         self._count = 0
@@ -54,6 +71,7 @@ class Surroundings:
         if walk is None or not walk.holds():
             walk = self._walk = _Walk(self._function)
             self._version = self._version_of(walk)
+            self._warn_of_cost(walk)
         return self._version, tuple([tensor.requires_grad for tensor in walk.tensors])
 
     @property
@@ -64,6 +82,17 @@ class Surroundings:
     def values(self) -> Mapping[Hashable, tuple[str, Any]]:
         """The plain values that were found, after `key`: names and values, by where they stand."""
         return {} if self._walk is None else self._walk.values()
+
+    def _warn_of_cost(self, walk: "_Walk") -> None:
+        if walk.size > _COSTLY and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{_name_of(self._function)} refers to {walk.size:,} values, which each call "
+                f"compares with those that were checked, in about {walk.size * 50e-6:.0f} ms. "
+                "Declare what never changes, such as a vocabulary, by "
+                "shardmap_torch.assume_constant(value).",
+                stacklevel=2,
+            )
 
     def _version_of(self, walk: "_Walk") -> int:
         known = self._known.get(walk.found)
@@ -92,10 +121,16 @@ class _Walk:
         self._attributes = _Parts()
         self._sizes = _Parts()
         self._sets: list[tuple[Collection[Any], tuple[Any, ...]]] = []
+        self._calls: list[tuple[Callable[[], Any], Any]] = []
         self._missing: dict[tuple[int, str], Table] = {}
         self._variables: dict[int, str] = {}
         self._pending: list[Any] = [function]
-        self.found = tuple(self._follow())
+        self.found = tuple(self._follow(function))
+
+    @property
+    def size(self) -> int:
+        """Number of values that `holds` compares."""
+        return len(self._entries.owners) + len(self._attributes.owners)
 
     def holds(self) -> bool:
         """Whether everything still is what was found."""
@@ -112,6 +147,7 @@ class _Walk:
                     )
                 )
                 and all(all(map(is_, items, was)) for items, was in self._sets)
+                and all(call() is was for call, was in self._calls)
                 and not any(name in table for (_, name), table in self._missing.items())
             )
         except LookupError:
@@ -126,11 +162,13 @@ class _Walk:
             if isinstance(value, _PLAIN)
         }
 
-    def _follow(self) -> Iterator[Hashable]:
+    def _follow(self, function: Callable[..., Any]) -> Iterator[Hashable]:
         places: dict[int, int] = {}
-        for place in range(_LIMIT):
+        for place in count():
             if not self._pending:
                 return
+            if place == _LIMIT:
+                raise _too_much(function)
             value = self._pending.pop()
             if isinstance(value, _PLAIN) and _is_library(type(value)):
                 yield type(value), value
@@ -151,13 +189,16 @@ class _Walk:
 
     def _enter(self, value: Any) -> Hashable:
         """Follows what an object refers to; gives what tells it apart but for that."""
+        if is_constant(value):
+            return self._keep(value)
         for types, enter in _ENTRIES:
             if isinstance(value, types):
                 own = enter in _OPEN and not _is_library(type(value))
                 return enter(self, value), self._enter_object(value) if own else None
         if not _is_library(type(value)):
             return self._enter_object(value)
-        return self._keep(value)
+        holder = _root(type(value)) in _STANDARD and hasattr(value, "__dict__")
+        return self._keep(value), self._enter_table(vars(value)) if holder else None
 
     def _keep(self, value: Any) -> Hashable:
         self.opaque.append(value)
@@ -179,7 +220,13 @@ class _Walk:
 
     def _enter_names(self, table: Table, code: CodeType) -> None:
         """Follows the globals of some code, and what it may take of the modules among them."""
-        globals_, attributes, imports = _names_of(code)
+        globals_, attributes, imports, texts = _names_of(code)
+        if not _DYNAMIC.isdisjoint(globals_):
+            # Those that the code has as texts, as in globals()["FLAG"]; else it may be any.
+            named = [text for text in texts if text in table]
+            globals_ = (*globals_, *(named or [n for n in table if not n.startswith("__")]))
+        if "getattr" in globals_:
+            attributes = (*attributes, *texts)
         tables = [(table, globals_)]
         tables += [
             (vars(module), tuple(name for name in attributes if name in vars(module)))
@@ -245,6 +292,25 @@ class _Walk:
         self._pending += [value.func, value.args, value.keywords]
         return None
 
+    def _enter_cache(self, value: Any) -> Hashable:
+        """Follows a cached function, and the results that it has kept, which are in its dict."""
+        for part in gc.get_referents(value):
+            if type(part) is not dict:
+                self._pending.append(part)  # one result, where the cache has a limit
+            elif part is not vars(value):
+                self._sizes.add(part, None, len(part))
+                self._pending += part.values()
+        return self._enter_descriptor(value)
+
+    def _enter_call(self, call: Callable[[], Any]) -> Hashable:
+        value = call()
+        self._calls.append((call, value))
+        self._pending.append(value)
+        return None
+
+    def _enter_variable(self, value: "ContextVar[Any]") -> Hashable:
+        return self._keep(value), self._enter_call(lambda: value.get(_ABSENT))
+
     def _enter_descriptor(self, value: Any) -> Hashable:
         self._pending += [getattr(value, name, None) for name in _HIDDEN]
         return None
@@ -289,10 +355,13 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[_Walk, Any], Hashable]], ...]] = (
     (MethodType, _Walk._enter_method),
     (partial, _Walk._enter_partial),
     (property | staticmethod | classmethod, _Walk._enter_descriptor),
-    (functools.cached_property | _CACHE, _Walk._enter_descriptor),
+    (functools.cached_property, _Walk._enter_descriptor),
+    (_CACHE, _Walk._enter_cache),
+    (ContextVar, _Walk._enter_variable),
+    (weakref.ref, _Walk._enter_call),
     (_PLAIN, _Walk._enter_plain),
     (tuple | list, _Walk._enter_sequence),
-    (set | frozenset, _Walk._enter_set),
+    (set | frozenset | deque, _Walk._enter_set),
     (dict | MappingProxyType, _Walk._enter_table),
     (type, _Walk._enter_class),
     (nn.Module, _Walk._enter_object),
@@ -310,17 +379,19 @@ _OPEN: Final = (
 
 
 @lru_cache(maxsize=4096)
-def _names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The globals that the code, and the functions in it, look up, all names, and its imports."""
+def _names_of(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """Finds the globals of the code and the functions in it, all names, imports, and texts."""
     globals_: dict[str, None] = {}
     names: dict[str, None] = {}
     imports: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for each in _codes(code):
         names |= dict.fromkeys(each.co_names)
+        texts |= dict.fromkeys(text for text in each.co_consts if isinstance(text, str))
         steps = list(dis.get_instructions(each))
         globals_ |= dict.fromkeys(str(i.argval) for i in steps if i.opname in _LOADS)
         imports |= dict.fromkeys(str(i.argval) for i in steps if i.opname == "IMPORT_NAME")
-    return tuple(globals_), tuple(names), tuple(imports)
+    return tuple(globals_), tuple(names), tuple(imports), tuple(texts)
 
 
 _LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
@@ -334,5 +405,22 @@ def _codes(code: CodeType) -> Iterable[CodeType]:
 
 
 def _is_library(value: Any) -> bool:
+    return _root(value) in _LIBRARIES
+
+
+def _root(value: Any) -> str:
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return str(name or "").split(".")[0] in _LIBRARIES
+    return str(name or "").split(".")[0]
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _too_much(function: Callable[..., Any]) -> ShardTypeError:
+    return ShardTypeError(
+        f"{_name_of(function)} refers to more than {_LIMIT:,} values, so that no call could tell "
+        "whether its verdict still holds.\nFix: declare what never changes, such as a vocabulary "
+        "or a data set, by shardmap_torch.assume_constant(value), or pass what the body needs of "
+        "it as an argument."
+    )

@@ -1,10 +1,12 @@
 """A verdict is used again exactly as long as nothing that it depends on has changed."""
 
 import sys
+from argparse import Namespace
 from array import array
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property, lru_cache, partial
+from contextvars import ContextVar
+from functools import cache, cached_property, lru_cache, partial
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -12,7 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardmap_torch import I, P, ShardTypeError, all_reduce, make_mesh, shard_map
+from shardmap_torch import (
+    I,
+    P,
+    ShardTypeError,
+    all_reduce,
+    assume_constant,
+    make_mesh,
+    shard_map,
+)
+from shardmap_torch.checker.guards import captured_state
 
 MESH = make_mesh((2,), ("i",), kind="simulated", simulate="ranks")
 X = torch.ones(2)
@@ -161,6 +172,32 @@ def forget(patch: pytest.MonkeyPatch) -> None:
     remembered.cache_clear()
 
 
+@lru_cache
+def kept() -> list[bool]:
+    return [True]
+
+
+@cache
+def kept_for_ever() -> list[bool]:
+    return [True]
+
+
+class Beside:
+    """A flag that is followed last, after 15,000 entries."""
+
+    def __init__(self) -> None:
+        self.reduce = True
+        self.words = {f"word {number}": number for number in range(15_000)}
+
+
+ARGUMENTS, SIMPLE = Namespace(reduce=True), SimpleNamespace(reduce=True)
+ROW, VARIABLE, BESIDE = deque([True]), ContextVar("VARIABLE", default=True), Beside()
+
+
+def switch() -> None:
+    VARIABLE.set(False)
+
+
 def imports() -> bool:
     import settings_of_a_user  # type: ignore[import-not-found]
 
@@ -248,6 +285,42 @@ WAYS: dict[str, tuple[Callable[[], bool], Callable[[pytest.MonkeyPatch], None]]]
         lambda patch: patch.setattr(reduces, "__defaults__", (False,)),
     ),
     "a cached function": (remembered, forget),
+    "a result that a cached function has kept": (
+        lambda: kept()[0],
+        lambda patch: kept().__setitem__(0, False),
+    ),
+    "a result kept without a limit": (
+        lambda: kept_for_ever()[0],
+        lambda patch: kept_for_ever().__setitem__(0, False),
+    ),
+    "a namespace of argparse": (
+        lambda: bool(ARGUMENTS.reduce),
+        lambda patch: patch.setattr(ARGUMENTS, "reduce", False),
+    ),
+    "a simple namespace": (
+        lambda: bool(SIMPLE.reduce),
+        lambda patch: patch.setattr(SIMPLE, "reduce", False),
+    ),
+    "an item of a deque": (
+        lambda: ROW[0],
+        lambda patch: ROW.__setitem__(0, False),
+    ),
+    "a context variable": (
+        lambda: VARIABLE.get(),
+        lambda patch: switch(),
+    ),
+    "a global by its name": (
+        lambda: bool(globals()["REDUCE"]),
+        lambda patch: patch.setitem(globals(), "REDUCE", False),
+    ),
+    "an attribute of a module by its name": (
+        lambda: bool(getattr(SETTINGS, "reduce")),  # noqa: B009 - the point
+        lambda patch: patch.setattr(SETTINGS, "reduce", False),
+    ),
+    "a flag beside a large table": (
+        lambda: BESIDE.reduce,
+        lambda patch: patch.setattr(BESIDE, "reduce", False),
+    ),
     "what a read-only view shows": (
         lambda: VIEW["reduce"],
         lambda patch: patch.setitem(SHOWN, "reduce", False),
@@ -291,12 +364,13 @@ WAYS: dict[str, tuple[Callable[[], bool], Callable[[pytest.MonkeyPatch], None]]]
 def test_what_code_refers_to_is_followed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The change is seen from outside: the body does not run once before it is checked again."""
     wanted, change = WAYS[way]
-    runs: deque[bool] = deque()  # which the checker does not look into
+    runs: list[bool] = assume_constant([])  # so that the checker does not look into it
 
     def body(x: Tensor) -> Tensor:
         runs.append(wanted())
         return all_reduce(x, "i", dst=I) if wanted() else x
 
+    assert wanted()  # fills caches
     f, checks = count_checks(body)
     f(X)
     f(X)
@@ -362,3 +436,52 @@ def test_a_static_argument_counts_by_value_and_type() -> None:
         torch.testing.assert_close(mapped(X, n), torch.full((1,), 2.0 * n))
     verdicts = vars(mapped)["_shardmap_verdict"].__self__._checked._verdicts
     assert len(verdicts._known) == 4
+
+
+def test_state_that_each_call_compares_at_length_is_warned_of_once() -> None:
+    table = {number: str(number) for number in range(20_001)}
+
+    def body(x: Tensor) -> Tensor:
+        return all_reduce(x, "i", dst=I) if table else x
+
+    f, _ = count_checks(body)
+    expected = (
+        "body refers to 20,0.. values, which each call compares with those that were checked, in "
+        "about 1 ms. Declare what never changes, such as a vocabulary, by "
+        r"shardmap_torch.assume_constant\(value\)."
+    )
+    with pytest.warns(UserWarning, match=f"^{expected}$"):
+        f(X)
+    f(X)
+
+
+def test_state_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_state, "_LIMIT", 1_000)
+    table = [object() for _ in range(1_001)]
+
+    def body(x: Tensor) -> Tensor:
+        return all_reduce(x, "i", dst=I) if table else x
+
+    f, _ = count_checks(body)
+    with pytest.raises(ShardTypeError) as raised:
+        f(X)
+    assert str(raised.value) == (
+        "body refers to more than 1,000 values, so that no call could tell whether its verdict "
+        "still holds.\nFix: declare what never changes, such as a vocabulary or a data set, by "
+        "shardmap_torch.assume_constant(value), or pass what the body needs of it as an argument."
+    )
+    assume_constant(table)
+    f(X)
+
+
+def test_what_is_declared_constant_is_not_followed() -> None:
+    flags = assume_constant({"reduce": True})
+
+    def body(x: Tensor) -> Tensor:
+        return all_reduce(x, "i", dst=I) if flags["reduce"] else all_reduce(2 * x, "i", dst=I)
+
+    f, checks = count_checks(body)
+    f(X)
+    flags["reduce"] = False
+    f(X)
+    assert len(checks) == 1
