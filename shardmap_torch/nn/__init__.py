@@ -12,7 +12,7 @@ from shardmap_torch.nn.fsdp import fsdp_gather, fsdp_layer
 from shardmap_torch.nn.linear import column_linear, row_linear
 from shardmap_torch.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from shardmap_torch.nn.norm import layer_norm, rms_norm
-from shardmap_torch.nn.rotary import positions, rotary
+from shardmap_torch.nn.rotary import positions, rotary, rotary_tables
 from shardmap_torch.random import dropout
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "ring_attention",
     "rms_norm",
     "rotary",
+    "rotary_tables",
     "row_linear",
     "ulysses_attention",
     "vocab_parallel_cross_entropy",

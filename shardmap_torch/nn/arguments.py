@@ -1,13 +1,17 @@
 """Reading and checking the arguments that layers share."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from shardmap_torch.errors import LayerError
 from shardmap_torch.ops import convert
 from shardmap_torch.ops.arguments import Axis, read_axes, shown
 from shardmap_torch.types import AxisType, I, R, TypeLike, V, as_type
+
+X = TypeVar("X")
 
 
 def read_layout(name: str, word: str, value: TypeLike, allowed: Sequence[str]) -> AxisType:
@@ -23,13 +27,18 @@ def read_layout(name: str, word: str, value: TypeLike, allowed: Sequence[str]) -
     return found
 
 
+def to_replicate(x: X, axis: Axis) -> X:
+    """Converts a value from I to R; without gradients the two are the same, and nothing is done."""
+    return convert(x, axis, src=I, dst=R) if torch.is_grad_enabled() else x
+
+
 def as_used(weight: Tensor, axis: Axis, weight_type: TypeLike, name: str) -> Tensor:
     """Converts a weight that is equal on all ranks to R, for ranks that use it differently.
 
     With `weight_type=R` somebody has done so already, as for all weights of a model at once.
     """
     found = read_layout(name, "weight_type", weight_type, "IR")
-    return weight if found == R else convert(weight, axis, src=I, dst=R)
+    return weight if found == R else to_replicate(weight, axis)
 
 
 def shard_of(weight: Tensor, axis: Axis, weight_type: TypeLike, name: str) -> Tensor:

@@ -10,10 +10,11 @@ from torch import Tensor
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.core.tree import Placed, flatten, spread, unflatten
 from shardmap_torch.errors import LayerError, listing
+from shardmap_torch.nn.arguments import to_replicate
 from shardmap_torch.nn.region import PerRank, Types, axes_of
-from shardmap_torch.ops import all_gather, convert
+from shardmap_torch.ops import all_gather
 from shardmap_torch.spec import Entry, P
-from shardmap_torch.types import I, R
+from shardmap_torch.types import R
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -69,7 +70,7 @@ def fsdp_gather(params: X, axis: str, specs: Any) -> X:
         for i, leaf in zip(group, gathered, strict=True):
             leaves[i] = leaf
     kept = [i for i, dim in enumerate(dims) if dim is None]
-    converted = convert([leaves[i] for i in kept], axis, src=I, dst=R) if kept else []
+    converted = to_replicate([leaves[i] for i in kept], axis) if kept else []
     for i, leaf in zip(kept, converted, strict=True):
         leaves[i] = leaf
     found: X = unflatten(structure, leaves)

@@ -12,7 +12,14 @@ from shardmap_torch.kernels import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from shardmap_torch.nn.arguments import as_used, check_inner, num_ranks, read_layout, shard_of
+from shardmap_torch.nn.arguments import (
+    as_used,
+    check_inner,
+    num_ranks,
+    read_layout,
+    shard_of,
+    to_replicate,
+)
 from shardmap_torch.ops import convert
 from shardmap_torch.ops.arguments import Axis, read_dim
 from shardmap_torch.types import AxisType, I, Partial, R, TypeLike
@@ -104,7 +111,7 @@ def column_linear(
     if dim is not None:
         found = all_gather_matmul(x, flat, axis, gather_dim=dim, bias=addends, overlap=overlap)
     else:
-        x = convert(x, axis, src=I, dst=R) if layout == I else x
+        x = to_replicate(x, axis) if layout == I else x
         products = (x @ each for each in flat)
         pairs = zip(products, addends, strict=True)
         found = tuple(y if b is None else y + b for y, b in pairs)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.arguments import check_inner, read_layout
+from shardmap_torch.nn.arguments import check_inner, read_layout, to_replicate
 from shardmap_torch.nn.chunked_loss import chunked_nats
 from shardmap_torch.nn.embedding import own_rows
 from shardmap_torch.nn.region import PerRank, per_rank
-from shardmap_torch.ops import all_gather, all_reduce, axis_size, convert
+from shardmap_torch.ops import all_gather, all_reduce, axis_size
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import I, R, TypeLike
 
@@ -153,7 +153,7 @@ def vocab_parallel_linear_cross_entropy(
     layout = read_layout(name, "src", src, "IRS")
     check_inner(name, x, weight.shape[0], weight, "weight")
     if layout == I:
-        x = convert(x, axis, src=I, dst=R)
+        x = to_replicate(x, axis)
     elif layout.dim is not None:
         x = all_gather(x, axis, dim=layout.dim, dst=R)
     if targets.is_floating_point() or targets.shape != x.shape[:-1]:

@@ -55,18 +55,52 @@ def own_positions(length: int, axis: Axis, device: torch.device | str | None = N
     return positions_of_own_shard
 
 
-def rotary(
-    x: Tensor,
+def rotary_tables(
     positions: Tensor,
+    width: int,
     *,
     base: float = 10_000.0,
     frequencies: Tensor | None = None,
-    interleaved: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Computes the cosines and sines by which `rotary` turns, once for all layers.
+
+    Shape: positions [..., t] gives twice [..., t, 1, width/2]. Types: those of positions. Sends
+    nothing.
+
+    Args:
+        positions: as in `rotary`.
+        width: features of a head, an even number.
+        base: of the wave lengths: pair j turns by position * base ** (-2 j / width).
+        frequencies: [width/2] in place of `base`, as for scaled rotary positions.
+        dtype: of the tables; angles are computed in float32 or better.
+
+    Raises:
+        LayerError: an odd width.
+
+    Source: Su et al. 2021, "RoFormer".
+
+    Example:
+        >>> cos, sin = rotary_tables(torch.arange(2), 2)
+        >>> sin.flatten()
+        tensor([0.0000, 0.8415])
+    """
+    if width % 2:
+        raise LayerError(f"rotary_tables: {width} features are no pairs.")
+    wide = torch.promote_types(dtype, torch.float32)
+    if frequencies is None:
+        steps = torch.arange(width // 2, dtype=wide, device=positions.device) * (2 / width)
+        frequencies = torch.pow(base, -steps)
+    angles = positions.to(wide)[..., None, None] * frequencies.to(wide)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotary(
+    x: Tensor, positions: Tensor | tuple[Tensor, Tensor], *, interleaved: bool = False
 ) -> Tensor:
     """Turns each pair of features by an angle that grows with the position.
 
-    Pair j of d features turns by position * base ** (-2 j / d). Angles are computed in float32 or
-    better.
+    Computed in float32 or better.
 
     Shape: x [..., t, h, d], positions [t] or [..., t] gives [..., t, h, d]; d is even and not
     sharded. Types: those of x, along whose t positions are sharded; nothing flows to positions.
@@ -75,9 +109,8 @@ def rotary(
     Args:
         x: queries or keys.
         positions: the global position of each, as `positions` counts them; with a sharded or
-            permuted sequence those of this rank.
-        base: of the wave lengths.
-        frequencies: [d/2] in place of `base`, as for scaled rotary positions.
+            permuted sequence those of this rank. Or `rotary_tables` of these, for other wave
+            lengths than powers of 10,000.
         interleaved: whether a pair is features 2j and 2j + 1 (Su et al., GGUF) and not j and
             j + d/2 (GPT-NeoX, Hugging Face).
 
@@ -91,19 +124,27 @@ def rotary(
         tensor([[1.0000, 0.0000],
                 [0.5403, 0.8415]])
     """
-    width = x.shape[-1]
-    if x.ndim < 3 or width % 2 or positions.shape[-1:] != x.shape[-3:-2]:
-        raise LayerError(
-            f"rotary takes x [..., t, h, d] with an even d and positions [..., t], not x "
-            f"{list(x.shape)} and positions {list(positions.shape)}."
-        )
+    _check_positions(x, positions)
     wide = torch.promote_types(x.dtype, torch.float32)
-    if frequencies is None:
-        steps = torch.arange(width // 2, dtype=wide, device=x.device) * (2 / width)
-        frequencies = torch.pow(base, -steps)
-    angles = positions.to(wide)[..., None, None] * frequencies.to(wide)  # [..., t, 1, d/2]
-    cos, sin = angles.cos(), angles.sin()
+    if isinstance(positions, Tensor):
+        positions = rotary_tables(positions, x.shape[-1], dtype=wide)
+    cos, sin = positions
     pairs = x.to(wide).unflatten(-1, (-1, 2) if interleaved else (2, -1))
     first, second = pairs.unbind(-1 if interleaved else -2)
     turned = [first * cos - second * sin, first * sin + second * cos]
     return torch.stack(turned, -1 if interleaved else -2).flatten(-2).to(x.dtype)
+
+
+def _check_positions(x: Tensor, positions: Tensor | tuple[Tensor, Tensor]) -> None:
+    if isinstance(positions, tuple):
+        expected = (*x.shape[-3:-2], 1, x.shape[-1] // 2)
+        alike = all(table.shape[-3:] == expected for table in positions)
+        given = f"tables {[list(table.shape) for table in positions]}"
+    else:
+        alike = positions.shape[-1:] == x.shape[-3:-2]
+        given = f"positions {list(positions.shape)}"
+    if x.ndim < 3 or x.shape[-1] % 2 or not alike:
+        raise LayerError(
+            "rotary takes x [..., t, h, d] with an even d and positions [..., t], or their tables, "
+            f"not x {list(x.shape)} and {given}."
+        )

@@ -1,14 +1,13 @@
 """Rotary positions are global, whatever part of the sequence a rank holds."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardmap_torch import LayerError, P, make_mesh, shard_map, validate_rule
-from shardmap_torch.nn import positions, rotary
+from shardmap_torch.nn import positions, rotary, rotary_tables
 from shardmap_torch.nn.rotary import own_positions
 from tests.nn.support.cases import (
     Case,
@@ -22,8 +21,13 @@ from tests.support.pool import Gloo
 X = random(4, 6, 4, 8)
 
 
-def own(x: Tensor, axis: str | None, **options: Any) -> Tensor:
-    return rotary(x, positions(6, axis, offset=3), **options)
+def own(x: Tensor, axis: str | None) -> Tensor:
+    return rotary(x, positions(6, axis, offset=3))
+
+
+def by_tables(x: Tensor) -> Tensor:
+    tables = rotary_tables(positions(6, "tp", offset=3), 8, base=100.0, dtype=x.dtype)
+    return rotary(x, tables, interleaved=True)
 
 
 def complex_product(x: Tensor, interleaved: bool = False, base: float = 10_000.0) -> Tensor:
@@ -48,7 +52,7 @@ CASES = {
         partial(own, axis="tp"), complex_product, (P("dp", "tp"),), P("dp", "tp"), (X,)
     ),
     "neighbouring pairs": Case(
-        partial(own, axis="tp", interleaved=True, base=100.0),
+        by_tables,
         partial(complex_product, interleaved=True, base=100.0),
         (P("dp", "tp"),),
         P("dp", "tp"),
@@ -75,10 +79,8 @@ def test_nothing_is_sent() -> None:
 
 def test_scaled_frequencies_take_the_place_of_the_base() -> None:
     frequencies = 10_000.0 ** (-torch.arange(4, dtype=X.dtype) / 4)
-    found = rotary(X, torch.arange(6), frequencies=frequencies / 2)
-    assert found[:, 2].allclose(
-        rotary(X, torch.arange(6))[:, 2].new_tensor(0) + rotary(X[:, 2:3], torch.tensor([1]))[:, 0]
-    )
+    found = rotary(X, rotary_tables(torch.arange(6), 8, frequencies=frequencies / 2, dtype=X.dtype))
+    torch.testing.assert_close(found[:, 2], rotary(X[:, 2:3], torch.tensor([1]))[:, 0])
 
 
 def test_positions_of_a_part_keep_their_promise() -> None:
@@ -108,7 +110,8 @@ def test_shapes_that_do_not_match_are_refused(x: tuple[int, ...], at: int, text:
     with pytest.raises(LayerError) as error:
         rotary(torch.ones(x), torch.arange(at))
     assert str(error.value) == (
-        f"rotary takes x [..., t, h, d] with an even d and positions [..., t], not {text}."
+        "rotary takes x [..., t, h, d] with an even d and positions [..., t], or their tables, not "
+        f"{text}."
     )
 
 

