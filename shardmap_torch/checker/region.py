@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
+import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
@@ -90,10 +91,13 @@ def local_region(
         observer = interpreter.observer
         observer.region(name, inputs, in_specs)
         interpreter.observer = UNOBSERVED
+        first = torch._C._autograd._get_sequence_nr()
         try:
             out = f(*args, **kwargs)
         finally:
             interpreter.observer = observer
+            # The promise holds for the backward as well.
+            interpreter.regions.append(range(first, torch._C._autograd._get_sequence_nr()))
         outputs, out_specs = _placed(name, out_types, out, "result")
         for tensor, spec in zip(outputs, out_specs, strict=True):
             _check_result(interpreter, name, tensor, spec)

@@ -7,7 +7,7 @@ line of the forward. torch.func transforms make a Function of their own of it at
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 from torch._functorch import autograd_function
@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.user_code import enter_backward, leave_backward
 from shardmap_torch.checker.ir.program import Equation, Use, use_of
 from shardmap_torch.checker.ir.repairs import propose
 from shardmap_torch.checker.rules.infer import Types
@@ -29,11 +30,14 @@ if TYPE_CHECKING:  # for annotations; what starts a backward calls this module
 
 def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
     """Checks the user's own backwards when a backward from `outputs` comes to them."""
-    for node, name in _own(outputs):
-        node.register_hook(partial(_check, interpreter, node, name))
+    for node, name in own_nodes(outputs):
+        if node not in interpreter.watched:
+            interpreter.watched.add(node)
+            node.register_prehook(partial(enter_backward, interpreter, node, name))
+            node.register_hook(partial(_check, interpreter, node, name))
 
 
-def _own(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
+def own_nodes(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
     """Nodes of Functions of the user's own, and their names."""
     seen: set[Node] = set()
     pending = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
@@ -42,10 +46,22 @@ def _own(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        function = _applied(getattr(node, "_forward_cls", None))
-        if function is not None and not function.__module__.startswith("shardmap_torch."):
-            yield node, function.__name__
+        name = name_of_own(node)
+        if name is not None:
+            yield node, name
         pending += [parent for parent, _ in node.next_functions]
+
+
+def name_of_own(node: Node | None) -> str | None:
+    """The name of the user's own Function whose backward a node is, or None."""
+    function = _applied(getattr(node, "_forward_cls", None))
+    if function is None or function.__module__.startswith(_NOT_OWN):
+        return None
+    return function.__name__
+
+
+_NOT_OWN: Final = ("shardmap_torch.", "torch.utils.checkpoint")
+"""Modules of Functions whose backward is the derivative of what they call."""
 
 
 def _applied(function: type | None) -> type | None:
@@ -76,6 +92,7 @@ def _check(
         ):
             if axis_type == I and plain(have) in (V, Partial):
                 raise _wrong(interpreter, node, name, axis, operand, have, storage_type)
+    leave_backward(interpreter, node, name, gradients)
     return gradients
 
 

@@ -16,10 +16,12 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages, scalars
+from shardmap_torch.checker.interpreter.custom_functions import name_of_own
 from shardmap_torch.checker.interpreter.draws import drawn_types
 from shardmap_torch.checker.interpreter.rank_only import has_saving_hooks
 from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
 from shardmap_torch.checker.interpreter.symbolic import Numbers
+from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
 from shardmap_torch.checker.ir.paths import Branches, Insisting
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
@@ -120,6 +122,8 @@ class Interpreter(Memory):
                 f"{self.name}: a backward was started that the checker did not see start. Use "
                 "torch.func.grad, torch.autograd.grad or Tensor.backward()."
             )
+        if self.observer is not UNOBSERVED and torch._C._current_graph_task_id() != -1:
+            reject_unseen(self, name_of_own)
         if op is _LITERAL and not isinstance(args[0], FakeTensor):
             return self._lift(op, args[0])
         args = [self._adopt(value) for value in args]

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardmap_torch.checker.interpreter import gradients, scalars
+from shardmap_torch.checker.interpreter import gradients, scalars, user_code
 from shardmap_torch.checker.interpreter.custom_functions import watch
 from shardmap_torch.checker.interpreter.decompositions import interpreted
 from shardmap_torch.checker.interpreter.indexing import is_by_number, with_select
@@ -144,6 +144,8 @@ class _Functions(TorchFunctionMode):
             return self._call(func, args, kwargs or {})
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if user_code.is_observed(self._interpreter):
+            user_code.remember(self._interpreter, [*args, *kwargs.values()])
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
@@ -299,6 +301,9 @@ _SPECIAL: Final[Mapping[Any, Any]] = {
     Tensor.requires_grad_: _requires_grad,
     torch.autograd.grad: _grad,
     Tensor.backward: _backward,
+    Tensor.register_hook: user_code.register_hook,
+    Tensor.register_post_accumulate_grad_hook: user_code.register_field_hook,
+    Tensor.grad_fn.__get__: user_code.read_node,  # type: ignore[union-attr]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # torch's stubs: a tensor
     Tensor.grad.__get__: _grad_field,  # type: ignore[union-attr]
     Tensor.grad.__set__: _grad_field,  # type: ignore[union-attr]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import Node
 
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
@@ -91,6 +92,11 @@ class Memory:
         self._ending: frozenset[int] = frozenset()
         self._differentiated: set[int] = set()
         self._running: list[int] = []
+        # What follows is known of code of the user's own that autograd runs; see `user_code`.
+        self.values: dict[tuple[Node, int], Tensor] = {}
+        self.watched: set[Node] = set()
+        self.regions: list[range] = []
+        self.has_hooks = False
         self._num_tasks = 0
 
     @property

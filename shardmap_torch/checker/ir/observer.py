@@ -29,6 +29,16 @@ class Observer:
 
     judges = True
 
+    def __init__(self) -> None:
+        """Follows no backward yet."""
+        self.followed: list[int] = []
+
+    @property
+    def is_ignored(self) -> bool:
+        """Whether autograd runs code of its own, whose steps are judged by the types alone."""
+        task = torch._C._current_graph_task_id()
+        return task != -1 and (not self.followed or self.followed[-1] != task)
+
     def entered(self, tensor: Tensor, spec: P) -> None:
         """An argument has been cut by its spec."""
 
@@ -69,7 +79,25 @@ class Observer:
     ) -> None:
         """A differentiation in the body has ended."""
         arguments = {"outputs": outputs, "seeds": seeds, "operands": operands}
-        self.step(GRADIENT, arguments, [g for g in gradients if g is not None])
+        self.step(GRADIENT, arguments, _given(gradients))
+
+    def backward_entered(
+        self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """A backward or a hook of the user's own begins, with the gradients of these values."""
+        self.followed.append(torch._C._current_graph_task_id())
+        self.step(f"{BACKWARD} {name}", {"values": values}, _given(gradients))
+
+    def backward_left(
+        self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """It has ended, with gradients of these values."""
+        arguments = {"values": values, "gradients": gradients}
+        self.step(f"the end of {BACKWARD} {name}", arguments, [])
+        self.followed.pop()
+
+    def returned(self, path: str, value: object) -> None:
+        """A result that is no tensor is about to leave."""
 
     def taken(self, name: str, tensors: Sequence[Tensor]) -> None:
         """A Python value has been taken from tensors."""
@@ -96,6 +124,7 @@ LITERAL: Final = "a literal"
 COLLECTIVE: Final = "a collective"
 INDEX: Final = "axis_index"
 GRADIENT: Final = "a gradient"
+BACKWARD: Final = "the backward of"
 REGION: Final = "local_region"
 VALUE: Final = "a Python value by"
 RESULT: Final = "the result"
@@ -119,6 +148,10 @@ def made_by(op: OpOverload, arguments: Mapping[str, Any], out: Any) -> Sequence[
     return tensors_in(out) or [
         tensor for name in writes_of(op, arguments) for tensor in tensors_in(arguments[name])
     ]
+
+
+def _given(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def tensors_in(value: Tree) -> Sequence[Tensor]:

@@ -2,15 +2,16 @@
 
 By induction every value of the ranks' program is a piece of its value on one device: cut along
 dims (S(i)), a sum over ranks (P), or all of it (I, R, K). A step that cannot keep that up is an
-error at its line. What autograd does is not followed: with a forward that means the one-device
-program, and cotangents of the right types, its gradients are that program's.
+error at its line. What autograd does by itself is not followed: with a forward that means the
+one-device program, and cotangents of the right types, its gradients are that program's. Backwards
+and hooks of the user's own are followed: they get and return gradients cut like their values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import (
+    BACKWARD,
     COLLECTIVE,
     GRADIENT,
     INDEX,
@@ -37,7 +39,7 @@ from shardmap_torch.checker.spmd.align import Alignment, PartedError, differing,
 from shardmap_torch.checker.spmd.collective_rules import Move, after
 from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import propagate
-from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref, in_backward
+from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
 from shardmap_torch.checker.spmd.state import NO_AXES, Notes, Sums
 from shardmap_torch.collectives.moves import EXTREMA
@@ -53,6 +55,7 @@ class Relation(Observer):
 
     def __init__(self, interpreter: Interpreter, one: Recorder) -> None:
         """`one` has recorded the same body on one device."""
+        super().__init__()
         self._interpreter, self._one = interpreter, one
         self._alignment = Alignment(one)
         self._notes = Notes(interpreter, self._alignment)
@@ -188,6 +191,88 @@ class Relation(Observer):
         # Of what the ranks use in their own ways, parts are still to be added.
         parts = (a for a, axis_type in self._types(gradient) if axis_type in (V, Partial))
         self._notes.set_sums(gradient, frozenset(parts) - frozenset(shard.axes))
+
+    def backward_entered(
+        self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """What a backward of the user's own gets is cut like the values: types say so."""
+        self.followed.append(torch._C._current_graph_task_id())
+        with self._judged(f"{BACKWARD} {name}", _named("value", values)):
+            event = self._take(f"{BACKWARD} {name}")
+            refs, found = event.arguments["values"], iter(event.results)
+            for value, gradient, ref in zip(values, gradients, refs, strict=True):
+                if gradient is None:
+                    continue
+                piece = self._value(value, ref)
+                number, whole = next(found, (0, ()))
+                if whole != piece.whole:
+                    raise UnrelatedError("it gets gradients of other values", WRAP)
+                self._note_cotangent(piece, value, gradient, number)
+
+    def backward_left(
+        self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """What it returns must be cut like the values it is the gradient of."""
+        with self._judged(f"{BACKWARD} {name}", _named("its gradient", gradients)):
+            event = self._take(f"the end of {BACKWARD} {name}")
+            refs = zip(event.arguments["values"], event.arguments["gradients"], strict=True)
+            for value, gradient, (ref, found) in zip(values, gradients, refs, strict=True):
+                if (gradient is None) != (found is None):
+                    raise UnrelatedError("it returns a gradient in one program only", WRAP)
+                if gradient is not None:
+                    self._require_gradient(self._value(value, ref), value, gradient, found)
+        self.followed.pop()
+
+    def returned(self, path: str, value: object) -> None:
+        """A number must be that of one device."""
+        there = self._one.returns.get(path)
+        if isinstance(value, bool | int | float | complex | str) and not _same(value, there):
+            raise messages.error(
+                self._interpreter,
+                f"check='global': {RESULT} {path} is {value!r} on a rank and {there!r} on one "
+                "device.",
+                [],
+                "return it as it is on one device: multiply sizes by axis_size(axis).",
+                placed=False,
+            )
+
+    def _value(self, value: Tensor | None, ref: Ref | None) -> ShardedTensor:
+        """How the value is cut whose gradient code of the user's own gets or returns."""
+        if value is None or ref is None:
+            raise UnrelatedError("the value whose gradient it works on is not known", WRAP)
+        self._notes.reject_loose(value)
+        return self._notes.find(value, ref, "the value whose gradient it works on")
+
+    def _note_cotangent(
+        self, piece: ShardedTensor, value: Tensor | None, gradient: Tensor, number: int
+    ) -> None:
+        assert value is not None  # its piece is known
+        self._notes.note(gradient, number, fitted(piece.dims, tuple(gradient.shape), piece.whole))
+        parts = {axis for axis, kind in self._types(gradient) if kind in (V, Partial)}
+        finished = self._notes.sums(value).partial | set(piece.axes)
+        self._notes.set_sums(gradient, frozenset(parts - finished))
+
+    def _require_gradient(
+        self, piece: ShardedTensor, value: Tensor | None, gradient: Tensor, ref: Ref
+    ) -> None:
+        assert value is not None  # its piece is known
+        self._notes.reject_loose(gradient)
+        have = self._notes.find(gradient, ref, "a gradient that it returns")
+        if len(have.dims) != len(piece.dims) or any(
+            found not in (wanted, ANY) for found, wanted in zip(have.dims, piece.dims, strict=True)
+        ):
+            raise UnrelatedError(
+                f"a gradient that it returns is cut {have.spec()}, and its value {piece.spec()}",
+                WRAP,
+            )
+        known = self._notes.sums(value).partial | set(piece.axes)
+        twice = self._notes.sums(gradient).partial & known
+        if twice:
+            raise UnrelatedError(
+                f"a gradient that it returns is a sum over {min(twice)!r} still to be taken, and "
+                "its value has one for each rank",
+                WRAP,
+            )
 
     # -------------------------------------------------------------------------- operations
 
@@ -369,6 +454,13 @@ class Relation(Observer):
     def _reject_gradients(self, arguments: Mapping[str, Any], sharded: Sharded) -> None:
         """Refuses gradients through an extremum, which equal entries would share by ranks."""
         extrema = [axis_type for _, axis_type in sharded.pending if axis_type in EXTREMA]
+        if arguments.get("scale_grad_by_freq") is True and self._flows(arguments["weight"]):
+            ids = self._notes.find_any(arguments["indices"])
+            if ids is not None and ids.axes:
+                raise UnrelatedError(
+                    "its backward divides by how often an id occurs, and counts a rank's ids only",
+                    "gather the ids first, or leave scale_grad_by_freq out.",
+                )
         if extrema and any(self._flows(x) for _, x in _tensors(arguments)):
             raise UnrelatedError(
                 f"it takes the {min(extrema)}imum over a sharded dim, and a gradient flows "
@@ -417,7 +509,7 @@ class Relation(Observer):
         Gives whether the step counts: those of autograd are judged by their types alone.
         """
         try:
-            yield not in_backward()
+            yield not self.is_ignored
         except UnrelatedError as unrelated:
             head = f"check='global': {what} is not what it is on one device: {unrelated.reason}."
             lines = [self._line(name, tensor) for name, tensor in tensors]
@@ -438,6 +530,20 @@ class Relation(Observer):
         shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         origin = self._interpreter.storage_type(tensor).origin()
         return f"  {name}: {shape}, sharded {self.spec_of(tensor)!r}, from {origin}"
+
+
+WRAP: Final = (
+    "compute it in forward and backward from values that are whole over the axis, with "
+    "all_reduce in a shardmap_torch.Function, or wrap it in local_region(f, in_types, out_types)."
+)
+
+
+def _named(name: str, tensors: Sequence[Tensor | None]) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for tensor in tensors if tensor is not None]
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and (value == other or (value != value and other != other))
 
 
 def _moved(sums: Sums, summed: frozenset[str], taken: frozenset[str]) -> Sums:

@@ -76,11 +76,6 @@ class Event:
     literal: Tensor | None = None
 
 
-def in_backward() -> bool:
-    """Whether autograd runs: its steps are judged by the types alone."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 class Recorder(Observer):
     """Notes the steps of the one-device program."""
 
@@ -88,6 +83,8 @@ class Recorder(Observer):
 
     def __init__(self) -> None:
         """Nothing has happened yet."""
+        super().__init__()
+        self.returns: dict[str, object] = {}
         self.events: list[Event] = []
         self.inputs: list[tuple[int, Shape]] = []
         self.closures: dict[int, int] = {}
@@ -110,10 +107,14 @@ class Recorder(Observer):
         literal: Tensor | None = None,
     ) -> None:
         """Notes a step that is not autograd's."""
-        if not in_backward():
+        if not self.is_ignored:
             read = {key: self._refer(value) for key, value in arguments.items()}
             made = tuple((self._number(tensor), tuple(tensor.shape)) for tensor in results)
             self.events.append(Event(name, read, made, call_site(), literal))
+
+    def returned(self, path: str, value: object) -> None:
+        """Keeps a result that is no tensor."""
+        self.returns[path] = value
 
     def _refer(self, value: Any) -> Any:
         if isinstance(value, Tensor):

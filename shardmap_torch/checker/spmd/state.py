@@ -95,6 +95,11 @@ class Notes:
             raise UnrelatedError(f"{what} is another value than on one device")
         return shard
 
+    def find_any(self, tensor: Tensor) -> ShardedTensor | None:
+        """A one-device tensor's shard that this tensor is, or None where nothing is known."""
+        known = self._book.get(self._interpreter.fakify(tensor))
+        return None if known is None else next(iter(known.shards.values()), None)
+
     def require(self, tensor: Tensor, ref: Ref, spec: P) -> None:
         """Holds a tensor against a spec.
 

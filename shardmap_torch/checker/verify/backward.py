@@ -1,6 +1,7 @@
 """The backward derived from a body: gradients of inputs and closures, against their types."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
-from shardmap_torch.types import I, K, Partial, V, Z
+from shardmap_torch.types import I, K, Partial, R, V, Z
 
 
 class PullBack:
@@ -114,6 +115,29 @@ class PullBack:
                     f"  the gradient is from {storage_type.origin()}\n"
                     f"Fix: pass the tensor as an argument{_by_call(closure)}."
                 )
+
+
+_DUAL: Final = {I: I, R: Partial, V: V, Partial: R, K: I}
+"""The type of the cotangent from which the one-device backward starts, where types do not count."""
+
+
+def record_backward(
+    interpreter: Interpreter, results: Sequence[Any], inputs: Sequence[Tensor]
+) -> None:
+    """Runs the derived backward for what observers note of it: code of the user's own."""
+    values = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+    leaves = [x for x in (*inputs, *interpreter.closures.values()) if x.requires_grad]
+    if not values or not leaves:
+        return
+    seeds = []
+    for value in values:
+        with interpreter.paused():
+            seed = torch.empty_like(value)
+        kinds = tuple(_DUAL.get(plain(kind), kind) for kind in interpreter.types_of(value))
+        interpreter.bring(seed, kinds, "the cotangent of a result")
+        seeds.append(seed)
+    with interpreter.differentiating(seeds):
+        torch.autograd.grad(values, leaves, seeds, allow_unused=True)
 
 
 def _by_call(closure: Tensor) -> str:

@@ -147,11 +147,17 @@ class Leaving:
         for position in result.match.crossing:
             spec, path = result.match.spec(position), result.match.paths[position]
             self._interpreter.observer.left(path, result.leaves[position], spec)
+        self._return_values(result)
         self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
         for (position, axis), way_out in self.exits.items():
             casts = [Collective(name, src, dst, (axis,)) for name, src, dst in way_out.casts]
             value = apply(self._backend, casts, result.leaves[position])
             result.leaves[position] = value  # type: ignore[index]
+
+    def _return_values(self, result: Result) -> None:
+        for path, leaf in zip(result.match.paths, result.leaves, strict=True):
+            if not isinstance(leaf, Tensor):
+                self._interpreter.observer.returned(path, leaf)
 
     def _exit(self, where: Where, found: tuple[Cast, ...], spec: P, value: Tensor) -> Exit:
         """The conversions found, or those that all ways share where they are right as well."""

@@ -1,7 +1,7 @@
 """One attempt on one way through a body: its forward and derived backward against its specs."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,6 +12,7 @@ from shardmap_torch.boundary.call import Call, Result, run_body
 from shardmap_torch.boundary.matching import can_receive_gradient
 from shardmap_torch.checker.guards.replay import Step
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
+from shardmap_torch.checker.interpreter.custom_functions import own_nodes
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
 from shardmap_torch.checker.interpreter.state import is_real
@@ -24,7 +25,7 @@ from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.spmd.equivalence import Relation
 from shardmap_torch.checker.spmd.recorder import Recorder
 from shardmap_torch.checker.spmd.reference import OneDevice
-from shardmap_torch.checker.verify.backward import PullBack
+from shardmap_torch.checker.verify.backward import PullBack, record_backward
 from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape, local_shape
 from shardmap_torch.checker.verify.merge import is_raised_by_body
 from shardmap_torch.checker.verify.nested import Inner
@@ -150,7 +151,9 @@ class _Verification:
                 result = self._run_body(locals_)
             except Exception as error:
                 return self._raised(error)
+            observer = interpreter.observer
             leaving.leave(result)
+            interpreter.observer = observer  # backwards of the user's own are followed
             back = PullBack(this.call, interpreter, backend, locals_)
             try:
                 back.run(result)
@@ -165,13 +168,23 @@ class _Verification:
         return self._outcome(result, leaving, back)
 
     def record(self, steps: Recorder) -> None:
-        """Interprets the forward, and notes its steps."""
+        """Interprets the forward, and notes its steps, also those of backwards of the user's own.
+
+        The backward that autograd derives is interpreted only where there is such code in it.
+        """
         self._interpreter.observer = steps
         with self._entered() as locals_:
             result = self._run_body(locals_)
             for position in result.match.crossing:
                 value = self._interpreter.fakify(result.leaves[position])
                 steps.left(result.match.paths[position], value, result.match.spec(position))
+            for path, leaf in zip(result.match.paths, result.leaves, strict=True):
+                if not isinstance(leaf, Tensor):
+                    steps.returned(path, leaf)
+            outputs = [result.leaves[position] for position in result.match.crossing]
+            if self._interpreter.has_hooks or any(True for _ in own_nodes(outputs)):
+                with suppress(ShardTypeError):  # types are judged where there are ranks
+                    record_backward(self._interpreter, outputs, list(locals_.values()))
 
     def _run_body(self, locals_: Mapping[int, Tensor]) -> Result:
         recording = Recording(self._interpreter, self._this.start, self._inner)

@@ -1,0 +1,156 @@
+"""Code of the user's own that autograd runs: backwards of Functions, and hooks.
+
+Under global strictness it is held against one device as the body is, which observers do. They have
+to know the values whose gradients such code gets and returns; autograd's nodes do not hold them, so
+the interpreter remembers what has passed through functions of torch, by node.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.ir.observer import UNOBSERVED
+from shardmap_torch.checker.rules.infer import tensors_of
+from shardmap_torch.core.functorch import base_of
+
+if TYPE_CHECKING:  # for annotations; the interpreter calls this module
+    from shardmap_torch.checker.interpreter.interpreter import Interpreter
+
+_functorch = torch._C._functorch
+
+
+def is_observed(interpreter: "Interpreter") -> bool:
+    """Whether the program is held against another one here."""
+    return interpreter.observer is not UNOBSERVED and not interpreter.is_paused
+
+
+def remember(interpreter: "Interpreter", values: Iterable[Any]) -> None:
+    """Keeps the tensors among arguments by the node whose backward gets their gradients."""
+    for tensor in (t for value in values for t in tensors_of(value)):
+        level: Tensor = tensor
+        while True:
+            if level.grad_fn is not None:
+                interpreter.values[level.grad_fn, level.output_nr] = base_of(tensor)
+            if not _functorch.is_functorch_wrapped_tensor(level):
+                break
+            level = _functorch.get_unwrapped(level)
+
+
+def _value(interpreter: "Interpreter", node: Node | None, number: int) -> Tensor | None:
+    variable = getattr(node, "variable", None)
+    if isinstance(variable, Tensor):
+        return base_of(variable)
+    return None if node is None else interpreter.values.get((node, number))
+
+
+def _bases(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else base_of(tensor) for tensor in tensors]
+
+
+def _is_followed(interpreter: "Interpreter", node: Node) -> bool:
+    number = node._sequence_nr()
+    inside = any(number in region for region in interpreter.regions)
+    return is_observed(interpreter) and not inside
+
+
+def enter_backward(
+    interpreter: "Interpreter", node: Node, name: str, gradients: Sequence[Tensor | None]
+) -> None:
+    """Says to the observer that a custom backward begins, with these gradients."""
+    if _is_followed(interpreter, node):
+        values = [_value(interpreter, node, number) for number in range(len(gradients))]
+        interpreter.observer.backward_entered(name, values, _bases(gradients))
+
+
+def leave_backward(
+    interpreter: "Interpreter", node: Node, name: str, gradients: Sequence[Tensor | None]
+) -> None:
+    """Says that it has ended, with these gradients."""
+    if _is_followed(interpreter, node):
+        pairs = zip(gradients, node.next_functions, strict=False)
+        found = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]
+        interpreter.observer.backward_left(
+            name, [value for _, value in found], _bases([g for g, _ in found])
+        )
+
+
+def reject_unseen(interpreter: "Interpreter", name_of: Callable[[Node | None], str | None]) -> None:
+    """Refuses steps of a custom backward that began unseen, as in one that runs code again."""
+    node = torch._C._current_autograd_node()
+    # What is watched begins seen; what comes after its end is autograd's sum of gradients.
+    if node is None or node in interpreter.watched:
+        return
+    name = name_of(node)
+    if name is not None and _is_followed(interpreter, node):
+        raise messages.error(
+            interpreter,
+            f"check='global': the backward of {name} runs inside of another backward, where it is "
+            "not held against one device.",
+            [],
+            "wrap what calls it in local_region(f, in_types, out_types).",
+        )
+
+
+# -------------------------------------------------------------------------------------- hooks
+
+
+def register_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    """Registers a hook that says to the observer when it begins and ends."""
+    tensor, hook = _two(args, kwargs)
+    if not is_observed(interpreter):
+        return func(tensor, hook)
+    value = base_of(tensor)
+    interpreter.has_hooks = True
+
+    def watched(gradient: Tensor) -> Any:
+        observer = interpreter.observer
+        observer.backward_entered("a hook", [value], [base_of(gradient)])
+        out = hook(gradient)
+        observer.backward_left("a hook", [value], [base_of(gradient if out is None else out)])
+        return out
+
+    return func(tensor, watched)
+
+
+def _two(args: Any, kwargs: Any) -> tuple[Tensor, Callable[..., Any]]:
+    tensor, hook = list(args) + list(kwargs.values())
+    return tensor, hook
+
+
+def register_field_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    """Does the same for a hook that works on `.grad`."""
+    tensor, hook = _two(args, kwargs)
+    if not is_observed(interpreter):
+        return func(tensor, hook)
+    value = base_of(tensor)
+    interpreter.has_hooks = True
+
+    def watched(leaf: Tensor) -> None:
+        observer = interpreter.observer
+        observer.backward_entered("a hook", [value], [_field(leaf)])
+        hook(leaf)
+        observer.backward_left("a hook", [value], [_field(leaf)])
+
+    return func(tensor, watched)
+
+
+def _field(leaf: Tensor) -> Tensor | None:
+    with torch._C.DisableTorchFunction():
+        return leaf.grad
+
+
+def read_node(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    """Refuses the node of a tensor, whose hooks nothing sees."""
+    if is_observed(interpreter) and interpreter.observer.judges:
+        raise messages.error(
+            interpreter,
+            "check='global': .grad_fn is read, and hooks of nodes and modules are not held "
+            "against one device.",
+            [],
+            "use Tensor.register_hook, or wrap the code in local_region(f, in_types, out_types).",
+        )
+    return func(*args, **kwargs)

@@ -1,0 +1,265 @@
+"""Under global strictness, backwards and hooks of the user's own are those of one device."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import shardmap_torch
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    all_reduce,
+    axis_size,
+    check_program,
+    grad,
+    local_region,
+    make_mesh,
+    shard_map,
+)
+
+SIZES: Final = (2, 2)
+NAMES: Final = ("dp", "tp")
+ABSTRACT: Final = make_mesh(SIZES, NAMES, kind="abstract")
+RANKS: Final = make_mesh(SIZES, NAMES, kind="simulated", simulate="ranks")
+ONE: Final = make_mesh((1, 1), NAMES, kind="simulated", simulate="ranks")
+IN: Final = (P("dp"), P())
+X: Final = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()
+W: Final = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).double()
+
+Body = Callable[[Tensor, Tensor], Any]
+
+
+def function(back: Callable[[Any, Tensor], Tensor], base: Any = torch.autograd.Function) -> Any:
+    """A Function that is the identity, with that backward."""
+
+    class Own(base):  # type: ignore[misc]
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            ctx.save_for_backward(inputs[0])
+            ctx.rows = inputs[0].shape[0]
+            ctx.all_rows = ctx.rows * axis_size("dp")
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return back(ctx, g)
+
+    return Own
+
+
+def squared(x: Tensor) -> Tensor:
+    return all_reduce(x.square().sum(), "dp", dst=I)
+
+
+def norm_over_ranks(g: Tensor) -> Tensor:
+    return all_reduce(g.square().sum(), "dp", dst=R).sqrt()
+
+
+BACKS: Final[dict[str, tuple[bool, Callable[[Any, Tensor], Tensor]]]] = {
+    "a norm of a rank's part": (False, lambda ctx, g: g / (1 + g.norm())),
+    "a local size": (False, lambda ctx, g: g / ctx.rows),
+    "a mean over a rank's part": (False, lambda ctx, g: g - g.mean(0, keepdim=True)),
+    "a maximum of a rank's part": (False, lambda ctx, g: g / g.abs().max()),
+    "first row of each rank": (False, lambda ctx, g: g * (torch.arange(len(g)) > 0).unsqueeze(1)),
+    "other order": (False, lambda ctx, g: g.flip(0)),
+    "a norm of the value's part": (False, lambda ctx, g: g / ctx.saved_tensors[0].norm()),
+    "a constant": (True, lambda ctx, g: 2 * g),
+    "nothing": (True, lambda ctx, g: g),
+    "a norm of rows": (True, lambda ctx, g: g / (1 + g.norm(dim=1, keepdim=True))),
+    "clipped by value": (True, lambda ctx, g: g.clamp(-0.1, 0.1)),
+    "times the value": (True, lambda ctx, g: g * ctx.saved_tensors[0].sin()),
+    "a global size": (True, lambda ctx, g: g / ctx.all_rows),
+    "in place": (True, lambda ctx, g: g.clone().mul_(0.5)),
+}
+
+
+def with_function(
+    back: Callable[[Any, Tensor], Tensor], base: Any = torch.autograd.Function
+) -> Body:
+    own = function(back, base)
+    return lambda x, w: own.apply(x) @ w
+
+
+def with_inner_function(back: Callable[[Any, Tensor], Tensor]) -> Body:
+    own = function(back)
+    return lambda x, w: torch.func.grad(lambda x: squared(own.apply(x) @ w))(x)
+
+
+def with_our_gradient(back: Callable[[Any, Tensor], Tensor]) -> Body:
+    own = function(back)
+    return lambda x, w: grad(lambda x: squared(own.apply(x) @ w))(x)
+
+
+class _Context:
+    """What hooks see in place of a context: they close over the value."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.saved_tensors, self.rows = (value.detach(),), value.shape[0]
+        self.all_rows = self.rows * axis_size("dp")
+
+
+def with_hook(back: Callable[[Any, Tensor], Tensor]) -> Body:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        h = x * 1
+        context = _Context(h)
+        h.register_hook(lambda g: back(context, g))
+        return h @ w
+
+    return body
+
+
+def with_field_hook(back: Callable[[Any, Tensor], Tensor]) -> Body:
+    def body(x: Tensor, w: Tensor) -> Any:
+        leaf = x.detach().clone().requires_grad_()
+        context = _Context(leaf)
+
+        def change(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            leaf.grad.copy_(back(context, leaf.grad))
+
+        leaf.register_post_accumulate_grad_hook(change)
+        squared(leaf @ w.detach()).backward()
+        return leaf.grad
+
+    return body
+
+
+MAKES: Final[dict[str, tuple[Callable[..., Body], P]]] = {
+    "a Function": (with_function, P("dp")),
+    "a Function under func.grad": (with_inner_function, P("dp")),
+    "a Function under grad": (with_our_gradient, P("dp")),
+    "a hook": (with_hook, P("dp")),
+    "a hook of .grad": (with_field_hook, P("dp")),
+}
+
+
+def mapped(body: Body, mesh: Any, out: P, check: Any = "global") -> Callable[..., Any]:
+    return shard_map(body, mesh=mesh, in_specs=IN, out_specs=out, check=check)
+
+
+def outcome(f: Callable[..., Any]) -> list[Tensor]:
+    """The value and the gradients."""
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    y = f(x, w)
+    if not y.requires_grad:
+        return [y]
+    return [y.detach(), *torch.autograd.grad(y, (x, w), torch.linspace(0, 1, y.numel()).view_as(y))]
+
+
+@pytest.mark.parametrize("name", BACKS)
+@pytest.mark.parametrize("make", MAKES)
+def test_what_is_accepted_is_what_one_device_does(make: str, name: str) -> None:
+    body, out = MAKES[make][0](BACKS[name][1]), MAKES[make][1]
+    leaves = X.clone().requires_grad_(), W.clone().requires_grad_()
+    if not BACKS[name][0]:
+        with pytest.raises(ShardTypeError, match="check='global'"):
+            check_program(mapped(body, ABSTRACT, out), *leaves)
+        return
+    found, expected = (outcome(mapped(body, mesh, out)) for mesh in (RANKS, ONE))
+    for mine, there in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, there)
+
+
+def test_a_norm_over_all_ranks_is_accepted_and_right() -> None:
+    body = with_function(lambda ctx, g: g / (1 + norm_over_ranks(g)), shardmap_torch.Function)
+    found, expected = (outcome(mapped(body, mesh, P("dp"))) for mesh in (RANKS, ONE))
+    for mine, there in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, there)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKS if not BACKS[name][0]])
+def test_each_refused_backward_is_another_one_on_one_device(name: str) -> None:
+    """So that the refusals above refuse nothing that is right."""
+    body = with_function(BACKS[name][1])
+    found, expected = (outcome(mapped(body, mesh, P("dp"), True)) for mesh in (RANKS, ONE))
+    assert not all(map(torch.allclose, found, expected))
+
+
+def test_a_refusal_names_the_line_and_the_way_out() -> None:
+    body = with_function(BACKS["a norm of a rank's part"][1])
+    with pytest.raises(ShardTypeError) as caught:
+        check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
+    assert "in the backward of test_user_code.py" in str(caught.value)
+    assert "wrap per-rank code in local_region" in str(caught.value)
+
+
+def test_in_a_local_region_the_backward_is_as_promised() -> None:
+    own = function(BACKS["a local size"][1])
+
+    def body(x: Tensor, w: Tensor) -> Any:
+        apply: Callable[..., Any] = own.apply
+        return local_region(apply, in_types=(P("dp"),), out_types=P("dp"))(x) @ w
+
+    check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
+
+
+def test_a_function_inside_of_a_checkpoint_is_refused_unless_in_a_region() -> None:
+    own = function(BACKS["a local size"][1])
+
+    def body(x: Tensor, w: Tensor) -> Any:
+        return shardmap_torch.checkpoint(lambda x: own.apply(x) @ w, x)
+
+    with pytest.raises(ShardTypeError, match="check='global'"):
+        check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
+
+
+def test_nodes_and_hooks_of_modules_are_refused() -> None:
+    def node(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        made: Any = y.grad_fn
+        made.register_hook(lambda grads, _: grads)
+        return y
+
+    def module(x: Tensor, w: Tensor) -> Any:
+        layer = torch.nn.Identity()
+        layer.register_full_backward_hook(lambda *_: None)
+        return layer(x) @ w
+
+    for body in (node, module):
+        with pytest.raises(ShardTypeError, match="grad_fn is read"):
+            check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_right"),
+    [
+        (lambda x: x.shape[0], False),
+        (lambda x: 1 / x.shape[0], False),
+        (lambda x: f"{x.numel()} numbers", False),
+        (lambda x: x.shape[1], True),
+        (lambda x: x.shape[0] * axis_size("dp"), True),
+        (lambda x: "ready", True),
+        (lambda x: float("nan"), True),
+    ],
+)
+def test_a_python_result_is_that_of_one_device(
+    value: Callable[[Tensor], Any], is_right: bool
+) -> None:
+    def body(x: Tensor, w: Tensor) -> Any:
+        return x @ w, value(x)
+
+    program = shard_map(body, mesh=ABSTRACT, in_specs=IN, out_specs=(P("dp"), None), check="global")
+    if is_right:
+        check_program(program, X, W)
+    else:
+        with pytest.raises(ShardTypeError, match=r"the result out\[1\] is .* on one device"):
+            check_program(program, X, W)
+
+
+def test_counts_of_ids_are_those_of_all_ranks() -> None:
+    def body(ids: Tensor, table: Tensor) -> Tensor:
+        return functional.embedding(ids, table, scale_grad_by_freq=True)
+
+    ids = torch.tensor([0, 1, 1, 2])
+    with pytest.raises(ShardTypeError, match="counts a rank's ids only"):
+        check_program(mapped(body, ABSTRACT, P("dp")), ids, W.clone().requires_grad_())
+    check_program(mapped(body, ABSTRACT, P("dp")), ids, W)  # nothing is differentiated
