@@ -146,11 +146,11 @@ class _Functions(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if user_code.is_observed(self._interpreter):
             user_code.remember(self._interpreter, [*args, *kwargs.values()])
+        if func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2))):
+            self._interpreter.needs_ranks()
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
-        if func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2))):
-            self._interpreter.needs_ranks()
         if func is custom_function_call and not takes_vmap(args[0]):
             self._interpreter.needs_ranks()
         self._interpreter.reject_outer(args)
