@@ -203,11 +203,11 @@ class Relation(Observer):
             for value, gradient, ref in zip(values, gradients, refs, strict=True):
                 if gradient is None:
                     continue
-                piece = self._value(value, ref)
+                shard = self._value(value, ref)
                 number, whole = next(found, (0, ()))
-                if whole != piece.whole:
+                if whole != shard.whole:
                     raise UnrelatedError("it gets gradients of other values", WRAP)
-                self._note_cotangent(piece, value, gradient, number)
+                self._note_cotangent(shard, value, gradient, number)
 
     def backward_left(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
@@ -244,28 +244,28 @@ class Relation(Observer):
         return self._notes.find(value, ref, "the value whose gradient it works on")
 
     def _note_cotangent(
-        self, piece: ShardedTensor, value: Tensor | None, gradient: Tensor, number: int
+        self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, number: int
     ) -> None:
         assert value is not None  # its piece is known
-        self._notes.note(gradient, number, fitted(piece.dims, tuple(gradient.shape), piece.whole))
-        parts = {axis for axis, kind in self._types(gradient) if kind in (V, Partial)}
-        finished = self._notes.sums(value).partial | set(piece.axes)
+        self._notes.note(gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.whole))
+        parts = {axis for axis, axis_type in self._types(gradient) if axis_type in (V, Partial)}
+        finished = self._notes.sums(value).partial | set(shard.axes)
         self._notes.set_sums(gradient, frozenset(parts - finished))
 
     def _require_gradient(
-        self, piece: ShardedTensor, value: Tensor | None, gradient: Tensor, ref: Ref
+        self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, ref: Ref
     ) -> None:
         assert value is not None  # its piece is known
         self._notes.reject_loose(gradient)
         have = self._notes.find(gradient, ref, "a gradient that it returns")
-        if len(have.dims) != len(piece.dims) or any(
-            found not in (wanted, ANY) for found, wanted in zip(have.dims, piece.dims, strict=True)
+        if len(have.dims) != len(shard.dims) or any(
+            found not in (wanted, ANY) for found, wanted in zip(have.dims, shard.dims, strict=True)
         ):
             raise UnrelatedError(
-                f"a gradient that it returns is cut {have.spec()}, and its value {piece.spec()}",
+                f"a gradient that it returns is cut {have.spec()}, and its value {shard.spec()}",
                 WRAP,
             )
-        known = self._notes.sums(value).partial | set(piece.axes)
+        known = self._notes.sums(value).partial | set(shard.axes)
         twice = self._notes.sums(gradient).partial & known
         if twice:
             raise UnrelatedError(

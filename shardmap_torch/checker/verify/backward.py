@@ -133,8 +133,10 @@ def record_backward(
     for value in values:
         with interpreter.paused():
             seed = torch.empty_like(value)
-        kinds = tuple(_DUAL.get(plain(kind), kind) for kind in interpreter.types_of(value))
-        interpreter.bring(seed, kinds, "the cotangent of a result")
+        types = tuple(
+            _DUAL.get(plain(axis_type), axis_type) for axis_type in interpreter.types_of(value)
+        )
+        interpreter.bring(seed, types, "the cotangent of a result")
         seeds.append(seed)
     with interpreter.differentiating(seeds):
         torch.autograd.grad(values, leaves, seeds, allow_unused=True)
