@@ -51,6 +51,7 @@ from shardmap_torch.types import I, Partial, R, S, V
 
 if TYPE_CHECKING:
     from shardmap_torch import kernels, lax, nn, optim, random, saving
+    from shardmap_torch.automatic import AutoReport, Redistribution, auto, mark_sharding
     from shardmap_torch.parallel import (
         ColwiseParallel,
         ParallelStyle,
@@ -71,6 +72,7 @@ else:
     # modules by their name, functions and classes by the module that has them.
     _MODULES = frozenset(["kernels", "lax", "nn", "optim", "parallel", "random", "saving"])
     _LAZY = {
+        **dict.fromkeys(["AutoReport", "Redistribution", "auto", "mark_sharding"], "automatic"),
         **dict.fromkeys(
             [
                 "ColwiseParallel",
@@ -103,6 +105,7 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoReport",
     "CheckpointError",
     "CollectiveError",
     "CollectiveMismatchError",
@@ -123,6 +126,7 @@ __all__ = [
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "R",
+    "Redistribution",
     "Row",
     "RowwiseParallel",
     "S",
@@ -139,6 +143,7 @@ __all__ = [
     "all_to_all",
     "assert_type",
     "assume_constant",
+    "auto",
     "axis_index",
     "axis_size",
     "broadcast",
@@ -157,6 +162,7 @@ __all__ = [
     "local_region",
     "loss_parallel",
     "make_mesh",
+    "mark_sharding",
     "match_specs",
     "nn",
     "optim",

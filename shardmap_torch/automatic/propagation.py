@@ -1,0 +1,212 @@
+"""The layouts of all values of global-view code, by DTensor's own rules, without processes.
+
+The code runs on fake tensors of global shapes. A mode sees each operation, asks DTensor's sharding
+propagation how its operands have to lie, and notes those that lie otherwise. It is torch's private
+interface that is asked, the one that the checker asks too (`checker/spmd/dtensor_rules.py`).
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from shardmap_torch.automatic.report import Redistribution, bytes_sent
+from shardmap_torch.boundary.placements import placements_of
+from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.errors import ShardMapError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.spec import P
+
+RESULT: Final = "result"
+GRADIENT: Final = "gradient"
+"""What a report calls redistributions of values that leave."""
+
+Placements: TypeAlias = tuple[Placement, ...]
+
+
+class Propagation(TorchDispatchMode):
+    """Follows the layouts of values while global-view code runs on fake tensors."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Nothing is known yet: what no call has placed is replicated."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mesh = mesh
+        self.moves: list[Redistribution] = []
+        self._replicated: Placements = tuple(Replicate() for _ in mesh.axis_sizes)
+        ranks = torch.arange(mesh.size).reshape(mesh.axis_sizes)
+        names = mesh.axis_names
+        self._device_mesh = DeviceMesh(
+            "cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=0
+        )
+        self._layouts: dict[object, Placements] = {}
+        self._alive: list[Tensor] = []  # keys are addresses, which must not be used again
+        self._sites: dict[int, Site | None] = {}
+
+    def place(self, x: Tensor, placements: Placements) -> None:
+        """Notes how a value lies."""
+        self._layouts[_key(x)] = placements
+        self._alive.append(x)
+
+    def placements(self, x: Tensor) -> Placements:
+        """Tells how a value lies."""
+        return self._layouts.get(_key(x), self._replicated)
+
+    def redistribute(self, x: Tensor, dst: Placements, op: str, is_implicit: bool) -> None:
+        """Notes that a value is brought from its layout to another one."""
+        src = self.placements(x)
+        if src == dst:
+            return
+        site, in_backward = self._site() if op not in (RESULT, GRADIENT) else (None, op == GRADIENT)
+        num_bytes = bytes_sent(x.shape, x.dtype, src, dst, self.mesh.axis_sizes)
+        self.moves.append(
+            Redistribution(
+                op, site, in_backward, tuple(x.shape), x.dtype, src, dst, num_bytes, is_implicit
+            )
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs an operation, and finds out how its results lie."""
+        kwargs = dict(kwargs or {})
+        if func.namespace == "prim":  # asks for the device of a fake tensor
+            return func(*args, **kwargs)
+        self._sites.setdefault(_sequence_number() - 1, call_site())
+        operands = [x for x in _flat((args, kwargs)) if isinstance(x, Tensor)]
+        placed = [self.placements(x) for x in operands]
+        out = func(*args, **kwargs)
+        if all(p == self._replicated for p in placed):
+            return out
+        found = self._propagate(func, args, kwargs)
+        if found.needs_redistribute:
+            self._note_moves(func, operands, found.redistribute_schema)
+        specs = found.output_spec
+        results = out if isinstance(out, list | tuple) else [out]
+        specs = specs if isinstance(specs, list | tuple) else [specs]
+        for result, spec in zip(results, specs, strict=False):
+            if isinstance(result, Tensor) and spec is not None:
+                self.place(result, tuple(spec.placements))
+        return out
+
+    def _propagate(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        schema = OpSchema(
+            func,
+            tuple(self._spec(arg) for arg in args),
+            {name: self._spec(value) for name, value in kwargs.items()},
+            schema_info=propagator.op_to_schema_info.get(func),
+        )
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            try:
+                return propagator.propagate_op_sharding_non_cached(schema)
+            except Exception as error:
+                site, _ = self._site()
+                raise ShardMapError(
+                    f"auto: torch's sharding propagation cannot place {func}"
+                    + (f" at {site}" if site is not None else "")
+                    + f": {error}"
+                ) from error
+
+    def _spec(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            meta = TensorMeta(value.shape, value.stride(), value.dtype)
+            return DTensorSpec(self._device_mesh, self.placements(value), tensor_meta=meta)
+        if isinstance(value, list | tuple):
+            return [self._spec(item) for item in value]
+        return value
+
+    def _note_moves(self, func: OpOverload, operands: Sequence[Tensor], schema: Any) -> None:
+        wanted = [s for s in _flat((schema.args_schema, schema.kwargs_schema)) if _is_spec(s)]
+        for x, spec in zip(operands, wanted, strict=False):
+            self.redistribute(x, tuple(spec.placements), func._schema.name.split("::")[1], True)
+
+    def _site(self) -> tuple[Site | None, bool]:
+        """The user's line; in a backward that of the operation that is differentiated."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return call_site(), False
+        return self._sites.get(node._sequence_nr()), True
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, DTensorSpec)
+
+
+_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+def _key(x: Tensor) -> object:
+    return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride()
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.propagation: Propagation | None = None
+
+
+_CURRENT: Final = _Current()
+
+
+def current_propagation() -> Propagation | None:
+    """Returns the propagation that follows this thread's code, or None."""
+    return _CURRENT.propagation
+
+
+@contextmanager
+def following(propagation: Propagation) -> Any:
+    """Follows the code of the block."""
+    _CURRENT.propagation = propagation
+    try:
+        with propagation:
+            yield
+    finally:
+        _CURRENT.propagation = None
+
+
+def whole_sums(placements: Placements) -> Placements:
+    """The placements of a gradient of what lies by these: that of a sum is replicated."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+class Mark(torch.autograd.Function):
+    """A value brought to a layout that the user asks for, its gradient brought back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, propagation: Propagation, spec: P) -> Tensor:
+        """Notes both layouts."""
+        ctx.before, ctx.propagation = propagation.placements(x), propagation
+        placements = placements_of(propagation.mesh, spec)
+        propagation.redistribute(x, placements, "mark_sharding", False)
+        y = x.clone()
+        propagation.place(y, placements)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Brings a gradient where the value was; one of a sum is whole."""
+        dst = whole_sums(ctx.before)
+        ctx.propagation.redistribute(grad, dst, "mark_sharding", False)
+        back = grad.clone()
+        ctx.propagation.place(back, dst)
+        return back, None, None
