@@ -184,8 +184,8 @@ class Mesh:
 
         After such an error nobody knows which messages are still under way, and every call raises a
         MeshError. Catch the error on all ranks and call this on all of them: it waits for them, at
-        most for the timeout. Where a process is gone it raises; start the processes anew then, as
-        `torchrun --max-restarts` does. On a mesh of one process it does nothing.
+        most for twice the timeout. Where a process is gone it raises; start the processes anew
+        then, as `torchrun --max-restarts` does. On a mesh of one process it does nothing.
 
         Raises:
             CommunicationError: a rank did not come in time; names it.

@@ -437,10 +437,12 @@ class Control:
             CommunicationError: a rank did not come in time; names it.
         """
         self.epoch += 1
-        self.broken = self._raised = ""
+        self.broken, self._raised = self.broken or "it calls recover().", ""
         self._blocked, self._pending, self._suspect = False, None, ()
         self._board.touch()
-        end = monotonic() + self.timeout.total_seconds()
+        # Others may be waiting for a message still, each for the timeout.
+        patience = 2 * self.timeout
+        end = monotonic() + patience.total_seconds()
         late = list(self._everyone)
         while late and monotonic() < end:
             stands = self._board.look(1.0)
@@ -450,11 +452,12 @@ class Control:
             self.broken = f"recover() has not been called by {ranks_text(late)}."
             described = "\n".join(self._described(self._board.look(1.0), late))
             raise CommunicationError(
-                f"recover() was not called by all ranks within {self.timeout}:\n{described}"
+                f"recover() was not called by all ranks within {patience}:\n{described}"
             )
         self._hash = self._moves = 0
         self._counts = {}
         self._group = self._make_group()
+        self.broken = ""
 
     def exit(self, error: BaseException | None = None) -> None:
         """Says that this process is about to end, and for which error."""

@@ -6,7 +6,7 @@ and then know nothing about why; or would add numbers that do not belong togethe
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Final
 
 from torch import Tensor
@@ -14,7 +14,9 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.replay import Difference
+from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.control.run import Control
 from shardmap_torch.control.start import current
 from shardmap_torch.core.source_location import call_site
@@ -59,9 +61,25 @@ def found_in(call: Call, verdict: Verdict | None) -> Found:
         f"  {path}: {spec!r}" for path, spec in zip(match.paths, match.specs, strict=True) if spec
     ]
     program = program_of(verdict)
+    lines += [_collective(equation) for equation in program.collectives]
     _, *equations = str(program).splitlines()
     found = Found.of(call.name, lines, program.fingerprint)
     return Found(call.name, "\n".join([found.text, *equations]), found.digest)
+
+
+_DEFAULTS: Final = {field.name: field.default for field in fields(Collective)}
+
+
+def _collective(equation: Equation) -> str:
+    """A collective with its arguments, of which a program's text has only the types."""
+    collective = equation.collective
+    words = [
+        f"{name}={getattr(collective, name)}"
+        for name, default in _DEFAULTS.items()
+        if default is not MISSING and getattr(collective, name) != default
+    ]
+    site = f"  # {equation.site}" if equation.site is not None else ""
+    return "  " + ", ".join([equation.name, *words]) + site
 
 
 def _arguments(call: Call) -> Iterator[str]:

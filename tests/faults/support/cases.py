@@ -1,0 +1,286 @@
+"""Programs in which one rank does something else, each a function of a kit and of who is odd."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    Mesh,
+    P,
+    all_gather,
+    all_reduce,
+    make_mesh,
+    ppermute,
+    shard_map,
+)
+
+X = torch.arange(32.0).reshape(8, 4)
+
+
+class Kit:
+    """Functions on a mesh, all of them called once, so that they are known."""
+
+    def __init__(self, mesh: Mesh, odd: bool) -> None:
+        self.mesh, self.odd, self.flag = mesh, odd, False
+        self.axes: Any = mesh.axis_names
+        axis = mesh.axis_names[-1]
+        self.sum = self.map(lambda x: all_reduce(x.sum(0), self.axes, dst=I))
+        self.double = self.map(lambda x: all_reduce((2 * x).sum(0), self.axes, dst=I))
+        self.gather = self.map(lambda x: all_gather(x, self.axes, dst=I))
+        self.squares = self.map(lambda x: all_reduce(x.square().sum(), self.axes, dst=I))
+        self.shifted = self.map(lambda x: ppermute(x, axis, [(0, 1)]), out=P(self.axes))
+        self.flagged = self.map(self._flagged)
+        self.failing = self.map(self._failing)
+        self.failing_late = self.map(self._failing_late)
+        for known in (self.sum, self.double, self.gather, self.squares, self.shifted):
+            known(X)
+        for known in (self.flagged, self.failing, self.failing_late):
+            known(X)
+        self.sum(torch.ones(16, 4))
+        self.gather(torch.ones(16, 4))
+        self.leaf().sum().backward()
+
+    def map(self, body: Callable[..., Any], out: Any = None, **options: Any) -> Any:
+        specs = {"in_specs": P(self.axes), "out_specs": P() if out is None else out, **options}
+        return shard_map(body, mesh=self.mesh, **specs)
+
+    def leaf(self, function: str = "sum") -> Tensor:
+        x = X.clone().requires_grad_()
+        y: Tensor = getattr(self, function)(x)
+        return y
+
+    def _flagged(self, x: Tensor) -> Tensor:
+        y = all_reduce(x.sum(0), self.axes, dst=I)
+        return all_reduce(x.sum(0), self.axes, dst=I) if self.flag else y
+
+    def _failing(self, x: Tensor) -> Tensor:
+        if self.flag:
+            raise ValueError("the data is bad")
+        return all_reduce(x.sum(0), self.axes, dst=I)
+
+    def _failing_late(self, x: Tensor) -> Tensor:
+        y = all_reduce(x.sum(0), self.axes, dst=I)
+        if self.flag:
+            raise ValueError("the data is bad")
+        return y + all_reduce(x.mean(0), self.axes, dst=I)
+
+
+def other_order(k: Kit) -> None:
+    for known in (k.double, k.sum) if k.odd else (k.sum, k.double):
+        known(X)
+
+
+def left_out(k: Kit) -> None:
+    if not k.odd:
+        k.sum(X)
+    k.double(X)
+
+
+def one_more(k: Kit) -> None:
+    for _ in range(3 if k.odd else 2):
+        k.sum(X)
+    k.double(X)
+
+
+def other_known_shape(k: Kit) -> None:
+    k.sum(torch.ones(16 if k.odd else 8, 4))
+
+
+def other_gather_size(k: Kit) -> None:
+    k.gather(torch.ones(16 if k.odd else 8, 4))
+
+
+def other_new_shape(k: Kit) -> None:
+    k.sum(torch.ones(24 if k.odd else 32, 4))
+
+
+def other_dtype(k: Kit) -> None:
+    k.sum(X.double() if k.odd else X.half())
+
+
+def other_in_specs(k: Kit) -> None:
+    spec = P(None, k.axes) if k.odd else P(k.axes)
+    k.map(lambda x: all_reduce(x.sum(), k.axes, dst=I), in_specs=spec)(X)
+
+
+def other_out_specs(k: Kit) -> None:
+    k.map(lambda x: x * 1, out=P(None, k.axes) if k.odd else P(k.axes))(X)
+
+
+def other_static(k: Kit) -> None:
+    specs = (P(k.axes), None)
+    f = k.map(lambda x, n: all_reduce((x * n).sum(), k.axes, dst=I), in_specs=specs)
+    f(X, 3 if k.odd else 2)
+
+
+def other_literal(k: Kit) -> None:
+    n = 3.0 if k.odd else 2.0
+    k.map(lambda x: all_reduce((x * n).sum(), k.axes, dst=I))(X)
+
+
+def unchecked_on_one(k: Kit) -> None:
+    k.map(lambda x: all_reduce(x.sum(), k.axes, dst=I, src="P"), check=not k.odd)(X)
+
+
+def unchecked_other_order(k: Kit) -> None:
+    f, g = (
+        k.map(lambda x, n=n: all_reduce(x.sum() * n, k.axes, dst=I, src="P"), check=False)
+        for n in (1.0, 2.0)
+    )
+    f.__name__ = g.__name__ = "f"
+    for known in (f, g):
+        known(X if not k.odd else X[:4])
+
+
+def gradient_on_one(k: Kit) -> None:
+    k.sum(X.clone().requires_grad_(k.odd))
+
+
+def grad_mode_on_one(k: Kit) -> None:
+    x = X.clone().requires_grad_()
+    with torch.no_grad() if k.odd else nullcontext():
+        k.sum(x)
+
+
+def autocast_on_one(k: Kit) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=k.odd):
+        k.map(lambda x: all_reduce((x @ x.mT).sum(), k.axes, dst=I))(X)
+
+
+def backward_left_out(k: Kit) -> None:
+    y = k.leaf()
+    if not k.odd:
+        y.sum().backward()
+    k.double(X)
+    k.sum(X)
+
+
+def backward_left_out_before_a_new_function(k: Kit) -> None:
+    y = k.leaf()
+    if not k.odd:
+        y.sum().backward()
+    k.map(lambda x: all_reduce(x.cos().sum(), k.axes, dst=I))(X)
+
+
+def backward_of_another(k: Kit) -> None:
+    one, two = k.leaf("gather"), k.leaf("squares")
+    (two if k.odd else one).sum().backward()
+    k.sum(X)
+
+
+def backward_in_place_of_a_forward(k: Kit) -> None:
+    y = k.leaf("gather")
+    if k.odd:
+        y.sum().backward()
+    else:
+        k.double(X)
+    k.sum(X)
+
+
+def error_in_a_body(k: Kit) -> None:
+    k.flag = k.odd
+    k.failing(X)
+    k.sum(X)
+
+
+def error_between_collectives(k: Kit) -> None:
+    k.flag = k.odd
+    k.failing_late(X)
+    k.sum(X)
+
+
+def error_that_is_caught(k: Kit) -> None:
+    k.flag = k.odd
+    try:
+        k.failing(X)
+    except ValueError:
+        k.flag = False
+    k.sum(X)
+    k.sum(X)
+
+
+def error_outside_that_is_caught(k: Kit) -> None:
+    if not k.odd:
+        k.sum(X)
+    k.double(X)
+    k.sum(X)
+
+
+def hidden_flag(k: Kit) -> None:
+    k.flag = k.odd
+    k.flagged(X)
+    k.sum(X)
+
+
+def other_permutation(k: Kit) -> None:
+    axis = k.mesh.axis_names[-1]
+    pairs = [(1, 0)] if k.odd else [(0, 1)]
+    k.map(lambda x: ppermute(x, axis, pairs), out=P(k.axes))(X)
+
+
+def other_reduction(k: Kit) -> None:
+    op: Any = "max" if k.odd else "sum"
+    k.map(lambda x: all_reduce(x.sum(), k.axes, dst=I, op=op))(X)
+
+
+def other_collective(k: Kit) -> None:
+    if k.odd:
+        k.gather(X)
+    else:
+        k.sum(X)
+
+
+def other_axis_order(k: Kit) -> None:
+    axes = tuple(reversed(k.axes)) if k.odd else k.axes
+    k.map(lambda x: all_gather(x, axes, dst=I).sum(), in_specs=P(k.axes))(X)
+
+
+def other_mesh(k: Kit) -> None:
+    make_mesh((4, 1) if k.odd else (1, 4), ("a", "b"))
+
+
+def other_axis_names(k: Kit) -> None:
+    make_mesh((4,), ("a",) if k.odd else ("b",))
+
+
+def wrong_mesh_on_one(k: Kit) -> None:
+    make_mesh((3,) if k.odd else (4,), ("a",))
+
+
+def rejected_on_one(k: Kit) -> None:
+    k.map(lambda x: x * 1 if k.odd else all_reduce(x, k.axes, dst=I))(X)
+
+
+def arguments_do_not_match_on_one(k: Kit) -> None:
+    k.sum(torch.ones(7 if k.odd else 8, 4))
+
+
+def returns_early(k: Kit) -> None:
+    if k.odd:
+        raise RuntimeError("left")
+    k.sum(X)
+
+
+def loop_ends_early(k: Kit) -> None:
+    for number in range(5):
+        if k.odd and number == 3:
+            break
+        k.sum(X)
+    k.gather(X)
+
+
+def known_everywhere_but_on_one(k: Kit) -> None:
+    f = k.map(lambda x: all_reduce(x.sin().sum(), k.axes, dst=I))
+    g = k.map(lambda x: all_reduce(x.sin().sum() * 1.5, k.axes, dst=I))
+    (g if k.odd else f)(X)
+
+
+CASES: Mapping[str, Callable[[Kit], None]] = {
+    case.__name__.replace("_", " "): case
+    for case in list(globals().values())
+    if getattr(case, "__module__", "") == __name__ and not isinstance(case, type)
+}

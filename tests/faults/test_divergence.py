@@ -1,0 +1,115 @@
+"""Where one rank does something else, every rank gets an error in time, and no wrong number."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from shardmap_torch import CollectiveMismatchError, CommunicationError, MeshError, make_mesh
+from tests.faults.support.cases import CASES, Kit, X
+from tests.faults.support.world import World
+
+Shape = tuple[tuple[int, ...], tuple[str, ...]]
+Told = tuple[str, str, float]
+
+LINE: Shape = ((4,), ("tp",))
+GRID: Shape = ((2, 2), ("dp", "tp"))
+DEADLINE = 20.0
+OURS = {error.__name__ for error in (CollectiveMismatchError, CommunicationError, MeshError)}
+OWN = {  # what the odd rank raises by itself
+    "error in a body": "ValueError",
+    "error between collectives": "ValueError",
+    "returns early": "RuntimeError",
+}
+QUICK = [
+    "other order",
+    "left out",
+    "other gather size",
+    "other new shape",
+    "other out specs",
+    "other static",
+    "unchecked on one",
+    "rejected on one",
+    "other mesh",
+    "other permutation",
+]
+
+
+def run_cases(rank: int, shape: Shape, names: Sequence[str], odd: int) -> dict[str, Told]:
+    """How each case ended on this rank; after each all ranks go on with new groups."""
+    mesh = make_mesh(*shape, timeout=DEADLINE)
+    told: dict[str, Told] = {}
+    for name in names:
+        kit = Kit(mesh, rank == odd)
+        began = time.monotonic()
+        try:
+            CASES[name](kit)
+            told[name] = "returned", "", time.monotonic() - began
+        except Exception as error:
+            told[name] = type(error).__name__, str(error), time.monotonic() - began
+        mesh.recover()
+        assert torch.equal(kit.sum(X), X.sum(0))  # the mesh works again
+    return told
+
+
+@contextmanager
+def world(size: int) -> Iterator[World]:
+    made = World(size, DEADLINE)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def check(shape: Shape, names: Sequence[str], odd: int, seconds: float) -> None:
+    with world(4) as made:
+        made.start(run_cases, shape, names, odd)
+        outcomes = made.outcomes(seconds)
+    assert [outcome.end for outcome in outcomes] == ["returned"] * 4, "\n".join(map(str, outcomes))
+    problems = []
+    for name in names:
+        for rank, outcome in enumerate(outcomes):
+            found: Told = outcome.value[name]
+            if not is_right(name, rank == odd, found):
+                problems.append((name, rank, found))
+    assert problems == []
+    print({name: max(round(outcome.value[name][2], 1) for outcome in outcomes) for name in names})
+
+
+def is_right(name: str, odd: bool, told: Told) -> bool:
+    kind, text, seconds = told
+    if odd and name in OWN:
+        return kind == OWN[name]
+    known = kind in OURS and "rank" in text and ".py:" in text
+    return known and seconds < DEADLINE + 5
+
+
+@pytest.mark.slow
+def test_ten_divergences_are_errors_on_every_rank_of_a_grid() -> None:
+    check(GRID, QUICK, odd=1, seconds=200)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("shape", "odd"), [(LINE, 1), (GRID, 2), (GRID, 0)], ids=str)
+def test_every_divergence_is_an_error_on_every_rank(shape: Shape, odd: int) -> None:
+    check(shape, list(CASES), odd, seconds=1500)
+
+
+def debugged(rank: int) -> Any:
+    mesh = make_mesh((2,), ("tp",), timeout=DEADLINE, debug="collectives")
+    kit = Kit(mesh, rank == 1)
+    one, two = kit.leaf("sum"), kit.leaf("double")
+    total = (one.sum(), two.sum())
+    for part in total:
+        part.backward()
+    return mesh.rank
+
+
+@pytest.mark.faults
+def test_with_every_collective_compared_a_right_program_runs() -> None:
+    with world(2) as made:
+        made.start(debugged)
+        assert [outcome.value for outcome in made.outcomes(120)] == [0, 1]
