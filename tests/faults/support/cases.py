@@ -32,6 +32,13 @@ class Kit:
         self.double = self.map(lambda x: all_reduce((2 * x).sum(0), self.axes, dst=I))
         self.gather = self.map(lambda x: all_gather(x, self.axes, dst=I))
         self.squares = self.map(lambda x: all_reduce(x.square().sum(), self.axes, dst=I))
+        specs = P(), P(self.axes)
+        self.weighted = self.map(
+            lambda w, x: all_reduce((w * x).sum(), self.axes, dst=I), in_specs=specs
+        )
+        self.gated = self.map(
+            lambda w, x: all_reduce((w.sin() * x).sum(0), self.axes, dst=I), in_specs=specs
+        )
         self.shifted = self.map(lambda x: ppermute(x, axis, [(0, 1)]), out=P(self.axes))
         self.flagged = self.map(self._flagged)
         self.failing = self.map(self._failing)
@@ -42,15 +49,17 @@ class Kit:
             known(X)
         self.sum(torch.ones(16, 4))
         self.gather(torch.ones(16, 4))
-        self.leaf().sum().backward()
+        for name in ("weighted", "gated"):
+            self.leaf(name).sum().backward()
 
     def map(self, body: Callable[..., Any], out: Any = None, **options: Any) -> Any:
         specs = {"in_specs": P(self.axes), "out_specs": P() if out is None else out, **options}
         return shard_map(body, mesh=self.mesh, **specs)
 
-    def leaf(self, function: str = "sum") -> Tensor:
-        x = X.clone().requires_grad_()
-        y: Tensor = getattr(self, function)(x)
+    def leaf(self, function: str = "weighted") -> Tensor:
+        """A result whose backward communicates."""
+        w = torch.ones(4, requires_grad=True)
+        y: Tensor = getattr(self, function)(w, X)
         return y
 
     def _flagged(self, x: Tensor) -> Tensor:
@@ -167,13 +176,13 @@ def backward_left_out_before_a_new_function(k: Kit) -> None:
 
 
 def backward_of_another(k: Kit) -> None:
-    one, two = k.leaf("gather"), k.leaf("squares")
+    one, two = k.leaf("weighted"), k.leaf("gated")
     (two if k.odd else one).sum().backward()
     k.sum(X)
 
 
 def backward_in_place_of_a_forward(k: Kit) -> None:
-    y = k.leaf("gather")
+    y = k.leaf()
     if k.odd:
         y.sum().backward()
     else:
