@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from shardmap_torch.collectives.operations import Collective, Operation
 from shardmap_torch.collectives.protocol import Backend, is_checker
 from shardmap_torch.collectives.scope import Scope
+from shardmap_torch.control.start import call_number
 from shardmap_torch.core.caching import constant
 from shardmap_torch.errors import TransformError
 
@@ -93,6 +94,8 @@ class EagerForm(TypedFunction):
         """Runs it, and keeps the backend: backward may come after the body or on another thread."""
         ctx.set_materialize_grads(False)
         ctx.operation, ctx.backend = operation, backend
+        if not torch.compiler.is_dynamo_compiling():
+            ctx.call = call_number()
         y = operation.run(backend, x)
         if saved := operation.saved(x, y):
             ctx.save_for_backward(*saved)
@@ -138,6 +141,7 @@ class FunctorchForm(TypedFunction):
         x, operation, backend, *markers = inputs
         ctx.set_materialize_grads(False)
         ctx.operation, ctx.backend, ctx.num_markers = operation, backend, len(markers)
+        ctx.call = call_number()
         saved = operation.saved(x, output)
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)

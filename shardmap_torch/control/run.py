@@ -212,11 +212,15 @@ class Control:
         known = self._keys.get((id(operation), x.dtype, x.shape))
         if known is None:
             known = self._key(operation, x)
+        key, made_in = known[1], 0
         task = -1 if self.in_call else torch._C._current_graph_task_id()
-        if every or (task != -1 and task != self._task):
+        if task != -1:  # in a backward: whose, is what the ranks must agree on as well
+            made_in = getattr(torch._C._current_autograd_node(), "call", 0)
+            key += made_in << 32
+        if every or task not in (-1, self._task):
             self._task = task
-            self._compare(operation, x, site, known[1])
-        self._moves = (self._moves * _FACTOR + known[1]) % _MODULUS
+            self._compare(operation, x, site, key, made_in)
+        self._moves = (self._moves * _FACTOR + key) % _MODULUS
         self._counts[group] = self._counts.get(group, 0) + 1
         self._group_name, self._members = group, members
         self.recorder.begin(self.call, self._function, operation, (x.dtype, x.shape), site)
@@ -234,14 +238,17 @@ class Control:
         self._keys[id(operation), x.dtype, x.shape] = known
         return known
 
-    def _compare(self, operation: Any, x: Tensor, site: Any, key: int) -> None:
+    def _compare(self, operation: Any, x: Tensor, site: Any, key: int, made_in: int) -> None:
         if self.broken:
             self.begin_call("")
         place = f" at {site.place}" if site is not None else ""
         shape = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
         what = f"{operation} of {shape}{place}"
         where = f"call {self.call} of {self._function}"
-        doing = f"{what}, in {where}" if self.in_call else f"{what}, in a backward after {where}"
+        of = f"of call {made_in} " * bool(made_in)
+        doing = (
+            f"{what}, in {where}" if self.in_call else f"{what}, in a backward {of}after {where}"
+        )
         self.check(key, lambda: doing, doing, now=True)
 
     def wait(self, work: dist.Work) -> None:
@@ -422,7 +429,7 @@ class Control:
         texts = {rank: ballot[2] for rank, ballot in ballots.items()}
         message = difference(self._function, texts, {r: b[1] for r, b in ballots.items()})
         if is_clean:  # nothing is under way, and every rank knows
-            self._hash = self._moves = 0
+            self._hash = self._moves = self.call = 0
             self.recorder.write(self.rank, message)
         else:
             self._break("the ranks have not done the same.", message, disagree=True)
@@ -454,7 +461,7 @@ class Control:
             raise CommunicationError(
                 f"recover() was not called by all ranks within {patience}:\n{described}"
             )
-        self._hash = self._moves = 0
+        self._hash = self._moves = self.call = 0
         self._counts = {}
         self._group = self._make_group()
         self.broken = ""

@@ -27,6 +27,12 @@ def current() -> Control | None:
     return _CURRENT.control
 
 
+def call_number() -> int:
+    """Returns the number of the newest call, which its backward carries along; 0 without any."""
+    control = _CURRENT.control
+    return 0 if control is None else control.call
+
+
 def peers() -> PeerWatch | None:
     """Returns what waits for peers, as `current`."""
     return _CURRENT.peers

@@ -95,7 +95,8 @@ def test_ten_divergences_are_errors_on_every_rank_of_a_grid() -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize(("shape", "odd"), [(LINE, 1), (GRID, 2), (GRID, 0)], ids=str)
 def test_every_divergence_is_an_error_on_every_rank(shape: Shape, odd: int) -> None:
-    check(shape, list(CASES), odd, seconds=1500)
+    # One axis has one order.
+    check(shape, [n for n in CASES if shape != LINE or n != "other axis order"], odd, seconds=1500)
 
 
 def debugged(rank: int) -> Any:

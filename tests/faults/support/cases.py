@@ -1,8 +1,10 @@
 """Programs in which one rank does something else, each a function of a kit and of who is odd."""
 
+import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -67,15 +69,20 @@ class Kit:
         return all_reduce(x.sum(0), self.axes, dst=I) if self.flag else y
 
     def _failing(self, x: Tensor) -> Tensor:
-        if self.flag:
+        if "SHARDMAP_BAD" in os.environ:  # which no check of the code can see
             raise ValueError("the data is bad")
         return all_reduce(x.sum(0), self.axes, dst=I)
 
     def _failing_late(self, x: Tensor) -> Tensor:
         y = all_reduce(x.sum(0), self.axes, dst=I)
-        if self.flag:
+        if "SHARDMAP_BAD" in os.environ:  # which no check of the code can see
             raise ValueError("the data is bad")
         return y + all_reduce(x.mean(0), self.axes, dst=I)
+
+
+def bad_data(k: Kit) -> Any:
+    bad = {"SHARDMAP_BAD": "1"} if k.odd else {}
+    return mock.patch.dict(os.environ, bad)
 
 
 def other_order(k: Kit) -> None:
@@ -191,23 +198,20 @@ def backward_in_place_of_a_forward(k: Kit) -> None:
 
 
 def error_in_a_body(k: Kit) -> None:
-    k.flag = k.odd
-    k.failing(X)
+    with bad_data(k):
+        k.failing(X)
     k.sum(X)
 
 
 def error_between_collectives(k: Kit) -> None:
-    k.flag = k.odd
-    k.failing_late(X)
+    with bad_data(k):
+        k.failing_late(X)
     k.sum(X)
 
 
 def error_that_is_caught(k: Kit) -> None:
-    k.flag = k.odd
-    try:
+    with suppress(ValueError), bad_data(k):
         k.failing(X)
-    except ValueError:
-        k.flag = False
     k.sum(X)
     k.sum(X)
 
@@ -292,4 +296,5 @@ CASES: Mapping[str, Callable[[Kit], None]] = {
     case.__name__.replace("_", " "): case
     for case in list(globals().values())
     if getattr(case, "__module__", "") == __name__ and not isinstance(case, type)
+    if case is not bad_data
 }
