@@ -184,7 +184,7 @@ def test_the_dump_of_a_failure_names_the_last_collectives(tmp_path: Any) -> None
     assert "rank 1" in told
     assert str(tmp_path) in told
     dump = read_dump(tmp_path / "rank-00000.txt")
-    assert [entry.operation for entry in dump.entries] == ["all_reduce('tp', P -> I)"] * 2
+    assert [entry.operation for entry in dump.entries] == ["all_reduce('tp', Partial -> I)"] * 2
     assert all(entry.line.startswith("test_kills.py:") for entry in dump.entries)
     assert compare([dump]).startswith("ranks 0, 2 collectives")
     assert dump_folder() != tmp_path
