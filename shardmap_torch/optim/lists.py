@@ -22,8 +22,7 @@ def each(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: flo
     lists = [operand for operand in operands if isinstance(operand, list)]
     if not lists[0]:
         return []
-    values = [value for o in operands for value in (o if isinstance(o, list) else [o])]
-    if not any(map(_is_transformed, values)):
+    if not _is_transformed(operands):
         fused: Any = getattr(torch, f"_foreach_{name}")
         return list(fused(*operands, **scalars))
     single: Any = getattr(torch, name)
@@ -33,8 +32,10 @@ def each(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: flo
     ]
 
 
-def _is_transformed(x: object) -> bool:
+def _is_transformed(operands: Sequence[Sequence[Tensor] | Tensor | float]) -> bool:
     """Returns whether a functorch transform is at work; Dynamo traces plain tensors only."""
-    if torch.compiler.is_dynamo_compiling() or not isinstance(x, Tensor):
+    if torch.compiler.is_dynamo_compiling() or not torch._C._are_functorch_transforms_active():
         return False
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    values = [value for o in operands for value in (o if isinstance(o, list) else [o])]
+    return any(isinstance(value, Tensor) and wrapped(value) for value in values)

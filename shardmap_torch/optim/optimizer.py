@@ -106,12 +106,15 @@ class Elementwise(Optimizer):
         locals_ = [_locals_like(column, leaves) for column in columns]
         wide = [self._widened(column, leaves) for column in (_locals(leaves), *locals_)]
         moved, moments = self.step(wide[0], wide[1], wide[2:], at)
-        moved = [m.to(p.dtype) for m, p in zip(moved, leaves, strict=True)]
+        moved = [
+            m if m.dtype is p.dtype else m.to(p.dtype) for m, p in zip(moved, leaves, strict=True)
+        ]
         trees = [unflatten(structure, _globals(column, leaves)) for column in (moved, *moments)]
         return trees[0], {"step": number, **dict(zip(self.kept, trees[1:], strict=True))}
 
     def _widened(self, column: Tensors, params: Sequence[Tensor]) -> Tensors:
-        return [x.to(self.state_dtype or p.dtype) for x, p in zip(column, params, strict=True)]
+        dtypes = [self.state_dtype or p.dtype for p in params]
+        return [x if x.dtype is to else x.to(to) for x, to in zip(column, dtypes, strict=True)]
 
     def _decayed(self, params: Tree, leaves: Sequence[Tensor]) -> list[float]:
         """Returns the decay of each leaf."""

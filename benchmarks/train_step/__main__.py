@@ -1,0 +1,98 @@
+"""Measures a training step beside its alternatives, prints tables, and writes docs/benchmarks.md.
+
+    python -m benchmarks.train_step [--widths 64,256,512] [--rounds 15] [--steps 3] [--out FILE]
+
+The step is the one of examples/gpt: a 4-layer Llama with tensor and sequence parallelism over two
+gloo processes, gradients clipped by their global norm, AdamW. Beside it the same step as Megatron
+writes it, in autograd Functions on raw torch.distributed, and as a module that torch's
+`parallelize_module` shards. All start from the same parameters, and must have the same losses.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from benchmarks.train_step.rank import CONTESTANTS
+from benchmarks.train_step.report import header, overhead_sheet, step_sheet
+
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+NUM_RANKS: Final = 2
+
+INTRODUCTION: Final = """# Benchmarks
+
+What a training step costs beside the same step written by hand. The step is that of
+[examples/gpt](../examples/gpt): a Llama of 4 layers with tensor and sequence parallelism, gradients
+clipped by their global norm, AdamW, checked (the default). *By hand* is the same mathematics in
+autograd Functions on raw `torch.distributed`, as Megatron-LM writes them, with gradients of the
+norms' scales summed in one buffer and foreach updates in place. *parallelize_module* is the same
+model as a module that torch shards into DTensors, with `loss_parallel`, `clip_grad_norm_` and
+`torch.optim.AdamW(foreach=True)`. Losses are compared before anything is timed.
+"""
+
+ABOUT_OVERHEAD: Final = """
+Measured on torch's fake process group, where nothing is sent: a forward and a backward of one
+collective in a body, beside an autograd Function on `torch.distributed`; and AdamW alone in a
+checked body, beside the same foreach calls on plain tensors.
+"""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the flags."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--widths", default="64,256,512")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=3, help="steps a round")
+    parser.add_argument("--steps-of", default=",".join(CONTESTANTS), help="which to compare")
+    parser.add_argument("--out", type=Path, default=PAGE)
+    return parser.parse_args(arguments)
+
+
+def measure_steps(options: argparse.Namespace) -> list[Any]:
+    """Starts the ranks, and reads what the first one prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = [str(NUM_RANKS), str(options.rounds), str(options.steps)]
+        rest = [f"{folder}/store", options.widths, options.steps_of]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.train_step.rank"]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), *numbers, *rest], stdout=subprocess.PIPE, text=True
+            )
+            for rank in range(NUM_RANKS)
+        ]
+        printed = [process.communicate()[0] for process in ranks]
+    failed = [rank for rank, process in enumerate(ranks) if process.returncode]
+    if failed:
+        raise SystemExit(f"ranks {failed} failed; see above")
+    return [json.loads(line) for line in printed[0].splitlines()]
+
+
+def measure_overhead() -> Any:
+    """In a process of its own, whose process group is torch's fake one."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.train_step.overhead"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    options = parse()
+    about = "\n".join(header(options.rounds, options.steps))
+    steps, overhead = step_sheet(measure_steps(options)), overhead_sheet(measure_overhead())
+    console = Console()
+    console.print(about, markup=False, highlight=False)
+    for sheet in (steps, overhead):
+        sheet.show(console)
+    parts = [INTRODUCTION, about + "\n", steps.markdown(), overhead.markdown() + ABOUT_OVERHEAD]
+    options.out.write_text("\n".join(parts))
+    console.print(f"wrote {options.out}", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()
