@@ -64,7 +64,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a dim of a tensor cuts its matrix of tokens.
+    """The sharding of a matrix of tokens that follows from sharding one dim of its tensor.
 
     The *cut matrix* has the cut dim as its rows, so that a chunk is contiguous: the matrix of
     tokens itself, with `dim` outermost, or its transpose when the last dim is sharded.
@@ -296,7 +296,7 @@ def gather_backward_again(
     choice: Choice,
     gather_choice: Choice,
 ) -> Steps[tuple[Tensor, list[Tensor | None]]]:
-    """As `gather_backward` from the shard alone: x is gathered again.
+    """Computes `gather_backward` from the shard alone, gathering x again.
 
     The own block is on its way while dy @ wᵀ is produced; the weight gradients consume the gather
     while the last addends move.

@@ -115,7 +115,7 @@ class Call:
         return self.engine
 
     def backward_choice(self, op: str, family: Family, dtype: torch.dtype, **size: Any) -> Choice:
-        """How the backward runs: always the kernel, in as many parts as the model finds best.
+        """Plans the backward: always the kernel, in as many parts as the cost model finds best.
 
         `size` is what a `Problem` says of rows, bytes, flops and passes.
         """
@@ -135,7 +135,7 @@ class Call:
 
 
 class Runner(Protocol):
-    """What runs a public operation, without its tensors."""
+    """Runs one public operation on any tensors."""
 
     def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
         """`all_gather(x) @ w + bias` for each w."""
@@ -300,7 +300,7 @@ class GatherMatmulBackward:
         return _selected(_differentiate(products, (x, *ws), dys), self.wanted)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
-        """By the composition; the gathered x is no variable of its own."""
+        """Differentiates the composition; the gathered x is no variable of its own."""
         x, _, *rest = operands
         dx, *others = _differentiate(self._composition, (x, *rest), grads)
         return dx, None, *others
@@ -362,7 +362,7 @@ class _ProductBackward:
         return _selected(_differentiate(product, (x, w), (dy,)), self.wanted)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
-        """By the composition."""
+        """Differentiates the composition."""
         return _differentiate(self._composition, operands, grads)
 
     def _flops(self, x: Tensor, w: Tensor) -> float:

@@ -27,7 +27,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """What is timed: a ring exchange of `message`, and the product of `x` with itself."""
+    """Tensors to time: a ring exchange of `message`, and the product of `x` with itself."""
 
     transport: Transport
     message: Tensor
@@ -68,7 +68,7 @@ class _Probe:
             handle.wait()
 
     def share(self, meet: Callable[[], None], repeats: int) -> float:
-        """How much of an exchange proceeded under matmuls; the ranks `meet` before each piece."""
+        """Measures the share of an exchange that ran under matmuls; ranks `meet` before each."""
 
         def timed(action: Callable[[], None]) -> float:
             meet()

@@ -51,7 +51,7 @@ Biases: TypeAlias = Sequence[Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What runs a call, and why that."""
+    """The engine that runs a call, and the reason for it."""
 
     collective: Collective
     plan: Plan
@@ -233,7 +233,7 @@ def _prepare(
 
 
 def _may_be_fused(op: str, collective: Collective, x: Tensor, options: Options) -> bool:
-    """Whether some group may run it on symmetric memory."""
+    """Returns whether some group may run it on symmetric memory."""
     by_features = Cut.of(collective.dim, x.ndim).by_features
     return x.device.type == "cuda" and unsuited(op, by_features, options) is None
 

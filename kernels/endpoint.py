@@ -1,4 +1,4 @@
-"""Where a call stands: its axes, the group under them, and what keeps it from overlapping."""
+"""The endpoint of a call: its axes, their group, and obstacles to overlap."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +64,7 @@ class Endpoint:
 
 
 def is_captured() -> bool:
-    """Whether a CUDA graph records what this thread issues, and the host may wait for nothing."""
+    """Returns whether a CUDA graph records this thread's work, so that the host must not wait."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -97,7 +97,7 @@ def _transport(group: dist.ProcessGroup, axis: str, device: torch.device) -> Tra
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What decides whether a call may overlap, apart from its size."""
+    """Circumstances of a call, apart from its size, that decide whether it may overlap."""
 
     op: str
     backend: Backend
@@ -185,7 +185,7 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
 
 
 def is_ordinary(backend: Backend) -> bool:
-    """Whether a call is decided by its arguments alone: eager, on processes, no mode active."""
+    """Returns whether its arguments alone decide a call: eager, on processes, no mode active."""
     return (
         not torch.compiler.is_compiling()
         and type(backend) is ProcessGroupBackend

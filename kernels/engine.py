@@ -1,4 +1,4 @@
-"""What multiplies and communicates: our schedules on a transport, or torch's fused operators."""
+"""Engines that multiply and communicate: schedules on a transport, or torch's fused operators."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class Engine(Protocol):
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
     ) -> Plan:
-        """Whether it runs, how, and why."""
+        """Plans whether and how it runs, with the reason."""
 
     def gather(
         self,
@@ -88,7 +88,7 @@ class Scheduled:
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
     ) -> Plan:
-        """As the cost model says."""
+        """Plans by the cost model."""
         plan = decide(problem, fabric, chunks, forced=forced)
         return replace(plan, reason=f"{plan.reason}; {self.note}") if self.note else plan
 

@@ -55,12 +55,12 @@ class Collectives:
     def gather_matmul(
         self, x: Tensor, ws: Sequence[Tensor], dim: int
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """As the operator of symmetric memory: the gathered x, and its products."""
+        """Returns the gathered x and its products, like the operator of symmetric memory."""
         full = self.run("all_gather", V, R, x, dim)
         return full, [full @ w for w in ws]
 
     def matmul_scatter(self, x: Tensor, w: Tensor, dim: int) -> Tensor:
-        """As the operator of symmetric memory: this rank's block of the sum of x @ w."""
+        """Returns this rank's block of the sum of x @ w, like the operator of symmetric memory."""
         return self.run("reduce_scatter", Partial, V, x @ w, dim)
 
 

@@ -38,7 +38,7 @@ MIN_GAIN = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked of a call; None leaves a choice to the cost model."""
+    """Options of a call; None leaves a choice to the cost model."""
 
     overlap: Overlap = "auto"
     schedule: Schedule | None = None
@@ -48,7 +48,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a kernel has to do, as far as its time depends on it.
+    """The work of a kernel call: all that its time depends on.
 
     Attributes:
         op: Name of the operation.
@@ -75,7 +75,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What ran, and why.
+    """The schedule that ran, and the reason for it.
 
     Attributes:
         op: Name of the operation; the backward's ends in "backward".
@@ -244,7 +244,7 @@ def record(plan: Plan) -> Plan:
 
 
 def last_plan() -> Plan | None:
-    """What the last kernel call on this thread did and why; None before the first.
+    """Returns the plan of the last kernel call on this thread; None before the first.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor

@@ -192,14 +192,14 @@ def refusal(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def everywhere(group: dist.ProcessGroup, own: Any) -> list[Any]:
-    """What every rank of the group says, by rank."""
+    """Gathers what every rank of the group reports, by rank."""
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, own, group=group)
     return said
 
 
 def lacking(device_type: str) -> str | None:
-    """What this torch lacks."""
+    """Names the operators that this torch lacks."""
     try:
         importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError:
@@ -215,7 +215,7 @@ def lacking(device_type: str) -> str | None:
 
 
 def accepts(schema: Any, arguments: Mapping[str, str]) -> bool:
-    """Whether an operator can be called with these arguments, in this order."""
+    """Returns whether an operator can be called with these arguments, in this order."""
     ours = list(arguments.items())
     theirs = [(argument.name, str(argument.type)) for argument in schema.arguments]
     rest = schema.arguments[len(ours) :]
@@ -224,7 +224,7 @@ def accepts(schema: Any, arguments: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank's GPU is."""
+    """Location of a rank's GPU."""
 
     host: str
     gpu: str
@@ -240,7 +240,7 @@ def _gpu(index: int) -> str:
 
 
 def unreachable(device: torch.device, places: Sequence[Place], rank: int) -> str | None:
-    """Which GPU this rank cannot read, or must not share."""
+    """Names a GPU that this rank cannot read, or must not share; None if there is none."""
     own = places[rank]
     visible = {_gpu(index): index for index in range(torch.cuda.device_count())}
     for peer, place in enumerate(places):
@@ -259,7 +259,7 @@ def unreachable(device: torch.device, places: Sequence[Place], rank: int) -> str
 
 
 def failing(group_name: str, device: torch.device) -> str | None:
-    """What goes wrong when the operators' workspace is made, in a small size."""
+    """Returns the error of making the operators' workspace in a small size; None without one."""
     module: Any = importlib.import_module("torch.distributed._symmetric_memory")
     try:
         with torch.cuda.device(device):

@@ -19,7 +19,7 @@ from shardmap_torch.kernels.transports.executor import Choice
 def typed_calls(
     backend: Backend, collective: Collective, options: Options, *, fused: bool
 ) -> dict[str, Call]:
-    """What a run may do, forward and backward, on typed collectives; by what errors call it.
+    """Returns the compositions a run may execute, forward and backward, by their names in errors.
 
     `fused` where it may have the operators of symmetric memory.
     """

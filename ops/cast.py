@@ -235,4 +235,4 @@ _COLLECTIVES: Final[
     ("P", "I"): (all_reduce, _sum),
     ("P", "S"): (reduce_scatter, _scatter),
 }
-"""What moves data between these kinds, with its arguments; between others there is `convert`."""
+"""Collectives between these types, with their arguments; `convert` handles all others."""

@@ -1,4 +1,4 @@
-"""Where a rank stands on an axis, and how long the axis is."""
+"""The index of a rank on an axis, and the size of the axis."""
 
 from torch import Tensor
 

@@ -235,7 +235,7 @@ def _summable(x: Tensor) -> Tensor:
 
 
 def _mean_over(name: str, op: str, num_ranks: int) -> Callable[[Tensor], Tensor]:
-    """What turns the sum into the result of `op`."""
+    """Returns the function that turns the sum into the result of `op`."""
     if op == "sum":
         return lambda total: total
 

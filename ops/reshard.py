@@ -47,7 +47,7 @@ class Step:
     sent_back: Fraction
 
     def __str__(self) -> str:
-        """As in `all_gather('tp', V -> I) dim 1, sends 3 x, back 0`."""
+        """Formats it as `all_gather('tp', V -> I) dim 1, sends 3 x, back 0`."""
         c = self.collective
         dims = {"all_to_all": f" dim {c.concat_dim} to {c.dim}", "ppermute": ""}
         where = dims.get(c.name, f" dim {c.dim}" if V in (c.src, c.dst) else "")
@@ -154,7 +154,7 @@ def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tupl
 def _in_dtypes(
     collective: Collective, comm_dtype: torch.dtype | None, grad_comm_dtype: torch.dtype | None
 ) -> Collective:
-    """What stays on its rank is not rounded."""
+    """Casts around steps that send; data that stays on its rank is not rounded."""
     forward = comm_dtype if collective.row.sent != "0" else None
     back = grad_comm_dtype if TABLE[collective.row.transpose].sent != "0" else None
     if forward is None and back is None:
@@ -257,7 +257,7 @@ def _bytes(
     start: _Layout,
     sizes: Mapping[str, int],
 ) -> tuple[Fraction, Fraction]:
-    """What each rank sends, forward and backward."""
+    """Counts the bytes that each rank sends, forward and backward."""
     whole = _pieces(start.sharded_dims, sizes)
     forward, back = _rates(collective.row, prod(sizes[axis] for axis in collective.axes))
     return (
@@ -364,7 +364,7 @@ class _Neighbours:
                 yield dim, axes[at:], axes[:at]
 
     def _front(self, dim: int, axes: tuple[str, ...]) -> int:
-        """How many axes stand where the goal has them."""
+        """Counts the leading axes that are in the order of the target."""
         return len(_common_front(axes, self.goal.sharded_dims[dim]))
 
     def _keeps_fronts(self, layout: _Layout, cuts: Cuts) -> bool:
@@ -416,7 +416,7 @@ def _permutation(before: Cuts, after: Cuts, sizes: Mapping[str, int]) -> Collect
 def _piece(
     cuts: Sequence[tuple[str, ...]], at: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Which piece, along every dim, the rank at these places has."""
+    """Returns the index of the shard, along every dim, of the rank at these coordinates."""
     piece = []
     for axes in cuts:
         index = 0

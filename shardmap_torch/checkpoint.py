@@ -145,7 +145,7 @@ class _Region:
 
     @contextmanager
     def _following(self) -> Iterator[None]:
-        """What runs in here is compared with what the checker has seen run again."""
+        """Compares the operations run in this context with those that the checker saw run again."""
         if self.scope is None:
             yield
             return
@@ -190,7 +190,7 @@ class _Region:
         grads: Sequence[Tensor | None],
         needed: Sequence[bool],
     ) -> list[Tensor | None]:
-        """As `pull_back` when the `torch.func.vjp` around forward has ended.
+        """Pulls back after the `torch.func.vjp` around the forward has ended.
 
         Nothing requires a gradient then, and inside other transforms nothing can be made to.
         """
@@ -248,7 +248,7 @@ class _Region:
 
 
 def _is_tracked(x: Tensor) -> bool:
-    """Whether the innermost level differentiates it.
+    """Returns whether the innermost level differentiates it.
 
     Under a level of vmap a level further out does not serve: it adds up what the ranks have.
     """
@@ -366,7 +366,7 @@ class _Closures:
                 self.holders[id(cell)] = cell
 
     def values(self) -> list[Any]:
-        """What the cells with tensors hold."""
+        """Returns the values of the closure cells that hold tensors."""
         return [cell.cell_contents for cell in self.holders.values()]
 
     def put(self, values: Sequence[Any]) -> Any:

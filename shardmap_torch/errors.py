@@ -56,7 +56,7 @@ class OptimizerError(ShardMapError):
 
 
 class PostmortemError(ShardMapError):
-    """What the flight recorders of the ranks have written cannot be compared."""
+    """The flight records of the ranks cannot be compared."""
 
 
 def listing(head: str, problems: Sequence[str]) -> str:

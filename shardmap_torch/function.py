@@ -270,7 +270,7 @@ class _Context:
 
     @property
     def num_before(self) -> int:
-        """How many operands come before the user's: class, scope and markers."""
+        """Counts the operands before the user's: class, scope and markers."""
         return 2 + len(self._markers)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:

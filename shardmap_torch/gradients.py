@@ -198,7 +198,7 @@ class _Call:
 
     @property
     def verb(self) -> str:
-        """What errors call the transform."""
+        """Returns the name of the transform in errors."""
         return "grad" if self.scalar else "vjp"
 
     def __post_init__(self) -> None:
@@ -249,7 +249,7 @@ class _Call:
         )
 
     def result(self, outs: Sequence[Tensor], aux: Sequence[Tensor]) -> Any:
-        """What the function returned, of these tensors."""
+        """Rebuilds the function's result from these tensors."""
         out = unflatten(self.out_structure, outs)
         if not self.has_aux:
             return out
@@ -332,7 +332,7 @@ def _pulling_back(call: _Call) -> tuple[list[Tensor], list[Tensor], _PullBack]:
 
 
 def _note(call: _Call) -> Note | None:
-    """Whether others differentiate what a call computes: the checker has seen it."""
+    """Returns whether others differentiate what a call computes: the checker has seen it."""
     scope = current_scope()
     if scope is None or scope.monitor is None:
         return None
@@ -346,7 +346,7 @@ def _write(note: Note | None, results: Sequence[Tensor]) -> None:
 
 
 def _is_plain(call: _Call, note: Note | None) -> bool:
-    """Whether plain autograd may be used, as far as one can see before the call.
+    """Returns whether plain autograd may be used, as far as one can see before the call.
 
     The checker must see the level of the transform, and a batched body is one.
     """
@@ -369,7 +369,7 @@ def _forward(call: _Call) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
 def _is_attached(
     note: Note | None, outs: Sequence[Tensor], aux: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> bool:
-    """Whether a graph of a function that is not checked leads to what others differentiate.
+    """Returns whether a graph of a function that is not checked leads to what others differentiate.
 
     The walk costs more than 2 us a node. Where it finds something, the call is made again under
     `torch.func`, whose results lead there and not to leaves that nobody knows.

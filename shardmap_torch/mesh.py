@@ -30,7 +30,7 @@ TORCHRUN_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass
 class _State:
-    """What changes in a mesh: its groups may be closed, and made anew.
+    """The mutable state of a mesh: its groups may be closed and made anew.
 
     Attributes:
         closed: whether `close` has been called.
@@ -112,7 +112,7 @@ class Mesh:
         return prod([sizes[axis] for axis in axes])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on each axis.
+        """Returns the index of `rank` on each axis.
 
         Example:
             >>> make_mesh((2, 4), ("dp", "tp"), kind="simulated").coordinates(5)
@@ -255,13 +255,13 @@ class Mesh:
         self.close()
 
     def __str__(self) -> str:
-        """As in `simulated mesh (dp=2, tp=4)`."""
+        """Formats it as `simulated mesh (dp=2, tp=4)`."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
         return f"{self.kind} mesh ({sizes})"
 
 
 def _shortest_timeout(groups: Sequence[dist.ProcessGroup]) -> timedelta | None:
-    """What the user allows an operation to take; None, torch's 30 minutes, where none tells."""
+    """Returns the user's shortest timeout; None means torch's default of 30 minutes."""
     backends = [group._get_backend(device) for group in groups for device in group._device_types]
     options = [getattr(backend, "options", None) for backend in backends]
     return min((each._timeout for each in options if each is not None), default=None)

@@ -68,7 +68,7 @@ def _by_text(texts: Mapping[int, str]) -> list[str]:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """As in `0-2, 5`."""
+    """Formats it as `0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -32,7 +32,7 @@ from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.unchecked import run_unchecked
 
 Check: TypeAlias = bool | Strictness
-"""How strict `shard_map` is; True is "local"."""
+"""Strictness of `shard_map`; True is "local"."""
 
 A = ParamSpec("A")
 Y = TypeVar("Y")

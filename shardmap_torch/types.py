@@ -1,4 +1,4 @@
-"""What a value is along one mesh axis: the types I, R, V, S(i), Partial, K and Z.
+"""Types of a value along one mesh axis: I, R, V, S(i), Partial, K and Z.
 
 A value in the body of a shard_mapped function has one type per mesh axis. Types describe; they
 are not carried at run time, where every value is a plain tensor.
@@ -41,7 +41,7 @@ class AxisType:
 
     @property
     def varies(self) -> bool:
-        """Whether the ranks of the axis may hold different values: V, S(i) and P."""
+        """Returns whether the ranks of the axis may hold different values: V, S(i) and P."""
         return self.kind in ("V", "S", "P")
 
 

@@ -14,6 +14,9 @@ REPO = Path(__file__).parent.parent
 FOLDERS = ("shardmap_torch", "ops", "kernels", "tests", "examples", "benchmarks")
 SOURCES = sorted(path for folder in FOLDERS for path in (REPO / folder).rglob("*.py"))
 MAX_CODE_LINES = 500
+PRODUCT_FILES = [path for path in SOURCES if path.relative_to(REPO).parts[0] in FOLDERS[:3]]
+RIDDLES = ("What", "Where", "Whether", "How", "Who", "Whom", "Which", "As", "If", "By")
+"""First words that put a docstring as a question or lean it on another one."""
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -55,6 +58,40 @@ def test_code_lines_leave_out_blanks_comments_and_docstrings() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPO)))
 def test_a_file_has_at_most_500_lines_of_code(path: Path) -> None:
     assert code_lines(path.read_text()) <= MAX_CODE_LINES
+
+
+def docstrings(source: str) -> list[str]:
+    """The docstrings of modules, classes, functions and attributes."""
+    statements = [
+        statement
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, Documented)
+        for statement in node.body
+        if isinstance(statement, ast.Expr)
+    ]
+    values = [each.value.value for each in statements if isinstance(each.value, ast.Constant)]
+    return [value for value in values if isinstance(value, str)]
+
+
+def riddles(source: str) -> list[str]:
+    """The first lines of docstrings that do not start with a verb or name a thing."""
+    return [
+        text.splitlines()[0]
+        for text in docstrings(source)
+        if text.split(maxsplit=1)[:1] and text.split(maxsplit=1)[0].strip(",.:") in RIDDLES
+    ]
+
+
+def test_a_docstring_that_begins_with_a_question_word_is_seen() -> None:
+    source = (
+        '"""Adds."""\nX = 1\n"""How many."""\ndef f():\n    """Whether it is.\n\n    b\n    """\n'
+    )
+    assert riddles(source) == ["How many.", "Whether it is."]
+
+
+@pytest.mark.parametrize("path", PRODUCT_FILES, ids=lambda path: str(path.relative_to(REPO)))
+def test_a_docstring_starts_with_a_verb_or_names_a_thing(path: Path) -> None:
+    assert riddles(path.read_text()) == []
 
 
 def test_mypy_checks_every_source_folder() -> None:

@@ -1,4 +1,4 @@
-"""What transfers and matmuls cost: an alpha-beta network beside a roofline."""
+"""Cost model of transfers and matmuls: an alpha-beta network beside a roofline."""
 
 from dataclasses import dataclass
 from typing import Final

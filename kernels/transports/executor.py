@@ -37,13 +37,13 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which schedule runs, and into how many parts each rank's block is cut."""
+    """A schedule, and the number of parts into which each rank's block is split."""
 
     schedule: str
     num_parts: int
 
     def __str__(self) -> str:
-        """As in `gather/ring/4`."""
+        """Formats it as `gather/ring/4`."""
         return f"{self.schedule}/{self.num_parts}"
 
     @classmethod
@@ -54,7 +54,7 @@ class Choice:
 
 
 class Tiles(Protocol):
-    """Where an operation keeps its chunks."""
+    """Buffers in which an operation keeps its chunks."""
 
     def outgoing(self, message: Message) -> Tensor:
         """The contiguous tensor to send."""

@@ -139,6 +139,6 @@ class NcclTransport:
         return issued
 
     def _key(self, envelope: Envelope) -> tuple[int, int]:
-        """What a message and its mate have in common; the tag stands for call, step and part."""
+        """Returns the key that a message and its mate share; the tag encodes call, step, part."""
         message = envelope.message
         return envelope.tag, (message.target - message.source) % self.num_ranks

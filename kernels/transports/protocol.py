@@ -1,4 +1,4 @@
-"""What a kernel needs of a network, and how kernel code runs on one.
+"""Protocol between kernels and networks, and the loop that runs kernel code on one.
 
 A kernel is a generator: it yields each `Handle` that it has to wait for and is resumed when the
 transfer is done. `run` waits for real; `VirtualNetwork` runs the generators of all ranks in one
@@ -39,7 +39,7 @@ class Envelope:
     tag: int
 
     def describe(self, rank: int, axis: str) -> str:
-        """What `rank` is waiting for, for error messages."""
+        """Describes the transfer that `rank` waits for, in error messages."""
         message = self.message
         sends = rank == message.source
         verb, peer = ("sends", message.target) if sends else ("receives", message.source)
@@ -51,7 +51,7 @@ class Envelope:
 
 
 def transfer_failure(envelope: Envelope, rank: int, axis: str, error: RuntimeError) -> KernelError:
-    """What a failed transfer raises."""
+    """Makes the error of a failed transfer."""
     return KernelError(
         f"{envelope.describe(rank, axis)}, and the transfer failed: {error}\n"
         "Either that rank has died, or it does not run the same kernel; see its own error first."

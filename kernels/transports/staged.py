@@ -65,11 +65,9 @@ class StagedTransport:
         return self.network.num_ranks
 
     def reserve_tags(self, count: int) -> int:
-        """As the network below."""
         return self.network.reserve_tags(count)
 
     def charge(self, flops: float, traffic: float) -> None:
-        """As the network below."""
         self.network.charge(flops, traffic)
 
     def send(self, tensor: Tensor, envelope: Envelope) -> Handle:

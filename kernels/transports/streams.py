@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Lane(Enum):
-    """Where work is issued."""
+    """A stream or thread on which work is issued."""
 
     COMPUTE = "compute"
     """The caller's current stream: what the caller has issued runs before, what it will, after."""
@@ -39,7 +39,7 @@ class Lanes(Protocol):
         """The point that the work issued to `lane` has reached."""
 
     def wait(self, lane: Lane, mark: Mark) -> None:
-        """What is issued to `lane` from now on runs after `mark`."""
+        """Makes all work issued to `lane` from now on run after `mark`."""
 
     def keep(self, lane: Lane, tensor: Tensor) -> None:
         """The memory of `tensor`, once freed, stays until the work issued to `lane` is done."""

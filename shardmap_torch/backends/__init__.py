@@ -1,1 +1,1 @@
-"""How the ranks of each kind of mesh run: batched, in threads, or over process groups."""
+"""Backends: run the ranks of each kind of mesh batched, in threads, or over process groups."""

@@ -143,16 +143,13 @@ class TracedWire:
     rank: int
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
-        """As in `Wire`."""
         return _wait(_functional().all_reduce(x.contiguous(), op, self.group))
 
     def gather(self, x: Tensor) -> Tensor:
-        """As in `Wire`."""
         row = x.contiguous().unsqueeze(0)
         return _wait(_functional().all_gather_into_tensor(row, self.size, self.group))
 
     def sum_scatter(self, parts: Tensor) -> Tensor:
-        """As in `Wire`."""
         whole = parts.contiguous()
         row = _functional().reduce_scatter_tensor(whole, "sum", self.size, self.group)
         return _wait(row)[0]
@@ -173,13 +170,11 @@ class TracedWire:
         )
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """As in `Wire`."""
         ones = [1] * self.size
         parts = parts.contiguous()
         return _wait(_functional().all_to_all_single(parts, ones, ones, self.group))
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
-        """As in `Wire`."""
         target_of = _completed(pairs, self.size)
         to = [int(target_of[self.rank] == rank) for rank in range(self.size)]
         of = [int(target_of[rank] == self.rank) for rank in range(self.size)]
@@ -192,7 +187,6 @@ class TracedWire:
         return out.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """As in `Wire`."""
         return _wait(_functional().broadcast(x.contiguous(), source, self.group))
 
 

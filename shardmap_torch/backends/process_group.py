@@ -50,7 +50,7 @@ class Line:
 
     @lazy
     def in_order(self) -> bool:
-        """Whether group ranks and positions are the same."""
+        """Returns whether group ranks and positions are the same."""
         return self.order == tuple(range(len(self.order)))
 
     def from_group(self, stacked: Tensor) -> Tensor:

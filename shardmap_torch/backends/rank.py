@@ -1,4 +1,4 @@
-"""What a rank that is a thread and a rank that is a process have in common."""
+"""Base of the backends of one rank, a thread or a process."""
 
 from collections.abc import Sequence
 

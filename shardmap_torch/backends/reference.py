@@ -1,4 +1,4 @@
-"""What each move does to the values of all ranks at once, stacked along a leading dimension.
+"""Reference implementation of data movements, on the stacked values of all ranks.
 
 The reference meaning of every move, in differentiable tensor operations; both simulated strategies
 run it. A value that is equal on all ranks comes and goes without the leading dimension.

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Post:
-    """What a rank brings to a collective."""
+    """The contribution of one rank to a collective."""
 
     members: tuple[int, ...]
     what: str
@@ -38,7 +38,7 @@ class Post:
     value: Tensor
 
     def __str__(self) -> str:
-        """As in `all_reduce('tp', Partial -> I) of float32[4] at model.py:12`."""
+        """Formats it as `all_reduce('tp', Partial -> I) of float32[4] at model.py:12`."""
         return f"{self.what} at {self.site}"
 
 
@@ -228,7 +228,7 @@ class ThreadBackend(RankBackend):
 
 
 def show_tensor(x: Tensor) -> str:
-    """As in `float32[4, 2]`."""
+    """Formats it as `float32[4, 2]`."""
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
@@ -256,7 +256,7 @@ def _arguments(collective: Collective, move: str) -> str:
 
 @dataclass(frozen=True)
 class _ThreadState:
-    """What is local to a thread, and a new one does not inherit: torch's modes and `use_mesh`."""
+    """Thread-local state that a new thread must copy: torch's modes and `use_mesh`."""
 
     grad: bool
     inference: bool

@@ -71,7 +71,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of a body returned, as in `Call`."""
+    """The result of one run of a body, flattened like the arguments in `Call`."""
 
     leaves: Sequence[Any]
     match: Match
@@ -124,7 +124,7 @@ def _place(call: Call, out: Tree) -> Match:
 
 
 def _monitor(call: Call) -> Monitor | None:
-    """What follows the body: an inner one is part of the program around it."""
+    """Returns the monitor of the body: an inner body is part of the program around it."""
     if call.follow is not None:
         return call.follow()
     scope = current_scope()
@@ -137,7 +137,7 @@ def _drawing() -> Drawing | None:
 
 
 def is_checked(call: Call) -> bool:
-    """Whether the checker has seen the call, by itself or as part of the program around it."""
+    """Returns whether the checker has seen the call, alone or in the program around it."""
     scope = current_scope()
     return call.follow is not None or (scope is not None and scope.monitor is not None)
 

@@ -1,4 +1,4 @@
-"""What a spec stands for at the boundary: conversions and collectives on the values that cross."""
+"""Casts at the boundary: the conversions and collectives that a spec stands for."""
 
 from collections.abc import Sequence
 

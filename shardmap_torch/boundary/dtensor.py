@@ -114,7 +114,7 @@ def _whole_unless(wanted: Placements, given: Placements) -> Placements:
 
 
 def _added(mesh: Mesh, spec: P, given: Placements) -> tuple[Collective, ...]:
-    """What makes a DTensor partial that is whole: its value is kept on the first rank."""
+    """Makes a replicated DTensor partial: keeps its value on the first rank."""
     if not spec.partial:
         return ()
     wanted = placements_of(mesh, spec)
@@ -234,7 +234,7 @@ class Leave(Linear):
 
 
 def _is_batched(x: Tensor) -> bool:
-    """Whether it is at any functorch level."""
+    """Returns whether it is at any functorch level."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_batchedtensor(x):

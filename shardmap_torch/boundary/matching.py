@@ -19,11 +19,11 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P, mismatches
 
 Spec = P | None
-"""How one leaf crosses; None passes any Python value as it is."""
+"""The spec of one leaf; None passes any Python value as it is."""
 
 
 def crosses(leaf: Placed[Spec]) -> bool:
-    """Whether the leaf is a tensor that is cut by a spec, rather than static."""
+    """Returns whether the leaf is a tensor that is cut by a spec, rather than static."""
     return leaf.spec is not None and isinstance(leaf.value, Tensor)
 
 
@@ -34,7 +34,7 @@ def spec_of(leaf: Placed[Spec]) -> P:
 
 
 def is_spec(value: Any) -> bool:
-    """Whether `value` is a leaf of a spec tree."""
+    """Returns whether `value` is a leaf of a spec tree."""
     return value is None or isinstance(value, P)
 
 
@@ -224,7 +224,7 @@ _INSTEAD: Final = {
     "ndarray": "pass torch.from_numpy(x)",
     "ShapeDtype": "it stands for one in check_program and its like, and on abstract meshes",
 }
-"""What to do about arguments of some types."""
+"""Repairs for arguments of some types."""
 
 
 def _require_named(name: str, mapped: Sequence[str], placed: Sequence[Placed[Spec]]) -> None:
@@ -252,7 +252,7 @@ def _require_named(name: str, mapped: Sequence[str], placed: Sequence[Placed[Spe
 
 
 def can_receive_gradient(value: Any) -> bool:
-    """Whether a gradient can flow into `value` in this call, at any functorch level."""
+    """Returns whether a gradient can flow into `value` in this call, at any functorch level."""
     if not isinstance(value, Tensor) or not torch.is_grad_enabled():
         return False
     functorch = torch._C._functorch

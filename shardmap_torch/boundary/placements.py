@@ -57,7 +57,7 @@ def _shard(mesh: Mesh, spec: P, dim: int, major: tuple[str, ...], axis: str) -> 
 
 
 def spec_of(x: DTensor, mesh: Mesh) -> P | Placement:
-    """How a DTensor lies, or a placement that no spec can say."""
+    """Returns the spec of a DTensor, or the placement that no spec can express."""
     cuts: list[list[str]] = [[] for _ in x.shape]
     # From the last axis on, so that those for which an earlier one leaves room are there.
     for axis, placement in reversed(list(zip(mesh.axis_names, x.placements, strict=True))):
@@ -77,7 +77,7 @@ def spec_of(x: DTensor, mesh: Mesh) -> P | Placement:
 
 
 def _room(mesh: Mesh, cuts: list[list[str]], placement: Placement) -> int | None:
-    """Where an axis stands among those that cut its dim already: behind so many blocks."""
+    """Counts the blocks of the axes that shard the dim before this axis does."""
     if isinstance(placement, Shard):
         return 0
     blocks: int | None = getattr(placement, "split_factor", None)

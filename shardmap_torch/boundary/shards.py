@@ -65,7 +65,7 @@ def join(stacked: Tensor, spec: P, mesh: Mesh, axes: Sequence[str]) -> Tensor:
 
 
 def stack_cotangent(grad: Tensor, spec: P, mesh: Mesh) -> Tensor:
-    """What `join` passes back to each rank: `[*axis sizes, *local]`, equal where not mentioned."""
+    """Returns the cotangents of `join`: `[*axis sizes, *local]`, equal on axes not mentioned."""
     pieces, order = cut(grad, spec, mesh)
     for position, axis in enumerate(mesh.axis_names):
         if axis not in order:

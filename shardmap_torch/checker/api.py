@@ -144,7 +144,7 @@ class Program:
 
 
 def _title(number: int, way: ProgramPath, sites: bool) -> Sequence[str]:
-    """As in `path 1, where #1 > 1.0 is True`; nothing where there is one way."""
+    """Formats the title as `path 1, where #1 > 1.0 is True`; nothing if there is one path."""
     branches = [
         f"{branch.condition} is {branch.holds}" + (f"  # {branch.site}" if sites else "")
         for branch in way.branches
@@ -247,7 +247,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 def _globally(
     f: Callable[..., Any], program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[str]:
-    """What global strictness says."""
+    """Formats the verdict of global strictness."""
     try:
         _ask(f)(args, kwargs, "global")
     except ShardTypeError as error:
@@ -280,7 +280,7 @@ def _explained(way: ProgramPath, axes: Sequence[str]) -> Iterator[str]:
 
 
 def _specified(forward: Equation, backward: Equation) -> str:
-    """Whether a backward collective is the one of the table's row."""
+    """Returns whether a backward collective is the one of the table's row."""
     specified = None if forward.collective is None else forward.collective.transpose
     if specified is None or str(forward.collective) != forward.name:  # an extremum has no row
         return ""

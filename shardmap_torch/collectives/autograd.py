@@ -38,7 +38,7 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
 
 
 def is_identity(backend: Backend, operation: Operation) -> bool:
-    """Whether it does nothing, forward and backward: it only casts, over axes of one rank."""
+    """Returns whether it only casts, over axes of one rank, so that it does nothing."""
     return (
         isinstance(operation, Collective)
         and operation.move == "same"
@@ -54,7 +54,7 @@ def issue(scope: Scope, operation: Operation, x: Tensor) -> Tensor:
 
 
 def is_transformed() -> bool:
-    """Whether a torch.func transform or forward mode is active; not while Dynamo traces."""
+    """Returns whether a torch.func transform or forward mode is active; not while Dynamo traces."""
     if torch.compiler.is_dynamo_compiling():
         _reject_transforms()
         return False
@@ -82,8 +82,7 @@ class TypedFunction(torch.autograd.Function):
     if TYPE_CHECKING:
 
         @classmethod
-        def apply(cls, *args: Any) -> Any:
-            """As in torch."""
+        def apply(cls, *args: Any) -> Any: ...
 
 
 class EagerForm(TypedFunction):

@@ -83,7 +83,7 @@ class Collective(Linear):
 
     @property
     def move(self) -> str:
-        """What happens to the data."""
+        """Returns the name of the data movement."""
         return self.row.move
 
     @lazy
@@ -120,7 +120,7 @@ class Collective(Linear):
         return bind(self, tangent)
 
     def __str__(self) -> str:
-        """As in `all_reduce('tp', Partial -> R)`."""
+        """Formats it as `all_reduce('tp', Partial -> R)`."""
         axes = self.axes[0] if len(self.axes) == 1 else self.axes
         return f"{self.name}({axes!r}, {self.src} -> {self.dst})"
 
@@ -189,6 +189,6 @@ class Extremum:
         return holds / count.clamp(min=1)
 
     def __str__(self) -> str:
-        """As in `all_reduce('tp', V -> I, op='max')`."""
+        """Formats it as `all_reduce('tp', V -> I, op='max')`."""
         axes = self.axes[0] if len(self.axes) == 1 else self.axes
         return f"all_reduce({axes!r}, V -> {self.total.dst}, op={self.move!r})"

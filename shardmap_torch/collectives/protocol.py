@@ -55,12 +55,12 @@ class Checker(Backend, Protocol):
 
 
 def is_checker(backend: Backend) -> TypeGuard[Checker]:
-    """Whether the body is being checked; isinstance of a Protocol takes 40 us."""
+    """Returns whether the body is being checked; isinstance of a Protocol takes 40 us."""
     return hasattr(backend, "hold")
 
 
 def sends_bundles(backend: Backend) -> bool:
-    """Whether the small tensors of a tree go in one message: it has a latency to save."""
+    """Returns whether the small tensors of a tree go in one message: it has a latency to save."""
     return hasattr(backend, "bundles")
 
 

@@ -18,7 +18,7 @@ from shardmap_torch.types import AxisType
 
 @dataclass(frozen=True)
 class Scope:
-    """What a body runs under.
+    """The context in which a body runs.
 
     Attributes:
         backend: runs its collectives.

@@ -1,10 +1,10 @@
-"""What errors say of the ranks."""
+"""Texts of errors about ranks."""
 
 from collections.abc import Mapping, Sequence
 
 
 def describe_error(error: BaseException) -> str:
-    """As in `raised ValueError: too long at model.py:12`."""
+    """Formats it as `raised ValueError: too long at model.py:12`."""
     site = _site_of(error)
     text = shorten(str(error).splitlines()[0] if str(error) else "")
     return f"raised {type(error).__name__}: {text}" + (f" at {site}" if site else "")
@@ -24,7 +24,7 @@ def shorten(text: str) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """As in `ranks 0, 2`; the first 16 of many."""
+    """Formats it as `ranks 0, 2`; the first 16 of many."""
     shown = ", ".join(map(str, sorted(ranks)[:16]))
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + shown + more

@@ -40,7 +40,7 @@ class Entry:
         return self.seq, self.call, self.function, self.operation, self.axes, self.operand
 
     def __str__(self) -> str:
-        """As in `#12 call 3 of f: all_reduce('tp', Partial -> I) of f32[4] at a.py:12, done`."""
+        """Formats it as `#2 call 3 of f: all_reduce('i', Partial -> I) at a.py:12, done`."""
         return (
             f"#{self.seq} call {self.call} of {self.function}: {self.operation} of {self.operand} "
             f"at {self.line}, {self.state}"
@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank has written."""
+    """The flight record that one rank has written."""
 
     rank: int
     reason: str

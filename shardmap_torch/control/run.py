@@ -36,7 +36,7 @@ from shardmap_torch.errors import (
 )
 
 PATIENCE: Final = timedelta(seconds=1)
-"""How long a rank waits before it looks whether the wait can end."""
+"""Time that a rank waits before it checks whether the wait can end."""
 
 _GATHER: Final = 3.0
 """Seconds that an error waits for what the other ranks say."""
@@ -55,12 +55,12 @@ class StuckError(Exception):
 
     @property
     def is_disagreement(self) -> bool:
-        """Whether all are there, and wait in different places."""
+        """Returns whether all are there, and wait in different places."""
         return self.stands[self.path[-1]].state in ("waits", "disagrees")
 
 
 class Control:
-    """What one process knows of the run; there is one for the default process group."""
+    """One process's view of the run; there is one for the default process group."""
 
     def __init__(self, timeout: timedelta) -> None:
         """Makes the group of the checks, so every rank must do so."""
@@ -294,7 +294,7 @@ class Control:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether this rank has said that it waits."""
+        """Returns whether this rank has said that it waits."""
         return self._blocked
 
     def unblock(self) -> None:

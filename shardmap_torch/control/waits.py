@@ -1,4 +1,4 @@
-"""Where each rank stands, and whether those that wait for one another can ever go on."""
+"""Positions of ranks, and detection of those that wait for one another forever."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ CHECK: Final = "check"
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank stands, as its peers see it.
+    """The position of a rank, as its peers see it.
 
     Attributes:
         state: it runs, waits for others, has raised an error in its newest call, has failed since

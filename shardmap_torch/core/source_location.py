@@ -1,4 +1,4 @@
-"""Where in the user's code something happens."""
+"""Source locations in the user's code."""
 
 import contextlib
 import linecache
@@ -40,11 +40,11 @@ class Site:
 
     @property
     def place(self) -> str:
-        """As in `model.py:12`."""
+        """Formats it as `model.py:12`."""
         return f"{Path(self.file).name}:{self.line}"
 
     def __str__(self) -> str:
-        """As in `model.py:12: y = x @ w`."""
+        """Formats it as `model.py:12: y = x @ w`."""
         source = self.source
         return self.place + (f": {source}" if source else "")
 
@@ -69,5 +69,5 @@ def call_site() -> Site | None:
 
 
 def is_own(frame: FrameType) -> bool:
-    """Whether a frame runs code of this package."""
+    """Returns whether a frame runs code of this package."""
     return frame.f_code.co_filename.startswith(_OWN[:3])

@@ -1,11 +1,11 @@
-"""Whether tensors share memory."""
+"""Detection of tensors that share memory."""
 
 import torch
 from torch import Tensor
 
 
 def memory_of(x: Tensor) -> int | None:
-    """What tensors that share memory have in common, under all transforms; None where unknown."""
+    """Returns a key that tensors sharing memory have in common; None where unknown."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)

@@ -39,7 +39,7 @@ class Traced:
 
 
 Structure: TypeAlias = optree.PyTreeSpec | Traced
-"""What puts leaves back into a tree."""
+"""A structure that puts leaves back into a tree."""
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Structure]:
@@ -88,7 +88,7 @@ class Mismatch:
     reason: str
 
     def __str__(self) -> str:
-        """As in `params['w']: specs have keys ...`."""
+        """Formats it as `params['w']: specs have keys ...`."""
         return f"{self.path}: {self.reason}"
 
 
@@ -176,7 +176,7 @@ def _open(tree: Tree) -> _Level:
 
 
 def _open_dict(tree: dict[Any, Any]) -> _Level:
-    """As optree does, whose way Dynamo cannot trace where a dict holds no tensor."""
+    """Flattens a dict like optree, which Dynamo cannot trace if the dict holds no tensor."""
     keys = sorted(tree)
 
     def rebuild(children: list[Any]) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""What the functions of this package read: axes, groups, and the type of the operand."""
+"""Arguments of the functions of this package: axes, groups, and the operand's type."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Groups: TypeAlias = Sequence[Sequence[int]]
 WORDS: Final[Mapping[AxisType, str]] = MappingProxyType(
     {I: "invarying", R: "reduced", V: "varying", Partial: "unreduced"}
 )
-"""What JAX calls the types."""
+"""JAX's names of the types."""
 
 ANY: Final = (I, R, V, Partial)
 EQUAL_OR_VARYING: Final = (I, R, V)
@@ -49,16 +49,16 @@ class Arguments:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the axes have."""
+        """Counts the ranks of the axes."""
         return self.num_along(self.axes)
 
     @property
     def num_members(self) -> int:
-        """How many ranks one result is made of."""
+        """Counts the ranks that contribute to one result."""
         return len(self.groups[0]) if self.groups else self.num_ranks
 
     def num_along(self, axes: tuple[str, ...]) -> int:
-        """How many ranks some of the axes have."""
+        """Counts the ranks along some of the axes."""
         return self.scope.backend.mesh.num_ranks(axes)
 
     def source(self, x: Tensor) -> "Source":

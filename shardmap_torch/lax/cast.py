@@ -24,7 +24,7 @@ _CASTS: Final[Mapping[tuple[AxisType, AxisType], Callable[[Tensor, tuple[str, ..
         }
     )
 )
-"""What JAX's pcast can do. None of them changes the value that a rank holds."""
+"""Casts of JAX's pcast. None of them changes the value that a rank holds."""
 
 
 def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: TypeLike | None = None) -> X:
@@ -73,7 +73,7 @@ def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: TypeLike | None = None) -
 
 
 def _source_of_cast(given: Arguments, target: AxisType, x: Tensor) -> Source:
-    """What is equal on all ranks and neither I nor R yet, becomes the one that commits less."""
+    """Casts a value that is neither I nor R yet to the type that commits less."""
     found = None if given.src is not None else given.scope.types_of(given.axes, x)
     if found is None:
         kind = given.src or (V if target == Partial else I)

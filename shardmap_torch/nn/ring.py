@@ -79,7 +79,7 @@ def _head_tail(count: int, length: int, axis: Axis) -> Tensor:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Which blocks a step has."""
+    """The blocks of each step."""
 
     axis: Axis
     causal: bool

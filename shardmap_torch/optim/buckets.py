@@ -22,7 +22,7 @@ from shardmap_torch.types import I, V
 Kind: TypeAlias = Literal["all_reduce", "reduce_scatter", "all_gather", "slice"]
 
 BUCKET_BYTES: Final = 25 * 2**20
-"""As of torch's DistributedDataParallel: large enough for the bandwidth of a network."""
+"""Size of a bucket, that of DistributedDataParallel: enough for a network's bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -167,4 +167,4 @@ _ROWS: Final[Mapping[Kind, tuple[bool, bool]]] = {
     "reduce_scatter": (True, False),
     "all_gather": (False, True),
 }
-"""Whether a buffer has a row for each rank, before and after."""
+"""For each kind of bucket: whether a buffer has a row per rank, before and after."""

@@ -161,7 +161,7 @@ def _widest(amounts: Sequence[Tensor]) -> torch.dtype:
 
 
 def _amount(x: Tensor, ord: float) -> Tensor:
-    """What of one shard is added over the shards, or compared: sums of powers, or the maximum."""
+    """Computes the addend of one shard: the sum of powers, or the maximum."""
     wide = torch.promote_types(x.abs().dtype if x.is_complex() else x.dtype, torch.float32)
     if ord == math.inf:
         return x.abs().amax().to(wide) if x.numel() else x.new_zeros((), dtype=wide)

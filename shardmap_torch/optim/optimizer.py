@@ -1,4 +1,4 @@
-"""What an optimizer is: three pure functions, and how they run on trees."""
+"""Optimizers as three pure functions on trees."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ State: TypeAlias = Any
 """A dict: "step", and for each kind of moment a tree like the parameters."""
 
 Decays: TypeAlias = Callable[[Tensor], bool] | Tree
-"""Which parameters decay: a function of the parameter, or a pytree prefix of bools."""
+"""Parameters that decay: a function of the parameter, or a pytree prefix of bools."""
 
 
 class Optimizer(ABC):

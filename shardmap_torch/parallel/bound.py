@@ -101,7 +101,7 @@ class BoundModule:
         return copy
 
     def _rebind(self, value: Any) -> Any:
-        """What an attribute refers to in the copy: methods, and lists of modules or parameters."""
+        """Rebinds an attribute to the copy: methods, and lists of modules or parameters."""
         if isinstance(value, MethodType) and id(value.__self__) in self._modules:
             owner: Any = value.__self__
             return MethodType(value.__func__, self._copy(owner))

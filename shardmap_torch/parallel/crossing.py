@@ -36,7 +36,7 @@ class UnknownDimsError(Exception):
 
 
 class Inputs:
-    """How the inputs of a parallelized module enter its body."""
+    """Specs and casts of the inputs of a parallelized module."""
 
     def __init__(self, mesh: Mesh, plan: Plan, in_specs: Tree, names: Sequence[str]) -> None:
         """`in_specs` as for `shard_map`, or None: by the root's style; `names` of the inputs."""
@@ -115,7 +115,7 @@ class Inputs:
 
 
 class Outputs:
-    """How the outputs of a parallelized module leave its body."""
+    """Specs and casts of the outputs of a parallelized module."""
 
     def __init__(self, mesh: Mesh, plan: Plan, out_specs: Tree) -> None:
         """`out_specs` as for `shard_map`, or None: by the root's style."""

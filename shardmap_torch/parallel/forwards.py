@@ -169,4 +169,4 @@ _FORWARDS: Final[tuple[tuple[type[ParallelStyle], Callable[..., Any]], ...]] = (
     (PrepareModuleOutput, _prepare_output),
     (PrepareModuleInputOutput, _prepare_both),
 )
-"""How a module runs, by its style."""
+"""Forwards of modules, by their style."""

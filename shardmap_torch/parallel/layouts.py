@@ -71,7 +71,7 @@ def type_along(axis: str, x: Tensor) -> AxisType:
 
 
 def is_replicated(axis: str, x: Tensor) -> bool:
-    """Whether all ranks of `axis` have the same value."""
+    """Returns whether all ranks of `axis` have the same value."""
     return type_along(axis, x) in (I, R, K)
 
 
@@ -159,4 +159,4 @@ _MOVES: Final[Mapping[tuple[str, str], _Move]] = {
     ("Partial", "Shard"): _collect,
     ("Partial", "Partial"): _keep,
 }
-"""How a value goes from one placement to another."""
+"""Functions that move a value from one placement to another."""

@@ -171,7 +171,7 @@ class _ParallelCall:
             raise self._explain(error) from error
 
     def _explain(self, error: RuntimeError) -> SpecError:
-        """What torch's error about the shapes of shards says to somebody who wrote global ones."""
+        """Explains torch's error about shapes of shards to users who wrote global ones."""
         axis, site = self._plan.axis, error_site(error)
         return SpecError(
             f"{type(self._module).__name__}: the forward fails on the shards that one of the "

@@ -25,12 +25,12 @@ _SPECS: Final[Mapping[tuple[type, type], Mapping[str, Callable[[str], P]]]] = {
     (RowwiseParallel, nn.Linear): {"weight": lambda axis: P(None, axis), "bias": lambda axis: P()},
     (RowwiseParallel, nn.Embedding): {"weight": P},
 }
-"""How a style shards the parameters of a module; all others are replicated."""
+"""Specs of the parameters that a style shards; all others are replicated."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan says of one module.
+    """The plan of one module.
 
     Attributes:
         axis: the mesh axis of its placements.

@@ -16,7 +16,7 @@ ROOT: Final = ""
 
 
 class ParallelStyle:
-    """How one module of a plan is parallelized; each class below says it by torch's arguments."""
+    """Base of the styles of a plan; each class below takes torch's arguments."""
 
     def __repr__(self) -> str:
         """Prints as it is written."""
@@ -25,7 +25,7 @@ class ParallelStyle:
 
 
 class _Linear(ParallelStyle):
-    """What the two styles of `nn.Linear` and `nn.Embedding` share."""
+    """Base of the two styles of `nn.Linear` and `nn.Embedding`."""
 
     def __init__(
         self,

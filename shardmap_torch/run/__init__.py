@@ -1,1 +1,1 @@
-"""How a checked call runs: on this rank's process, on threads, or batched."""
+"""Runs of checked calls: on this rank's process, on threads, or batched."""

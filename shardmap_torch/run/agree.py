@@ -1,4 +1,4 @@
-"""What the processes compare of a call before anything of it is sent.
+"""Agreement of processes on a call before any of its data is sent.
 
 Processes that make different calls would wait for one another in collectives until a time limit,
 and then know nothing about why; or would add numbers that do not belong together.
@@ -29,7 +29,7 @@ _PLAIN: Final = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Found:
-    """What a process has found out about a call.
+    """One process's finding about a call.
 
     Attributes:
         name: of the function.

@@ -48,7 +48,7 @@ _LATE: Final = (
 
 
 class Checked:
-    """What the checker has found out about one function."""
+    """The checker's findings about one function."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from shardmap_torch.checker.guards.cache_key import Parts
 from shardmap_torch.core.source_location import call_site
 
 LIMIT: Final = 32
-"""How many calls in a row: more than most models have layers that are told their number."""
+"""Number of calls in a row before the warning: more than most models have numbered layers."""
 
 _SHOWN: Final = 3
 

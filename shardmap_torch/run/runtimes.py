@@ -1,4 +1,4 @@
-"""How each kind of mesh runs calls and holds values: one module a kind, loaded when first used."""
+"""Runtimes of the kinds of mesh: one module each, loaded when first used."""
 
 from collections.abc import Mapping
 from importlib import import_module

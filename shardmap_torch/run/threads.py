@@ -216,7 +216,7 @@ class _Ranks:
 
 
 def _describe(result: Result) -> str:
-    """As in `returned out['x'] float32[4], out['n'] int`."""
+    """Formats it as `returned out['x'] float32[4], out['n'] int`."""
     shown = [
         f"{leaf.path} {show_tensor(leaf.value) if crosses(leaf) else type(leaf.value).__name__}"
         for leaf in result.outputs

@@ -94,7 +94,7 @@ def validate_rule(
 
 
 def _name_of(target: Any) -> str:
-    """What to call it.
+    """Returns a name for it.
 
     Raises:
         ShardTypeError: it cannot be validated.

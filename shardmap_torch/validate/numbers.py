@@ -25,7 +25,7 @@ class Fault:
     scale: float
 
     def __str__(self) -> str:
-        """As in `the ranks differ; the worst difference is 2, where values reach 3.5`."""
+        """Formats it as `the ranks differ; the worst difference is 2, where values reach 3.5`."""
         return (
             f"{self.reason}; the worst difference is {self.worst:.3g}, "
             f"where values reach {self.scale:.3g}"
@@ -33,7 +33,7 @@ class Fault:
 
 
 def is_real(value: Any) -> bool:
-    """Whether it is a tensor with gradients: floating or complex."""
+    """Returns whether it is a tensor with gradients: floating or complex."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -62,14 +62,14 @@ def shifted(values: Sequence[Tensor], generator: torch.Generator) -> list[Tensor
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
-    """What rounding costs in the coarsest of the dtypes, with a few dozen operations to spare."""
+    """Returns the tolerance for rounding in the coarsest dtype over dozens of operations."""
     real = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     coarsest = max((float(torch.finfo(dtype).eps) for dtype in real), default=0.0)
     return float((64 * coarsest) ** (15 / 16))
 
 
 def differ(first: Tensor, second: Tensor, tolerance: float, reason: str) -> Fault | None:
-    """What is wrong if two tensors are not equal up to rounding, where both are finite."""
+    """Explains the difference of two tensors beyond rounding, where both are finite."""
     if first.shape != second.shape:
         return Fault(f"{reason}: shapes {list(first.shape)}, {list(second.shape)}", torch.inf, 0)
     finite = torch.isfinite(first) & torch.isfinite(second)
@@ -132,7 +132,7 @@ def refute(
 
 
 def unequal(first: Tensor, second: Tensor, tolerance: float, reason: str) -> Fault | None:
-    """As `differ`, and what is finite in one must be so in the other."""
+    """Explains the difference of two tensors, which must be finite in the same entries."""
     if first.shape == second.shape and not torch.equal(first.isfinite(), second.isfinite()):
         return Fault(f"{reason} in what is finite", torch.inf, float("nan"))
     return differ(first, second, tolerance, reason)

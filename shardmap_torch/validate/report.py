@@ -1,4 +1,4 @@
-"""What came of a validation."""
+"""Reports of validations."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from shardmap_torch.validate.numbers import Fault
 
 @dataclass(frozen=True)
 class Validation:
-    """What `validate_rule` tried, and what it saw to hold.
+    """The claims that `validate_rule` tried, and those that hold.
 
     Attributes:
         name: of what was validated.
@@ -55,7 +55,7 @@ class Findings:
             self.wrong[claim] = fault
 
     def report(self) -> Validation:
-        """What to return.
+        """Returns the report.
 
         Raises:
             ShardTypeError: a claim does not hold.

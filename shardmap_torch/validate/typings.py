@@ -33,7 +33,7 @@ _MAX_PAIRS: Final = 15
 
 _SPECS: Final = {I: P(invariant=AXIS), R: P(replicate=AXIS), V: P(AXIS), Partial: P(partial=AXIS)}
 _COTANGENTS: Final = {I: (I,), R: (Partial, V), V: (V,), Partial: (R,), Z: (V,), K: (I, Partial)}
-"""What a result of each type is seeded with, one choice a trial.
+"""Cotangent types for a result of each type, one choice a trial.
 
 Where gradients are taken inside the body, what is equal on all ranks is K.
 """
@@ -102,7 +102,7 @@ class Operation:
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
     def shown(self, types: Kinds) -> str:
-        """As in `(x: Partial, w: R)`."""
+        """Formats it as `(x: Partial, w: R)`."""
         words = [f"{path}: {kind}" for path, kind in zip(self.paths, types, strict=True)]
         return f"({', '.join(words)})"
 
@@ -281,7 +281,7 @@ class _Trial:
             findings.note(claim, fault)
 
     def _run(self, columns: Columns) -> Columns:
-        """What every rank computes from its own values."""
+        """Computes every rank's result from its own values."""
         count = len(self.types)
 
         def body(*values: Tensor) -> tuple[Tensor, ...]:
@@ -353,4 +353,4 @@ def _pulled(
 
 
 _NO_GRADIENT: Final = "no autograd formula was registered"
-"""What torch says of a custom operator that has none, as many that are no part of a loss."""
+"""Torch's message about a custom operator without an autograd formula."""

@@ -1,4 +1,4 @@
-"""What a verdict depends on: equal signatures have equal programs."""
+"""Cache keys of verdicts: equal signatures have equal programs."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass

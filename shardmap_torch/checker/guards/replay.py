@@ -56,7 +56,7 @@ class Step:
     crossing: Crossing = field(default_factory=Crossing)
 
     def is_of(self, what: object, x: Tensor | None) -> bool:
-        """Whether it is the same operation on an operand of the same shape and dtype."""
+        """Returns whether it is the same operation on an operand of the same shape and dtype."""
         mine = self.what
         return (mine is what or mine == what) and (
             x is None or (x.shape == self.shape and x.dtype is self.dtype)
@@ -73,7 +73,7 @@ class Step:
         return step
 
     def __str__(self) -> str:
-        """As in `all_reduce('tp', Partial -> I) of float32[4] at model.py:12`."""
+        """Formats it as `all_reduce('tp', Partial -> I) of float32[4] at model.py:12`."""
         place = f" at {self.site.place}" if self.site is not None else ""
         return show(self.what, self.shape, self.dtype) + place
 
@@ -97,45 +97,37 @@ class Fork:
 
     @property
     def depth(self) -> float:
-        """As its origin."""
         return self._origin.depth
 
     def on_operation(self, what: object, x: Tensor | None) -> None:
-        """As its origin."""
         self._origin.on_operation(what, x)
 
     def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
-        """As its origin."""
         return self._origin.types_of(axes, x)
 
     def note(self, what: object) -> Note:
-        """As its origin."""
         return self._origin.note(what)
 
     def enter(self, what: object, edge: Edge) -> Casts:
-        """As its origin."""
         return self._origin.enter(what, edge)
 
     def leave(self, what: object, edge: Edge) -> Casts:
-        """As its origin."""
         return self._origin.leave(what, edge)
 
     def fork(self, what: object) -> Monitor:
-        """As its origin."""
         return self._origin.fork(what)
 
     def rerun(self, key: Hashable) -> Monitor | None:
-        """Who follows the code when it runs again."""
+        """Returns the monitor of the code when it runs again."""
         return self._followed(key)
 
     def end(self, leaves: Sequence[object] = ()) -> None:
-        """As its origin."""
         self._origin.end(leaves)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a run leaves the checked program.
+    """The point where a run leaves the checked program.
 
     Attributes:
         found: what the run asks for.
@@ -178,7 +170,7 @@ class Replay:
 
     @property
     def depth(self) -> float:
-        """How many steps the run and the program have in common."""
+        """Counts the steps that the run and the program have in common."""
         return self._at.depth
 
     @property
@@ -210,7 +202,7 @@ class Replay:
         self._end(Difference(found, " or ".join(program_paths), self.depth))
 
     def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
-        """What the checker found there."""
+        """Returns the types that the checker found there."""
         self.on_operation((TYPE, axes), x)
         return self._at.types
 
@@ -220,7 +212,7 @@ class Replay:
         return self._at.note
 
     def enter(self, what: object, edge: Edge) -> Casts:
-        """What the checker found the inputs of an inner function to need."""
+        """Returns the conversions that the checker found for the inputs of an inner function."""
         self.on_operation(what, None)
         return self._at.crossing.collectives
 

@@ -26,7 +26,7 @@ FORWARD: Final = {
     # V beside P in sums: the ranks' values are taken as addends, as in JAX.
     Partial: frozenset({Partial, V, Z}),
 }
-"""What an operand's type may be where a row says the key."""
+"""Operand types accepted where a row asks for the key."""
 
 BACKWARD: Final = {**FORWARD, V: frozenset({V, R, K, Z})}
 """The same for cotangents: one cotangent for every rank is as good as one for each."""
@@ -207,7 +207,7 @@ def _shown(move: str, collective: Collective | None) -> str:
 def _summed_varying(
     forward: Equation | None, collective: Collective, axis: str, position: int
 ) -> bool:
-    """Whether `collective` is the transpose of a sum over `axis` that took a V."""
+    """Returns whether `collective` is the transpose of a sum over `axis` that took a V."""
     return (
         forward is not None
         and forward.collective is not None

@@ -66,7 +66,7 @@ def register_decomposition(op: OpOverload, f: Callable[..., Any]) -> None:
 def interpreted(
     op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context
 ) -> Any:
-    """What the decomposition of an operator gives; its operations are seen by `context`.
+    """Runs the decomposition of an operator under `context`, which sees its operations.
 
     Raises:
         ShardTypeError: the operator gives another shape or dtype.

@@ -75,6 +75,6 @@ def _own_axes(
 
 
 def _is_from_nothing(storage_type: StorageType) -> bool:
-    """Whether a factory has made it, such as the memory that `torch.empty(3).uniform_()` fills."""
+    """Returns whether a factory made it, as the memory that `torch.empty(3).uniform_()` fills."""
     made = storage_type.made
     return made is not None and not made.operands and not varying(storage_type.types)

@@ -1,4 +1,4 @@
-"""What a run may do in place of a composition, with a backward of its own, held against it.
+"""Equivalence of a kernel, which has its own backward, with its composition.
 
 An overlapped kernel has a backward that nobody derived, and what autograd derives from its unfused
 composition says nothing about that. So both forms are interpreted on operands of the types that
@@ -42,7 +42,7 @@ _OWN: Final = frozenset({V, R, K})
 
 X = TypeVar("X")
 Through: TypeAlias = Mapping[int, frozenset[str]]
-"""By the identity of a cell."""
+"""Axes by the identity of a storage type."""
 
 
 def hold(
@@ -156,7 +156,7 @@ class _Claim:
             raise _defect(interpreter, name, f"{self.what} is {wrong[0]}, and {wrong[1]}")
 
     def _wrong(self, interpreter: Interpreter, through: Through) -> tuple[str, str] | None:
-        """What it is, and what the composition's is, where they differ."""
+        """Returns the types of the kernel and the composition where they differ."""
         found, expected = self.found, self.expected
         if found is None or expected is None:
             words = ["missing" if each is None else "there" for each in (found, expected)]
@@ -260,7 +260,7 @@ class _Comparison:
             return torch.autograd.grad(outs, leaves, seeds, retain_graph=True, allow_unused=True)
 
     def _tried(self, run: Callable[[], Sequence[X]]) -> tuple[Sequence[X], Sequence[Equation]]:
-        """What `run` gives, and its equations."""
+        """Runs `run`, and returns its results and equations."""
         before = len(self._interpreter.equations)
         try:
             given = run()

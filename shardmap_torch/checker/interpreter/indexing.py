@@ -21,7 +21,7 @@ _WHOLE: Final = slice(None)
 
 
 def is_by_number(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a call indexes with a tensor of one integer."""
+    """Returns whether a call indexes with a tensor of one integer."""
     if func is not Tensor.__getitem__ and func is not Tensor.__setitem__:
         return False
     return any(map(_is_number, _parts(args[1])))
@@ -66,7 +66,7 @@ def _write(interpreter: "Interpreter", x: Tensor, index: Any, value: Any) -> Non
 
 
 def _made(parts: Sequence[Any]) -> int:
-    """How many dims these parts give the result, where none is a tensor or an ellipsis."""
+    """Counts the result's dims that these parts give; none is a tensor or an ellipsis."""
     return len([part for part in parts if part is None or isinstance(part, slice)])
 
 
@@ -90,7 +90,7 @@ def _parts(index: Any) -> Sequence[Any]:
 
 
 def _is_number(part: Any) -> bool:
-    """As torch sees it: uint8 is a mask."""
+    """Returns whether torch takes the index for a number; uint8 is a mask."""
     return (
         isinstance(part, Tensor)
         and part.ndim == 0

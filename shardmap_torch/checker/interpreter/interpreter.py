@@ -430,7 +430,7 @@ def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def _is_whole(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor has every entry of its storage, and not some of them twice."""
+    """Returns whether a tensor has every entry of its storage, and not some of them twice."""
     if tensor.numel() * tensor.element_size() != storage.nbytes():
         return False
     expected = 1

@@ -40,7 +40,7 @@ _FRIENDLY: Final = {
 
 
 def friendly(op: OpOverload) -> str:
-    """What users call an operation."""
+    """Returns the users' name of an operation."""
     name = op._schema.name.split("::")[1]
     return _FRIENDLY.get(name, name)
 
@@ -119,7 +119,7 @@ def _summing(equation: Equation, axis: str) -> Repair:
 
 
 def gradient_sum_advice(axis: str) -> str:
-    """How to go on with a gradient of which each rank has an addend."""
+    """Advises how to use a gradient of which each rank has an addend."""
     return (
         f"sum the gradient first, with all_reduce(g, {axis!r}, dst=I), or with op='mean' if the "
         "loss is a mean over each rank's part of the batch. If each rank's own gradient is meant, "
@@ -325,7 +325,7 @@ def cotangent(
 
 
 def wrong(axis_type: AxisType, have: AxisType) -> str:
-    """What is wrong with such a gradient."""
+    """Explains why a gradient of this type is invalid."""
     if plain(axis_type) == I and plain(have) in (V, Partial, R):
         return "each rank has its own part of it, and nothing sums them"
     if have in (R, I, K):
@@ -334,7 +334,7 @@ def wrong(axis_type: AxisType, have: AxisType) -> str:
 
 
 def gradient_advice(axis_type: AxisType, axis: str) -> str:
-    """How to get the gradient right."""
+    """Advises how to get the gradient right."""
     if plain(axis_type) == I:
         return (
             f"use the value as R, with convert(x, {axis!r}, src=I, dst=R) or with replicate= in "

@@ -183,7 +183,7 @@ HANDS_ON: Final = (_Functions.__torch_function__.__code__, _Functions._call.__co
 
 
 def _forget(found: Sequence[Any]) -> None:
-    """What torch has computed from a literal and a stand-in is not known."""
+    """Forgets the values that torch has computed from a literal and a stand-in."""
     for tensor in (t for value in found for t in tensors_of(value)):
         base = base_of(tensor)
         if isinstance(base, FakeTensor) and base.constant is not None:

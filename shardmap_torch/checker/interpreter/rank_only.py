@@ -1,4 +1,4 @@
-"""What only ranks that run by themselves can do: `torch.func.vmap` would drop it or break.
+"""Operations that only single ranks can run: `torch.func.vmap` would drop them or break.
 
 Hooks on tensors, autograd nodes and modules, functions of autograd that vmap cannot take, and what
 is saved for backward through hooks, as torch's own checkpoint does. All are typed as they are; a
@@ -33,12 +33,12 @@ HOOKS: Final[frozenset[Any]] = frozenset(
 
 
 def has_saving_hooks() -> bool:
-    """Whether what autograd saves goes through hooks now."""
+    """Returns whether what autograd saves goes through hooks now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def takes_vmap(function: type) -> bool:
-    """Whether a batched body can apply an `autograd.Function`.
+    """Returns whether a batched body can apply an `autograd.Function`.
 
     Example:
         >>> import torch
@@ -59,7 +59,7 @@ def takes_vmap(function: type) -> bool:
 
 
 class _Watch(threading.local):
-    """Whom to tell of the functions that this thread applies."""
+    """Thread-local listener for the functions that this thread applies."""
 
     def __init__(self) -> None:
         self.stack: list[Callable[[], None]] = []

@@ -114,7 +114,7 @@ def proposals(
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a torch.func.vmap batches it, at any level."""
+    """Returns whether a torch.func.vmap batches it, at any level."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
@@ -131,7 +131,7 @@ def _item(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _number(interpreter: "Interpreter", tensor: Tensor) -> Any:
-    """What `.item()` gives; a bool is a branch at once, since `x is True` would not ask for it."""
+    """Makes the result of `.item()`; a bool branches at once, since `x is True` asks nothing."""
     value = _taken(interpreter, tensor)
     return bool(value) if tensor.dtype == torch.bool else value
 
@@ -159,7 +159,7 @@ _INT: Final[Mapping[type, str]] = {
     kind: f"write {number} in place of int(x)"
     for kind, number in ((float, "x.long().item()"), (int, "x.item()"), (bool, "x.long().item()"))
 }
-"""What to write, by the kind of number that the tensor holds."""
+"""Repairs, by the type of number that the tensor holds."""
 
 
 def _plain(what: str, advice: Mapping[type, str] | None = None) -> Callable[..., Any]:
@@ -216,4 +216,4 @@ FUNCTIONS: Final[Mapping[Any, Any]] = {
     Tensor.__complex__: _plain("complex() takes"),
     Tensor.__format__: _format,
 }
-"""What the interpreter does where a function takes Python values from tensors."""
+"""Handlers of the functions that take Python values from tensors."""

@@ -1,4 +1,4 @@
-"""What is known of the tensors of one interpretation: the types of their storages, and who flows.
+"""Abstract store: the type of each storage, and which values are differentiable.
 
 Whether a gradient can flow through a value decides whether I and R are obligations or, as K, only
 facts. A value flows if autograd says so, or if it descends from the operand of a torch.func
@@ -41,7 +41,7 @@ class Token:
 
     @property
     def alive(self) -> bool:
-        """Whether the transform has not ended."""
+        """Returns whether the transform has not ended."""
         return self.level > 0
 
 
@@ -56,7 +56,7 @@ def closed_over_outer(name: str, does: str) -> TransformError:
 
 
 def is_real(dtype: torch.dtype) -> bool:
-    """Whether gradients exist for a dtype."""
+    """Returns whether gradients exist for a dtype."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -101,7 +101,7 @@ class Memory:
 
     @property
     def is_paused(self) -> bool:
-        """Whether what runs now is not the body's."""
+        """Returns whether what runs now is not the body's."""
         return self._paused
 
     @contextmanager
@@ -134,7 +134,7 @@ class Memory:
         return found
 
     def flows(self, tensor: Tensor) -> bool:
-        """Whether a gradient can flow through a base tensor."""
+        """Returns whether a gradient can flow through a base tensor."""
         if not is_real(tensor.dtype):
             return False
         if torch.is_grad_enabled():
@@ -254,7 +254,7 @@ class Memory:
                 storage_type.tasks -= {task}
 
     def goes_on(self, seeds: Sequence[Tensor | None]) -> bool:
-        """Whether a backward from these cotangents is part of one that runs.
+        """Returns whether a backward from these cotangents is part of one that runs.
 
         So it is in a custom backward that computes its forward again, and for the backward of the
         whole body, whose seeds the checker makes.

@@ -217,7 +217,7 @@ class SymbolicNumber:
     __hash__ = _escaping("a set or the key of a dict")
 
     def __getattr__(self, name: str) -> Any:
-        """What a Python number has and this one has not."""
+        """Rejects attributes that a Python number has and a symbolic one has not."""
         if hasattr(self.kind, name):
             self._escape(f".{name}")
         raise AttributeError(name)
@@ -231,7 +231,6 @@ class SymbolicNumber:
         self._escape("float() or math", "write n * 1.0 in place of float(n)")
 
     def __int__(self) -> int:
-        """As `__float__`."""
         self._escape("int()", "write math.trunc(n) in place of int(n)")
 
     def __index__(self) -> int:
@@ -243,7 +242,6 @@ class SymbolicNumber:
         )
 
     def __complex__(self) -> complex:
-        """As `__float__`."""
         self._escape("complex()")
 
     def _escape(self, what: str, advice: str = "") -> NoReturn:
@@ -258,7 +256,7 @@ class SymbolicNumber:
         return str(self)
 
     def __str__(self) -> str:
-        """As in `<#1>`."""
+        """Formats it as `<#1>`."""
         return f"<{self.text}>"
 
     __repr__ = __str__

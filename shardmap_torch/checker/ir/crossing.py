@@ -10,7 +10,7 @@ from shardmap_torch.core.caching import lazy
 
 @dataclass(eq=False)
 class Crossing:
-    """What the boundary does to the inputs, or to the results, on all ways that come to it."""
+    """Conversions of the inputs or results at a boundary, on all paths that reach it."""
 
     casts: dict[Where, tuple[Cast, ...]] = field(default_factory=dict)
 

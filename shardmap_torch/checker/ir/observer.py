@@ -1,4 +1,4 @@
-"""What observes a program while it is interpreted, and the record of the one-device program.
+"""Observers of a program during interpretation, and the record of the one-device program.
 
 Under global strictness the body is interpreted on a mesh whose axes all have one rank, where every
 collective is the identity: that is the program with its collectives erased. A `Recorder` notes its
@@ -116,7 +116,7 @@ class Observer:
         self.step(f"{RESULT} {path}", {"value": value}, [])
 
     def spec_of(self, tensor: Tensor) -> P | None:
-        """How a tensor is cut, if that is known."""
+        """Returns the spec of a tensor, if it is known."""
         return None
 
 

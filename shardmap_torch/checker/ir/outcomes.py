@@ -23,7 +23,7 @@ Outputs = dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
 
 @dataclass(frozen=True)
 class Need:
-    """How the gradient of an input wants an axis that its spec leaves open.
+    """The reading that an input's gradient needs of an axis its spec leaves open.
 
     Attributes:
         replicate: whether it has to be summed over the axis, or is whole already.
@@ -36,7 +36,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a result leaves along one axis.
+    """The conversions of a result along one axis when it leaves.
 
     Attributes:
         casts: the conversions to the type that its spec promises.
@@ -51,7 +51,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class PathOutcome:
-    """What was found out about one way.
+    """The outcome of verifying one path.
 
     Attributes:
         way: its branches and equations.
@@ -76,7 +76,7 @@ class PathOutcome:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What all ways share.
+    """Choices that all paths share.
 
     Attributes:
         replicate: open axes of inputs over which the gradient is summed.

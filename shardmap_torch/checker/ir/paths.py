@@ -17,7 +17,7 @@ from shardmap_torch.errors import ShardTypeError, TransformError
 T = TypeVar("T")
 
 LIMIT: Final = 64
-"""How many ways through a body are interpreted at most."""
+"""Maximal number of paths through a body that are interpreted."""
 
 COMPARISONS: Final[Mapping[str, Callable[[float, float], bool]]] = {
     "<": operator.lt,
@@ -46,13 +46,13 @@ class Condition:
     bound: float
 
     def __str__(self) -> str:
-        """As in `#1 > 1.0`, or `#1` for a bool."""
+        """Formats it as `#1 > 1.0`, or `#1` for a bool."""
         if self.kind is bool and (self.comparison, self.bound) == ("!=", 0):
             return self.subject
         return f"{self.subject} {self.comparison} {self.bound!r}"
 
     def holds(self, value: float) -> bool:
-        """Whether it holds where the subject has this value."""
+        """Returns whether it holds where the subject has this value."""
         return COMPARISONS[self.comparison](value, self.bound)
 
 
@@ -71,7 +71,7 @@ class Branch:
     site: Site | None
 
     def __str__(self) -> str:
-        """As in `#1 > 1.0 is False at train.py:12: if norm > clip:`."""
+        """Formats it as `#1 > 1.0 is False at train.py:12: if norm > clip:`."""
         at = "" if self.site is None else f" at {self.site}"
         return f"{self.condition} is {self.holds}{at}"
 
@@ -136,7 +136,7 @@ class Branches:
         return Branches(self.name, self._given, self._others)
 
     def decide(self, condition: Condition) -> bool:
-        """What the condition is on this way.
+        """Decides the condition on this path.
 
         Raises:
             ShardTypeError: there are too many ways; or the check has ended, and nobody knows.
@@ -194,7 +194,7 @@ def _candidates(kind: type, bounds: Sequence[float]) -> Iterator[float]:
 
 
 _TOLD: Final = 4
-"""How many branches of a way an error tells."""
+"""Maximal number of branches of a path that an error lists."""
 
 
 def told(branches: Sequence[Branch]) -> list[str]:
@@ -204,7 +204,7 @@ def told(branches: Sequence[Branch]) -> list[str]:
 
 
 def every_path(name: str, run: Callable[[Branches], T]) -> list[T]:
-    """What `run` gives on each way, in the order in which ways are found."""
+    """Runs `run` on each path, and yields the results in the order in which paths are found."""
     found: list[T] = []
     pending: list[tuple[bool, ...]] = [()]
     while pending:

@@ -48,7 +48,7 @@ class StorageType:
     spread: frozenset[int] = frozenset()
 
     def origin(self) -> str:
-        """Where it comes from, in words."""
+        """Describes the origin of the value."""
         if self.made is None:
             return self.label
         site = f" at {self.made.site}" if self.made.site is not None else ""
@@ -67,7 +67,7 @@ class Use:
     number: int | None = None
 
     def __str__(self) -> str:
-        """As in `float32[4, 8]`."""
+        """Formats it as `float32[4, 8]`."""
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
@@ -88,7 +88,7 @@ class Held:
     backward: bool
 
     def __str__(self) -> str:
-        """As in `all_reduce('tp', Partial -> I) of float32[4], sends 16 B`."""
+        """Formats it as `all_reduce('tp', Partial -> I) of float32[4], sends 16 B`."""
         return f"{self.collective} of {self.operand}, sends {self.sent} B"
 
 
@@ -127,7 +127,7 @@ class Equation:
 
 @dataclass(frozen=True)
 class ProgramPath:
-    """What one way through a body does, forward and backward.
+    """The typed program of one path through a body, forward and backward.
 
     Attributes:
         branches: on numbers taken from tensors, in the order in which the way takes them.
@@ -163,7 +163,7 @@ def bytes_sent(collective: Collective, nbytes: int, num_ranks: int) -> int:
 
 
 def show_types(types: Types, axes: Sequence[str]) -> str:
-    """As in `{dp: V, tp: R}`."""
+    """Formats it as `{dp: V, tp: R}`."""
     return (
         "{"
         + ", ".join(f"{axis}: {axis_type}" for axis, axis_type in zip(axes, types, strict=True))

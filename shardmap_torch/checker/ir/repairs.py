@@ -76,7 +76,7 @@ def propose(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeError:
 
 
 def proposed(error: ShardTypeError) -> tuple[Repair, ...]:
-    """What was noted on an error."""
+    """Returns the repair noted on an error."""
     found: tuple[Repair, ...] = error.__dict__.get("_shardmap_repairs", ())
     return found
 

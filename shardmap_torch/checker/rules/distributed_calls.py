@@ -44,7 +44,7 @@ _INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
         "get_world_size": "use shardmap_torch.axis_size",
     }
 )
-"""By the start of the name of the function or operator; the longest that fits counts."""
+"""Advice by a prefix of the function's or operator's name; the longest match counts."""
 
 _DISTRIBUTED: Final = str(Path(torch.__file__).parent / "distributed") + "/"
 _TORCH: Final = str(Path(torch.__file__).parent) + "/"

@@ -50,7 +50,7 @@ Outcomes: TypeAlias = "Types | Refusal"
 
 @dataclass(frozen=True)
 class Signature:
-    """What the schema of an overload says, looked up once.
+    """Facts from the schema of an overload, looked up once.
 
     Attributes:
         names: of all arguments, in order.
@@ -107,7 +107,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=4096)
 def may_draw(op: Any) -> bool:
-    """Whether some call of this operator draws random numbers."""
+    """Returns whether some call of this operator draws random numbers."""
     if not isinstance(op, OpOverload):
         return False
     row = row_of(op)
@@ -117,7 +117,7 @@ def may_draw(op: Any) -> bool:
 
 
 def draws(op: OpOverload, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers."""
+    """Returns whether a call draws random numbers."""
     row, signature = row_of(op), signature_of(op)
     rows = () if row is None else row.results or (row,)
     return any(_draws(each, signature, arguments) for each in rows)
@@ -225,7 +225,7 @@ def _outcome(
 
 
 def branches(signature: Signature, arguments: Mapping[str, Any]) -> bool:
-    """Whether a Python value or a shape depends on the data of this call.
+    """Returns whether a Python value or a shape depends on the data of this call.
 
     Indexing has the tag for the sake of masks; integer indices select as many items as they are.
     """

@@ -1,4 +1,4 @@
-"""How the types of operands make the type of a result, along one mesh axis.
+"""The lattice of types: result types from operand types, along one mesh axis.
 
 Pure functions of types: rules 1 to 3 of the type system. `Partial` is P, the value meant being the
 sum over ranks; Z is zero on every rank. Operands through which no gradient flows come here as K in
@@ -129,7 +129,7 @@ ACCEPTED: Final = {
 
 
 def accepts(axis_type: AxisType, cotangent: AxisType) -> bool:
-    """Whether a value of type `kind` may receive a cotangent of that type.
+    """Returns whether a value of type `kind` may receive a cotangent of that type.
 
     Example:
         >>> accepts(R, V), accepts(R, R), accepts(I, K)

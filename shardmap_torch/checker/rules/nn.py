@@ -44,7 +44,7 @@ HIDDEN_WRITES: Final = dict.fromkeys(
     each(Row(), "native_batch_norm cudnn_batch_norm miopen_batch_norm"),
     ("running_mean", "running_var"),
 )
-"""What an overload writes when `training` is true, although its schema says that it does not."""
+"""Arguments an overload writes when `training` is true, although its schema denies it."""
 
 _NLL_LOSS: Final = Row(
     results=(

@@ -17,7 +17,7 @@ _LINEAR: Final = frozenset({"LinalgMatrixExpBackward0", "LogcumsumexpBackward0"}
 
 
 def is_in_linear_backward() -> bool:
-    """Whether such a backward runs now."""
+    """Returns whether such a backward runs now."""
     node = torch._C._current_autograd_node()
     return node is not None and node.name() in _LINEAR
 

@@ -30,7 +30,7 @@ JOIN: Final = Row()
 _REGISTERED: dict[OpOverload, Row] = {}
 
 MEANINGS: Final[dict[OpOverload, Callable[..., Any]]] = {}
-"""What is interpreted in the place of custom operators; see `register_decomposition`."""
+"""Functions interpreted in place of custom operators; see `register_decomposition`."""
 
 
 def register_rule(op: OpOverload, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""What one ATen overload does to types: a row, which is data.
+"""Typing rules of ATen overloads, as rows of data.
 
 A file of this package defines `ROWS: Mapping[OpOverload, Row]` for one family of operators, and
 `registry.py` merges them in one place. Rows speak of arguments by the names in the overload's

@@ -93,7 +93,7 @@ class Alignment:
 
 
 def shown(event: Event | None) -> str:
-    """What the one device does, in words."""
+    """Describes the step of the one-device program."""
     if event is None:
         return "has ended"
     name = event.name
@@ -102,7 +102,7 @@ def shown(event: Event | None) -> str:
 
 
 def equal(value: Any, other: Any) -> bool:
-    """Whether two arguments that are no tensors are the same.
+    """Returns whether two arguments that are no tensors are the same.
 
     Example:
         >>> equal([1, None], (1, None)), equal(1, 1.0), equal(float("nan"), float("nan"))
@@ -128,7 +128,7 @@ def differing(arguments: Mapping[str, Any], event: Event) -> dict[str, Any]:
 
 
 def _alike(name: Any, other: Any) -> bool:
-    """Whether two steps are the same; whether a reshape copies depends on shapes."""
+    """Returns whether two steps are the same; whether a reshape copies depends on shapes."""
     if name == other:
         return True
     if not isinstance(name, OpOverload) or not isinstance(other, OpOverload):

@@ -1,4 +1,4 @@
-"""What each collective does to the cuts of its operand: on one device it is the identity."""
+"""Sharding rules of collectives: on one device each is the identity."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

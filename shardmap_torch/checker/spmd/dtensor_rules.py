@@ -1,4 +1,4 @@
-"""How results are cut by torch's own sharding propagation, that of DTensor.
+"""Sharding rules of ATen operations from DTensor's own sharding propagation.
 
 It is asked about one axis at a time, and only what it answers without moving data counts.
 """
@@ -95,7 +95,7 @@ _UNKNOWN: Final = ("its result would still have to be combined over the ranks", 
 
 
 def _pending(op: OpOverload, answer: str) -> str:
-    """What has to be taken of the ranks' values, which are no addends."""
+    """Returns the reductions pending over ranks that are not sums."""
     if answer in EXTREMA:
         return answer
     if answer == "avg" and op in _MEANS:

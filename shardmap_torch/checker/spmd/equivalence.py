@@ -72,7 +72,7 @@ class Relation(Observer):
         self._notes.note(fake, number, ShardedTensor.unsharded(tuple(fake.shape)))
 
     def spec_of(self, tensor: Tensor) -> P | None:
-        """How a tensor is cut."""
+        """Returns the spec of a tensor."""
         return self._notes.spec_of(tensor)
 
     def literal(self, made: Tensor, numbers: Tensor) -> None:
@@ -475,7 +475,7 @@ class Relation(Observer):
     def _is_overwritten(
         self, tensor: Tensor, number: int, shard: ShardedTensor, partial: frozenset[str]
     ) -> bool:
-        """Whether a write, which must fit what was there, fills the storage."""
+        """Returns whether a write, which must fit what was there, fills the storage."""
         before = self._notes.find(tensor, Ref(number), "what is written to")
         if before.dims != shard.dims or ANY in shard.dims:
             raise UnrelatedError(
@@ -547,7 +547,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _moved(sums: Sums, summed: frozenset[str], taken: frozenset[str]) -> Sums:
-    """What is left after means over some axes have been summed, and extrema over others taken."""
+    """Removes the axes over which means have been summed and extrema taken."""
     pending = frozenset(
         (axis, "share" if axis in summed else axis_type)
         for axis, axis_type in sums.pending
@@ -561,7 +561,7 @@ def _tensors(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def _is_view(op: OpOverload) -> bool:
-    """Whether the result shares its memory with an operand, and so its types."""
+    """Returns whether the result shares its memory with an operand, and so its types."""
     shares = any(made.alias_info is not None for made in op._schema.returns)
     return shares and not op._schema.is_mutable and op is not torch.ops.aten.view.dtype
 

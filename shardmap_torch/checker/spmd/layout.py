@@ -1,4 +1,4 @@
-"""How the ranks' tensors make up the tensor of one device, and what shapes alone say about it.
+"""Layout algebra: maps the ranks' shards to the tensor on one device, dim by dim.
 
 Global strictness holds a program against itself on one device. A tensor of the ranks' program is
 a piece of a tensor of the other. The position of an entry along a dim is a number in mixed radix;
@@ -61,7 +61,7 @@ def axes_of(dim: Dim) -> tuple[str, ...]:
 
 
 def in_words(dim: Dim) -> str:
-    """How a dim is cut.
+    """Describes how a dim is sharded.
 
     Example:
         >>> in_words((("dp", 2), (None, 4))), in_words(((None, 8),))
@@ -151,7 +151,7 @@ def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> ShardedTensor:
 
 
 def broadcast(operands: Sequence[ShardedTensor], rank: int) -> tuple[Dim, ...]:
-    """How the result of a pointwise operation is cut: like each operand, where it is not spread.
+    """Lays out the result of a pointwise operation like each operand that is not expanded.
 
     Example:
         >>> x = ShardedTensor((cut(8, ["dp"], {"dp": 2}), unsharded(2)), (4, 2), (8, 2))
@@ -186,7 +186,7 @@ def agreed(dims: Sequence[Dim], what: str) -> Dim:
 
 
 def reshape(x: ShardedTensor, whole: Shape) -> tuple[Dim, ...]:
-    """How a tensor is cut after its entries have been read, in order, into another shape.
+    """Lays out a tensor after its entries have been read, in order, into another shape.
 
     Example:
         >>> x = ShardedTensor((unsharded(5), cut(12, ["tp"], {"tp": 2})), (5, 6), (5, 12))
@@ -239,7 +239,7 @@ def _merged(digits: Iterator[Digit] | Sequence[Digit]) -> list[Digit]:
 
 
 def spread(x: ShardedTensor, local: Shape, whole: Shape) -> tuple[Dim, ...]:
-    """How a tensor is cut after dims of size 1 have been repeated, and dims put in front."""
+    """Lays out a tensor after dims of size 1 have been expanded, and dims put in front."""
     offset = len(whole) - len(x.whole)
     repeated = fill(local, whole)
     return tuple(
@@ -251,7 +251,7 @@ def spread(x: ShardedTensor, local: Shape, whole: Shape) -> tuple[Dim, ...]:
 
 
 def fill(local: Shape, whole: Shape) -> tuple[Dim, ...]:
-    """How a tensor of equal entries is cut: any cut will do where the sizes differ."""
+    """Lays out a tensor of equal entries: any sharding will do where the sizes differ."""
     return tuple(
         unsharded(mine) if mine == all_ else ANY for mine, all_ in zip(local, whole, strict=True)
     )

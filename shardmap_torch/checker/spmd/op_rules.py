@@ -1,4 +1,4 @@
-"""How the results of an ATen operation are cut, given how its operands are.
+"""Sharding rules of ATen operations: layouts of results from those of operands.
 
 Rows of ours for what depends on sizes or is met at every step; torch's own sharding propagation,
 that of DTensor, for all else.

@@ -1,4 +1,4 @@
-"""What the same program does on one device, which global strictness holds a body against."""
+"""The one-device reference program, with which global strictness compares a body."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from shardmap_torch.checker.spmd.layout import Dim, Shape, ShardedTensor, Sizes
 
 WRAP: Final = "gather the operands first, or wrap per-rank code in local_region."
-"""What helps where an operation cannot be done on pieces."""
+"""Advice where an operation cannot be done on shards."""
 
 
 @dataclass(frozen=True)

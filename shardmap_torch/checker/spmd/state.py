@@ -1,4 +1,4 @@
-"""What is known of the tensors of the ranks' program: how they make up those of one device."""
+"""State of the ranks' program: the layout of each of its tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -140,14 +140,14 @@ class Notes:
         )
 
     def spec_of(self, tensor: Tensor) -> P | None:
-        """How it is cut, or None where nothing is known."""
+        """Returns its spec, or None where nothing is known."""
         known = self._book.get(self._interpreter.fakify(tensor))
         if known is None:
             return None
         return next(iter(known.shards.values())).spec(self.sums(tensor).partial)
 
     def is_sharded(self, tensor: Tensor, axes: Axes) -> bool:
-        """Whether one of the axes cuts a dim of it."""
+        """Returns whether one of the axes cuts a dim of it."""
         known = self._book.get(tensor)
         return known is not None and any(not axes.isdisjoint(p.axes) for p in known.shards.values())
 
@@ -174,7 +174,7 @@ class Notes:
         return self._sums.get(self._storage(tensor), Sums())
 
     def knows_sums(self, tensor: Tensor) -> bool:
-        """Whether its storage has been met before."""
+        """Returns whether its storage has been met before."""
         return self._storage(tensor) in self._sums
 
     def set_sums(

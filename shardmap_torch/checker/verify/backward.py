@@ -143,6 +143,6 @@ def record_backward(
 
 
 def _by_call(closure: Tensor) -> str:
-    """How a module takes its parameters as arguments."""
+    """Advises how to call a module with its parameters as arguments."""
     is_parameter = isinstance(closure, torch.nn.Parameter)
     return "; torch.func.functional_call(module, parameters, args) calls a module so" * is_parameter

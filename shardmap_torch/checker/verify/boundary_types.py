@@ -1,4 +1,4 @@
-"""What a spec makes of a value that crosses: its type along an axis, and the shapes."""
+"""Types and shapes at the boundary, from specs."""
 
 from collections.abc import Sequence
 

@@ -16,7 +16,7 @@ from shardmap_torch.spec import P
 
 
 def resolve(call: Call, outcomes: Sequence[PathOutcome]) -> Resolved:
-    """What serves every way.
+    """Finds the choices that suit every path.
 
     Raises:
         ShardTypeError: two ways need different things; names both.
@@ -35,7 +35,7 @@ def resolve(call: Call, outcomes: Sequence[PathOutcome]) -> Resolved:
 
 
 def differs(outcome: PathOutcome, resolved: Resolved) -> bool:
-    """Whether a way was verified with something else than what all ways share."""
+    """Returns whether a way was verified with something else than what all ways share."""
     if outcome.result is None:
         return False
     own = {where for where, need in outcome.needs.items() if need.replicate}
@@ -134,12 +134,12 @@ _STANDARD: Final = sysconfig.get_path("stdlib")
 
 
 def _is_standard(file: str) -> bool:
-    """Whether it is Python's own library, which may find that a number is none of Python's."""
+    """Returns whether it is Python's own library, which may reject a symbolic number."""
     return file.startswith(_STANDARD) and "site-packages" not in file
 
 
 def is_raised_by_body(error: BaseException) -> bool:
-    """Whether a `raise` or an `assert` raised it, and not an operation on stand-ins.
+    """Returns whether a `raise` or an `assert` raised it, and not an operation on stand-ins.
 
     Such an exception is the end of a way, which every rank comes to. An operation may fail for
     want of data; how it would go on with data is not known.

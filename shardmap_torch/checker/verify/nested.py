@@ -37,7 +37,7 @@ class Inner:
         self._found: list[tuple[Crossing, Where, tuple[Cast, ...], str]] = []
 
     def enter(self, edge: Edge, crossing: Crossing) -> Casts:
-        """What lets the inputs in that leave an axis open."""
+        """Returns the conversions of inputs whose specs leave an axis open."""
         found: dict[int, tuple[Operation, ...]] = {}
         for position in edge.positions:
             open_axes = set(edge.axes) - edge.spec(position).named

@@ -1,4 +1,4 @@
-"""How results leave a body: from the types that they have to those that their specs promise."""
+"""Conversions of results: from their types to those that their specs promise."""
 
 from typing import Final
 
@@ -48,11 +48,11 @@ _READINGS: Final = {
     **{("Z", promise): "ZKIRVP" for promise in "P"},
     ("Z", "S"): "ZKIRV",
 }
-"""What a result may be taken for, by its type and the promise: what leaves it right."""
+"""Types for which a result may be taken, by its type and the one promised."""
 
 
 class Uncommitted:
-    """What a result counts as that is K, and through which a gradient flows.
+    """The type assumed of a result that is K and through which a gradient flows.
 
     Attributes:
         kind: K, which leaves as I, or else R.

@@ -40,7 +40,7 @@ Strictness = Literal["local", "global"]
 
 @dataclass(frozen=True)
 class Round:
-    """What all ways through a body are verified with.
+    """The choices with which all paths through a body are verified.
 
     Attributes:
         call: the call, some axes of its inputs settled.
@@ -102,7 +102,7 @@ class _RetryError(Exception):
 
 @dataclass(frozen=True)
 class _Like:
-    """What is kept of an argument."""
+    """The metadata kept of an argument."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

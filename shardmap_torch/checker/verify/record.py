@@ -23,7 +23,7 @@ class Recording:
 
     @property
     def depth(self) -> float:
-        """How many steps there have been."""
+        """Counts the steps so far."""
         return self._at.depth
 
     def on_operation(self, what: object, x: Tensor | None) -> None:

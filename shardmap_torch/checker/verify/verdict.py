@@ -28,7 +28,7 @@ Casts = tuple[Collective, ...]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the checker found out about one signature of a call.
+    """The checker's verdict on one signature of a call.
 
     Attributes:
         name: of the function.
@@ -108,7 +108,7 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
 
 
 _TRIES: Final = 8
-"""How many repairs are tried at most: each costs as much as the check itself."""
+"""Maximal number of repairs tried: each costs as much as the check itself."""
 
 
 def _search(call: Call, error: ShardTypeError, strictness: Strictness) -> list[str]:
@@ -147,7 +147,7 @@ def _attempt(call: Call, repair: Repair, strictness: Strictness) -> Verdict:
 
 
 _ROUNDS: Final = 4
-"""How often the ways are gone through again with what they share."""
+"""Maximal number of rounds over the paths with the choices they share."""
 
 
 def _error_of(outcome: PathOutcome) -> Exception:
@@ -195,7 +195,7 @@ def _closed_specs(call: Call, replicate: frozenset[Where]) -> tuple[P | None, ..
 
 
 def _fails(call: Call, repair: Repair, strictness: Strictness) -> ShardTypeError | None:
-    """What is still wrong with the repair; None where nothing is."""
+    """Returns the error that remains with the repair; None if there is none."""
     if not set(repair.replicate.values()) <= set(call.mapped):
         return ShardTypeError(f"{call.name}: its specs cannot name axes that inner functions bind.")
     match = with_replicate(call, frozenset(repair.replicate.items()))
