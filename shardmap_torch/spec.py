@@ -131,7 +131,7 @@ class P:
 
 
 def is_partition(value: object) -> bool:
-    """Whether `value` is a `P`."""
+    """Returns whether `value` is a `P`."""
     return isinstance(value, P)
 
 

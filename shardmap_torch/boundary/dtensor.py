@@ -258,7 +258,7 @@ def leave(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
 
 
 class Crossings:
-    """What DTensors of one signature were, leaf by leaf, the last time that they crossed.
+    """The DTensors of one signature, leaf by leaf, when they last crossed.
 
     A training step hands the same specs in and out each time. A leaf that no gradient crosses, and
     whose DTensorSpec is the very object that was found to lie right, is its local tensor; one of

@@ -32,12 +32,12 @@ _LIMIT: Final = 1_000_000
 _COSTLY: Final = 20_000
 """Number of values that each call compares without a warning; they take about 1 ms."""
 _VERSIONS: Final = 16
-"""How many states are known again."""
+"""Number of states that are recognized."""
 _LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch", "shardmap_torch", "numpy"})
 _ABSENT: Final = object()
 _CACHE: Final = functools._lru_cache_wrapper
 _HIDDEN: Final = ("fget", "__func__", "func", "__wrapped__")
-"""Where objects of Python's own have the function of the user's that they call."""
+"""Attributes in which built-in objects keep the user's function that they call."""
 _DYNAMIC: Final = frozenset({"globals", "eval", "exec"})
 """Builtins by which code reaches any global of its module."""
 _BUSY: Final = frozenset({"asyncio", "concurrent", "logging", "multiprocessing", "threading"})
@@ -48,7 +48,7 @@ Table = Mapping[Any, Any]
 
 
 class Surroundings:
-    """What the code of a function refers to: closed-over values, defaults, globals, attributes.
+    """State that the code of a function refers to: closures, defaults, globals, attributes.
 
     Functions and classes of the user's own are followed, and so are the names in modules of the
     user's own that the code has or imports, containers, modules of torch.nn, context variables,
@@ -133,7 +133,7 @@ class _Walk:
         return len(self._entries.owners) + len(self._attributes.owners)
 
     def holds(self) -> bool:
-        """Whether everything still is what was found."""
+        """Returns whether everything still is what was found."""
         entries, attributes, sizes = self._entries, self._attributes, self._sizes
         try:
             return (
@@ -337,7 +337,7 @@ class _Walk:
 
 
 class _Parts:
-    """What some objects had under some names, in three columns: so C can run along them."""
+    """Attributes recorded of objects, in three columns over which C code can iterate."""
 
     def __init__(self) -> None:
         self.owners: list[Any] = []
@@ -367,7 +367,7 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[_Walk, Any], Hashable]], ...]] = (
     (nn.Module, _Walk._enter_object),
     (Tensor | ModuleType, _Walk._keep),
 )
-"""How an object is followed, by its type: the first that fits."""
+"""Functions that visit an object, by its type; the first match counts."""
 
 _OPEN: Final = (
     _Walk._enter_plain,
