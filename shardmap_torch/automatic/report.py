@@ -38,7 +38,7 @@ class Redistribution:
     is_implicit: bool
 
     def __str__(self) -> str:
-        """As in `mm: float32[8, 4] (S(0)) -> (R), sends 96 B  # model.py:3: y = x @ w`."""
+        """Formats it as `mm: float32[8, 4] (S(0)) -> (R), sends 96 B  # model.py:3: y = x @ w`."""
         dtype = str(self.dtype).removeprefix("torch.")
         layouts = f"({shown(self.src)}) -> ({shown(self.dst)})"
         where = f"  # {self.site}" if self.site is not None else ""
@@ -63,7 +63,7 @@ class AutoReport:
 
     @property
     def num_bytes(self) -> int:
-        """What each rank sends, forward and backward."""
+        """Counts the bytes that each rank sends, forward and backward."""
         return sum(move.num_bytes for move in self.moves)
 
     @property

@@ -26,7 +26,7 @@ _functorch = torch._C._functorch
 
 
 def is_observed(interpreter: "Interpreter") -> bool:
-    """Whether the program is held against another one here."""
+    """Returns whether the program is held against another one here."""
     return interpreter.observer is not UNOBSERVED and not interpreter.is_paused
 
 
