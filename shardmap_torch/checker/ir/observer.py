@@ -35,7 +35,7 @@ class Observer:
 
     @property
     def is_ignored(self) -> bool:
-        """Returns whether autograd runs code of its own, whose steps are judged by the types alone."""
+        """Returns whether autograd runs its own code, whose steps are judged by types alone."""
         task = torch._C._current_graph_task_id()
         return task != -1 and (not self.followed or self.followed[-1] != task)
 
