@@ -28,7 +28,7 @@ from shardmap_torch.spec import P
 
 RESULT: Final = "result"
 GRADIENT: Final = "gradient"
-"""What a report calls redistributions of values that leave."""
+"""The name that reports give to redistributions of values that leave."""
 
 Placements: TypeAlias = tuple[Placement, ...]
 

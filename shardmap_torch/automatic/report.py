@@ -1,4 +1,4 @@
-"""What sharding propagation moves, by line and bytes."""
+"""Reports of the data that sharding propagation moves, by line and bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

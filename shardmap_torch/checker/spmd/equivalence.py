@@ -195,7 +195,7 @@ class Relation(Observer):
     def backward_entered(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
-        """What a backward of the user's own gets is cut like the values: types say so."""
+        """Gives the cotangents of a custom backward the layouts of its values, as types ensure."""
         self.followed.append(torch._C._current_graph_task_id())
         with self._judged(f"{BACKWARD} {name}", _named("value", values)):
             event = self._take(f"{BACKWARD} {name}")
@@ -212,7 +212,7 @@ class Relation(Observer):
     def backward_left(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
-        """What it returns must be cut like the values it is the gradient of."""
+        """Requires the gradients it returns to have the layouts of their values."""
         with self._judged(f"{BACKWARD} {name}", _named("its gradient", gradients)):
             event = self._take(f"the end of {BACKWARD} {name}")
             refs = zip(event.arguments["values"], event.arguments["gradients"], strict=True)
@@ -237,7 +237,7 @@ class Relation(Observer):
             )
 
     def _value(self, value: Tensor | None, ref: Ref | None) -> ShardedTensor:
-        """How the value is cut whose gradient code of the user's own gets or returns."""
+        """Returns the layout of the value whose gradient custom code gets or returns."""
         if value is None or ref is None:
             raise UnrelatedError("the value whose gradient it works on is not known", WRAP)
         self._notes.reject_loose(value)
