@@ -11,6 +11,7 @@ from shardmap_torch.nn.embedding import vocab_parallel_embedding
 from shardmap_torch.nn.fsdp import fsdp_gather, fsdp_layer
 from shardmap_torch.nn.linear import column_linear, row_linear
 from shardmap_torch.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from shardmap_torch.nn.moe import moe
 from shardmap_torch.nn.norm import layer_norm, rms_norm
 from shardmap_torch.nn.rotary import positions, rotary, rotary_tables
 from shardmap_torch.random import dropout
@@ -24,6 +25,7 @@ __all__ = [
     "head_tail_order",
     "kv_update",
     "layer_norm",
+    "moe",
     "own_kv_heads",
     "positions",
     "ring_attention",
