@@ -13,16 +13,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
 from shardmap_torch import (
+    I,
     Mesh,
     MeshError,
     P,
     ShapeDtype,
     ShardMapError,
     SpecError,
+    all_reduce,
     auto,
     full,
     make_mesh,
     mark_sharding,
+    shard_map,
 )
 from shardmap_torch.automatic.report import bytes_sent, shown
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
@@ -100,6 +103,34 @@ def marks(mesh: Mesh) -> None:
 @ON_EVERY_MESH
 def test_marks_change_layouts_and_no_values(kind: Any, gloo: Gloo) -> None:
     run_on(kind, marks, gloo, MESH, AXES)
+
+
+def mixes(mesh: Mesh) -> None:
+    """A function with explicit collectives in code whose communication is placed."""
+    manual = shard_map(
+        lambda h, w: all_reduce(h @ w, "tp", dst=I),
+        mesh=mesh,
+        in_specs=(P("dp", "tp"), P("tp")),
+        out_specs=P("dp"),
+    )
+    specs = (P("dp"), P(None, "tp"), P("tp"))
+    f = auto(
+        lambda x, w1, w2: manual(torch.tanh(x @ w1), w2).square().sum(),
+        in_specs=specs,
+        out_specs=P(),
+        mesh=mesh,
+    )
+    x, w1, w2 = random((4, 8), 0), random((8, 8), 1).requires_grad_(), random((8, 4), 2)
+    expected = (torch.tanh(x @ w1) @ w2).square().sum()
+    value = f(x, w1, w2)
+    torch.testing.assert_close(full(value), expected, rtol=1e-10, atol=1e-10)
+    found = [torch.autograd.grad(each, w1)[0] for each in (value, expected)]
+    torch.testing.assert_close(full(found[0]), found[1], rtol=1e-10, atol=1e-10)
+
+
+@ON_EVERY_MESH
+def test_manual_functions_run_in_automatic_code(kind: Any, gloo: Gloo) -> None:
+    run_on(kind, mixes, gloo, MESH, AXES)
 
 
 def test_every_redistribution_is_told_by_line_and_bytes() -> None:
