@@ -169,7 +169,8 @@ def _sent(way: ProgramPath) -> dict[str, int]:
 def _operand(use: Use) -> str:
     if use.number is not None:
         return f"%{use.number}"
-    return use.storage_type.label or "?"
+    storage_type = use.storage_type
+    return " ".join(filter(None, (storage_type.label, storage_type.numbers))) or "?"
 
 
 def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:

@@ -27,6 +27,7 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.agree import Found, agree, found_in, refused
 from shardmap_torch.run.guarded import guarded
 from shardmap_torch.run.plain_inputs import PlainInputs
+from shardmap_torch.run.purity import verify_purely
 from shardmap_torch.run.retrace_warning import Changing
 from shardmap_torch.run.runtimes import runtime_of
 
@@ -123,7 +124,9 @@ class Checked:
         # Each rank would have to run the body once for each item of the batch.
         if any(is_batched(tensor) for tensor in self._surroundings.tensors):
             raise closed_over_outer(self._name, "batches")
-        return verify(call, self._strictness)
+        return verify_purely(
+            self._name, self._surroundings, partial(verify, call, self._strictness)
+        )
 
     def _agreed(self, key: Signature, call: Call, left: Difference | None) -> "_Known":
         """The verdict, while all processes compare what they have found, at the same step."""

@@ -15,16 +15,13 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.hashing import hash_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 
 VARIABLE: Final = "SHARDMAP_DEBUG"
-
-_CHUNK: Final = 1 << 20
-_FIRST: Final = -7046029254386353131  # odd, the golden ratio of 2**64
-_SECOND: Final = -4658895280553007687  # odd, of splitmix64, Steele, Lea and Flood 2014
 
 
 class PlainInputs:
@@ -93,27 +90,6 @@ def _plain_leaves(call: Call) -> Iterator[tuple[str, Tensor, P]]:
         base = base_of(call.leaves[position])
         if not is_dtensor(base):
             yield call.match.paths[position], base.detach(), call.match.spec(position)
-
-
-def hash_of(x: Tensor) -> Tensor:
-    """Hashes values, in row-major order, to an int64 scalar on their device.
-
-    Example:
-        >>> import torch
-        >>> x = torch.arange(4.0)
-        >>> (hash_of(x) == hash_of(x.clone()), hash_of(x) == hash_of(x.flip(0)))
-        (tensor(True), tensor(False))
-    """
-    parts = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    values = parts.resolve_neg().contiguous().view(-1).view(torch.uint8)
-    values = torch.nn.functional.pad(values, (0, -values.numel() % 8)).view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, values.numel(), _CHUNK):
-        words = values[start : start + _CHUNK]
-        index = torch.arange(start + 1, start + 1 + words.numel(), device=x.device)
-        mixed = (words ^ (index * _FIRST)) * _SECOND
-        total = total + ((mixed ^ (mixed >> 29)) * _FIRST).sum()
-    return total
 
 
 def _unlike(hashes: Sequence[int]) -> str:

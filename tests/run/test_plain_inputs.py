@@ -1,16 +1,12 @@
 """Plain inputs that differ between processes are refused, with the argument and a repair."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from shardmap_torch import I, P, SpecError, all_reduce, from_local, full, make_mesh, shard_map
-from shardmap_torch.run.plain_inputs import hash_of
 from tests.support.pool import Gloo
 
 
@@ -102,43 +98,3 @@ def under_a_transform() -> list[float]:
 
 def test_transforms_outside_are_seen_through(gloo: Gloo) -> None:
     assert gloo(2).run(under_a_transform) == [[4.0], [4.0]]
-
-
-def tensors() -> Iterator[Tensor]:
-    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64):
-        yield torch.arange(35).reshape(5, 7).to(dtype)
-    yield torch.arange(35.0).reshape(5, 7).t()
-    yield torch.ones(())
-    yield torch.ones(0, 3)
-
-
-@pytest.mark.parametrize("x", list(tensors()), ids=lambda x: f"{x.dtype}{list(x.shape)}")
-def test_hashes_of_equal_values_are_equal_however_they_lie(x: Tensor) -> None:
-    assert hash_of(x) == hash_of(x.clone())
-    assert hash_of(x) == hash_of(x.contiguous())
-    if x.numel() > 1:
-        changed = x.clone(memory_format=torch.contiguous_format)
-        changed.view(-1)[-1] = changed.view(-1)[-1].logical_not()
-        assert hash_of(x) != hash_of(changed)
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=20), st.data())
-def test_hashes_see_a_change_and_an_exchange(values: list[int], data: Any) -> None:
-    x = torch.tensor(values)
-    at = data.draw(st.integers(0, len(values) - 1))
-    other = data.draw(st.integers(0, len(values) - 1))
-    swapped = x.clone()
-    swapped[at], swapped[other] = values[other], values[at]
-    assert (hash_of(x) == hash_of(swapped)) == (values[at] == values[other])
-    flipped = x.clone()
-    flipped[at] ^= 1
-    assert hash_of(x) != hash_of(flipped)
-
-
-def test_hashes_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardmap_torch.run import plain_inputs
-
-    x = torch.arange(1000.0)
-    whole = hash_of(x)
-    monkeypatch.setattr(plain_inputs, "_CHUNK", 16)
-    assert hash_of(x) == whole

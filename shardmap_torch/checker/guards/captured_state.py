@@ -74,6 +74,16 @@ class Surroundings:
             self._warn_of_cost(walk)
         return self._version, tuple([tensor.requires_grad for tensor in walk.tensors])
 
+    def snapshot(self) -> "_Walk | None":
+        """What was found by the latest `key`."""
+        return self._walk
+
+    def changes(self, before: "_Walk | None") -> Sequence[str]:
+        """Names of what has changed since a snapshot, and of iterators, which may have."""
+        if before is None:
+            return []
+        return [*before.iterators(), *([] if before.holds() else before.changes())]
+
     @property
     def tensors(self) -> Sequence[Tensor]:
         """Those that were found, after `key`."""
@@ -152,6 +162,37 @@ class _Walk:
             )
         except LookupError:
             return False
+
+    def changes(self) -> Sequence[str]:
+        """Names of what is no longer as it was found."""
+        found = [
+            self._label(owner)
+            for owner, size in zip(self._sizes.owners, self._sizes.values, strict=True)
+            if len(owner) != size
+        ]
+        for parts, get in ((self._entries, _entry), (self._attributes, _attribute)):
+            for owner, name, value in zip(parts.owners, parts.names, parts.values, strict=True):
+                if get(owner, name) is not value:
+                    found.append(self._label(owner, name))
+        found += [self._label(items) for items, was in self._sets if tuple(items) != was]
+        found += [repr(name) for (_, name), table in self._missing.items() if name in table]
+        return list(dict.fromkeys(found)) or ["what it refers to"]
+
+    def iterators(self) -> Sequence[str]:
+        """Names of iterators, of which it cannot be seen how far they are."""
+        return [self._label(value) for value in self.opaque if hasattr(value, "__next__")]
+
+    def _label(self, owner: Any, name: Any = None) -> str:
+        """The name of something by which the code reaches it, as in `'counter'`."""
+        if name == "cell_contents":
+            return repr(self._variables.get(id(owner), "a closed-over variable"))
+        if isinstance(name, str):
+            return repr(name)
+        for parts in (self._attributes, self._entries):
+            for holder, by, value in zip(parts.owners, parts.names, parts.values, strict=True):
+                if value is owner and isinstance(by, str):
+                    return self._label(holder, by)
+        return f"a {type(owner).__name__}"
 
     def values(self) -> Mapping[Hashable, tuple[str, Any]]:
         """Names and values of what is plain, by where it stands."""
@@ -334,6 +375,17 @@ class _Walk:
             self._entries.add(table, name, value)
         self._pending += table.values()
         return tuple(table)
+
+
+def _entry(owner: Any, name: Any) -> Any:
+    try:
+        return owner[name]
+    except LookupError:
+        return _ABSENT
+
+
+def _attribute(owner: Any, name: Any) -> Any:
+    return getattr(owner, name, _ABSENT)
 
 
 class _Parts:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.custom_functions import name_of_own
@@ -42,6 +43,7 @@ from shardmap_torch.checker.rules.infer import (
 from shardmap_torch.checker.rules.lattice import Conflict, add, join, plain
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.checker.rules.registry import row_of
+from shardmap_torch.core.hashing import hash_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
@@ -177,7 +179,9 @@ class Interpreter(Memory):
     def _lift(self, op: OpOverload, literal: Tensor) -> Any:
         """A tensor made of Python numbers in the body."""
         out = op(literal)
-        self.bring(out, (K,) * len(self.axes), "a literal")
+        made = self.bring(out, (K,) * len(self.axes), "a literal")
+        with _disable_current_modes():  # the numbers are real
+            made.numbers = _numbers_of(literal)
         self.observer.literal(out, literal)
         return out
 
@@ -412,6 +416,16 @@ class Interpreter(Memory):
             return call_site(), False
         forward = self.forward_of_current_node()
         return (forward.site if forward is not None else None), True
+
+
+_FEW: Final = 16
+
+
+def _numbers_of(literal: Tensor) -> str:
+    """The numbers of a literal, or what tells them from others where they are many."""
+    if literal.numel() <= _FEW:
+        return f"{literal.tolist()}"
+    return f"of hash {int(hash_of(literal)):x}"
 
 
 def _spread(operands: Sequence[Use], results: Sequence[Types]) -> frozenset[int]:

@@ -34,6 +34,7 @@ class StorageType:
         tokens: the differentiations that its tensors descend from.
         written: those that came in by writes.
         spread: the axes, by position, over which a batched body has it batched, whatever its type.
+        numbers: those of a literal, which are part of the program; empty for all else.
     """
 
     types: Types
@@ -46,6 +47,7 @@ class StorageType:
     tokens: frozenset[Any] = frozenset()
     written: frozenset[Any] = frozenset()
     spread: frozenset[int] = frozenset()
+    numbers: str = ""
 
     def origin(self) -> str:
         """Describes the origin of the value."""

@@ -1,0 +1,51 @@
+"""Hashes of tensors depend on values and their order, and on nothing else."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardmap_torch.core import hashing
+from shardmap_torch.core.hashing import hash_of
+
+
+def tensors() -> Iterator[Tensor]:
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64):
+        yield torch.arange(35).reshape(5, 7).to(dtype)
+    yield torch.arange(35.0).reshape(5, 7).t()
+    yield torch.ones(())
+    yield torch.ones(0, 3)
+
+
+@pytest.mark.parametrize("x", list(tensors()), ids=lambda x: f"{x.dtype}{list(x.shape)}")
+def test_hashes_of_equal_values_are_equal_however_they_lie(x: Tensor) -> None:
+    assert hash_of(x) == hash_of(x.clone())
+    assert hash_of(x) == hash_of(x.contiguous())
+    if x.numel() > 1:
+        changed = x.clone(memory_format=torch.contiguous_format)
+        changed.view(-1)[-1] = changed.view(-1)[-1].logical_not()
+        assert hash_of(x) != hash_of(changed)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=20), st.data())
+def test_hashes_see_a_change_and_an_exchange(values: list[int], data: Any) -> None:
+    x = torch.tensor(values)
+    at = data.draw(st.integers(0, len(values) - 1))
+    other = data.draw(st.integers(0, len(values) - 1))
+    swapped = x.clone()
+    swapped[at], swapped[other] = values[other], values[at]
+    assert (hash_of(x) == hash_of(swapped)) == (values[at] == values[other])
+    flipped = x.clone()
+    flipped[at] ^= 1
+    assert hash_of(x) != hash_of(flipped)
+
+
+def test_hashes_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(1000.0)
+    whole = hash_of(x)
+    monkeypatch.setattr(hashing, "_CHUNK", 16)
+    assert hash_of(x) == whole

@@ -1,0 +1,232 @@
+"""Bodies that change what they depend on are refused; those that only leave a trace are not."""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shardmap_torch import P, ShardTypeError, make_mesh, shard_map
+
+Body = Callable[[Tensor], Tensor]
+
+CALLS = 0
+SEEN: list[Any] = []
+TABLE: dict[int, int] = {}
+COUNT = itertools.count(1)
+SQUARES = (i * i for i in range(1, 1000))
+
+
+def counter(x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return x * CALLS
+
+
+def counter_in_a_tensor(x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return x * torch.tensor(float(CALLS))
+
+
+def many_numbers(x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return x * torch.tensor([float(CALLS)] * 100).sum()
+
+
+def first_time(x: Tensor) -> Tensor:
+    if not SEEN:
+        SEEN.append(1)
+        return x * 2
+    return x * 3
+
+
+def length(x: Tensor) -> Tensor:
+    SEEN.append(1)
+    return x * len(SEEN)
+
+
+def python_random(x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def count(x: Tensor) -> Tensor:
+    return x * next(COUNT)
+
+
+def generator(x: Tensor) -> Tensor:
+    return x * next(SQUARES)
+
+
+def own_closure() -> Body:
+    calls = 0
+
+    def body(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x + calls
+
+    return body
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def mapped(body: Any, **kwargs: Any) -> Any:
+    mesh = make_mesh((2,), ("dp",), kind="simulated", **kwargs)
+    return shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    global CALLS
+    CALLS = 0
+    SEEN.clear()
+    TABLE.clear()
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (counter, "'CALLS'"),
+        (counter_in_a_tensor, "'CALLS'"),
+        (many_numbers, "'CALLS'"),
+        (first_time, "'SEEN'"),
+        (length, "'SEEN'"),
+        (python_random, "the state of Python's random module"),
+        (count, "'COUNT'"),
+        (generator, "'SQUARES'"),
+        (own_closure(), "'calls'"),
+        (Counts(), "'calls'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_body_that_depends_on_what_it_changes_is_refused(body: Body, what: str) -> None:
+    with pytest.raises(ShardTypeError) as error:
+        mapped(body)(torch.ones(4))
+    head, first, then, why, fix = str(error.value).splitlines()
+    assert head.endswith(f": the body changes {what}, and does something else when it runs again:")
+    assert first.startswith("  first: %1: float32")
+    assert then.startswith("  then: %1: float32")
+    assert why == (
+        "Each rank runs the body, and so does the checker: they would not compute the same."
+    )
+    assert fix == (
+        "Fix: pass what it depends on as an argument, and return what is new; draw random numbers "
+        "from a key of shardmap_torch.random."
+    )
+
+
+def trace(x: Tensor) -> Tensor:
+    SEEN.append(x.shape)
+    return x * 2
+
+
+def cached(x: Tensor) -> Tensor:
+    if x.shape[0] not in TABLE:
+        TABLE[x.shape[0]] = 2
+    return x * TABLE[x.shape[0]]
+
+
+def unread(x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return x * 2
+
+
+def from_an_iterator_of_its_own(x: Tensor) -> Tensor:
+    steps = itertools.count(1)
+    return x * next(steps) * next(steps)
+
+
+@pytest.mark.parametrize("body", [trace, cached, unread, from_an_iterator_of_its_own])
+@pytest.mark.parametrize("simulate", ["auto", "ranks"])
+def test_a_body_that_only_leaves_a_trace_runs(body: Body, simulate: str) -> None:
+    f = mapped(body, simulate=simulate)
+    for _ in range(3):
+        assert torch.equal(f(torch.ones(4)), torch.full((4,), 2.0))
+
+
+STATE: Any = torch.get_rng_state
+
+
+@pytest.mark.parametrize(
+    ("body", "call"),
+    [
+        (lambda x: x * torch.initial_seed(), "torch.initial_seed()"),
+        (lambda x: x * torch.random.initial_seed(), "torch.initial_seed()"),
+        (lambda x: x * torch.get_rng_state()[0], "torch.get_rng_state()"),
+        (lambda x: x * STATE()[0], "torch.get_rng_state()"),
+        (lambda x: x * torch.seed(), "torch.seed()"),
+    ],
+)
+def test_the_state_of_the_generator_is_not_equal_on_all_ranks(body: Body, call: str) -> None:
+    module: Any = torch.random
+    before = module.default_generator
+    with pytest.raises(ShardTypeError) as error:
+        mapped(body)(torch.ones(4))
+    head, fix = str(error.value).splitlines()
+    assert head.startswith(f"<lambda>: {call} at test_purity.py:")
+    assert head.endswith(
+        "gives what each process has of its own, and it would count as equal on all ranks."
+    )
+    assert fix == "Fix: pass it as an argument, or draw from a key of shardmap_torch.random."
+    assert module.default_generator is before
+
+
+def test_torch_s_own_use_of_the_state_is_not_the_body_s() -> None:
+    def body(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            return x * 2
+
+    assert torch.equal(mapped(body)(torch.ones(4)), torch.full((4,), 2.0))
+
+
+# Each statement changes or reads one of two variables, or the tensor; see `run_on_one_device`.
+STATEMENTS = {
+    "a += 1": "state[0] += 1",
+    "b += a": "state[1] += state[0]",
+    "a = 5": "state[0] = 5",
+    "a = b": "state[0] = state[1]",
+    "b = 7": "state[1] = 7",
+    "a = 0": "state[0] = 0",
+    "x * a": "x = x * state[0]",
+    "x + b": "x = x + torch.tensor(float(state[1]))",
+    "x * 2": "x = x * 2",
+}
+
+
+@settings(max_examples=40)
+@given(st.lists(st.sampled_from(sorted(STATEMENTS)), min_size=1, max_size=6))
+def test_random_bodies_with_state_run_as_on_one_device_or_are_refused(names: list[str]) -> None:
+    """Accepted: then each rank, whichever comes first, computes what one device would."""
+    lines = ["def body(x):", *(f"    {STATEMENTS[name]}" for name in names), "    return x"]
+    space: dict[str, Any] = {"torch": torch, "state": [1, 1], "__name__": "impure"}
+    exec("\n".join(lines), space)
+    f = mapped(space["body"], simulate="ranks")
+    x = torch.arange(1.0, 5.0)
+    try:
+        found = f(x)
+    except ShardTypeError as error:
+        text = str(error)
+    else:
+        text = ""
+    if text:
+        assert "and does something else when it runs again" in text
+        return
+    assert torch.equal(f(x), found)
+    # The state has come to rest: once more on one device gives the same.
+    assert torch.equal(space["body"](x), found)
