@@ -1,6 +1,6 @@
 """Reading and checking the arguments that collectives share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -10,7 +10,7 @@ from shardmap_torch.collectives.moves import MOVES
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import Scope, scope_of
 from shardmap_torch.core.tree import Tree, flatten, map_leaves, unflatten
-from shardmap_torch.errors import CollectiveError
+from shardmap_torch.errors import CollectiveError, show
 from shardmap_torch.types import AxisType, TypeLike, as_type
 
 Axis: TypeAlias = str | Sequence[str]
@@ -25,7 +25,7 @@ def read_axes(name: str, axis: Axis) -> tuple[tuple[str, ...], Scope]:
         return (axis,), scope_of(name, (axis,))
     axes = axis
     if not isinstance(axes, Sequence) or not all(isinstance(each, str) for each in axes):
-        raise CollectiveError(f"{name}: axis={axis!r} is no axis name and no sequence of them.")
+        raise CollectiveError(f"{name}: axis={show(axis)} is no axis name and no sequence of them.")
     return tuple(axes), scope_of(name, tuple(axes))
 
 
@@ -40,6 +40,14 @@ def read_type(
     if kind not in allowed:
         raise CollectiveError(f"{name}: {word}={kind} is none of {known}.")
     return kind
+
+
+def read_items(name: str, word: str, value: Iterable[Any]) -> tuple[Any, ...]:
+    """The items of an argument that must have some."""
+    try:
+        return tuple(value)
+    except Exception as error:  # whatever an `__iter__` raises
+        raise CollectiveError(f"{name}: {word}={show(value)} is no sequence.") from error
 
 
 def each_leaf(name: str, x: X, function: Callable[[Tensor], Tensor]) -> X:
@@ -67,7 +75,7 @@ def _tensor(name: str, leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
     raise CollectiveError(
-        f"{name} takes tensors, or pytrees of them, not {type(leaf).__name__} ({leaf!r})."
+        f"{name} takes tensors, or pytrees of them, not {type(leaf).__name__} ({show(leaf)})."
     )
 
 
@@ -75,7 +83,7 @@ def read_dim(name: str, word: str, dim: int, ndim: int) -> int:
     """A dim counted from the front; `ndim` is how many there are to choose from."""
     if not isinstance(dim, int) or isinstance(dim, bool) or not -ndim <= dim < ndim:
         have = f"it has {ndim} dims" if ndim else "it is a scalar"
-        raise CollectiveError(f"{name}: {word}={dim!r} is no dim of the operand; {have}.")
+        raise CollectiveError(f"{name}: {word}={show(dim)} is no dim of the operand; {have}.")
     return dim % ndim
 
 
@@ -95,10 +103,10 @@ def check_sizes(
     """Reads true lengths, one per rank."""
     if sizes is None:
         return None
-    known = tuple(sizes)
+    known = read_items(name, word, sizes)
     if len(known) != num_ranks or not all(isinstance(s, int) and s >= 0 for s in known):
         raise CollectiveError(
-            f"{name}: {word}={known} must be {num_ranks} non-negative integers, one per rank."
+            f"{name}: {word}={show(known)} must be {num_ranks} non-negative integers, one per rank."
         )
     return known
 
@@ -114,7 +122,7 @@ def check_comm_dtype(collective: Collective) -> Collective:
     for word in ("comm_dtype", "grad_comm_dtype"):
         dtype = getattr(collective, word)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise CollectiveError(f"{collective.name}: {word}={dtype} is no floating dtype.")
+            raise CollectiveError(f"{collective.name}: {word}={show(dtype)} is no floating dtype.")
     if collective.comm_dtype is not None and collective.grad_comm_dtype is None:
         back = collective.transpose
         if MOVES[back.move].adds:

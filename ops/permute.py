@@ -7,8 +7,15 @@ import torch
 
 from shardmap_torch.collectives.autograd import issue
 from shardmap_torch.collectives.operations import collective_of
-from shardmap_torch.errors import CollectiveError
-from shardmap_torch.ops.arguments import Axis, check_comm_dtype, each_leaf, read_axes, shown
+from shardmap_torch.errors import CollectiveError, show
+from shardmap_torch.ops.arguments import (
+    Axis,
+    check_comm_dtype,
+    each_leaf,
+    read_axes,
+    read_items,
+    shown,
+)
 from shardmap_torch.types import V
 
 X = TypeVar("X")
@@ -103,7 +110,7 @@ def shift(
     axes, scope = read_axes("shift", axis)
     num_ranks = scope.backend.mesh.num_ranks(axes)
     if not isinstance(offset, int) or isinstance(offset, bool):
-        raise CollectiveError(f"shift: offset={offset!r} is no integer.")
+        raise CollectiveError(f"shift: offset={show(offset)} is no integer.")
     ends = ((rank, rank + offset) for rank in range(num_ranks))
     pairs = [(s, t % num_ranks) for s, t in ends if wrap or 0 <= t < num_ranks]
     return ppermute(x, axis, pairs, comm_dtype=comm_dtype, grad_comm_dtype=grad_comm_dtype)
@@ -112,11 +119,11 @@ def shift(
 def _read_pairs(
     perm: Iterable[tuple[int, int]], axes: tuple[str, ...], num_ranks: int
 ) -> tuple[tuple[int, int], ...]:
-    pairs = tuple(perm)
+    pairs = read_items("ppermute", "perm", perm)
     wrong = [pair for pair in pairs if not _is_pair(pair)]
     if wrong:
         raise CollectiveError(
-            f"ppermute: perm takes pairs (source, target) of integers, not {wrong[0]!r}."
+            f"ppermute: perm takes pairs (source, target) of integers, not {show(wrong[0])}."
         )
     outside = sorted({r for pair in pairs for r in pair if not 0 <= r < num_ranks})
     if outside:

@@ -24,7 +24,7 @@ from shardmap_torch.backends.vmap import markers_of, rebound
 from shardmap_torch.boundary.matching import can_receive_gradient
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.tree import flatten, unflatten
-from shardmap_torch.errors import TransformError, listing
+from shardmap_torch.errors import TransformError, listing, show
 
 Y = TypeVar("Y")
 Run = Callable[..., tuple[Tensor, ...]]
@@ -69,6 +69,8 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
         >>> torch.func.grad(loss)(torch.zeros(2), torch.ones(2))
         tensor([1., 1.])
     """
+    if not callable(function):
+        raise TransformError(f"checkpoint takes a function, not {show(function)}.")
     while isinstance(function, partial):
         args, kwargs = (*function.args, *args), function.keywords | kwargs
         function = function.func

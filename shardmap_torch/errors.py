@@ -4,7 +4,8 @@ None derives from TypeError: raised inside `a + b`, Python replaces a TypeError 
 "unsupported operand type(s)", and the message is lost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from typing import Final
 
 
 class ShardMapError(Exception):
@@ -57,6 +58,37 @@ class OptimizerError(ShardMapError):
 
 class PostmortemError(ShardMapError):
     """The flight records of the ranks cannot be compared."""
+
+
+_MAX_SHOWN: Final = 500
+
+
+def show(value: object) -> str:
+    """Prints a value in an error: shortened where it is long, its type where `repr` fails.
+
+    Example:
+        >>> show("tp"), len(show(list(range(1000))))
+        ("'tp'", 500)
+    """
+    try:
+        text = repr(value)
+    except Exception:  # whatever a `__repr__` of the user's own raises
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def read_names(value: object) -> tuple[str, ...] | None:
+    """Reads one name, or a sequence or set of names; None where it is neither.
+
+    Example:
+        >>> read_names("tp"), read_names(["dp", "tp"]), read_names(3)
+        (('tp',), ('dp', 'tp'), None)
+    """
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence | Set) or not all(isinstance(each, str) for each in value):
+        return None
+    return tuple(value)
 
 
 def listing(head: str, problems: Sequence[str]) -> str:

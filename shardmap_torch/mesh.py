@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardmap_torch.control.start import current, start
-from shardmap_torch.errors import MeshError
+from shardmap_torch.errors import MeshError, show
 
 Kind: TypeAlias = Literal["simulated", "process_group", "abstract"]
 Strategy: TypeAlias = Literal["auto", "vmap", "ranks"]
@@ -314,18 +314,18 @@ def make_mesh(
         >>> print(make_mesh((2, 4), ("dp", "tp"), kind="simulated"))
         simulated mesh (dp=2, tp=4)
     """
-    if simulate not in get_args(Strategy):
-        raise MeshError(f"simulate={simulate!r} is none of {', '.join(get_args(Strategy))}.")
-    if debug not in (None, *get_args(Debug)):
-        raise MeshError(f"debug={debug!r} is neither None nor 'collectives'.")
+    if not isinstance(simulate, str) or simulate not in get_args(Strategy):
+        raise MeshError(f"simulate={show(simulate)} is none of {', '.join(get_args(Strategy))}.")
+    if debug is not None and (not isinstance(debug, str) or debug not in get_args(Debug)):
+        raise MeshError(f"debug={show(debug)} is neither None nor 'collectives'.")
     limit = _limit(timeout)
     if isinstance(shape, DeviceMesh):
         return _adopt(shape, axis_names, simulate, limit, debug)
     names, sizes = _check_layout(shape, axis_names)
     kind = kind if kind is not None else _default_kind()
-    if kind not in get_args(Kind):
-        raise MeshError(f"kind={kind!r} is none of {', '.join(get_args(Kind))}.")
-    chosen = None if device is None else torch.device(device)
+    if not isinstance(kind, str) or kind not in get_args(Kind):
+        raise MeshError(f"kind={show(kind)} is none of {', '.join(get_args(Kind))}.")
+    chosen = _read_device(device)
     if kind != "process_group":
         return Mesh(names, sizes, kind, chosen, simulate)
     chosen = _start_process_group(chosen, limit)
@@ -378,23 +378,32 @@ def _with_groups(mesh: Mesh, limit: timedelta | None) -> Mesh:
     return mesh
 
 
+def _read_device(device: str | torch.device | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise MeshError(f"device={show(device)} is no device of torch.") from error
+
+
 def _check_layout(
     shape: Sequence[int], axis_names: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     if not isinstance(shape, Sequence):
-        raise MeshError(f"shape must be a sequence of sizes or a DeviceMesh, not {shape!r}.")
-    if isinstance(axis_names, str) or axis_names is None:
-        raise MeshError(f"axis_names must be a sequence of names, not {axis_names!r}.")
+        raise MeshError(f"shape must be a sequence of sizes or a DeviceMesh, not {show(shape)}.")
+    if isinstance(axis_names, str) or not isinstance(axis_names, Sequence):
+        raise MeshError(f"axis_names must be a sequence of names, not {show(axis_names)}.")
     names, sizes = tuple(axis_names), tuple(shape)
     if len(names) != len(sizes):
-        raise MeshError(f"{len(sizes)} sizes {sizes} but {len(names)} axis names {names}.")
+        raise MeshError(
+            f"{len(sizes)} sizes {show(sizes)} but {len(names)} axis names {show(names)}."
+        )
     if not names:
         raise MeshError("A mesh needs at least one axis; use size 1 for a single rank.")
     bad_names = [name for name in names if not (isinstance(name, str) and name)]
     if bad_names or len(set(names)) < len(names):
-        raise MeshError(f"Axis names must be different non-empty strings, not {names}.")
+        raise MeshError(f"Axis names must be different non-empty strings, not {show(names)}.")
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise MeshError(f"Axis sizes must be integers of at least 1, not {sizes}.")
+        raise MeshError(f"Axis sizes must be integers of at least 1, not {show(sizes)}.")
     return names, sizes
 
 
@@ -522,7 +531,7 @@ def as_mesh(mesh: Mesh | DeviceMesh | None) -> Mesh:
             known = _ADOPTED[id(mesh)] = make_mesh(mesh)
         return known
     if mesh is not None:
-        raise MeshError(f"A mesh is made by make_mesh or is a DeviceMesh, not {mesh!r}.")
+        raise MeshError(f"A mesh is made by make_mesh or is a DeviceMesh, not {show(mesh)}.")
     found = current_mesh()
     if found is None:
         raise MeshError("No mesh: pass mesh=..., or enter one with `with use_mesh(mesh):`.")

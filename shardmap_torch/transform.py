@@ -24,7 +24,7 @@ from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree, flatten
-from shardmap_torch.errors import MeshError, SpecError
+from shardmap_torch.errors import MeshError, SpecError, read_names, show
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import nested, vmap
 from shardmap_torch.run.checked import Checked
@@ -136,15 +136,15 @@ def shard_map(
             debug=debug,
         )
     if not callable(f):
-        raise SpecError(f"shard_map takes a function, not {f!r}; specs are keyword arguments.")
+        raise SpecError(f"shard_map takes a function, not {show(f)}; specs are keyword arguments.")
     if not (is_spec(in_specs) or isinstance(in_specs, tuple | dict)):
         raise SpecError(
             f"in_specs takes one P for all arguments, a tuple with one spec per argument, or a "
-            f"dict by parameter name, not {in_specs!r}."
+            f"dict by parameter name, not {show(in_specs)}."
             + (f" Write P({in_specs!r})." if isinstance(in_specs, str) else "")
         )
-    if check not in (True, False, "local", "global"):
-        raise SpecError(f"check is True, False, 'local' or 'global', not {check!r}.")
+    if not isinstance(check, bool | str) or check not in (True, False, "local", "global"):
+        raise SpecError(f"check is True, False, 'local' or 'global', not {show(check)}.")
     body = _Body(f, in_specs, out_specs, mesh, axis_names, check, debug)
 
     @wraps(f)
@@ -264,7 +264,7 @@ def _resolve_axes(
     if axis_names is None:
         axes: Sequence[str] = [axis for axis in mesh.axis_names if axis not in bound]
     else:
-        axes = [axis_names] if isinstance(axis_names, str) else sorted(axis_names)
+        axes = sorted(_read_axis_names(name, axis_names))
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
     if unknown:
         raise SpecError(f"{name}: axis_names has {unknown}, but the axes are {mesh.axis_names}.")
@@ -275,6 +275,13 @@ def _resolve_axes(
         what = f"axis_names has {again}" if again else "no axis is left"
         raise SpecError(f"{name}: {what}; the enclosing body has bound {sorted(bound)}.")
     return tuple(axis for axis in mesh.axis_names if axis in axes)
+
+
+def _read_axis_names(name: str, axis_names: Collection[str]) -> tuple[str, ...]:
+    found = read_names(axis_names)
+    if found is None:
+        raise SpecError(f"{name}: axis_names takes axis names, not {show(axis_names)}.")
+    return found
 
 
 def _run_alone(call: Call, batches: bool) -> Tree:

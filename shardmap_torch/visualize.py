@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardmap_torch.boundary.placements import spec_of
-from shardmap_torch.errors import SpecError
+from shardmap_torch.errors import SpecError, show
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.spec import P, mismatches
 
@@ -69,7 +69,7 @@ def visualize_sharding(
         │ 0, 4  │  1, 5   │  2, 6   │  3, 7   │
         └───────┴─────────┴─────────┴─────────┘
     """
-    shape = tuple(x.shape if isinstance(x, Tensor) else x)
+    shape = _shape_of(x)
     on, cut = _layout(x, mesh, spec)
     unknown = sorted(cut.named - set(on.axis_names))
     if unknown:
@@ -88,6 +88,13 @@ def visualize_sharding(
     out.print(_table(shape, on, cut, rows, columns))
 
 
+def _shape_of(x: Tensor | Sequence[int]) -> tuple[int, ...]:
+    sizes = x.shape if isinstance(x, Tensor) else x
+    if not isinstance(sizes, Sequence) or not all(isinstance(size, int) for size in sizes):
+        raise SpecError(f"visualize_sharding takes a tensor or a shape, not {show(x)}.")
+    return tuple(sizes)
+
+
 def _layout(x: Tensor | Sequence[int], mesh: Mesh | None, spec: P | None) -> tuple[Mesh, P]:
     if isinstance(x, DTensor):
         on = as_mesh(mesh if mesh is not None else x.device_mesh)
@@ -96,6 +103,8 @@ def _layout(x: Tensor | Sequence[int], mesh: Mesh | None, spec: P | None) -> tup
         raise SpecError(
             "visualize_sharding: only a DTensor knows how it is sharded; pass spec=P(...)."
         )
+    if not isinstance(spec, P):
+        raise SpecError(f"visualize_sharding: spec is a P, not {show(spec)}.")
     return as_mesh(mesh), spec
 
 

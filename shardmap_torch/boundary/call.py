@@ -18,7 +18,7 @@ from shardmap_torch.collectives.protocol import Backend, Casts, Drawing, Edge, M
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.caching import Memo, lazy
 from shardmap_torch.core.tree import Placed, Structure, Tree, flatten, unflatten
-from shardmap_torch.errors import ShardTypeError, listing
+from shardmap_torch.errors import ShardTypeError, SpecError, listing
 from shardmap_torch.mesh import Mesh
 
 
@@ -108,7 +108,7 @@ def run_body(
         for position, found in _enter(call, monitor).items():
             values[position] = apply(backend, found, values[position])
         args, kwargs = unflatten(call.structure, values)
-        out = call.function(*args, **kwargs)
+        out = _apply(call, args, kwargs)
         leaves, structure = flatten(out)
         key = (structure, call.mapped, *map(_output_signature, leaves))
         match = call.out_matches.get(key, lambda: _place(call, out))
@@ -117,6 +117,16 @@ def run_body(
             promised = exits.get(position, ())
             leaves[position] = apply(backend, (*casts, *promised), leaves[position])
     return Result(leaves, match, structure)
+
+
+def _apply(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
+    try:
+        return call.function(*args, **kwargs)
+    except TypeError as error:
+        # Raised by the call itself, and not in the body.
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            raise SpecError(f"{call.name} cannot be called like this: {error}.") from None
+        raise
 
 
 def _place(call: Call, out: Tree) -> Match:

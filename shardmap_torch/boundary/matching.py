@@ -14,7 +14,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, spread
-from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P, mismatches
 
@@ -119,7 +119,7 @@ def _place(
     elif isinstance(in_specs, tuple) and position is not None and position < len(in_specs):
         yield from spread(in_specs[position], value, name, is_spec)
     else:
-        yield Mismatch(name, f"in_specs={in_specs!r} has no spec for this argument")
+        yield Mismatch(name, f"in_specs={show(in_specs)} has no spec for this argument")
 
 
 def _positional_names(signature: inspect.Signature | None, count: int) -> list[str]:
@@ -162,9 +162,12 @@ def _unused(
 
 def input_signature(leaf: Any) -> Any:
     """All that a leaf brings to `check_inputs` and to the checker, but for values of no tensor."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, can_receive_gradient(leaf)
-    return type(leaf)
+    if not isinstance(leaf, Tensor):
+        return type(leaf)
+    try:
+        return leaf.shape, leaf.dtype, leaf.layout, leaf.device, can_receive_gradient(leaf)
+    except RuntimeError:  # a nested tensor has no shape; `check_inputs` refuses it
+        return type(leaf), leaf.layout
 
 
 def check_inputs(
@@ -211,7 +214,8 @@ def _leaf_problems(leaf: Placed[Spec], mesh: Mesh, mapped: Sequence[str]) -> lis
         names = ", ".join(map(repr, unknown))
         return [f"{leaf.spec!r} names {names}, but the axes here are {', '.join(mapped)}"]
     if isinstance(leaf.value, Tensor):
-        return mismatches(leaf.spec, tuple(leaf.value.shape), mesh.shape)
+        odd = _unsupported(leaf.value)
+        return odd or mismatches(leaf.spec, tuple(leaf.value.shape), mesh.shape)
     if isinstance(leaf.value, Number):
         cut = [f"is a number, which {leaf.spec!r} cannot shard"]
         return cut if leaf.spec.sharded_dims or leaf.spec.partial else []
@@ -225,6 +229,16 @@ _INSTEAD: Final = {
     "ShapeDtype": "it stands for one in check_program and its like, and on abstract meshes",
 }
 """Repairs for arguments of some types."""
+
+
+def _unsupported(x: Tensor) -> list[str]:
+    """Why a tensor cannot be sharded, whatever its spec."""
+    if x.is_nested:
+        return ["is a nested tensor; only dense ones can be sharded"]
+    if x.layout != torch.strided:
+        layout = str(x.layout).removeprefix("torch.").lstrip("_")
+        return [f"is a {layout} tensor; only dense ones can be sharded, as by x.to_dense()"]
+    return ["is a quantized tensor; pass x.dequantize()"] if x.is_quantized else []
 
 
 def _require_named(name: str, mapped: Sequence[str], placed: Sequence[Placed[Spec]]) -> None:
@@ -291,7 +305,8 @@ def place_results(
 def _result_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
     spec = leaf.spec
     if spec is None:
-        return []
+        static = "is a tensor, and its spec is None, which is for what is no tensor; write P(...)"
+        return [static] if isinstance(leaf.value, Tensor) else []
     unknown = sorted(spec.named - set(mapped))
     if unknown:
         names = ", ".join(map(repr, unknown))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 
@@ -53,7 +54,7 @@ def join(stacked: Tensor, spec: P, mesh: Mesh, axes: Sequence[str]) -> Tensor:
             continue
         at = left.index(axis)
         partial = axis in spec.partial
-        stacked = stacked.sum(at, dtype=stacked.dtype) if partial else stacked.select(at, 0)
+        stacked = _add(stacked, at) if partial else stacked.select(at, 0)
         left.remove(axis)
     for dim, names in spec.sharded_dims:
         # Those of earlier cuts have been merged; the leading dims that are left come before `dim`.
@@ -62,6 +63,16 @@ def join(stacked: Tensor, spec: P, mesh: Mesh, axes: Sequence[str]) -> Tensor:
         stacked = stacked.flatten(at, at + len(names))
         left = [axis for axis in left if axis not in names]
     return stacked
+
+
+def _add(stacked: Tensor, dim: int) -> Tensor:
+    try:
+        return stacked.sum(dim, dtype=stacked.dtype)
+    except NotImplementedError:  # torch's unsigned integers and floats of eight bits
+        raise SpecError(
+            f"A result that is a sum over ranks has dtype {stacked.dtype}, which torch cannot add; "
+            "convert it in the body."
+        ) from None
 
 
 def stack_cotangent(grad: Tensor, spec: P, mesh: Mesh) -> Tensor:

@@ -9,7 +9,7 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.errors import CollectiveError, ShardTypeError
+from shardmap_torch.errors import CollectiveError, ShardTypeError, show
 from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V, Z, as_type
 
 X = TypeVar("X", bound=Tensor)
@@ -39,7 +39,13 @@ def typeof(x: Tensor) -> Mapping[str, AxisType]:
         raise ShardTypeError(
             "typeof works while the checker interprets a body; at run time values have no types."
         )
-    return _types(interpreter, x)
+    return _types(interpreter, _tensor("typeof", x))
+
+
+def _tensor(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ShardTypeError(f"{name} takes a tensor of the body, not {show(x)}.")
+    return x
 
 
 def _types(interpreter: Interpreter, x: Tensor) -> dict[str, AxisType]:
@@ -69,9 +75,12 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
     interpreter = current_interpreter()
     if interpreter is None or not interpreter.observer.judges:
         return x
-    unknown = sorted(set(types) - set(interpreter.axes))
+    _tensor("assert_type", x)
+    if not isinstance(types, Mapping):
+        raise CollectiveError(f"assert_type takes a dict from axes to types, not {show(types)}.")
+    unknown = [show(axis) for axis in types if axis not in interpreter.axes]
     if unknown:
-        raise CollectiveError(f"assert_type: no axis {unknown[0]!r} in the {interpreter.mesh}.")
+        raise CollectiveError(f"assert_type: no axis {min(unknown)} in the {interpreter.mesh}.")
     have = _types(interpreter, x)
     cuts = interpreter.observer.spec_of(interpreter.fakify(x)) is not None
     for axis, like in types.items():

@@ -14,7 +14,7 @@ from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, StorageType, use_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, spread
-from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
@@ -80,6 +80,8 @@ def local_region(
     """
     if f is None:
         return partial(local_region, in_types=in_types, out_types=out_types)
+    if not callable(f):
+        raise SpecError(f"local_region takes a function, not {show(f)}.")
     name = getattr(f, "__name__", type(f).__name__)
 
     @wraps(f)

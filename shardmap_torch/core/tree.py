@@ -9,6 +9,7 @@ import optree
 import torch
 
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.errors import SpecError, show
 
 Tree: TypeAlias = Any
 """A pytree: nested tuples, lists, dicts, dataclasses registered with optree, and leaves."""
@@ -47,7 +48,12 @@ def flatten(tree: Tree) -> tuple[list[Any], Structure]:
     if torch.compiler.is_dynamo_compiling():
         found: list[Any] = []
         return found, _trace(tree, found)
-    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    try:
+        leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    except RecursionError:
+        raise SpecError(
+            f"A {type(tree).__name__} contains itself, or is nested too deep for a tree of tensors."
+        ) from None
     return leaves, structure
 
 
@@ -112,7 +118,7 @@ def spread(
         for child, entry in zip(level.children, level.entries, strict=True):
             yield from spread(prefix, child, level.step(entry, path), is_spec)
     elif optree.tree_is_leaf(prefix, none_is_leaf=True, namespace=NAMESPACE):
-        yield Mismatch(path, f"{prefix!r} is no spec; use P(...), or None for a static value")
+        yield Mismatch(path, f"{show(prefix)} is no spec; use P(...), or None for a static value")
     elif leaf:
         yield _differing_nodes(prefix, tree, path)
     else:

@@ -11,8 +11,8 @@ from torch import Tensor
 from shardmap_torch import ops
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.tree import map_leaves
-from shardmap_torch.errors import CollectiveError
-from shardmap_torch.ops.arguments import Axis, each_leaf, read_axes, shown
+from shardmap_torch.errors import CollectiveError, show
+from shardmap_torch.ops.arguments import Axis, each_leaf, read_axes, read_items, shown
 from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V
 
 X = TypeVar("X")
@@ -130,7 +130,7 @@ def read_type(name: str, word: str, value: TypeLike, allowed: Sequence[AxisType]
         if value == kind or value in (kind.kind, WORDS[kind]):
             return kind
     known = ", ".join(WORDS[kind] for kind in allowed)
-    raise CollectiveError(f"{name}: {word}={value!r} is none of {known}.")
+    raise CollectiveError(f"{name}: {word}={show(value)} is none of {known}.")
 
 
 def each_leaf_or_number(
@@ -150,11 +150,13 @@ def _read_groups(
 ) -> tuple[tuple[int, ...], ...]:
     if groups is None:
         return ()
-    members = tuple(tuple(group) for group in groups)
-    if sorted(rank for group in members for rank in group) != list(range(num_ranks)):
+    word = "axis_index_groups"
+    members = tuple(read_items(name, word, group) for group in read_items(name, word, groups))
+    ranks = [rank for group in members for rank in group]
+    if not all(isinstance(r, int) for r in ranks) or sorted(ranks) != list(range(num_ranks)):
         raise CollectiveError(
-            f"{name}: axis_index_groups={[list(group) for group in members]} must name each of the "
-            f"{num_ranks} ranks of {shown(axes)} exactly once."
+            f"{name}: axis_index_groups={show([list(group) for group in members])} must name each "
+            f"of the {num_ranks} ranks of {shown(axes)} exactly once."
         )
     if len({len(group) for group in members}) > 1:
         raise CollectiveError(

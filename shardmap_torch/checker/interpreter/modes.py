@@ -163,12 +163,23 @@ class _Functions(TorchFunctionMode):
         if given is not None:
             args, kwargs = given
         with self._interpreter.applying() if func is custom_function_call else _PLAINLY:
-            out = func(*args, **kwargs)
+            out = self._apply(func, args, kwargs)
         if isinstance(out, Tensor | tuple | list):
             self._note(args, out)
         if given is not None:
             _forget([*args, out])
         return out
+
+    def _apply(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise ShardTypeError(
+                f"{self._interpreter.name}: {func.__name__} at {call_site()} writes into an input, "
+                "which is read-only.\nFix: clone it first; return what is to be kept."
+            ) from None
 
     def _note(self, args: Sequence[Any], out: Any) -> None:
         results = [t for t in tensors_of(out) if not _differentiable_somewhere(t)]

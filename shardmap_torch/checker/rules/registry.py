@@ -16,7 +16,7 @@ from shardmap_torch.checker.rules.matmul import ROWS as MATMUL
 from shardmap_torch.checker.rules.nn import ROWS as NN
 from shardmap_torch.checker.rules.pointwise import ROWS as BASIC
 from shardmap_torch.checker.rules.rule import Row
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import ShardTypeError, show
 
 TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType(
     merged(BASIC, MATMUL, LAYOUT, NN, MAKE, FOREACH)
@@ -55,6 +55,10 @@ def register_rule(op: OpOverload, row: Row) -> None:
         ...     return x / 2
         >>> register_rule(torch.ops.readme_lib.halve.default, Row(linear=(("x",),)))
     """
+    if not (isinstance(op, OpOverload) and isinstance(row, Row)):
+        raise ShardTypeError(
+            f"register_rule takes an operator's overload and a Row, not {show(op)} and {show(row)}."
+        )
     if op in MEANINGS or row_of(op) is not None:
         raise ShardTypeError(f"register_rule: {op} has a rule already.")
     names = [argument.name for argument in op._schema.arguments]
