@@ -17,7 +17,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
-from shardmap_torch.errors import KernelError
+from shardmap_torch.errors import KernelError, show
 from shardmap_torch.kernels.algorithms import Cut
 from shardmap_torch.kernels.autograd import Call, Runner, Unfused, block_rows
 from shardmap_torch.kernels.custom_ops import compiled_call
@@ -107,6 +107,7 @@ def prepare_gather(
 ) -> Prepared:
     """Of `all_gather_matmul`."""
     op = "all_gather_matmul"
+    _check_operand(op, x)
     axes, scope = read_axes(op, axis)
     dim = read_dim(op, "gather_dim", gather_dim, x.ndim)
     num_ranks = scope.backend.mesh.num_ranks(axes)
@@ -141,6 +142,7 @@ def prepare_scatter(
 ) -> Prepared:
     """Of `matmul_reduce_scatter`."""
     op = "matmul_reduce_scatter"
+    _check_operand(op, x)
     axes, scope = read_axes(op, axis)
     dim = read_dim(op, "scatter_dim", scatter_dim, x.ndim)
     _check_weight(op, w, x.shape[-1])
@@ -174,6 +176,7 @@ def prepare_reduce(
 ) -> Prepared:
     """Of `matmul_all_reduce`."""
     op = "matmul_all_reduce"
+    _check_operand(op, x)
     axes, scope = read_axes(op, axis)
     to = read_type(op, dst, "dst", (R, I))
     _check_weight(op, w, x.shape[-1])
@@ -271,6 +274,16 @@ def pairs(
     if len(biases) != len(ws) or not ws:
         raise KernelError(f"{op}: {len(ws)} weights and {len(biases)} biases; pass one for each.")
     return ws, biases
+
+
+def _check_operand(op: str, x: object) -> None:
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        raise KernelError(f"{op}: x is a tensor [..., features], not {show(x)}.")
+    if x.dtype in _UNMULTIPLIED or (x.is_floating_point() and x.itemsize == 1):
+        raise KernelError(f"{op}: torch cannot multiply matrices of {x.dtype}.")
+
+
+_UNMULTIPLIED: Final = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
 
 
 def _check_weight(op: str, w: Tensor, inner: int) -> None:

@@ -22,7 +22,7 @@ from shardmap_torch.collectives.autograd import issue
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import scope_of
 from shardmap_torch.collectives.table import TABLE, Row
-from shardmap_torch.errors import CollectiveError, SpecError
+from shardmap_torch.errors import CollectiveError, SpecError, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.arguments import check_comm_dtype, each_leaf
 from shardmap_torch.spec import P, mismatches
@@ -97,6 +97,8 @@ def reshard(
         >>> bool((g(torch.eye(4)) == torch.eye(4)).all())
         True
     """
+    if not (isinstance(src, P) and isinstance(dst, P)):
+        raise SpecError(f"reshard takes src and dst as P(...), not {show(src)} and {show(dst)}.")
     scope = scope_of("reshard", sorted(src.named | dst.named) or _no_axes(src, dst))
     mesh = scope.backend.mesh
 

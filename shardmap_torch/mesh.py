@@ -338,7 +338,7 @@ def _limit(timeout: float | timedelta | None) -> timedelta | None:
     if isinstance(timeout, int | float) and timeout > 0:
         return timedelta(seconds=timeout)
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-        raise MeshError(f"timeout must be a positive number of seconds, not {timeout!r}.")
+        raise MeshError(f"timeout must be a positive number of seconds, not {show(timeout)}.")
     return timeout
 
 

@@ -12,7 +12,7 @@ from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import Equation, Held, ProgramPath, Use, show_types
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import Tree, map_leaves
-from shardmap_torch.errors import ShardTypeError, SpecError, TransformError
+from shardmap_torch.errors import ShardTypeError, SpecError, TransformError, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 
@@ -45,7 +45,7 @@ class ShapeDtype:
         if not (sizes and isinstance(self.dtype, torch.dtype)):
             raise SpecError(
                 "ShapeDtype takes a tuple of sizes and a torch.dtype, not "
-                f"{self.shape!r} and {self.dtype!r}."
+                f"{show(self.shape)} and {show(self.dtype)}."
             )
 
 
@@ -200,7 +200,7 @@ def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
 def _ask(f: Callable[..., Any]) -> Callable[..., Verdict]:
     ask: Callable[..., Verdict] | None = getattr(f, "_shardmap_verdict", None)
     if ask is None:
-        raise TransformError(f"check_program takes a shard_mapped function, not {f!r}.")
+        raise TransformError(f"check_program takes a shard_mapped function, not {show(f)}.")
     return ask
 
 

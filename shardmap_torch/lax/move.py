@@ -6,10 +6,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from shardmap_torch import ops
-from shardmap_torch.errors import CollectiveError
+from shardmap_torch.errors import CollectiveError, show
 from shardmap_torch.lax.arguments import EQUAL_OR_VARYING, WORDS, Groups, read, read_type
 from shardmap_torch.lax.groups import exchange_groups, gather_groups, join, split
-from shardmap_torch.ops.arguments import Axis, each_leaf, read_dim, shown
+from shardmap_torch.ops.arguments import Axis, each_leaf, read_dim, read_items, shown
 from shardmap_torch.ops.reduce import check_split
 from shardmap_torch.types import I, R, TypeLike, V
 
@@ -202,12 +202,14 @@ def pshuffle(x: X, axis_name: Axis, perm: Sequence[int], *, src: TypeLike | None
         tensor([2., 0., 1.])
     """
     given = read("pshuffle", axis_name, src, EQUAL_OR_VARYING)
-    if sorted(perm) != list(range(given.num_ranks)):
+    sources = read_items("pshuffle", "perm", perm)
+    numbers = all(isinstance(rank, int) for rank in sources)
+    if not numbers or sorted(sources) != list(range(given.num_ranks)):
         raise CollectiveError(
-            f"pshuffle: perm={list(perm)} is no permutation of the {given.num_ranks} ranks of "
-            f"{shown(given.axes)}."
+            f"pshuffle: perm={show(list(sources))} is no permutation of the {given.num_ranks} "
+            f"ranks of {shown(given.axes)}."
         )
-    pairs = [(source, target) for target, source in enumerate(perm)]
+    pairs = [(source, target) for target, source in enumerate(sources)]
     return each_leaf(
         "pshuffle", x, lambda leaf: ops.ppermute(given.varying(leaf), given.axes, pairs)
     )

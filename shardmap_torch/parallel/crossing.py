@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardmap_torch.boundary.matching import is_spec
 from shardmap_torch.core.tree import Mismatch, Tree, flatten, map_leaves, spread, unflatten
-from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.parallel.layouts import normalized, spec_of
 from shardmap_torch.parallel.plan import Plan
@@ -93,7 +93,7 @@ class Inputs:
             return specs[position]
         if is_spec(specs):
             return specs
-        return Mismatch(name, f"in_specs={specs!r} has no spec for this input")
+        return Mismatch(name, f"in_specs={show(specs)} has no spec for this input")
 
     def _by_layout(self, position: int, name: str, value: Any) -> Tree:
         layout = self._named.get(name)

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial as PartialPlacement
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.errors import ShardTypeError, SpecError
+from shardmap_torch.errors import ShardTypeError, SpecError, show
 from shardmap_torch.ops import convert, redistribute, reinterpret
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, S, V, Z
@@ -39,7 +39,7 @@ def check_placement(placement: object, name: str) -> None:
         return
     if type(placement) is PartialPlacement and placement.reduce_op == "sum":
         return
-    raise SpecError(f"{name} takes Shard(dim), Replicate() or Partial(), not {placement!r}.")
+    raise SpecError(f"{name} takes Shard(dim), Replicate() or Partial(), not {show(placement)}.")
 
 
 def normalized(placement: Placement, ndim: int, name: str) -> Placement:

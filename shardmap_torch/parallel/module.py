@@ -16,7 +16,7 @@ from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.checker.api import stand_ins
 from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.tree import Tree, flatten
-from shardmap_torch.errors import SpecError
+from shardmap_torch.errors import SpecError, show
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.parallel.bound import BoundModule
 from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDimsError, input_names
@@ -109,8 +109,8 @@ def parallelize(
     """
     if not isinstance(module, nn.Module):
         raise SpecError(f"parallelize takes a torch.nn.Module, not a {type(module).__name__}.")
-    if check not in ("local", "global"):
-        raise SpecError(f"parallelize: check is 'local' or 'global', not {check!r}.")
+    if not isinstance(check, str) or check not in ("local", "global"):
+        raise SpecError(f"parallelize: check is 'local' or 'global', not {show(check)}.")
     on = as_mesh(mesh)
     _reject_parallel(module)
     found = make_plan(module, on, plan, resolve_axis("parallelize", on, axis))
@@ -260,9 +260,9 @@ def resolve_axis(name: str, mesh: Mesh, axis: str | None) -> str:
     """
     if axis is None and len(mesh.axis_names) == 1:
         return mesh.axis_names[0]
-    if axis not in mesh.axis_names:
+    if not isinstance(axis, str) or axis not in mesh.axis_names:
         raise SpecError(
-            f"{name}: axis is one of {', '.join(map(repr, mesh.axis_names))}, not {axis!r}."
+            f"{name}: axis is one of {', '.join(map(repr, mesh.axis_names))}, not {show(axis)}."
         )
     assert axis is not None
     return axis

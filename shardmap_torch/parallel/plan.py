@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.parallel.styles import (
     ROOT,
@@ -121,7 +121,7 @@ def _check_entries(styles: object) -> None:
             f"{type(styles).__name__}."
         )
     wrong = [
-        f"{key!r}: {type(style).__module__}.{type(style).__name__}"
+        f"{show(key)}: {type(style).__module__}.{type(style).__name__}"
         for key, style in styles.items()
         if not (isinstance(key, str) and isinstance(style, ParallelStyle))
     ]

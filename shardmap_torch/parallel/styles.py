@@ -5,7 +5,7 @@ from typing import Final, TypeAlias
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardmap_torch.errors import SpecError
+from shardmap_torch.errors import SpecError, show
 from shardmap_torch.parallel.layouts import check_placement
 
 Layouts: TypeAlias = Placement | tuple[Placement | None, ...]
@@ -143,7 +143,7 @@ class SequenceParallel(ParallelStyle):
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         """Stores the dim; see the class."""
         if type(sequence_dim) is not int:
-            raise SpecError(f"SequenceParallel: sequence_dim is an int, not {sequence_dim!r}.")
+            raise SpecError(f"SequenceParallel: sequence_dim is an int, not {show(sequence_dim)}.")
         self.sequence_dim = sequence_dim
         self.use_local_output = use_local_output
 
@@ -324,7 +324,7 @@ def _named(
         return {}
     if not isinstance(layouts, Mapping):
         raise SpecError(
-            f"{type(style).__name__}: {name} takes placements by name, not {layouts!r}."
+            f"{type(style).__name__}: {name} takes placements by name, not {show(layouts)}."
         )
     for layout in layouts.values():
         check_placement(layout, f"{type(style).__name__}: {name}")

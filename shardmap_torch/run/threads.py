@@ -230,6 +230,8 @@ def close(a: Tensor, b: Tensor) -> bool:
         return False
     if not (a.is_floating_point() or a.is_complex()):
         return bool(torch.equal(a, b))
+    if a.is_meta:
+        return True
     tolerance = torch.finfo(a.dtype).eps ** 0.5
     if a.dtype.itemsize == 1:  # torch computes little with floats of eight bits
         a, b = a.float(), b.float()

@@ -8,7 +8,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from shardmap_torch.checker.rules.registry import MEANINGS, row_of
 from shardmap_torch.core.tree import flatten
-from shardmap_torch.errors import ShardTypeError, SpecError
+from shardmap_torch.errors import ShardTypeError, SpecError, show
 from shardmap_torch.validate.decompositions import try_values
 from shardmap_torch.validate.regions import try_region
 from shardmap_torch.validate.report import Validation
@@ -77,7 +77,7 @@ def validate_rule(
     counts = (num_ranks,) if isinstance(num_ranks, int) else tuple(num_ranks)
     if not counts or min(counts) < 2:
         raise SpecError(
-            f"validate_rule: num_ranks is 2 or more, or several such numbers, not {num_ranks!r}."
+            f"validate_rule: num_ranks is 2 or more, or several such numbers, not {show(num_ranks)}."
         )
     name = _name_of(target)
     if not any(isinstance(leaf, Tensor) and leaf.numel() for leaf in flatten((args, kwargs))[0]):
@@ -112,5 +112,5 @@ def _name_of(target: Any) -> str:
             )
         return str(target)
     if not callable(target):
-        raise ShardTypeError(f"validate_rule takes an operator or a function, not {target!r}.")
+        raise ShardTypeError(f"validate_rule takes an operator or a function, not {show(target)}.")
     return getattr(target, "__name__", type(target).__name__)
