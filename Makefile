@@ -31,6 +31,7 @@ fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes 
 	$(BIN)/python -m tests.checker.support.loosened
 	SHARDMAP_FUZZ=1 $(BIN)/pytest --timeout 3600 tests/checker/end_to_end/test_random_programs.py \
 		tests/checker/end_to_end/test_global_programs.py
+	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/test_bad_input.py tests/parallel/test_beside_torch.py
 	$(BIN)/python -m tests.checker.support.fuzz_all
 	$(BIN)/python -m tests.checker.support.score
 	$(BIN)/python -m tests.checker.support.global_fuzz

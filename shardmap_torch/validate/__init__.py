@@ -77,7 +77,8 @@ def validate_rule(
     counts = (num_ranks,) if isinstance(num_ranks, int) else tuple(num_ranks)
     if not counts or min(counts) < 2:
         raise SpecError(
-            f"validate_rule: num_ranks is 2 or more, or several such numbers, not {show(num_ranks)}."
+            "validate_rule: num_ranks is 2 or more, or several such numbers, not "
+            f"{show(num_ranks)}."
         )
     name = _name_of(target)
     if not any(isinstance(leaf, Tensor) and leaf.numel() for leaf in flatten((args, kwargs))[0]):
