@@ -54,8 +54,8 @@ def test_apply_is_checked_again_when_the_module_changes_its_mode() -> None:
     x = random((2, 4), 0)
     torch.testing.assert_close(run(params, x), module(x))
     module.train()
-    with pytest.raises(Exception, match=r"varies over|value of its own"):
-        run(params, x)
+    kept = run(params, x) / module[0](x)
+    assert bool(((kept - 2).abs() < 1e-9).logical_or(kept == 0).all())  # dropped, or doubled
 
 
 class Careless(nn.Module):
