@@ -13,7 +13,9 @@ from shardmap_torch.nn.linear import column_linear, row_linear
 from shardmap_torch.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from shardmap_torch.nn.moe import moe
 from shardmap_torch.nn.norm import layer_norm, rms_norm
+from shardmap_torch.nn.pipeline import pipeline_value_and_grad
 from shardmap_torch.nn.rotary import positions, rotary, rotary_tables
+from shardmap_torch.nn.schedules import gpipe_schedule, one_forward_one_backward_schedule
 from shardmap_torch.random import dropout
 
 __all__ = [
@@ -22,11 +24,14 @@ __all__ = [
     "dropout",
     "fsdp_gather",
     "fsdp_layer",
+    "gpipe_schedule",
     "head_tail_order",
     "kv_update",
     "layer_norm",
     "moe",
+    "one_forward_one_backward_schedule",
     "own_kv_heads",
+    "pipeline_value_and_grad",
     "positions",
     "ring_attention",
     "rms_norm",

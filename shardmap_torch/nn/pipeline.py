@@ -1,0 +1,200 @@
+"""Loss and gradients of layers that are sharded over the ranks of a pipeline."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.core.tree import flatten, map_leaves, unflatten
+from shardmap_torch.errors import LayerError
+from shardmap_torch.gradients import vjp
+from shardmap_torch.nn.arguments import num_ranks
+from shardmap_torch.nn.region import PerRank, Types, axes_of
+from shardmap_torch.nn.schedules import (
+    Row,
+    Schedule,
+    check_schedule,
+    num_saved,
+    one_forward_one_backward_schedule,
+)
+from shardmap_torch.ops import all_reduce, axis_index, shift
+from shardmap_torch.spec import P
+from shardmap_torch.types import I
+
+Stage = Callable[[Any, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def pipeline_value_and_grad(
+    stage: Stage,
+    loss: Loss,
+    params: Any,
+    x: Tensor,
+    targets: Tensor,
+    axis: str,
+    *,
+    schedule: Callable[[int, int], Schedule] = one_forward_one_backward_schedule,
+) -> tuple[Tensor, Any, Tensor]:
+    """Computes the loss of all microbatches and its gradients, layers being sharded over `axis`.
+
+    Rank r holds the r-th part of the layers. Microbatches pass from rank to rank, and their
+    cotangents back, in the order of the schedule; the gradients do not depend on it.
+
+    Shape: x [m, ...] has m microbatches, as have the targets; every leaf of `params` has the layers
+    of this rank as leading dimension. Returns a scalar, gradients as `params`, and the gradient of
+    x, [m, ...]. Types: `params` are sharded over `axis` along dimension 0, x and targets equal on
+    its ranks; the loss and the gradient of x are I, the other gradients sharded as `params`. Over
+    an axis that shards x the loss and the gradients of `params` are pending sums, and `params` are
+    R. Memory: the inputs of `num_saved(schedule)` microbatches (m for GPipe, at most 2n - 1 for
+    1F1B) and the activations of one stage for one microbatch, which are computed again in its
+    backward. All ranks run one program: where one goes forward and another back in the same tick,
+    each computes both and keeps its own. Sends one microbatch in each tick and direction that has
+    work, and all-reduces the loss and the gradient of x.
+
+    Args:
+        stage: `stage(params, x)` applies the layers of one rank; the result has the shape of x.
+        loss: `loss(y, targets)` of one microbatch, a scalar; the sum over microbatches counts.
+        params: a pytree of this rank's layers.
+        x: inputs of the first layer.
+        targets: what `loss` compares with.
+        axis: over which the layers are sharded.
+        schedule: takes the numbers of ranks and microbatches; `gpipe_schedule`,
+            `one_forward_one_backward_schedule`, or one of your own.
+
+    Raises:
+        LayerError: another number of microbatches in x and targets, a stage that changes the shape,
+            or a schedule that cannot run.
+        CollectiveError: outside a body, or an unknown axis.
+
+    Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient large-scale language model
+    training on GPU clusters"; the collective form from JAX's guide to pipelines in shard_map.
+
+    Example:
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("pp",), kind="simulated")
+        >>> def stage(weights, x):
+        ...     for weight in weights.unbind():
+        ...         x = x * weight
+        ...     return x
+        >>> @shard_map(mesh=mesh, in_specs=(P("pp"), P()), out_specs=(P(), P("pp"), P()))
+        ... def step(weights, x):
+        ...     loss = lambda y, target: (y - target).sum()
+        ...     return pipeline_value_and_grad(stage, loss, weights, x, x, "pp")
+        >>> step(torch.tensor([2.0, 3.0]), torch.ones(4, 1))[:2]
+        (tensor(20.), tensor([12.,  8.]))
+    """
+    if x.shape[:1] != targets.shape[:1] or not x.shape[0]:
+        raise LayerError(
+            "pipeline_value_and_grad: x and targets have one leading dimension for microbatches, "
+            f"not {list(x.shape)} and {list(targets.shape)}."
+        )
+    leaves, structure = flatten(params)
+    region = pipeline_region(stage, loss, structure, axis, schedule)
+    value, d_x, *grads = region(x, targets, *leaves)
+    return value, unflatten(structure, grads), d_x
+
+
+def pipeline_region(
+    stage: Stage,
+    loss: Loss,
+    structure: Any,
+    axis: str,
+    schedule: Callable[[int, int], Schedule],
+) -> PerRank:
+    """Makes the per-rank code of `pipeline_value_and_grad`, of x, targets and parameters."""
+
+    def pipeline_of_own_layers(x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+        count = num_ranks("pipeline_value_and_grad", axis)
+        ticks = schedule(count, x.shape[0])
+        check_schedule(ticks, count, x.shape[0])
+        run = _Run(stage, loss, unflatten(structure, leaves), x, targets, axis, ticks)
+        for tick in ticks:
+            run.go_forward(tick.forward)
+            run.go_back(tick.backward)
+        value, d_x = all_reduce((run.value, run.d_x), axis, dst=I)
+        return (value, d_x, *flatten(run.grads)[0])
+
+    return PerRank(pipeline_of_own_layers, partial(_types, axis=axis))
+
+
+def _types(layouts: Sequence[P], ranks: Sequence[int], axis: str) -> Types:
+    """Makes what depends on the parameters a pending sum over the axes that shard x."""
+    batch = [a for entry in layouts[0].entries if entry is not None for a in axes_of(entry)]
+    params = [P(axis, *layout.entries[1:]) for layout in layouts[2:]]
+    sums = tuple(P(*each.entries, partial=batch) for each in params)
+    x, targets = (P(*layout.entries) for layout in layouts[:2])
+    return (x, targets, *params), (P(partial=batch), x, *sums)
+
+
+class _Run:
+    """The state of one rank: what it has saved, received and added up."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        loss: Loss,
+        params: Any,
+        x: Tensor,
+        targets: Tensor,
+        axis: str,
+        schedule: Schedule,
+    ) -> None:
+        self._stage, self._loss, self._params = stage, loss, params
+        self._x, self._targets, self._axis = x, targets, axis
+        self._rank = axis_index(axis)
+        self._is_first = self._rank == 0
+        self._is_last = self._rank == len(schedule[0].forward) - 1
+        own = x[:1] * self._is_first  # of this rank: the ranks receive other things
+        self._room = num_saved(schedule)
+        self._saved = torch.zeros_like(own).expand(self._room, *x.shape[1:])
+        self._received = self._cotangent = torch.zeros_like(own[0])
+        self.value = torch.zeros((), dtype=x.dtype, device=x.device)
+        self.d_x = torch.zeros_like(own).expand_as(x)
+        self.grads = map_leaves(torch.zeros_like, params)
+
+    def go_forward(self, row: Row) -> None:
+        """Applies the stage to a microbatch, saves its input and sends the result on."""
+        if all(m is None for m in row):
+            return
+        m, works = self._own(row)
+        x = self._x.index_select(0, m).squeeze(0).where(self._is_first, self._received)
+        self._saved = x.where(self._place(m % self._room, self._room, works), self._saved)
+        y = self._stage(self._params, x)
+        if y.shape != x.shape:
+            raise LayerError(
+                f"pipeline_value_and_grad: the stage turns {list(x.shape)} into {list(y.shape)}, "
+                "which the next rank cannot take."
+            )
+        self._received = shift(y, self._axis, 1, wrap=False)
+
+    def go_back(self, row: Row) -> None:
+        """Pulls a cotangent back through the stage, adds up gradients and sends the rest back."""
+        if all(m is None for m in row):
+            return
+        m, works = self._own(row)
+        x = self._saved.index_select(0, m % self._room).squeeze(0)
+        y, pull = vjp(self._stage, self._params, x)
+        target = self._targets.index_select(0, m).squeeze(0)
+        value, pull_loss = vjp(lambda y: self._loss(y, target), y.detach())
+        (d_y,) = pull_loss(torch.ones_like(value))
+        d_params, d_x = pull(d_y.where(self._is_last, self._cotangent))
+        self.value = self.value + value.where(works & self._is_last, 0)
+        totals, structure = flatten(self.grads)
+        pairs = zip(totals, flatten(d_params)[0], strict=True)
+        self.grads = unflatten(structure, [total + new.where(works, 0) for total, new in pairs])
+        place = self._place(m, self._x.shape[0], works & self._is_first)
+        self.d_x = d_x.where(place, self.d_x)
+        self._cotangent = shift(d_x, self._axis, -1, wrap=False)
+
+    def _own(self, row: Row) -> tuple[Tensor, Tensor]:
+        """This rank's microbatch, and whether it has one."""
+        known = torch.tensor([-1 if m is None else m for m in row], device=self._x.device)
+        m = known.index_select(0, self._rank.reshape(1))
+        return m.clamp(min=0), m.squeeze(0) >= 0
+
+    def _place(self, m: Tensor, count: int, works: Tensor) -> Tensor:
+        """Says which of `count` rows is this rank's, if it has work."""
+        at = (torch.arange(count, device=m.device) == m) & works
+        return at.reshape(-1, *[1] * (self._x.ndim - 1))

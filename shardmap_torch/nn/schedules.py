@@ -1,0 +1,129 @@
+"""Schedules of a pipeline, as data: which rank does what in each tick."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardmap_torch.errors import LayerError, listing
+
+Row: TypeAlias = tuple[int | None, ...]
+"""The microbatch of each rank in one tick; None where a rank has nothing to do."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What all ranks do between two messages: forward, then backward."""
+
+    forward: Row
+    backward: Row
+
+
+Schedule: TypeAlias = tuple[Tick, ...]
+
+
+def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Goes forward with all microbatches, and then back with all.
+
+    Each rank saves the inputs of all m microbatches. It has 2(m + n - 1) ticks, of which each rank
+    is idle in 2(n - 1).
+
+    Source: Huang et al. 2019, "GPipe".
+
+    Example:
+        >>> [tick.forward for tick in gpipe_schedule(2, 2)]
+        [(0, None), (1, 0), (None, 1), (None, None), (None, None), (None, None)]
+    """
+    phase = num_microbatches + num_ranks - 1
+    last = num_ranks - 1
+    forward = [
+        tuple(_within(t - r, num_microbatches) for r in range(num_ranks)) for t in range(phase)
+    ]
+    backward = [
+        tuple(_within(t - (last - r), num_microbatches) for r in range(num_ranks))
+        for t in range(phase)
+    ]
+    idle: Row = (None,) * num_ranks
+    return (*(Tick(row, idle) for row in forward), *(Tick(idle, row) for row in backward))
+
+
+def one_forward_one_backward_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Goes back with a microbatch as soon as it has come to the last rank.
+
+    Rank r of n saves the inputs of at most 2(n - r) - 1 microbatches, however many there are. It
+    has m + 2(n - 1) ticks, in most of which a rank does one forward and one backward.
+
+    Source: Narayanan et al. 2019, "PipeDream" (1F1B), with a flush as in Megatron-LM.
+
+    Example:
+        >>> [tick.backward for tick in one_forward_one_backward_schedule(2, 2)]
+        [(None, None), (None, 0), (0, 1), (1, None)]
+    """
+    last = num_ranks - 1
+    return tuple(
+        Tick(
+            tuple(_within(t - r, num_microbatches) for r in range(num_ranks)),
+            tuple(_within(t - 2 * last + r, num_microbatches) for r in range(num_ranks)),
+        )
+        for t in range(num_microbatches + 2 * last)
+    )
+
+
+def _within(microbatch: int, count: int) -> int | None:
+    return microbatch if 0 <= microbatch < count else None
+
+
+def num_saved(schedule: Schedule) -> int:
+    """Counts the microbatches whose inputs the fullest rank holds at once.
+
+    Example:
+        >>> num_saved(gpipe_schedule(2, 8)), num_saved(one_forward_one_backward_schedule(2, 8))
+        (8, 3)
+    """
+    most = 0
+    for rank in range(len(schedule[0].forward)):
+        held = 0
+        for tick in schedule:
+            held += tick.forward[rank] is not None
+            most = max(most, held)
+            held -= tick.backward[rank] is not None
+    return most
+
+
+def check_schedule(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
+    """Requires that every rank does every microbatch once each way, as soon as its message comes.
+
+    Raises:
+        LayerError: it does not; lists every problem.
+    """
+    problems: list[str] = []
+    for rank in range(num_ranks):
+        for way in ("forward", "backward"):
+            done = [m for row in _rows(schedule, way) if (m := row[rank]) is not None]
+            if done != list(range(num_microbatches)):
+                problems.append(
+                    f"rank {rank} goes {way} with {done}, not 0 to {num_microbatches - 1}"
+                )
+    if not problems:
+        for rank in range(num_ranks):
+            for m in range(num_microbatches):
+                problems += _early_or_late(schedule, rank, m, num_ranks)
+    if problems:
+        raise LayerError(listing("This schedule cannot run:", problems))
+
+
+def _rows(schedule: Schedule, way: str) -> Sequence[Row]:
+    return [getattr(tick, way) for tick in schedule]
+
+
+def _early_or_late(schedule: Schedule, rank: int, m: int, num_ranks: int) -> list[str]:
+    def at(way: str, who: int) -> int:
+        return next(t for t, row in enumerate(_rows(schedule, way)) if row[who] == m)
+
+    found = []
+    if rank and at("forward", rank) != at("forward", rank - 1) + 1:
+        found.append(f"rank {rank} goes forward with {m} not one tick after rank {rank - 1}")
+    if rank < num_ranks - 1 and at("backward", rank) != at("backward", rank + 1) + 1:
+        found.append(f"rank {rank} goes back with {m} not one tick after rank {rank + 1}")
+    if at("backward", rank) < at("forward", rank):
+        found.append(f"rank {rank} goes back with {m} before it has gone forward")
+    return found

@@ -1,0 +1,134 @@
+"""A pipeline has the loss and the gradients of its layers in a row, whatever its schedule."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    LayerError,
+    Mesh,
+    P,
+    R,
+    all_reduce,
+    convert,
+    full,
+    make_mesh,
+    shard_map,
+    validate_rule,
+)
+from shardmap_torch.core.tree import flatten
+from shardmap_torch.nn import (
+    gpipe_schedule,
+    one_forward_one_backward_schedule,
+    pipeline_value_and_grad,
+)
+from shardmap_torch.nn.pipeline import pipeline_region
+from tests.nn.support.cases import EXACT, random
+from tests.support.pool import Gloo
+
+PARAMS = {"w": random(4, 3, 3), "b": random(4, 3)}
+X, TARGETS = random(5, 4, 3), random(5, 4, 3, seed=1)
+SCHEDULES = {"gpipe": gpipe_schedule, "1f1b": one_forward_one_backward_schedule}
+
+
+def stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    for w, b in zip(params["w"].unbind(), params["b"].unbind(), strict=True):
+        x = torch.tanh(x @ w + b)
+    return x
+
+
+def one_row(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x[:1]
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def one_device() -> list[Tensor]:
+    def total(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.stack(
+            [loss(stage(params, each), t) for each, t in zip(x, TARGETS, strict=True)]
+        ).sum()
+
+    grads, value = torch.func.grad_and_value(total, argnums=(0, 1))(PARAMS, X)
+    return [value, *flatten(grads)[0]]
+
+
+def step(params: Any, x: Tensor, targets: Tensor, schedule: Any) -> Any:
+    params = convert(params, "dp", src=I, dst=R)
+    value, grads, d_x = pipeline_value_and_grad(
+        stage, loss, params, x, targets, "pp", schedule=schedule
+    )
+    return all_reduce((value, grads), "dp", dst=I), d_x
+
+
+def on_mesh(mesh: Mesh, schedule: str) -> list[Tensor]:
+    batch = P(None, "dp")
+    f = shard_map(
+        partial(step, schedule=SCHEDULES[schedule]),
+        mesh=mesh,
+        in_specs=(P("pp"), batch, batch),
+        out_specs=((P(), P("pp")), batch),
+        check="global",
+    )
+    (value, grads), d_x = full(f(PARAMS, X, TARGETS))
+    return [value, *flatten((grads, d_x))[0]]
+
+
+def in_worker(sizes: tuple[int, int]) -> list[list[Tensor]]:
+    mesh = make_mesh(sizes, ("dp", "pp"))
+    return [on_mesh(mesh, name) for name in SCHEDULES]
+
+
+def assert_same(found: list[Tensor]) -> None:
+    for one, other in zip(found, one_device(), strict=True):
+        torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("sizes", "simulate"), [((2, 2), "vmap"), ((1, 4), "ranks")])
+def test_on_simulated_ranks_loss_and_gradients_are_those_of_one_device(
+    sizes: tuple[int, int], simulate: Any, schedule: str
+) -> None:
+    assert_same(on_mesh(make_mesh(sizes, ("dp", "pp"), simulate=simulate), schedule))
+
+
+def test_on_processes_loss_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
+    for results in gloo(2).run(in_worker, (1, 2), timeout=200):
+        for found in results:
+            assert_same(found)
+
+
+def test_the_region_keeps_its_promise() -> None:
+    leaves, structure = flatten(PARAMS)
+    region = pipeline_region(stage, loss, structure, "pp", one_forward_one_backward_schedule)
+    typed = region.typed(*[P()] * 4, ranks=[x.ndim for x in (X, TARGETS, *leaves)])
+    assert validate_rule(typed, X, TARGETS, *leaves, num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (
+            lambda w, x: pipeline_value_and_grad(stage, loss, w, x, x[:2], "pp"),
+            "pipeline_value_and_grad: x and targets have one leading dimension for microbatches, "
+            "not [5, 4, 3] and [2, 4, 3].",
+        ),
+        (
+            lambda w, x: pipeline_value_and_grad(one_row, loss, w, x, x, "pp"),
+            "pipeline_value_and_grad: the stage turns [4, 3] into [1, 3], which the next rank "
+            "cannot take.",
+        ),
+    ],
+)
+def test_what_does_not_match_is_refused(body: Any, text: str) -> None:
+    mesh = make_mesh((2,), ("pp",), kind="simulated")
+    f = shard_map(body, mesh=mesh, in_specs=(P("pp"), P()), out_specs=(P(), P("pp"), P()))
+    with pytest.raises(LayerError) as error:
+        f(PARAMS, X)
+    assert str(error.value) == text
