@@ -1,5 +1,6 @@
 """A pipeline has the loss and the gradients of its layers in a row, whatever its schedule."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_the_region_keeps_its_promise() -> None:
         ),
     ],
 )
-def test_what_does_not_match_is_refused(body: Any, text: str) -> None:
+def test_what_does_not_match_is_refused(body: Callable[..., Any], text: str) -> None:
     mesh = make_mesh((2,), ("pp",), kind="simulated")
     f = shard_map(body, mesh=mesh, in_specs=(P("pp"), P()), out_specs=(P(), P("pp"), P()))
     with pytest.raises(LayerError) as error:
