@@ -1,0 +1,64 @@
+"""The profile command shows, side by side, steps that compute the same."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import profile
+from examples.gpt.model import Config
+from examples.gpt.parallel import Parallel
+from shardmap_torch import make_mesh
+
+SMALL = "--width 16 --layers 1 --length 16 --batch 4 --steps 1".split()
+
+
+@pytest.mark.slow
+def test_every_choice_has_the_loss_and_the_norm_of_one_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choices = ["plain", "tp", "tp+sp+overlap", "zero"]
+    results = profile.main([*SMALL, "--parallel", *choices, "--out", str(tmp_path)])
+    plain = results["plain"]
+    assert list(results) == choices
+    for found in results.values():
+        # float32 sums in another order.
+        assert found.loss == pytest.approx(plain.loss, rel=1e-5)
+        assert found.norm == pytest.approx(plain.norm, rel=1e-4)
+        assert found.milliseconds > 0
+        assert found.peak_bytes > 10_000
+    assert plain.sent == {}
+    assert set(results["zero"].sent) == {"dp", "dp,tp"}  # shards; a scalar of the norm
+    shown = capsys.readouterr().out
+    assert "one step on 4 simulated ranks in one process" in " ".join(shown.split())
+    assert all(choice in shown for choice in choices)
+    assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((tmp_path / "profile.json").read_text())
+    assert numbers["tp"]["sent"] == dict(results["tp"].sent)
+
+
+def test_zero_and_data_parallelism_send_the_same_bytes_of_gradients() -> None:
+    """Reduce-scatter and all-gather are the halves of an all-reduce."""
+    config = Config(length=16, width=16, layers=1)
+    batch = torch.zeros(4, 17, dtype=torch.int64)
+    sent = {}
+    for choice in ("dp", "zero"):
+        parallel = Parallel.of(choice)
+        mesh = make_mesh((4, 1), parallel.mesh_axes, kind="abstract")
+        chosen = replace(config, parallel=parallel)
+        sent[choice] = profile.bytes_sent(mesh, chosen, batch)["dp"]
+    # The norm and the loss are scalars; float32, so four bytes each, twice 3/4 of them.
+    assert abs(sent["zero"] - sent["dp"]) <= 4 * 4
+
+
+@pytest.mark.parametrize(("num_axes", "sizes"), [(1, (8,)), (2, (2, 4)), (3, (2, 2, 2))])
+def test_ranks_are_spread_over_the_axes_of_a_choice(num_axes: int, sizes: tuple[int, ...]) -> None:
+    assert profile.sizes_of(num_axes, 8) == sizes
+
+
+def test_an_unknown_choice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        profile.main(["--parallel", "plain", "ddp"])
+    assert "'ddp' is none of dp, fsdp, zero, cp, tp, sp" in capsys.readouterr().err
