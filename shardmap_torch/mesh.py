@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardmap_torch.control.start import current, start
+from shardmap_torch.control.start import current, start, within
 from shardmap_torch.errors import MeshError, show
 
 Kind: TypeAlias = Literal["simulated", "process_group", "abstract"]
@@ -197,11 +197,15 @@ class Mesh:
         if control is None or self.device_mesh is None:
             return
         if control.broken or self._state.epoch == control.epoch:
-            control.recover()
+            within(3 * control.timeout, "recover()", control.recover)
         self._forget()
         self._state.epoch, self._state.remade = control.epoch, True
         # DTensors that lie on the mesh use the same groups.
-        names = [self.group((axis,)).group_name for axis in self.axis_names]
+        names = within(
+            control.timeout,
+            "recover()",
+            lambda: [self.group((axis,)).group_name for axis in self.axis_names],
+        )
         if hasattr(self.device_mesh, "_dim_group_names"):
             self.device_mesh._dim_group_names = names
 
@@ -330,8 +334,21 @@ def make_mesh(
         return Mesh(names, sizes, kind, chosen, simulate)
     chosen = _start_process_group(chosen, limit)
     _agree(names, sizes, limit)
-    device_mesh = init_device_mesh(chosen.type, sizes, mesh_dim_names=names)
+    device_mesh = _make_device_mesh(chosen, names, sizes, limit)
     return _with_groups(Mesh(names, sizes, kind, chosen, simulate, device_mesh, debug), limit)
+
+
+def _make_device_mesh(
+    device: torch.device, names: tuple[str, ...], sizes: tuple[int, ...], limit: timedelta | None
+) -> DeviceMesh:
+    def make() -> DeviceMesh:
+        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+
+    if device.type != "cpu":  # the device is one of this thread
+        return make()
+    world = dist.group.WORLD
+    assert world is not None  # it has been initialised
+    return within(limit or _shortest_timeout([world]), f"make_mesh({sizes}, {names})", make)
 
 
 def _limit(timeout: float | timedelta | None) -> timedelta | None:

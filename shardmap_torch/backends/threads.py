@@ -76,11 +76,17 @@ class Rendezvous:
             )
             for rank in range(self.mesh.size)
         ]
-        for thread in threads:
-            thread.start()
-        self._turns[0].release()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            self._turns[0].release()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # such as KeyboardInterrupt
+            self._failure = self._failure or error
+            for turn in self._turns:  # nobody waits for a turn that never comes
+                turn.release()
+            raise
         if self._failure is not None:
             raise self._failure
         return [results[rank] for rank in range(self.mesh.size)]
@@ -113,6 +119,8 @@ class Rendezvous:
 
     def on_operation(self, rank: int, post: Post) -> Tensor:
         """Brings `post`, waits for the other members, and returns this rank's result."""
+        if self._failure is not None:
+            raise _Aborted
         self._waiting[rank] = post
         posts = [self._waiting.get(member) for member in post.members]
         if all(p is not None and p.members == post.members for p in posts):

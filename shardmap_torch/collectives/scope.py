@@ -111,6 +111,13 @@ def scope_of(name: str, axes: Sequence[str]) -> Scope:
             "the autograd.Function whose backward calls it from shardmap_torch.Function, which "
             "keeps the mesh for its backward."
         )
+    if scope is None and threading.current_thread() is not threading.main_thread():
+        thread = threading.current_thread().name
+        raise CollectiveError(
+            f"{name} was called on the thread {thread!r}, on which no body of a shard_mapped "
+            "function runs. Collectives belong on the thread that runs the body: a thread that a "
+            "body starts would meet the other ranks in an order that nobody knows."
+        )
     if scope is None:
         raise CollectiveError(
             f"{name} was called outside shard_map, where no mesh axis is bound. "

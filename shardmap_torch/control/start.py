@@ -2,14 +2,19 @@
 
 import atexit
 import sys
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
 from shardmap_torch.control.peers import PeerWatch
 from shardmap_torch.control.run import Control
+from shardmap_torch.errors import CommunicationError
+
+T = TypeVar("T")
 
 
 class _Current:
@@ -49,12 +54,44 @@ def start(timeout: timedelta) -> Control | None:
         return None
     if _CURRENT.control is not None:
         stop()
-    _CURRENT.control, _CURRENT.world = Control(timeout), world
+    _CURRENT.control = within(timeout, "Starting the control of the run", lambda: Control(timeout))
+    _CURRENT.world = world
     _CURRENT.peers = PeerWatch(_CURRENT.control)
     _pass_on_uncaught_errors()
     # Before torch's own: a thread that comes back from C++ in an interpreter that ends aborts it.
     atexit.register(stop)
     return _CURRENT.control
+
+
+def within(limit: timedelta | None, what: str, make: Callable[[], T]) -> T:
+    """Runs what blocks in torch's store, on a thread of its own, for a limited time.
+
+    Raises:
+        CommunicationError: it has not ended in time: the store is frozen or unreachable, or a rank
+            does not do the same.
+    """
+    done: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(make())
+        except BaseException as error:  # raised where the caller waits
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"shardmap {what}", daemon=True)
+    thread.start()
+    thread.join(None if limit is None else limit.total_seconds() + 1)
+    if errors and not isinstance(errors[0], RuntimeError):
+        raise errors[0]
+    if not done:
+        why = f"{errors[0]}".splitlines()[0] if errors else "the store or a rank does not answer"
+        raise CommunicationError(
+            f"{what} has not ended within {limit} on rank {dist.get_rank()}: {why}. Every process "
+            "must make the same meshes in the same order, and the process that hosts the store "
+            "must be alive."
+        ) from (errors[0] if errors else None)
+    return done[0]
 
 
 def stop() -> None:

@@ -48,7 +48,7 @@ class Memo(Generic[T]):
     """
 
     def __init__(self, limit: int = 1024) -> None:
-        """Forgets everything when it would grow above `limit`."""
+        """Forgets the oldest result when it would grow above `limit`."""
         self._limit = limit
         self._known: dict[Any, T] = {}
 
@@ -64,7 +64,7 @@ class Memo(Generic[T]):
             return known
         made = make()
         if len(self._known) >= self._limit:
-            self._known.clear()
+            self._known.pop(next(iter(self._known)), None)
         self._known[key] = made
         return made
 

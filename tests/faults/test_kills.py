@@ -40,8 +40,9 @@ def before_a_mesh(strike: Strike) -> None:
 
 def before_the_first_check(strike: Strike) -> None:
     f = add(make_mesh((4,), ("tp",)))
+    f(X)  # the first check of all imports the rules
     strike()
-    f(X)
+    f(X[:, :2])
 
 
 def before_a_known_call(strike: Strike) -> None:
@@ -93,16 +94,18 @@ MOMENTS: Mapping[str, Callable[[Strike], None]] = {
 }
 
 
+NEED_STORE = ("before a mesh", "before recovery")  # new groups do, calls do not
+
+
 def run(rank: int, moment: str, victim: int | str, number: int, store: int) -> End:
     """How a rank ends that goes on where another one, or the store, has been struck."""
     began = [time.monotonic()]
 
     def strike() -> None:
         if victim == "store":
-            torch.distributed.barrier()
             if rank == 0:
                 os.kill(store, number)
-            time.sleep(0.3)
+            time.sleep(0.5)
         elif rank == victim:
             os.kill(os.getpid(), number)
         began[0] = time.monotonic()
@@ -152,10 +155,8 @@ def test_a_store_that_is_killed_or_frozen_holds_no_rank_for_longer_than_the_dead
     moment: str, number: signal.Signals
 ) -> None:
     for kind, text, seconds in outcomes(moment, "store", number):
-        # Calls of known programs do not need the store; new groups do, of whose error torch says
-        # nothing of ours.
         assert kind != "hangs", text
-        assert kind == "returned" or moment in ("before a mesh", "before recovery"), (kind, text)
+        assert kind == "returned" or (kind == "CommunicationError" and moment in NEED_STORE), text
         assert seconds < 2 * TIMEOUT + 5
 
 
@@ -178,9 +179,10 @@ def test_the_dump_of_a_failure_names_the_last_collectives(tmp_path: Any) -> None
     world = World(2)
     try:
         world.start(fail_with_a_dump, str(tmp_path))
-        told = world.outcomes(60)[0].value
+        (first, _) = world.outcomes(60)
     finally:
         world.close()
+    told = first.value or str(first)
     assert "rank 1" in told
     assert str(tmp_path) in told
     dump = read_dump(tmp_path / "rank-00000.txt")

@@ -6,6 +6,7 @@ transform that has not ended; in doubt it flows. Cotangents keep their types in 
 their backward runs: a sum of contributions of type I and V is an error, not a V.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -88,6 +89,7 @@ class Memory:
         self.closures: dict[int, Tensor] = {}
         self._storage_types: dict[int, StorageType] = {}
         self._paused = False
+        self._thread = threading.get_ident()
         self._applies = False
         self._ending: frozenset[int] = frozenset()
         self._differentiated: set[int] = set()
@@ -126,6 +128,13 @@ class Memory:
         """The cell of a tensor's storage, or of its fake's."""
         storage = self.fakify(base_of(tensor)).untyped_storage()
         found = self._storage_types.get(storage._cdata)
+        if found is None and threading.get_ident() != self._thread:
+            thread = threading.current_thread().name
+            raise TransformError(
+                f"{self.name}: {call_site()} runs on the thread {thread!r} that the body has "
+                "started. What a body does on other threads cannot be checked; do it on the thread "
+                "that runs the body."
+            )
         if found is None:
             raise AssertionError(
                 f"{self.name}: a tensor without a type reached {call_site()}; this is a defect of "

@@ -121,6 +121,7 @@ def _worker(
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
+    store.set_timeout(timedelta(seconds=timeout))
     began = time.monotonic()
     try:
         value = function(rank, *args)
