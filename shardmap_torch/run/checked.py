@@ -28,7 +28,7 @@ from shardmap_torch.run.agree import Found, agree, found_in, refused
 from shardmap_torch.run.guarded import guarded
 from shardmap_torch.run.plain_inputs import PlainInputs
 from shardmap_torch.run.purity import verify_purely
-from shardmap_torch.run.retrace_warning import Changing
+from shardmap_torch.run.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.runtimes import runtime_of
 
 Run = Callable[[Call, bool], Tree]
@@ -64,7 +64,6 @@ class Checked:
         self._verdicts: Memo[_Known] = Memo()
         self._changing, self._calls = Changing(name), 0
         self._inputs = PlainInputs(debug)
-        self._late = {on: partial(self._stop, on, _LATE) for on in (False, True)}
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
         """Checks a call, or remembers that it has been checked; in another strictness for once.
@@ -98,7 +97,9 @@ class Checked:
                 gather = partial(runtime_of(call.mesh).gather, call.mesh)
                 self._inputs.require_equal(call, gather)
             try:
-                return run(verdict.apply(call, self._late[processes]), verdict.batches)
+                return run(
+                    verdict.apply(call, partial(self._stop, processes, _LATE)), verdict.batches
+                )
             except Departure as departure:
                 difference = departure.difference
             self._verdicts.forget(key)
@@ -120,6 +121,8 @@ class Checked:
         return self._verdicts.get(key, lambda: _Known(self._verify(key, call)))
 
     def _verify(self, key: Signature, call: Call) -> Verdict:
+        if self._calls <= 1:
+            watch_remaking(self, self._name, call.function)
         self._changing.checked(self._calls, parts(key, call, self._surroundings))
         # Each rank would have to run the body once for each item of the batch.
         if any(is_batched(tensor) for tensor in self._surroundings.tensors):

@@ -1,9 +1,11 @@
 """Warns of a Python value that is another one in each call, so that each call is checked anew."""
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
+from types import CodeType
 from typing import Any, Final
 
 from shardmap_torch.checker.guards.cache_key import Parts
@@ -61,6 +63,40 @@ class Changing:
         if found is not None:
             self._warned = True
             _warn(self._name, found)
+
+
+_ENDED: Final[dict[CodeType, int]] = {}
+"""For the code of a body, how many shard_mapped functions of it have been made and dropped."""
+
+
+def watch_remaking(owner: object, name: str, function: Callable[..., Any]) -> None:
+    """Warns once of a function that is shard_mapped anew for each call, and so checked anew.
+
+    Args:
+        owner: ends with the shard_mapped function.
+        name: what warnings call the function.
+        function: the body. A model may have one for each of many layers; these do not end.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    if _ENDED.get(code, 0) == LIMIT:
+        _ENDED[code] += 1
+        file, line = code.co_filename, code.co_firstlineno
+        warnings.warn_explicit(
+            f"{name}: shard_map has been applied to this function {LIMIT} times, and each result "
+            "was dropped, so that each was checked anew. Apply shard_map once, outside of the "
+            "loop.",
+            UserWarning,
+            file,
+            line,
+        )
+    weakref.finalize(owner, _count_end, code).atexit = False
+
+
+def _count_end(code: CodeType) -> None:
+    if _ENDED.get(code, 0) < LIMIT:
+        _ENDED[code] = _ENDED.get(code, 0) + 1
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,6 +1,8 @@
 """A value that is another one in each call makes a warning, once, that names it."""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ STEP = 0
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrace_warning, "LIMIT", 4)
+    monkeypatch.setattr(retrace_warning, "_ENDED", {})
 
 
 def mapped(body: Any, *more: Any) -> Callable[..., Any]:
@@ -164,3 +167,37 @@ def test_arrays_of_several_truths_count_as_changing() -> None:
     f = mapped(lambda x, odd: x, None)
     (text,) = warned(lambda step: f(X, Odd()))
     assert "since odd was another one each time: ..., odd, odd, odd." in text
+
+
+def test_a_function_that_is_made_anew_for_each_call_is_warned_of_once_and_freed_at_once() -> None:
+    mesh, held = make_mesh((2,), ("i",), kind="simulated"), []
+
+    def step() -> None:
+        big = torch.ones(2)
+        held.append(weakref.ref(big))
+        shard_map(lambda x: x + big.sum(), mesh=mesh, in_specs=P("i"), out_specs=P("i"))(big)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(9):
+                step()
+    finally:
+        gc.enable()
+    assert [str(warning.message) for warning in caught] == [
+        "<lambda>: shard_map has been applied to this function 4 times, and each result was "
+        "dropped, so that each was checked anew. Apply shard_map once, outside of the loop."
+    ]
+    assert not any(ref() is not None for ref in held[:-1])
+
+
+def test_a_function_for_each_of_many_layers_is_not_warned_of() -> None:
+    mesh = make_mesh((2,), ("i",), kind="simulated")
+    layers = [
+        shard_map(lambda x, n=n: x + n, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+        for n in range(9)
+    ]
+    for layer in layers:  # warnings are errors
+        layer(torch.ones(2))

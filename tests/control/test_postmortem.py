@@ -1,0 +1,79 @@
+"""The dumps of the ranks are compared, and the first difference is shown."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardmap_torch import I, Partial, PostmortemError, R
+from shardmap_torch.collectives.operations import collective_of
+from shardmap_torch.control.recorder import VARIABLE, Recorder, read_dump
+from shardmap_torch.core.source_location import Site
+from shardmap_torch.postmortem import main
+
+SUM = collective_of("all_reduce", Partial, I, ("tp",))
+OTHER = collective_of("all_reduce", Partial, R, ("tp",))
+OPERAND = (torch.float32, torch.Size([4, 2]))
+
+
+def record(*operations: object) -> Recorder:
+    recorder = Recorder()
+    for number, operation in enumerate(operations, 1):
+        recorder.begin(number, "step", operation, OPERAND, Site("model.py", 10 + number))
+    recorder.done = len(operations) - 1
+    return recorder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "dumps"))
+    return tmp_path / "dumps"
+
+
+def test_the_first_difference_is_shown_with_the_line_of_each_rank(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 2):
+        record(SUM, SUM).write(rank, "timed out\nmore")
+    record(SUM, OTHER).write(1, "timed out\nmore")
+    record(SUM).write(3, "killed\tsomehow")
+    main([str(folder)])
+    assert capsys.readouterr().out == (
+        "ranks 0-3, 2 collectives\n"
+        "first difference, at #2:\n"
+        "  ranks 0, 2: #2 call 2 of step: all_reduce('tp', Partial -> I) of float32[4, 2] at "
+        "model.py:12, begun\n"
+        "  rank 1: #2 call 2 of step: all_reduce('tp', Partial -> R) of float32[4, 2] at "
+        "model.py:12, begun\n"
+        "  rank 3: nothing after #1 call 1 of step: all_reduce('tp', Partial -> I) of "
+        "float32[4, 2] at model.py:11, begun\n"
+        "reasons:\n"
+        "  ranks 0, 1, 2: timed out\n"
+        "  rank 3: killed\tsomehow\n"
+    ).replace("Partial -> ", str(SUM).split("'tp', ")[1].split(" -> ")[0] + " -> ")
+
+
+def test_ranks_that_agree_are_told_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        record(SUM).write(rank, "")
+    main([])
+    assert "no difference; the last collective:\n  ranks 0, 1: #1 call 1" in capsys.readouterr().out
+
+
+def test_the_recorder_keeps_the_newest(folder: Path) -> None:
+    path = record(*[SUM] * 300).write(0, "")
+    assert path is not None
+    entries = read_dump(path).entries
+    assert [entry.seq for entry in entries] == list(range(45, 301))
+    assert [entry.state for entry in entries[-2:]] == ["done", "begun"]
+
+
+def test_a_folder_without_dumps_and_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PostmortemError) as error:
+        main([str(tmp_path)])
+    assert str(error.value) == f"There are no dumps rank-*.txt in {tmp_path}."
+    path = tmp_path / "rank-0.txt"
+    path.write_text("hello\n")
+    with pytest.raises(PostmortemError) as error:
+        main([str(tmp_path)])
+    assert str(error.value) == f"{path} is no dump of shardmap_torch's flight recorder."
