@@ -1,13 +1,15 @@
 """The profile command shows, side by side, steps that compute the same."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples import profile
+from examples.gpt import profile
 from examples.gpt.model import Config
 from examples.gpt.parallel import Parallel
 from shardmap_torch import make_mesh
@@ -51,6 +53,12 @@ def test_zero_and_data_parallelism_send_the_same_bytes_of_gradients() -> None:
         sent[choice] = profile.bytes_sent(mesh, chosen, batch)["dp"]
     # The norm and the loss are scalars; float32, so four bytes each, twice 3/4 of them.
     assert abs(sent["zero"] - sent["dp"]) <= 4 * 4
+
+
+def test_a_script_beside_it_finds_pythons_own_profile_module() -> None:
+    folder = Path(profile.__file__).parent.parent
+    code = "import profile; profile.run"
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
 
 
 @pytest.mark.parametrize(("num_axes", "sizes"), [(1, (8,)), (2, (2, 4)), (3, (2, 2, 2))])

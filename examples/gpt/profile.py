@@ -224,8 +224,3 @@ def main(arguments: list[str] | None = None) -> dict[str, Measured]:
         (options.out / "profile.json").write_text(json.dumps(numbers, indent=2))
         Console().print(f"wrote {options.out / 'profile.png'}")
     return results
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
