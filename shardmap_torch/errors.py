@@ -21,7 +21,13 @@ class SpecError(ShardMapError):
 
 
 class ShardTypeError(ShardMapError):
-    """A value's type along a mesh axis does not fit where it is used."""
+    """A value's type along a mesh axis does not fit where it is used.
+
+    Attributes:
+        findings: every single thing that is wrong, where the message groups them.
+    """
+
+    findings: tuple[str, ...] = ()
 
 
 class CollectiveError(ShardMapError):

@@ -125,16 +125,34 @@ def _handed_over(
     equation = Equation(messages.GRADIENT, (use,), (), place[0], False, place=place)
     interpreter.make(base_of(handed_over), types, equation, [base])
     interpreter.add(equation)
-    return _summed_by_repair(interpreter, handed_over, types, place)
+    return handed_over
 
 
-def _summed_by_repair(
-    interpreter: Interpreter, gradient: Tensor, types: Types, place: Place
-) -> Tensor:
-    """Takes the sums that the repair which is tried has there."""
-    for axis in interpreter.repair.gradients.get(place, ()):
-        scope = current_scope()
-        if scope is not None and types[interpreter.axes.index(axis)] == Partial:
+def sum_by_repair(
+    interpreter: Interpreter, gradients: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Takes the sums that the repair which is tried has where gradients are handed over."""
+    if not interpreter.repair.gradients:
+        return tuple(gradients)
+    return tuple(g if g is None else _summed_by_repair(interpreter, g) for g in gradients)
+
+
+def sum_fields_by_repair(interpreter: Interpreter, leaves: Sequence[Tensor]) -> None:
+    """Does the same with gradients in `.grad`."""
+    if interpreter.repair.gradients:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for leaf in leaves:
+                if leaf.grad is not None:
+                    leaf.grad = _summed_by_repair(interpreter, leaf.grad)
+
+
+def _summed_by_repair(interpreter: Interpreter, gradient: Tensor) -> Tensor:
+    storage_type, scope = interpreter.storage_type(gradient), current_scope()
+    made = storage_type.made
+    if made is None or made.name != messages.GRADIENT or made.place is None or scope is None:
+        return gradient
+    for axis in interpreter.repair.gradients.get(made.place, ()):
+        if storage_type.types[interpreter.axes.index(axis)] == Partial:
             total = Collective("all_reduce", Partial, I, (axis,))
             gradient = bind(scope.backend, total, gradient)
     return gradient

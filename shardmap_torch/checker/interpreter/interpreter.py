@@ -258,15 +258,19 @@ class Interpreter(Memory):
                 refusal = Refusal(axis_type.index(Partial), Conflict(Partial, None, reason), reason)
                 raise messages.refused(self, op, arguments, refusal)
 
-    def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> None:
-        """Requires that a Python value, or a shape, that depends on data is equal on all ranks."""
+    def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> bool:
+        """Requires that a Python value, or a shape, that depends on data is equal on all ranks.
+
+        Returns whether the repair that is tried reduces the tensors first.
+        """
         place = self._places.next(self.site()[0])
         if place in self.repair.values:
-            return
+            return True
         try:
             self._type(op, arguments, None)
         except ShardTypeError as error:
             raise propose(error, list(scalars.proposals(self, place, arguments))) from None
+        return False
 
     def _reject_read_only(self, op: OpOverload, value: Any) -> None:
         for tensor in tensors_of(value):

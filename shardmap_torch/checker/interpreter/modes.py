@@ -240,7 +240,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
         gradients.check_gradient(interpreter, operand, gradient, "the value it is the gradient of")
     grads = gradients.hand_over(interpreter, inputs, grads)
     interpreter.observer.differentiated(outputs, told, inputs, grads)
-    return grads
+    return gradients.sum_by_repair(interpreter, grads)
 
 
 def _ending(outputs: Sequence[Any]) -> int | None:
@@ -278,6 +278,7 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
     gradients.hand_over_fields(interpreter, leaves, old)
     grads = [leaf.grad for leaf in leaves]
     interpreter.observer.differentiated([output], [told], leaves, grads)
+    gradients.sum_fields_by_repair(interpreter, leaves)
 
 
 def _set_data(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,10 @@ from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.ir.repairs import Place, Repair
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.types import Partial, V
+from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.collectives.operations import Collective, Extremum
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.types import I, Partial, V
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -32,8 +35,10 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
     Raises:
         ShardTypeError: the ranks would get different values.
     """
-    interpreter.check_value(op, arguments)
+    is_repaired = interpreter.check_value(op, arguments)
     tensors = [x for value in arguments.values() for x in tensors_of(value)]
+    if is_repaired:
+        tensors = [_reduced(interpreter, x) for x in tensors]
     if all(getattr(x, "constant", None) is not None for x in tensors):
         with interpreter.paused():
             return op(**arguments)
@@ -50,6 +55,19 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
         interpreter.add(Equation(f"{number.text} = {name}", tuple(uses), (), site, backward))
         interpreter.observer.taken(name, tensors)
     return number
+
+
+def _reduced(interpreter: "Interpreter", x: Tensor) -> Tensor:
+    """The tensor after the collective that the repair which is tried has here; see `proposals`."""
+    scope, kinds = current_scope(), interpreter.storage_type(x).types
+    pairs = zip(interpreter.axes, kinds, strict=True)
+    axes = tuple(axis for axis, kind in pairs if plain(kind) in (V, Partial))
+    if scope is None or not axes:
+        return x
+    total = Collective("all_reduce", Partial, I, axes)
+    if x.dtype == torch.bool:
+        return bind(scope.backend, Extremum("max", total), x.int())
+    return bind(scope.backend, total, x)
 
 
 def _identity(storage_type: Any, tensor: Tensor) -> Any:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site
@@ -81,9 +82,30 @@ def proposed(error: ShardTypeError) -> tuple[Repair, ...]:
     return found
 
 
-def with_tried(error: ShardTypeError, texts: Sequence[str]) -> ShardTypeError:
+def with_tried(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeError:
     """The error with the repairs that passed, in the order in which they were proposed."""
-    if texts:
-        lines = [f"Tried, and well-typed: {text}" for text in texts]
+    if repairs:
+        lines = [f"Tried, and accepted also by check='global': {each.text}" for each in repairs]
         error.args = ("\n".join([str(error), *lines]),)
+    error.__dict__["_shardmap_tried"] = tuple(repairs)
+    return error
+
+
+def tried(error: ShardTypeError) -> tuple[Repair, ...]:
+    """The repairs that the message of an error names."""
+    found: tuple[Repair, ...] = error.__dict__.get("_shardmap_tried", ())
+    return found
+
+
+_LINES: Final = 40
+"""How long a message is at most; `findings` has all of it."""
+
+
+def shortened(error: ShardTypeError) -> ShardTypeError:
+    """The error with a message of at most 40 lines, and all that was found in `findings`."""
+    lines = str(error).splitlines()
+    error.findings = error.findings or (str(error),)
+    if len(lines) > _LINES:
+        left = len(lines) - _LINES + 1
+        error.args = ("\n".join([*lines[: _LINES - 1], f"... and {left} more lines"]),)
     return error

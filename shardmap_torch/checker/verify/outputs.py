@@ -1,5 +1,7 @@
 """Conversions of results: from their types to those that their specs promise."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from torch import Tensor
@@ -94,6 +96,59 @@ def casts_to(
     )
 
 
+@dataclass(frozen=True)
+class Problem:
+    """A result that does not have the type which its spec promises, along one axis.
+
+    Attributes:
+        path: of the result.
+        spec: what it promises.
+        axis: along which it is wrong.
+        is_sum: whether it is a pending sum; else it varies.
+        origin: where it comes from.
+        text: all of it, in words.
+    """
+
+    path: str
+    spec: P
+    axis: str
+    is_sum: bool
+    origin: str
+    text: str
+
+
+_SHOWN: Final = 3
+"""How many of the results that are wrong in one way a message names."""
+
+
+def grouped(problems: Sequence[Problem]) -> Iterator[str]:
+    """The paragraphs of a message: one for each cause, whatever the number of results."""
+    causes: dict[tuple[str, bool], list[Problem]] = {}
+    for problem in problems:
+        causes.setdefault((problem.axis, problem.is_sum), []).append(problem)
+    for (axis, is_sum), group in causes.items():
+        if len(group) == 1:
+            yield group[0].text
+            continue
+        what, fix = _CAUSES[is_sum]
+        first = f"the first {_SHOWN}" if len(group) > _SHOWN else "they are"
+        yield f"  {len(group)} results {what.format(axis=axis)}; {first}:"
+        yield from (f"    {p.path}: {p.spec!r}, from {p.origin}" for p in group[:_SHOWN])
+        yield f"    Fix: {fix.format(axis=axis)}"
+
+
+_CAUSES: Final = {
+    True: (
+        "are pending sums over {axis!r}, and their specs promise finished values",
+        "all_reduce them over {axis!r}, or name {axis!r} in partial=.",
+    ),
+    False: (
+        "vary over {axis!r}, and their specs promise one value on all its ranks",
+        "reduce or gather them over {axis!r}, or name {axis!r} in their specs.",
+    ),
+}
+
+
 class Leaving:
     """The results of one way through a body, on their way out.
 
@@ -121,10 +176,10 @@ class Leaving:
         Raises:
             ShardTypeError: names all that do not fit, and where they come from.
         """
-        problems: list[str] = []
+        problems: list[Problem] = []
         open_sums: dict[int, list[str]] = {}
+        sum_results(self._backend, self._repair, result)
         for position in result.match.crossing:
-            self._sum_result(result, position)
             spec, path = result.match.spec(position), result.match.paths[position]
             value = result.leaves[position]
             # A real tensor that the body returns as it is was closed over.
@@ -136,13 +191,16 @@ class Leaving:
                     continue
                 found = casts_to(self._interpreter, path, spec, axis, axis_type, value)
                 if isinstance(found, str):
-                    problems.append(found)
+                    origin = self._interpreter.storage_type(value).origin()
+                    problem = Problem(path, spec, axis, axis_type == Partial, origin, found)
+                    problems.append(problem)
                     open_sums.setdefault(position, []).append(axis)
                 else:
                     self.exits[position, axis] = self._exit((position, axis), found, spec, value)
         if problems:
             head = f"{self._call.name}: the result does not match out_specs:"
-            error = ShardTypeError("\n".join([head, *problems]))
+            error = ShardTypeError("\n".join([head, *grouped(problems)]))
+            error.findings = tuple(problem.text for problem in problems)
             raise propose(error, [self._summed(result, open_sums)])
         for position in result.match.crossing:
             spec, path = result.match.spec(position), result.match.paths[position]
@@ -172,16 +230,21 @@ class Leaving:
         shared = self._resolved.exits.get(where, found)
         return Exit(shared if shared in others else found, others, storage_type.origin())
 
-    def _sum_result(self, result: Result, position: int) -> None:
-        for axis in self._repair.exits.get(position, ()):
-            total = Collective("all_reduce", Partial, I, (axis,))
-            value = apply(self._backend, [total], result.leaves[position])
-            result.leaves[position] = value  # type: ignore[index]
-
     def _summed(self, result: Result, axes: dict[int, list[str]]) -> Repair:
-        """The repair that sums every result that is not whole."""
-        what = " and ".join(
+        """The repair that sums every result that is not finished."""
+        names = [
             f"{result.match.paths[position]} over {', '.join(map(repr, names))}"
             for position, names in axes.items()
-        )
+        ]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        what = " and ".join(names[:_SHOWN]) + more
         return Repair(f"all_reduce {what} with dst=I before the return", exits=axes)
+
+
+def sum_results(backend: AbstractBackend, repair: Repair, result: Result) -> None:
+    """Takes the sums of results that the repair which is tried has."""
+    for position, axes in repair.exits.items():
+        for axis in axes:
+            total = Collective("all_reduce", Partial, I, (axis,))
+            value = apply(backend, [total], result.leaves[position])
+            result.leaves[position] = value  # type: ignore[index]

@@ -20,7 +20,7 @@ from shardmap_torch.checker.interpreter.symbolic import SymbolicNumber
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
 from shardmap_torch.checker.ir.paths import Branches, told
 from shardmap_torch.checker.ir.program import ProgramPath
-from shardmap_torch.checker.ir.repairs import NONE, Repair
+from shardmap_torch.checker.ir.repairs import Repair
 from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.spmd.equivalence import Relation
 from shardmap_torch.checker.spmd.recorder import Recorder
@@ -29,7 +29,7 @@ from shardmap_torch.checker.verify.backward import PullBack, record_backward
 from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape, local_shape
 from shardmap_torch.checker.verify.merge import is_raised_by_body
 from shardmap_torch.checker.verify.nested import Inner
-from shardmap_torch.checker.verify.outputs import Leaving, Uncommitted
+from shardmap_torch.checker.verify.outputs import Leaving, Uncommitted, sum_results
 from shardmap_torch.checker.verify.record import Recording
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
@@ -60,7 +60,7 @@ class Round:
 def go(this: Round, branches: Branches) -> PathOutcome:
     """Goes one way."""
     is_global = this.strictness == "global"
-    one = _on_one_device(this.call, branches.again()) if is_global else None
+    one = _on_one_device(this.call, this.repair, branches.again()) if is_global else None
     try:
         try:
             return _Verification(this, branches, K, one).run()
@@ -78,14 +78,15 @@ def go(this: Round, branches: Branches) -> PathOutcome:
         branches.end()
 
 
-def _on_one_device(call: Call, branches: Branches) -> OneDevice:
+def _on_one_device(call: Call, repair: Repair, branches: Branches) -> OneDevice:
     """Goes the same way where every axis has one rank."""
     mesh = Mesh(
         call.mesh.axis_names, (1,) * len(call.mesh.axis_sizes), "abstract", call.mesh.device
     )
     steps = Recorder()
     failure: Exception | None = None
-    verification = _Verification(Round(replace(call, mesh=mesh), NONE, "local"), branches, K, None)
+    this = Round(replace(call, mesh=mesh), repair, "local")
+    verification = _Verification(this, branches, K, None)
     try:
         verification.record(steps)
     except Exception as error:  # the user's code may raise anything
@@ -175,6 +176,7 @@ class _Verification:
         self._interpreter.observer = steps
         with self._entered() as locals_:
             result = self._run_body(locals_)
+            sum_results(self._backend, self._this.repair, result)
             for position in result.match.crossing:
                 value = self._interpreter.fakify(result.leaves[position])
                 steps.left(result.match.paths[position], value, result.match.spec(position))

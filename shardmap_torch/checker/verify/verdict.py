@@ -13,7 +13,7 @@ from shardmap_torch.checker.guards.replay import End, Replay, Step
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved, Where
 from shardmap_torch.checker.ir.paths import every_path
 from shardmap_torch.checker.ir.program import Equation, ProgramPath
-from shardmap_torch.checker.ir.repairs import NONE, Repair, both, proposed, with_tried
+from shardmap_torch.checker.ir.repairs import NONE, Repair, both, proposed, shortened, with_tried
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
 from shardmap_torch.checker.verify.path import Round, Strictness, go
@@ -104,16 +104,19 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
     try:
         return _attempt(call, NONE, strictness)
     except ShardTypeError as error:
-        raise with_tried(error, _search(call, error, strictness)) from None
+        raise shortened(with_tried(error, _search(call, error, strictness))) from None
 
 
 _TRIES: Final = 8
 """Maximal number of repairs tried: each costs as much as the check itself."""
 
 
-def _search(call: Call, error: ShardTypeError, strictness: Strictness) -> list[str]:
-    """The repairs that help, or else the pairs of them that do."""
-    right: list[str] = []
+def _search(call: Call, error: ShardTypeError, strictness: Strictness) -> list[Repair]:
+    """The repairs that help, or else the pairs of them that do.
+
+    They keep what the program computes on one device: global strictness accepts it with them.
+    """
+    right: list[Repair] = []
     pairs: list[Repair] = []
     tries = list(proposed(error))
     for count, repair in enumerate(tries):
@@ -121,7 +124,9 @@ def _search(call: Call, error: ShardTypeError, strictness: Strictness) -> list[s
             break
         left = _fails(call, repair, strictness)
         if left is None:
-            right.append(repair.text)
+            # Well-typed is not enough: a sum of updated weights is that, and another program.
+            if strictness == "global" or _fails(call, repair, "global") is None:
+                right.append(repair)
         elif repair not in pairs:
             more = [both(repair, other) for other in proposed(left)]
             pairs += more

@@ -107,7 +107,8 @@ def test_a_missing_backward_all_reduce_with_an_identical_forward_is_rejected() -
         "  mat2: float64[6, 2], V, from input w (P(None, 'tp'))\n"
         "Fix: convert the I operand with convert(x, 'tp', src=I, dst=R), which sums its gradient, "
         "or detach it if it needs none.\n"
-        "Tried, and well-typed: replicate={'tp'} in the spec of input x (P(invariant={'tp'}))"
+        "Tried, and accepted also by check='global': replicate={'tp'} in the spec of input x "
+        "(P(invariant={'tp'}))"
     )
 
 
@@ -171,7 +172,10 @@ def test_a_custom_backward_without_its_reduction_is_rejected() -> None:
     assert text.startswith(
         "column: over 'tp', an operand of Column is I and its backward gives it a gradient that"
     )
-    assert "Tried, and well-typed: replicate={'tp'} in the spec of input x" in text
+    assert (
+        "Tried, and accepted also by check='global': replicate={'tp'} in the spec of input x"
+        in text
+    )
 
 
 def test_an_error_of_the_body_s_own_further_down_does_not_hide_what_is_wrong() -> None:

@@ -112,10 +112,10 @@ def test_a_backward_that_forgets_the_sum_is_told_with_the_forward_s_line(functio
         "  the operand is float64[2, 6], from all_reduce('tp', Partial -> I) at "
         f'test_custom_functions.py:{made}: y = all_reduce(x, "tp", dst=I)'
     )
+    # The rest of the body is another program on one device, so that no repair is proposed.
     assert lines[4:] == [
         "Fix: give it the operand as R, with convert(x, 'tp', src=I, dst=R), or sum the gradient "
         "in the backward of a shardmap_torch.Function.",
-        f"Tried, and well-typed: dst=R in all_reduce at test_custom_functions.py:{made}",
     ]
 
 

@@ -1,0 +1,132 @@
+"""Applies repairs that the checker prints, at the level of what the user calls.
+
+Nothing here knows how the checker tries them: collectives are exchanged where they are issued,
+gradients summed where `torch.func.grad` returns them, results before they leave. A reduction before
+`.item()` is not: torch looks the method up by name.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from shardmap_torch import I, Mesh, P, all_reduce, shard_map
+from shardmap_torch.checker.ir.repairs import Places, Repair
+from shardmap_torch.collectives import autograd
+from shardmap_torch.core import source_location
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.tree import flatten, unflatten
+
+Body = Callable[..., Any]
+
+
+class _PerRank(threading.local):
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.collectives, self.gradients = Places(), Places()
+
+
+_AT = _PerRank()
+
+
+@contextmanager
+def applied(repair: Repair) -> Iterator[None]:
+    """Programs that run in here are repaired, if `counted` counts their lines."""
+    issue, grad = autograd.issue, torch.func.grad
+
+    def repaired_issue(scope: Any, operation: Any, x: Tensor) -> Tensor:
+        place = _AT.collectives.next(call_site())
+        if place not in repair.collectives:
+            return issue(scope, operation, x)
+        other = repair.collectives[place]
+        return x if other is None else issue(scope, other, x)
+
+    def repaired_grad(f: Body, *args: Any, **kwargs: Any) -> Body:
+        taken = grad(f, *args, **kwargs)
+
+        def gradient(*inputs: Any) -> Any:
+            found = taken(*inputs)
+            place = _AT.gradients.next(call_site())
+            for axis in repair.gradients.get(place, ()):
+                found = all_reduce(found, axis, dst=I)
+            return found
+
+        return gradient
+
+    with ExitStack() as stack:
+        own = (*source_location._OWN, __file__)  # the user's lines are those of the programs
+        stack.enter_context(mock.patch.object(source_location, "_OWN", own))
+        for module in list(sys.modules.values()):
+            if vars(module).get("issue") is issue and module is not autograd:
+                stack.enter_context(mock.patch.object(module, "issue", repaired_issue))
+        stack.enter_context(mock.patch.object(torch.func, "grad", repaired_grad))
+        yield
+
+
+def repaired_specs(specs: Sequence[P], repair: Repair) -> tuple[P, ...]:
+    """The specs, with what is to be named in `replicate=`."""
+    found = list(specs)
+    for position, axis in repair.replicate.items():
+        spec = found[position]
+        found[position] = P(
+            *spec.entries,
+            replicate=spec.replicate | {axis},
+            invariant=spec.invariant - {axis},
+            partial=spec.partial,
+        )
+    return tuple(found)
+
+
+def named(spec: P, axes: Sequence[str]) -> P:
+    """The spec with every axis named, as `check=False` needs it."""
+    return P(*spec.entries, replicate={axis for axis in axes if spec.types.get(axis, I) == I})
+
+
+def outcome(
+    body: Body,
+    mesh: Mesh,
+    in_specs: Sequence[P],
+    out_specs: Any,
+    repair: Repair | None,
+    args: Sequence[Tensor],
+    differentiated: bool,
+) -> list[Tensor]:
+    """The results of a program, and the gradients of their weighted sum.
+
+    Without a repair it is not checked: on one device, where collectives do nothing.
+    """
+    if repair is None:
+        specs = tuple(named(spec, mesh.axis_names) for spec in in_specs)
+        mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check=False)
+        return _with_gradients(mapped, args, differentiated)
+
+    def counted(*inputs: Any) -> Any:
+        _AT.start()
+        leaves, structure = flatten(body(*inputs))
+        for position, axes in repair.exits.items():
+            for axis in axes:
+                leaves[position] = all_reduce(leaves[position], axis, dst=I)
+        return unflatten(structure, leaves)
+
+    specs = repaired_specs(in_specs, repair)
+    with applied(repair):
+        mapped = shard_map(counted, mesh=mesh, in_specs=specs, out_specs=out_specs)
+        return _with_gradients(mapped, args, differentiated)
+
+
+def _with_gradients(f: Body, args: Sequence[Tensor], differentiated: bool) -> list[Tensor]:
+    inputs = [x.detach().clone().requires_grad_(differentiated) for x in args]
+    values = flatten(f(*inputs))[0]
+    smooth = [y for y in values if y.requires_grad]
+    if not smooth:
+        return values
+    weights = [torch.linspace(1, 2, y.numel()).to(y).reshape(y.shape) for y in smooth]
+    gradients = torch.autograd.grad(smooth, inputs, weights, materialize_grads=True)
+    return [y.detach() for y in values] + list(gradients)

@@ -1,0 +1,158 @@
+"""Repairs that are printed are right: values and gradients are those of one device."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardMapError,
+    ShardTypeError,
+    all_reduce,
+    check_program,
+    make_mesh,
+    shard_map,
+)
+from shardmap_torch.checker.ir.repairs import Repair, tried
+from tests.checker.support.rejected import CASES, MESH, number_of_varying_value
+from tests.checker.support.repaired import outcome
+
+RANKS: Final = make_mesh((2, 4), ("dp", "tp"), kind="simulated", simulate="ranks")
+ONE: Final = make_mesh((1, 1), ("dp", "tp"), kind="simulated", simulate="ranks")
+X: Final = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double()
+W: Final = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).double()
+
+Case = tuple[Callable[..., Any], P, Any]
+
+
+def forgotten_sum(x: Tensor, w: Tensor) -> Tensor:
+    g: Tensor = torch.func.grad(lambda w: all_reduce((x @ w).square().sum(), "dp", dst=I))(w)
+    return w - 0.1 * g
+
+
+def forgotten_sum_and_second_moment(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    g: Tensor = torch.func.grad(lambda w: all_reduce((x @ w).square().sum(), "dp", dst=I))(w)
+    moment = 0.1 * g * g
+    return w - 0.1 * g / (moment.sqrt() + 1e-8), moment
+
+
+def two_mistakes(x: Tensor, w: Tensor) -> Tensor:
+    def loss(w: Tensor) -> Tensor:
+        return all_reduce((x @ w).square().sum(), "dp", dst=R)
+
+    g: Tensor = torch.func.grad(loss)(w)
+    return w - 0.1 * g
+
+
+def replicated_use(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce((x @ w).sum(), "dp", dst=I)
+
+
+MORE: Final[tuple[Case, ...]] = (
+    (forgotten_sum, P(), P()),
+    (forgotten_sum_and_second_moment, P(), (P(), P())),
+    (two_mistakes, P(), P()),
+    (replicated_use, P(invariant={"dp", "tp"}), P()),
+)
+
+
+def number_of_summed_value(x: Tensor, w: Tensor) -> Tensor:
+    return x * all_reduce((x @ w).sum(), "dp", dst=I).item()
+
+
+BY_HAND: Final = {number_of_varying_value: number_of_summed_value}
+"""Repaired as the message says, in the source."""
+
+TRAINING: Final = (forgotten_sum, forgotten_sum_and_second_moment, two_mistakes)
+"""Bodies that take gradients, and whose results nobody differentiates."""
+
+
+def rejection(case: Case) -> ShardTypeError | None:
+    body, w_spec, out_specs = case
+    mapped = shard_map(body, mesh=MESH, in_specs=(P("dp"), w_spec), out_specs=out_specs)
+    try:
+        grad = body not in TRAINING
+        check_program(mapped, X.clone().requires_grad_(grad), W.clone().requires_grad_(grad))
+    except ShardTypeError as error:
+        return error
+    except ShardMapError:
+        return None
+    return None
+
+
+ALL: Final = (*CASES, *MORE)
+
+
+@pytest.mark.parametrize("case", ALL, ids=[case[0].__name__ for case in ALL])
+def test_a_printed_repair_gives_what_one_device_gives(case: Case) -> None:
+    error = rejection(case)
+    body, w_spec, out_specs = case
+    for repair in tried(error) if error is not None else ():
+        assert repair.text in str(error)
+        specs = P("dp"), w_spec
+        grad = body not in TRAINING
+        by_hand = BY_HAND[body] if repair.values else body
+        found = outcome(by_hand, RANKS, specs, out_specs, repair, (X, W), grad)
+        expected = outcome(by_hand, ONE, specs, out_specs, None, (X, W), grad)
+        for mine, there in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, there)
+
+
+def test_the_programs_get_repairs_of_every_sort() -> None:
+    found = [repair for case in ALL for repair in tried(rejection(case) or ShardTypeError())]
+    assert len(found) >= 8
+    for sort in ("collectives", "replicate", "exits", "values", "gradients"):
+        assert any(getattr(repair, sort) for repair in found), sort
+
+
+def test_the_check_of_repairs_sees_a_wrong_one() -> None:
+    """The repair of an earlier release: to sum the updated weights."""
+    body, w_spec, out_specs = MORE[0]
+    error = rejection(MORE[0])
+    assert error is not None
+    (right,) = tried(error)
+    assert right.gradients
+    wrong = Repair("", exits={0: ("dp",)})
+    with pytest.raises(ShardTypeError):
+        outcome(body, RANKS, (P("dp"), w_spec), out_specs, wrong, (X, W), False)
+
+
+# ----------------------------------------------------------------------------- long messages
+
+
+def unreduced(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+    def loss(ws: dict[str, Tensor]) -> Tensor:
+        total = torch.stack([(x @ w).square().sum() for w in ws.values()]).sum()
+        return all_reduce(total, "dp", dst=I)
+
+    found: dict[str, Tensor] = torch.func.grad(loss)({f"w{i}": w + i for i in range(24)})
+    return found
+
+
+def test_one_cause_is_one_paragraph_and_everything_is_in_findings() -> None:
+    error = rejection((unreduced, P(), P()))
+    assert error is not None
+    text = str(error)
+    assert "24 results are pending sums over 'dp', and their specs promise finished values" in text
+    assert text.count("from a gradient at") == 3
+    assert len(text.splitlines()) <= 40
+    assert len(error.findings) == 24
+    assert {f"out['w{i}']" for i in range(24)} == {
+        each.split(":")[0][2:] for each in error.findings
+    }
+    assert "Tried, and accepted also by check='global': all_reduce out['w0'] over 'dp'" in text
+    assert "and 21 more with dst=I before the return" in text
+
+
+def test_a_message_has_at_most_forty_lines() -> None:
+    from shardmap_torch.checker.ir.repairs import shortened
+
+    error = shortened(ShardTypeError("\n".join(map(str, range(100)))))
+    assert len(str(error).splitlines()) == 40
+    assert str(error).endswith("... and 61 more lines")
+    assert error.findings[0].splitlines()[-1] == "99"
