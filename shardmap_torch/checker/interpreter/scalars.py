@@ -59,8 +59,8 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
 
 def _reduced(interpreter: "Interpreter", x: Tensor) -> Tensor:
     """The tensor after the collective that the repair which is tried has here; see `proposals`."""
-    scope, kinds = current_scope(), interpreter.storage_type(x).types
-    pairs = zip(interpreter.axes, kinds, strict=True)
+    scope, types = current_scope(), interpreter.storage_type(x).types
+    pairs = zip(interpreter.axes, types, strict=True)
     axes = tuple(axis for axis, kind in pairs if plain(kind) in (V, Partial))
     if scope is None or not axes:
         return x
