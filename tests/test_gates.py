@@ -120,3 +120,30 @@ def test_a_package_has_at_most_14_files_and_3000_lines(folder: Path) -> None:
     files = list(folder.glob("*.py"))
     assert len(files) <= 14
     assert sum(len(path.read_text().splitlines()) for path in files) <= 3000
+
+
+TESTS = [path for path in SOURCES if path.name.startswith("test_")]
+
+
+def imported_tests(source: str) -> list[str]:
+    """The modules of tests that a source imports."""
+    modules = [
+        node.module or ""
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+    ]
+    return [module for module in modules if module.split(".")[-1].startswith("test_")]
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_helpers_are_imported_from_support_and_not_from_tests(path: Path) -> None:
+    assert imported_tests(path.read_text()) == []
+
+
+def test_an_import_from_a_module_of_tests_is_seen() -> None:
+    source = "from tests.support.pool import gloo\nfrom tests.test_mesh import MESH\n"
+    assert imported_tests(source) == ["tests.test_mesh"]
+
+
+def test_recorded_results_lie_beside_no_code() -> None:
+    assert list((REPO / "tests/golden").glob("*.py")) == []

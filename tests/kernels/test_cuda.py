@@ -27,8 +27,8 @@ from shardmap_torch.kernels.transports.nccl import NcclTransport, Work
 from shardmap_torch.kernels.transports.protocol import run
 from shardmap_torch.kernels.transports.staged import StagedTransport, pinned
 from shardmap_torch.kernels.transports.streams import CudaLanes, Lane
-from tests.kernels.test_api import CALLS, SHAPES, body, values_and_gradients
-from tests.kernels.test_symmetric import gather_of, scatter_of
+from tests.kernels.support.calls import CALLS, SHAPES, body, values_and_gradients
+from tests.kernels.support.symmetric import gather_of, scatter_of
 from tests.support.pool import Gloo, Pool
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,7 @@ from shardmap_torch.kernels import (
     matmul_reduce_scatter,
 )
 from shardmap_torch.kernels.custom_ops import endpoint_name, gather_op, reduce_op, scatter_op
-from tests.kernels.test_api import body, normal
+from tests.kernels.support.calls import body, normal
 from tests.support.pool import Pool
 
 pytestmark = [

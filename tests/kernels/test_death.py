@@ -19,7 +19,7 @@ from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from shardmap_torch.kernels.planning.schedule import Chunk
 from shardmap_torch.kernels.transports import executor
-from tests.kernels.test_api import body
+from tests.kernels.support.calls import body
 from tests.support.pool import Gloo, WorkerError
 
 TIMEOUT = 1.5  # Twice that is what the pool waits for the others after a death.

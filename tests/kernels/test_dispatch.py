@@ -12,7 +12,7 @@ from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels import all_gather_matmul, dispatch, last_plan, matmul_reduce_scatter
 from shardmap_torch.kernels.endpoint import Endpoint
-from tests.kernels.test_api import body
+from tests.kernels.support.calls import body
 from tests.support.pool import Gloo
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardmap_torch import R
 from shardmap_torch.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from tests.kernels.test_api import Run, body, normal, values_and_gradients
+from tests.kernels.support.calls import Run, body, normal, values_and_gradients
 from tests.support.pool import Gloo
 
 EMPTY: tuple[tuple[str, Callable[[Any], Run], list[tuple[int, ...]]], ...] = (

@@ -16,7 +16,7 @@ from shardmap_torch.kernels import (
     engine,
     matmul_all_reduce,
 )
-from tests.kernels.test_typed import (
+from tests.kernels.support.typed import (
     COLUMN,
     GATHER,
     ROW,
@@ -150,7 +150,7 @@ def test_a_mistake_in_a_kernel_is_caught(
         held_in(body, *specs, *SHAPES)
     first, site, _ = str(caught.value).splitlines()
     assert first.endswith(f": {what} in the composition.")
-    assert site.startswith("  at test_typed.py:")
+    assert site.startswith("  at typed.py:")
 
 
 def test_swapped_gradients_of_one_shape_are_caught(forget: Forget) -> None:

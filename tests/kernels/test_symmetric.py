@@ -22,7 +22,8 @@ from shardmap_torch.kernels import (
 from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
 from shardmap_torch.kernels.planning.cost import ASSUMED_GPU
 from shardmap_torch.kernels.symmetric import SIGNATURES, Place, accepts
-from tests.kernels.test_api import body, normal, values_and_gradients
+from tests.kernels.support.calls import body, normal, values_and_gradients
+from tests.kernels.support.symmetric import gather_of, scatter_of
 from tests.support.pool import Gloo
 
 GATHER, SCATTER = SIGNATURES
@@ -107,20 +108,6 @@ def fused_body() -> Iterator[tuple[Operators, Endpoint]]:
             yield operators, endpoint
         finally:
             library._destroy()
-
-
-def gather_of(dim: int) -> tuple[Callable[..., Any], list[Tensor]]:
-    def call(x: Tensor, w: Tensor, v: Tensor, b: Tensor, overlap: Any) -> tuple[Tensor, ...]:
-        return all_gather_matmul(x, (w, v), "tp", gather_dim=dim, bias=(b, None), overlap=overlap)
-
-    return call, [normal(1, 4, 6, 3), normal(2, 3, 5), normal(3, 3, 2), normal(4, 5)]
-
-
-def scatter_of(dim: int) -> tuple[Callable[..., Any], list[Tensor]]:
-    def call(x: Tensor, w: Tensor, overlap: Any) -> tuple[Tensor, ...]:
-        return (matmul_reduce_scatter(x, w, "tp", scatter_dim=dim, overlap=overlap),)
-
-    return call, [normal(1, 12, 6, 3), normal(2, 3, 5)]
 
 
 def compare() -> list[float]:

@@ -8,14 +8,24 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Shard
 
 from tests.parallel import models
 from tests.parallel.beside_torch import Plan, Row, assert_same, by_torch, by_us
+from tests.parallel.support.plans import (
+    LAST,
+    S0,
+    S1,
+    SUM,
+    R,
+    encoder_plan,
+    llama_plan,
+    mlp_plan,
+    sequence_plan,
+)
 from tests.programs.support.harness import worker_mesh
 from tests.support.pool import Gloo
 
-R, S0, S1, LAST, SUM = Replicate(), Shard(0), Shard(1), Shard(-1), Partial()
 ALL = (R, S0, S1, LAST, SUM)
 
 
@@ -127,14 +137,6 @@ def whole_modules() -> Iterator[tuple[str, Row]]:
     yield "Llama, sequence parallel", Row(models.Llama, sequence_plan, (tokens,))
 
 
-def mlp_plan(package: Any) -> Any:
-    return {"0": package.ColwiseParallel(), "2": package.RowwiseParallel()}
-
-
-def encoder_plan(package: Any) -> Any:
-    return {"linear1": package.ColwiseParallel(), "linear2": package.RowwiseParallel()}
-
-
 def attention_plan(package: Any) -> Any:
     """What torch can do of nn.MultiheadAttention: gather before it, and scatter after it."""
     return package.PrepareModuleInputOutput(
@@ -144,37 +146,6 @@ def attention_plan(package: Any) -> Any:
         output_layouts=R,
         desired_output_layouts=S1,
     )
-
-
-def llama_plan(package: Any) -> Any:
-    column, row = package.ColwiseParallel, package.RowwiseParallel
-    return {
-        "tok_embeddings": row(input_layouts=R),
-        "layers.*.attention.w[qkv]": column(),
-        "layers.*.attention.wo": row(),
-        "layers.*.feed_forward.w[13]": column(),
-        "layers.*.feed_forward.w2": row(),
-        "output": column(output_layouts=R),
-    }
-
-
-def sequence_plan(package: Any) -> Any:
-    """As torchtitan has it."""
-    column, row = package.ColwiseParallel, package.RowwiseParallel
-    norm, prepare = package.SequenceParallel, package.PrepareModuleInput
-    return {
-        "tok_embeddings": row(input_layouts=R, output_layouts=S1),
-        "layers.*.attention_norm": norm(),
-        "layers.*.attention": prepare(input_layouts=(S1, None), desired_input_layouts=(R, None)),
-        "layers.*.attention.w[qkv]": column(),
-        "layers.*.attention.wo": row(output_layouts=S1),
-        "layers.*.ffn_norm": norm(),
-        "layers.*.feed_forward": prepare(input_layouts=S1, desired_input_layouts=R),
-        "layers.*.feed_forward.w[13]": column(),
-        "layers.*.feed_forward.w2": row(output_layouts=S1),
-        "norm": norm(),
-        "output": column(input_layouts=S1, output_layouts=R),
-    }
 
 
 FAMILIES = {

@@ -29,7 +29,7 @@ from shardmap_torch import (
     parallelize,
 )
 from tests.parallel import models
-from tests.parallel.test_beside_torch import encoder_plan, llama_plan, mlp_plan, sequence_plan
+from tests.parallel.support.plans import encoder_plan, llama_plan, mlp_plan, sequence_plan
 from tests.programs.support.harness import random
 
 TOKENS = torch.tensor([[0, 7, 11, 3], [5, 5, 6, 1]])

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from shardmap_torch import Mesh, RowwiseParallel, make_mesh, parallel, parallelize
 from tests.parallel import models
-from tests.parallel.test_beside_torch import llama_plan, mlp_plan, sequence_plan
+from tests.parallel.support.plans import llama_plan, mlp_plan, sequence_plan
 from tests.programs.support.harness import random, whole, worker_mesh
 from tests.support.pool import Gloo
 

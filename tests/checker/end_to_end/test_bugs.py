@@ -4,7 +4,6 @@ An accepted program is run on ranks that are threads, each with its own autograd
 against one device.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from shardmap_torch import (
     I,
     P,
     R,
-    ShardTypeError,
     TransformError,
     V,
     all_gather,
@@ -31,56 +29,19 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.collectives.autograd import TypedFunction
-from tests.support.golden import hold
+from tests.checker.support.rejections import (
+    ABSTRACT,
+    B,
+    U,
+    W,
+    X,
+    assert_right,
+    gradient,
+    numbers,
+    rejection,
+)
 
-RANKS = make_mesh((4,), ("tp",), kind="simulated", simulate="ranks")
-ABSTRACT = make_mesh((4,), ("tp",), kind="abstract")
-
-
-def numbers(*shape: int, grad: bool = True, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_(grad)
-
-
-X, W, U, B = numbers(8, 6), numbers(6, 8), numbers(8, 6, seed=1), numbers(6)
 DATA = numbers(8, 6, grad=False, seed=2)
-
-
-def gradient(f: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """By torch.func, with respect to the first argument."""
-    found: Tensor = torch.func.grad(f)(*args)
-    return found
-
-
-def rejection(f: Callable[..., Any], *args: Any, in_specs: Any, out_specs: Any) -> str:
-    """The error's text; a test of this file holds it as a whole against tests/golden/bugs.txt."""
-    with pytest.raises(ShardTypeError) as caught:
-        check_program(shard_map(f, mesh=ABSTRACT, in_specs=in_specs, out_specs=out_specs), *args)
-    caller = sys._getframe(1).f_code
-    if caller.co_filename == __file__:
-        hold("bugs.txt", caller.co_name, str(caught.value))
-    return str(caught.value)
-
-
-def assert_right(
-    f: Callable[..., Any],
-    one_device: Callable[..., Tensor],
-    *args: Tensor,
-    in_specs: Any,
-    out_specs: Any,
-) -> None:
-    """Accepted, and on real ranks equal to one device, gradients included."""
-    mapped = shard_map(f, mesh=RANKS, in_specs=in_specs, out_specs=out_specs)
-    expected, actual = one_device(*args), mapped(*args)
-    torch.testing.assert_close(actual, expected)
-    wanted = [x for x in args if x.requires_grad]
-    if not expected.requires_grad:
-        return
-    weights = torch.cos(torch.arange(expected.numel(), dtype=torch.float64)).reshape(expected.shape)
-    torch.testing.assert_close(
-        torch.autograd.grad((actual * weights).sum(), wanted),
-        torch.autograd.grad((expected * weights).sum(), wanted),
-    )
 
 
 # ----------------------------------------------------------------- missing backward reductions
@@ -239,7 +200,7 @@ def test_a_gradient_used_before_its_reduction_is_rejected() -> None:
 
     text = rejection(step, W.detach(), DATA, in_specs=(P(), P("tp")), out_specs=P())
     assert "sub over axis 'tp' of Partial and K" in text
-    assert "of the gradients taken at test_bugs.py" in text.splitlines()[-1]
+    assert "of the gradients taken at rejections.py" in text.splitlines()[-1]
     assert "input x (P('tp'))" in text
 
 

@@ -10,10 +10,11 @@ from torch._ops import OpOverload
 from torch.testing._internal.common_methods_invocations import op_db
 
 from shardmap_torch.checker.spmd import op_rules
-from shardmap_torch.checker.spmd.layout import UnrelatedError, broadcast
+from shardmap_torch.checker.spmd.layout import UnrelatedError
 from shardmap_torch.checker.spmd.sharded import Rule, Sharded, Step
 from tests.checker.support.fuzz_all import name_of, runs_here
 from tests.checker.support.global_fuzz import fuzz, is_drawn
+from tests.checker.support.kept import kept
 
 pytestmark = pytest.mark.usefixtures("quiet")
 RUNNABLE: Final = [info for info in op_db if runs_here(info) and not is_drawn(info)]
@@ -27,11 +28,6 @@ aten = torch.ops.aten
 @pytest.mark.parametrize("info", TENTH, ids=name_of)
 def test_what_is_accepted_is_what_one_device_computes(info: Any) -> None:
     assert fuzz(info, samples=2, draws=4).wrong == []
-
-
-def kept(step: Step) -> list[Sharded]:
-    """Says that any operation keeps the cuts of its operands."""
-    return [Sharded(broadcast(step.shards, len(whole))) for _, whole in step.results]
 
 
 def summed(step: Step) -> list[Sharded]:

@@ -13,7 +13,6 @@ from shardmap_torch import I, P, R
 from shardmap_torch.checker.spmd import collective_rules, op_rules
 from shardmap_torch.checker.spmd.collective_rules import Move, State
 from shardmap_torch.checker.spmd.layout import UnrelatedError, _merged, axes_of
-from tests.checker.end_to_end.test_global_fuzz import kept
 from tests.checker.support.global_programs import (
     FOREIGN,
     Program,
@@ -23,6 +22,7 @@ from tests.checker.support.global_programs import (
     mutants,
 )
 from tests.checker.support.global_score import fate_of, same
+from tests.checker.support.kept import kept
 from tests.checker.support.score import MISSED
 
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -29,8 +29,8 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.collectives.autograd import TypedFunction
-from tests.checker.end_to_end.test_bugs import RANKS, assert_right, numbers, rejection
 from tests.checker.support.branching import program_paths
+from tests.checker.support.rejections import RANKS, assert_right, numbers, rejection
 
 X, W = numbers(8, 6), numbers(6)
 DATA, WEIGHT = X.detach(), W.detach()

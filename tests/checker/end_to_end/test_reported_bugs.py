@@ -24,7 +24,7 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
 )
-from tests.checker.end_to_end.test_bugs import ABSTRACT, assert_right, gradient, numbers, rejection
+from tests.checker.support.rejections import ABSTRACT, assert_right, gradient, numbers, rejection
 
 X = numbers(8, 6)
 DATA = numbers(8, 6, grad=False, seed=2)

@@ -10,7 +10,7 @@ from torch import Tensor
 import shardmap_torch
 from shardmap_torch import I, P, R, all_reduce, convert, make_mesh, shard_map
 from shardmap_torch.collectives.autograd import TypedFunction
-from tests.checker.end_to_end.test_bugs import U, X, assert_right, numbers, rejection
+from tests.checker.support.rejections import U, X, assert_right, numbers, rejection
 
 
 class Plain(TypedFunction):

@@ -20,7 +20,7 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
 )
-from tests.checker.end_to_end.test_bugs import ABSTRACT, X, assert_right, numbers, rejection
+from tests.checker.support.rejections import ABSTRACT, X, assert_right, numbers, rejection
 
 TABLE: Final = numbers(6, 4, seed=3)
 IDS: Final = torch.tensor([0, 2, 1, 5, 3, 3, 0, 1])

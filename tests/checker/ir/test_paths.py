@@ -27,13 +27,6 @@ from shardmap_torch import (
     trace,
 )
 from shardmap_torch.checker.ir.paths import LIMIT, Branches, Condition, every_path
-from tests.checker.end_to_end.test_bugs import (
-    ABSTRACT,
-    RANKS,
-    assert_right,
-    gradient,
-    rejection,
-)
 from tests.checker.support.branching import (
     AUTO,
     SPECS,
@@ -43,6 +36,13 @@ from tests.checker.support.branching import (
     loss,
     plain_loss,
     program_paths,
+)
+from tests.checker.support.rejections import (
+    ABSTRACT,
+    RANKS,
+    assert_right,
+    gradient,
+    rejection,
 )
 
 # ------------------------------------------------------------------------- what users write

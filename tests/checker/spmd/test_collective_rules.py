@@ -18,7 +18,7 @@ from shardmap_torch import (
     check_program,
     local_region,
 )
-from tests.checker.spmd.test_equivalence import accepted
+from tests.checker.support.accepted import accepted
 from tests.checker.support.other_programs import ARGS, Body, mapped
 
 

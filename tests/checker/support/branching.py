@@ -14,7 +14,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from tests.checker.end_to_end.test_bugs import (
+from tests.checker.support.rejections import (
     ABSTRACT,
     RANKS,
     numbers,

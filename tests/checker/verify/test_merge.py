@@ -13,9 +13,6 @@ from shardmap_torch import (
     R,
     all_reduce,
 )
-from tests.checker.end_to_end.test_bugs import (
-    rejection,
-)
 from tests.checker.support.branching import (
     SPECS,
     W,
@@ -23,6 +20,9 @@ from tests.checker.support.branching import (
     both,
     loss,
     plain_loss,
+)
+from tests.checker.support.rejections import (
+    rejection,
 )
 
 
@@ -107,7 +107,7 @@ def test_a_constant_beside_a_partial_result_is_refused_and_a_zero_is_right() -> 
 
     specs: dict[str, Any] = {"in_specs": SPECS, "out_specs": P(partial={"tp"})}
     text = rejection(leaving(local, constant), X, W, **specs)
-    assert "that leave differently" in text
+    assert "that need different conversions" in text
 
     def one(x: Tensor, w: Tensor) -> Tensor:
         return plain_loss(x, w) * (x.abs().sum() > 1)

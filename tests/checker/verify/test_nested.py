@@ -27,7 +27,7 @@ from shardmap_torch import (
     trace,
 )
 from shardmap_torch.mesh import Mesh
-from tests.checker.end_to_end.test_bugs import numbers
+from tests.checker.support.rejections import numbers
 from tests.programs.support.everywhere import ON_EVERY_MESH, SIMULATED, run_on, same
 from tests.support.pool import Gloo
 

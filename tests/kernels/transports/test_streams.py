@@ -35,6 +35,7 @@ from shardmap_torch.kernels.transports.nccl import NcclTransport, Permute, batch
 from shardmap_torch.kernels.transports.protocol import Steps, Transport
 from shardmap_torch.kernels.transports.staged import StagedTransport
 from shardmap_torch.kernels.transports.streams import CudaLanes, Lane
+from tests.kernels.support.calls import body, normal
 from tests.kernels.support.races import (
     COMPUTE,
     INSTANT,
@@ -51,7 +52,6 @@ from tests.kernels.support.races import (
     watch,
 )
 from tests.kernels.support.virtual_network import VirtualNetwork
-from tests.kernels.test_api import body, normal
 from tests.support.pool import Gloo
 
 Kernel: TypeAlias = Callable[[Transport, int], Steps[Any]]

@@ -1,9 +1,9 @@
-"""Makes jax_random.json: what real JAX draws for the calls of tests/random/test_draws.py.
+"""Records jax_random.json: the numbers that JAX draws in the calls of tests/random/test_draws.py.
 
 JAX is no dependency; this was run once, with jax 0.10.2 on the CPU:
 
     python -m venv /tmp/jax && /tmp/jax/bin/pip install jax==0.10.2
-    /tmp/jax/bin/python tests/golden/jax_random.py
+    /tmp/jax/bin/python tests/random/support/record_jax.py
 """
 
 import json
@@ -42,7 +42,7 @@ def main() -> None:
                 ).tolist(),
             }
         )
-    path = Path(__file__).with_suffix(".json")
+    path = Path(__file__).parents[2] / "golden/jax_random.json"
     path.write_text("[\n" + ",\n".join(map(json.dumps, cases)) + "\n]\n")
 
 

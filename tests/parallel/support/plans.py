@@ -1,0 +1,46 @@
+"""Plans that several tests of parallel modules share."""
+
+from typing import Any
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+R, S0, S1, LAST, SUM = Replicate(), Shard(0), Shard(1), Shard(-1), Partial()
+
+
+def mlp_plan(package: Any) -> Any:
+    return {"0": package.ColwiseParallel(), "2": package.RowwiseParallel()}
+
+
+def encoder_plan(package: Any) -> Any:
+    return {"linear1": package.ColwiseParallel(), "linear2": package.RowwiseParallel()}
+
+
+def llama_plan(package: Any) -> Any:
+    column, row = package.ColwiseParallel, package.RowwiseParallel
+    return {
+        "tok_embeddings": row(input_layouts=R),
+        "layers.*.attention.w[qkv]": column(),
+        "layers.*.attention.wo": row(),
+        "layers.*.feed_forward.w[13]": column(),
+        "layers.*.feed_forward.w2": row(),
+        "output": column(output_layouts=R),
+    }
+
+
+def sequence_plan(package: Any) -> Any:
+    """As torchtitan has it."""
+    column, row = package.ColwiseParallel, package.RowwiseParallel
+    norm, prepare = package.SequenceParallel, package.PrepareModuleInput
+    return {
+        "tok_embeddings": row(input_layouts=R, output_layouts=S1),
+        "layers.*.attention_norm": norm(),
+        "layers.*.attention": prepare(input_layouts=(S1, None), desired_input_layouts=(R, None)),
+        "layers.*.attention.w[qkv]": column(),
+        "layers.*.attention.wo": row(output_layouts=S1),
+        "layers.*.ffn_norm": norm(),
+        "layers.*.feed_forward": prepare(input_layouts=S1, desired_input_layouts=R),
+        "layers.*.feed_forward.w[13]": column(),
+        "layers.*.feed_forward.w2": row(output_layouts=S1),
+        "norm": norm(),
+        "output": column(input_layouts=S1, output_layouts=R),
+    }
