@@ -57,7 +57,7 @@ class _Guarded:
 
 
 def _is_user(frame: FrameType | None) -> bool:
-    """Returns whether it is the user's own code, and not torch's or ours, that keeps states for itself."""
+    """Returns whether the frame runs the user's own code, and not torch's or ours."""
     return frame is not None and not (is_own(frame) or frame.f_code.co_filename.startswith(_TORCH))
 
 
