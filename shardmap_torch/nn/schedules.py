@@ -12,7 +12,7 @@ Row: TypeAlias = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Tick:
-    """What all ranks do between two messages: forward, then backward."""
+    """The work of all ranks between two messages: forward, then backward."""
 
     forward: Row
     backward: Row

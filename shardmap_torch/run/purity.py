@@ -40,7 +40,7 @@ def verify_purely(name: str, surroundings: Surroundings, verify: Callable[[], Ve
 
 
 _AGAIN: Final = 2
-"""How often a body is checked again that leaves changes behind: one may show late."""
+"""Number of repeated checks of a body that leaves changes behind: one may show late."""
 
 
 def _verified(
@@ -66,7 +66,7 @@ def _require_same(name: str, first: Verdict, second: Verdict, changed: Sequence[
 
 
 def _states() -> Mapping[str, Any]:
-    """What is kept for the whole process, and code may change out of sight.
+    """Returns state of the whole process, which code may change out of sight.
 
     Not torch's generator: what a body draws from it is interpreted, and seeded in each run.
     """

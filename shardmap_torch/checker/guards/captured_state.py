@@ -75,7 +75,7 @@ class Surroundings:
         return self._version, tuple([tensor.requires_grad for tensor in walk.tensors])
 
     def snapshot(self) -> "_Walk | None":
-        """What was found by the latest `key`."""
+        """The state found by the latest `key`."""
         return self._walk
 
     def changes(self, before: "_Walk | None") -> Sequence[str]:
