@@ -9,7 +9,7 @@ from shardmap_torch.kernels import (
     all_gather_matmul,
     matmul_reduce_scatter,
 )
-from tests.kernels.test_api import normal
+from tests.kernels.support.calls import normal
 
 
 def gather_of(dim: int) -> tuple[Callable[..., Any], list[Tensor]]:
