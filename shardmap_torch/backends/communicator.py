@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from shardmap_torch.control.start import current, peers
+from shardmap_torch.core.storage import is_spare
 
 # Methods of the group, called as torch's functions do, whose argument checks cost as much again.
 # torch 2.13 renamed two of them and keeps the old names; 2.11 has only those.
@@ -63,7 +64,7 @@ class Wire:
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """Combines all ranks' values."""
         # all_reduce works in place, and a body's value is not ours to change.
-        y = x.clone(memory_format=torch.contiguous_format)
+        y = x if is_spare(x) else x.clone(memory_format=torch.contiguous_format)
         self._wait(self.group.allreduce([y], _REDUCE_OPTIONS[op]))
         return y
 

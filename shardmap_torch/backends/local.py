@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.backends.reference import MOVES, Stack, fill, place
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.storage import is_spare
 
 
 def _slice(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
@@ -48,7 +49,7 @@ def alone(move: str, c: Collective, x: Tensor) -> Tensor:
     Most of them are a copy then, in the memory layout that a message would have.
     """
     if move in _COPIES and c.tiled and c.sizes is None and c.concat_sizes is None:
-        return x.detach().clone(memory_format=torch.contiguous_format)
+        return x if is_spare(x) else x.detach().clone(memory_format=torch.contiguous_format)
     y = MOVES[move](c, Stack(x.detach().unsqueeze(0), True, 1))
     return y.every()[0].clone(memory_format=torch.contiguous_format)
 

@@ -23,7 +23,7 @@ from shardmap_torch.collectives.autograd import (
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, sends_bundles
 from shardmap_torch.collectives.scope import Scope
-from shardmap_torch.core.storage import unviewed
+from shardmap_torch.core.storage import spare, unviewed
 
 SMALL: Final = 2**20
 """Bytes; a larger tensor travels by itself, since its copy costs more than a message."""
@@ -107,7 +107,9 @@ def _run(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> list[
 def _together(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> list[Tensor]:
     if len(xs) == 1:
         return [operation.run(backend, xs[0])]
-    flat = operation.run(backend, torch.cat([x.reshape(-1) for x in xs]))
+    buffer = torch.cat([x.reshape(-1) for x in xs])
+    with spare(buffer):
+        flat = operation.run(backend, buffer)
     parts = flat.split([x.numel() for x in xs])
     # Not views of one buffer for autograd, which would take a write into one as a write into all.
     return [unviewed(part.view(x.shape)) for part, x in zip(parts, xs, strict=True)]

@@ -1,7 +1,38 @@
 """Detection of tensors that share memory."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+
+
+class _Spare(threading.local):
+    tensor: Tensor | None = None
+
+
+_SPARE = _Spare()
+
+
+@contextmanager
+def spare(buffer: Tensor) -> Iterator[None]:
+    """In here a collective may write its result over `buffer`, which nobody reads again."""
+    if torch.compiler.is_compiling():  # functional collectives write over nothing
+        yield
+        return
+    _SPARE.tensor = buffer
+    try:
+        yield
+    finally:
+        _SPARE.tensor = None
+
+
+def is_spare(x: Tensor) -> bool:
+    """Whether `x` is the buffer of `spare`, and autograd does not need it."""
+    if torch.compiler.is_compiling():
+        return False
+    return _SPARE.tensor is x and not x.requires_grad and x.is_contiguous()
 
 
 def memory_of(x: Tensor) -> int | None:

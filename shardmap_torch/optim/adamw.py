@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.optim.lists import Tensors, each
+from shardmap_torch.optim.lists import Tensors, each, each_own
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
 from shardmap_torch.optim.schedules import Rate
 
@@ -72,12 +72,13 @@ class _AdamW(Elementwise):
         beta1, beta2 = self.betas
         mean = each("lerp", moments[0], grads, 1 - beta1)
         square = each("mul", moments[1], beta2)
-        square = each("addcmul", square, grads, grads, value=1 - beta2)
+        square = each_own("addcmul", square, grads, grads, value=1 - beta2)
         scale = torch.rsqrt(1 - beta2**at.number)
-        denominator = each("add", each("mul", each("sqrt", square), scale), self.eps)
-        change = each("div", each("mul", mean, at.lr / (1 - beta1**at.number)), denominator)
-        decayed = decay(params, at)
-        return each("sub", decayed, change), [mean, square]
+        denominator = each_own("mul", each("sqrt", square), scale)
+        denominator = each_own("add", denominator, self.eps)
+        change = each("mul", mean, -at.lr / (1 - beta1**at.number))
+        change = each_own("div", change, denominator)
+        return each_own("add", change, decay(params, at)), [mean, square]
 
 
 def decay(params: Tensors, at: Step) -> Tensors:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.region import local_region
+from shardmap_torch.core.storage import spare
 from shardmap_torch.ops import all_gather, all_reduce, axis_size, convert, reduce_scatter
 from shardmap_torch.spec import P
 from shardmap_torch.types import I, V
@@ -150,7 +151,8 @@ def _move_bucket(
     ]
     buffer = torch.cat([x.reshape(num_before, -1) for x in fronts], dim=1)
     dim = None if name == "all_reduce" else 0
-    moved = _COLLECTIVES[name](buffer, axes, dim, comm_dtype)
+    with spare(buffer):
+        moved = _COLLECTIVES[name](buffer, axes, dim, comm_dtype)
     widths = [x.numel() // num_before for x in fronts]
     result = []
     for part, front, transfer in zip(moved.split(widths, dim=1), fronts, transfers, strict=True):

@@ -32,6 +32,20 @@ def each(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: flo
     ]
 
 
+def each_own(
+    name: str, own: Tensors, *operands: Sequence[Tensor] | Tensor | float, **scalars: float
+) -> Tensors:
+    """As `each`, for a first operand that nobody else has: its memory becomes the result's.
+
+    New memory costs more than the arithmetic of an optimizer: the kernel has to clear its pages.
+    """
+    if not own or _is_transformed((own, *operands)):
+        return each(name, own, *operands, **scalars)
+    fused: Any = getattr(torch, f"_foreach_{name}_")
+    fused(own, *operands, **scalars)
+    return own
+
+
 def _is_transformed(operands: Sequence[Sequence[Tensor] | Tensor | float]) -> bool:
     """Returns whether a functorch transform is at work; Dynamo traces plain tensors only."""
     if torch.compiler.is_dynamo_compiling() or not torch._C._are_functorch_transforms_active():
