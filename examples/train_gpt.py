@@ -157,8 +157,10 @@ def show_sharding(run: Run, params: Params) -> None:
     shown = {
         "one weight, layers[0]['down'] [hidden, width]": (down, lies["layers"][0]["down"]),
         "the batch [sequences, positions]": (tokens, P("dp")),
-        "the logits [sequences, positions, vocabulary]": (logits, logits_spec(run.config)),
     }
+    if run.config.parallel.context is None:  # else three dims are sharded, and a table shows two
+        name = "the logits [sequences, positions, vocabulary]"
+        shown[name] = logits, logits_spec(run.config)
     for name, (value, spec) in shown.items():
         run.console.print(f"\n{name}", style="bold", markup=False, highlight=False)
         visualize_sharding(value, mesh=run.mesh, spec=spec, console=run.console)
