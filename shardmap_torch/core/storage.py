@@ -29,7 +29,7 @@ def spare(buffer: Tensor) -> Iterator[None]:
 
 
 def is_spare(x: Tensor) -> bool:
-    """Whether `x` is the buffer of `spare`, and autograd does not need it."""
+    """Returns whether `x` is the buffer of `spare`, and autograd does not need it."""
     if torch.compiler.is_compiling():
         return False
     return _SPARE.tensor is x and not x.requires_grad and x.is_contiguous()

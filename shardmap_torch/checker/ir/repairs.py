@@ -98,7 +98,7 @@ def tried(error: ShardTypeError) -> tuple[Repair, ...]:
 
 
 _LINES: Final = 40
-"""How long a message is at most; `findings` has all of it."""
+"""Maximal number of lines of a message; `findings` has all of it."""
 
 
 def shortened(error: ShardTypeError) -> ShardTypeError:

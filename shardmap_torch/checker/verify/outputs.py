@@ -118,7 +118,7 @@ class Problem:
 
 
 _SHOWN: Final = 3
-"""How many of the results that are wrong in one way a message names."""
+"""Maximal number of results with one fault that a message names."""
 
 
 def grouped(problems: Sequence[Problem]) -> Iterator[str]:
