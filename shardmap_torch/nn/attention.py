@@ -9,8 +9,8 @@ from torch.nn import functional
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.arguments import check_shards
-from shardmap_torch.nn.region import PerRank, per_rank
+from shardmap_torch.nn.core.arguments import check_shards
+from shardmap_torch.nn.core.region import PerRank, per_rank
 from shardmap_torch.ops import axis_index
 from shardmap_torch.ops.arguments import Axis
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.function import Function
+from shardmap_torch.nn.core.region import PerRank, per_rank
 from shardmap_torch.nn.embedding import own_rows
-from shardmap_torch.nn.region import PerRank, per_rank
 from shardmap_torch.ops import all_reduce, axis_size, convert
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import I, R

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.arguments import check_shards
 from shardmap_torch.nn.attention import attention
-from shardmap_torch.nn.region import PerRank, per_rank
-from shardmap_torch.nn.ring import ring
+from shardmap_torch.nn.core.arguments import check_shards
+from shardmap_torch.nn.core.region import PerRank, per_rank
+from shardmap_torch.nn.core.ring import ring
 from shardmap_torch.ops import all_gather, all_to_all
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import R

@@ -10,8 +10,8 @@ from torch import Tensor
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.core.tree import Placed, flatten, spread, unflatten
 from shardmap_torch.errors import LayerError, listing
-from shardmap_torch.nn.arguments import to_replicate
-from shardmap_torch.nn.region import PerRank, Types, axes_of
+from shardmap_torch.nn.core.arguments import to_replicate
+from shardmap_torch.nn.core.region import PerRank, Types, axes_of
 from shardmap_torch.ops import all_gather
 from shardmap_torch.spec import Entry, P
 from shardmap_torch.types import R

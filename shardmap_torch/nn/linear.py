@@ -12,7 +12,7 @@ from shardmap_torch.kernels import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from shardmap_torch.nn.arguments import (
+from shardmap_torch.nn.core.arguments import (
     as_used,
     check_inner,
     num_ranks,

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.arguments import check_inner, read_layout, to_replicate
 from shardmap_torch.nn.chunked_loss import chunked_nats
+from shardmap_torch.nn.core.arguments import check_inner, read_layout, to_replicate
+from shardmap_torch.nn.core.region import PerRank, per_rank
 from shardmap_torch.nn.embedding import own_rows
-from shardmap_torch.nn.region import PerRank, per_rank
 from shardmap_torch.ops import all_gather, all_reduce, axis_size
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import I, R, TypeLike

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.arguments import check_inner, num_ranks, to_replicate
-from shardmap_torch.nn.region import axes_of
+from shardmap_torch.nn.core.arguments import check_inner, num_ranks, to_replicate
+from shardmap_torch.nn.core.region import axes_of
 from shardmap_torch.ops import all_reduce, all_to_all, axis_size
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import I

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch.nn.arguments import as_used, check_inner
+from shardmap_torch.nn.core.arguments import as_used, check_inner
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import I, TypeLike
 

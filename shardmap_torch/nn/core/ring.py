@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.function import Function
-from shardmap_torch.nn.arguments import num_ranks
+from shardmap_torch.nn.core.arguments import num_ranks
 from shardmap_torch.ops import all_gather, axis_index, shift
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import R
