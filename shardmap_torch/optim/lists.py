@@ -35,7 +35,7 @@ def each(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: flo
 def each_own(
     name: str, own: Tensors, *operands: Sequence[Tensor] | Tensor | float, **scalars: float
 ) -> Tensors:
-    """As `each`, for a first operand that nobody else has: its memory becomes the result's.
+    """Maps like `each`, reusing the memory of the first operand, which nobody else has.
 
     New memory costs more than the arithmetic of an optimizer: the kernel has to clear its pages.
     """
