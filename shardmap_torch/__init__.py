@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from shardmap_torch.autodiff.gradients import grad, value_and_grad, vjp
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
 from shardmap_torch.checker.guards.constants import assume_constant
@@ -27,7 +28,6 @@ from shardmap_torch.errors import (
     TransformError,
 )
 from shardmap_torch.function import Function
-from shardmap_torch.gradients import grad, value_and_grad, vjp
 from shardmap_torch.mesh import Mesh, current_mesh, make_mesh, use_mesh
 from shardmap_torch.ops import (
     all_gather,

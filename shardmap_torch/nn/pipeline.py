@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardmap_torch.autodiff.gradients import vjp
 from shardmap_torch.core.tree import flatten, map_leaves, unflatten
 from shardmap_torch.errors import LayerError
-from shardmap_torch.gradients import vjp
 from shardmap_torch.nn.core.arguments import num_ranks
 from shardmap_torch.nn.core.region import PerRank, Types, axes_of
 from shardmap_torch.nn.schedules import (

@@ -25,11 +25,11 @@ from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.agree import Found, agree, found_in, refused
-from shardmap_torch.run.guarded import guarded
-from shardmap_torch.run.plain_inputs import PlainInputs
-from shardmap_torch.run.purity import verify_purely
 from shardmap_torch.run.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.runtimes import runtime_of
+from shardmap_torch.run.safety.guarded import guarded
+from shardmap_torch.run.safety.plain_inputs import PlainInputs
+from shardmap_torch.run.safety.purity import verify_purely
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says whether a batched body can do it."""

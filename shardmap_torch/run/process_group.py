@@ -15,8 +15,8 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run.aliasing import apart
 from shardmap_torch.run.drawing import Drawing, agreed
+from shardmap_torch.run.safety.aliasing import apart
 from shardmap_torch.spec import P
 from shardmap_torch.types import R, V
 

@@ -20,8 +20,8 @@ from shardmap_torch.collectives.autograd import TypedFunction
 from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing
-from shardmap_torch.run.captures import closed_over
 from shardmap_torch.run.drawing import CallSeed, Drawing
+from shardmap_torch.run.safety.captures import closed_over
 from shardmap_torch.run.vmap import unequal
 from shardmap_torch.spec import P
 

@@ -6,8 +6,8 @@ from shardmap_torch.boundary.call import Call
 from shardmap_torch.control.start import current
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.run.agree import agree, found_in
-from shardmap_torch.run.guarded import guarded
 from shardmap_torch.run.runtimes import runtime_of
+from shardmap_torch.run.safety.guarded import guarded
 
 
 def run_unchecked(call: Call, run: Callable[[Call, bool], Tree]) -> Tree:

@@ -13,7 +13,7 @@ from shardmap_torch.boundary.shards import cut, join
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.tree import Placed, Tree
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
-from shardmap_torch.run.aliasing import apart
+from shardmap_torch.run.safety.aliasing import apart
 from shardmap_torch.spec import P
 
 _DRAWS: Final = (

@@ -33,7 +33,14 @@ _COSTLY: Final = 20_000
 """Number of values that each call compares without a warning; they take about 1 ms."""
 _VERSIONS: Final = 16
 """Number of states that are recognized."""
-_LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch", "shardmap_torch", "numpy"})
+_LIBRARIES: Final = frozenset(
+    {
+        *sys.stdlib_module_names,
+        *("torch", "shardmap_torch", "numpy", "optree"),
+        # Rewritten assertions in test modules refer to all of pytest.
+        *("_pytest", "pytest", "pluggy", "hypothesis"),
+    }
+)
 _ABSENT: Final = object()
 _CACHE: Final = functools._lru_cache_wrapper
 _HIDDEN: Final = ("fget", "__func__", "func", "__wrapped__")

@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.custom_functions import name_of_own
 from shardmap_torch.checker.interpreter.draws import drawn_types
-from shardmap_torch.checker.interpreter.rank_only import has_saving_hooks
 from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
-from shardmap_torch.checker.interpreter.symbolic import Numbers
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
 from shardmap_torch.checker.ir.paths import Branches, Insisting
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
+from shardmap_torch.checker.ir.rank_only import has_saving_hooks
 from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
+from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.rules.infer import (
     BITS,

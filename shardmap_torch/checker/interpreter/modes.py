@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardmap_torch.checker.interpreter import gradients, scalars, user_code
 from shardmap_torch.checker.interpreter.custom_functions import watch
 from shardmap_torch.checker.interpreter.decompositions import interpreted
-from shardmap_torch.checker.interpreter.generator_state import guarding_generator_state
 from shardmap_torch.checker.interpreter.indexing import is_by_number, with_select
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.rank_only import (
+from shardmap_torch.checker.ir.generator_state import guarding_generator_state
+from shardmap_torch.checker.ir.rank_only import (
     GRAD_FN,
     HOOKS,
     takes_vmap,

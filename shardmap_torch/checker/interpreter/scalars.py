@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.symbolic import SymbolicNumber
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.ir.repairs import Place, Repair
+from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.autograd import bind

@@ -16,11 +16,11 @@ from shardmap_torch.checker.interpreter.custom_functions import own_nodes
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
 from shardmap_torch.checker.interpreter.state import is_real
-from shardmap_torch.checker.interpreter.symbolic import SymbolicNumber
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
 from shardmap_torch.checker.ir.paths import Branches, told
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.ir.repairs import Repair
+from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.spmd.equivalence import Relation
 from shardmap_torch.checker.spmd.recorder import Recorder

@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from shardmap_torch import P, check_program, checkpoint, make_mesh, shard_map
-from shardmap_torch.checker.interpreter.rank_only import takes_vmap
+from shardmap_torch.checker.ir.rank_only import takes_vmap
 
 Body = Callable[[Tensor, Tensor], Tensor]
 

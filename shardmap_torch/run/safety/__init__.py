@@ -1,0 +1,1 @@
+"""Safeguards around a checked run: purity, equal inputs, memory shared with arguments."""
