@@ -86,7 +86,8 @@ CASES: list[tuple[Callable[[Tensor], Any], str]] = [
     ),
     (
         lambda x: reinterpret(x, "tp", src=I, dst=V),
-        f"reinterpret does not go from I to V; it goes R -> V, V -> Partial, R -> Partial. {HINT}",
+        "reinterpret does not go from I to V; it goes R -> V, V -> Partial, R -> Partial, "
+        f"Partial -> V, V -> V. {HINT}",
     ),
     (
         lambda x: redistribute(x, "tp", src=V, dst=R),

@@ -191,7 +191,11 @@ class _Functions(TorchFunctionMode):
                     self._interpreter.mark_constant(tensor)
 
 
-HANDS_ON: Final = (_Functions.__torch_function__.__code__, _Functions._call.__code__)
+HANDS_ON: Final = (
+    _Functions.__torch_function__.__code__,
+    _Functions._call.__code__,
+    _Functions._apply.__code__,
+)
 """Stand between a body and every function of torch that it calls, written in Python or not."""
 
 

@@ -38,17 +38,7 @@ def has_saving_hooks() -> bool:
 
 
 def takes_vmap(function: type) -> bool:
-    """Returns whether a batched body can apply an `autograd.Function`.
-
-    Example:
-        >>> import torch
-        >>> class Legacy(torch.autograd.Function):
-        ...     @staticmethod
-        ...     def forward(ctx, x):
-        ...         return x
-        >>> takes_vmap(Legacy)
-        False
-    """
+    """Returns whether a batched body can apply an `autograd.Function`."""
     if function.__module__.startswith(_OWN):
         return True
     described: Mapping[str, Any] = {
