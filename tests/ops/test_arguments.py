@@ -236,7 +236,7 @@ CASES: list[tuple[Callable[[Tensor], Any], str]] = [
     ),
     (
         lambda x: all_reduce(x, "tp", dst=I, grad_comm_dtype=cast(Any, "half")),
-        "all_reduce: grad_comm_dtype=half is no floating dtype.",
+        "all_reduce: grad_comm_dtype='half' is no floating dtype.",
     ),
     (
         lambda x: all_reduce(x, "tp", dst=I, op="min", comm_dtype=HALF),
