@@ -114,6 +114,46 @@ def tried(trial: Trial) -> Finding:
 def _held(trial: Trial, types: Sequence[AxisType], leaves: Sequence[Tensor]) -> Finding:
     """Runs an operator whose results' types are known, and compares."""
     cuts = [kind == V or (trial.cut and kind == R) for kind in types]
+    smooth = [x for x in leaves if x.requires_grad]
+    state = torch.get_rng_state()
+    columns = [_run(trial, leaves, rank) for rank in range(NUM_RANKS)]
+    if not torch.equal(state, torch.get_rng_state()):
+        return _shared(trial, types, leaves)
+    truth = [
+        _whole([column[k] for column in columns], kind, cut)
+        for k, (kind, cut) in enumerate(zip(types, cuts, strict=True))
+    ]
+    if any(not bool(torch.isfinite(y).all()) for y in truth):
+        return Finding(skipped="infinite values")
+    finding = Finding(wrong=list(_unequal(columns, types)))
+    actual = _on_ranks(trial, types, cuts, leaves)
+    pairs = [*zip(actual, truth, strict=True)]
+    pairs += zip(_gradients(actual, smooth), _gradients(truth, smooth), strict=True)
+    finding.wrong += [
+        f"result or gradient {number} of types {list(types)}"
+        for number, (x, y) in enumerate(pairs)
+        if not _equal(x.detach(), y.detach())
+    ]
+    return finding
+
+
+def _shared(trial: Trial, types: Sequence[AxisType], leaves: Sequence[Tensor]) -> Finding:
+    """Compares the ranks of an operator that draws with each other.
+
+    Which numbers they draw, only a body's own ranks know: runs one after the other, outside of a
+    body, do not share what they draw. So each rank's own results leave, side by side.
+    """
+    cuts = [kind != Partial for kind in types]
+    actual = _on_ranks(trial, types, cuts, leaves)
+    apart = [(y, kind) for y, kind, cut in zip(actual, types, cuts, strict=True) if cut]
+    columns = [[y[rank] for y, _ in apart] for rank in range(NUM_RANKS)]
+    return Finding(wrong=list(_unequal(columns, [kind for _, kind in apart])))
+
+
+def _on_ranks(
+    trial: Trial, types: Sequence[AxisType], cuts: Sequence[bool], leaves: Sequence[Tensor]
+) -> list[Tensor]:
+    """Runs the operator on ranks; results that are cut leave one beside the other."""
     specs = tuple(
         P(AXIS) if cut else P(partial={AXIS} if kind == Partial else ())
         for cut, kind in zip(cuts, types, strict=True)
@@ -124,29 +164,7 @@ def _held(trial: Trial, types: Sequence[AxisType], leaves: Sequence[Tensor]) -> 
         outs = one(*locals_)
         return tuple(y.unsqueeze(0) if cut else y for y, cut in zip(outs, cuts, strict=True))
 
-    mapped = shard_map(body, mesh=RANKS, in_specs=trial.specs(), out_specs=specs)
-    smooth = [x for x in leaves if x.requires_grad]
-    state = torch.get_rng_state()
-    columns = [_run(trial, leaves, rank) for rank in range(NUM_RANKS)]
-    drawn = not torch.equal(state, torch.get_rng_state())
-    truth = [
-        _whole([column[k] for column in columns], kind, cut)
-        for k, (kind, cut) in enumerate(zip(types, cuts, strict=True))
-    ]
-    if any(not bool(torch.isfinite(y).all()) for y in truth):
-        return Finding(skipped="infinite values")
-    finding = Finding(wrong=list(_unequal(columns, types)))
-    actual = list(mapped(*leaves))
-    if drawn:
-        return finding  # there is nothing to compare with
-    pairs = [*zip(actual, truth, strict=True)]
-    pairs += zip(_gradients(actual, smooth), _gradients(truth, smooth), strict=True)
-    finding.wrong += [
-        f"result or gradient {number} of types {list(types)}"
-        for number, (x, y) in enumerate(pairs)
-        if not _equal(x.detach(), y.detach())
-    ]
-    return finding
+    return list(shard_map(body, mesh=RANKS, in_specs=trial.specs(), out_specs=specs)(*leaves))
 
 
 def _gradients(values: Sequence[Tensor], smooth: Sequence[Tensor]) -> list[Tensor]:
