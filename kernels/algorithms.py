@@ -63,7 +63,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ChunkedDim:
     """The sharding of a matrix of tokens that follows from sharding one dim of its tensor.
 
     The *cut matrix* has the cut dim as its rows, so that a chunk is contiguous: the matrix of
@@ -74,8 +74,8 @@ class Cut:
     by_features: bool
 
     @classmethod
-    def of(cls, dim: int, ndim: int) -> "Cut":
-        """The cut along `dim`, negative dims included, of a tensor of `ndim` dims."""
+    def of(cls, dim: int, ndim: int) -> "ChunkedDim":
+        """The layout along `dim`, negative dims included, of a tensor of `ndim` dims."""
         dim %= ndim
         return cls(0 if dim == ndim - 1 else dim, dim == ndim - 1)
 
@@ -172,26 +172,26 @@ def gather_forward(
 
     Returns the products, and the cut matrix of the gathered x for the backward.
     """
-    cut = Cut.of(dim, x.ndim)
+    chunked = ChunkedDim.of(dim, x.ndim)
     full_shape = with_dim(x.shape, dim, x.shape[dim] * transport.num_ranks)
     num_tokens = torch.Size(full_shape[:-1]).numel()
     products = list(zip(ws, biases, strict=True))
-    sums = [_tokens_out(cut, x, num_tokens, w.shape[1], bias) for w, bias in products]
+    sums = [_tokens_out(chunked, x, num_tokens, w.shape[1], bias) for w, bias in products]
     consume = _both(
-        [cut.times(transport, *pair, out) for pair, out in zip(products, sums, strict=True)]
+        [chunked.times(transport, *pair, out) for pair, out in zip(products, sums, strict=True)]
     )
-    gather = gathering(transport, "all_gather_matmul", cut.matrix(x), consume, choice)
+    gather = gathering(transport, "all_gather_matmul", chunked.matrix(x), consume, choice)
     yield from gather.start()
     gathered = yield from gather.finish()
-    outs = [cut.restore(out.to(x.dtype), [*full_shape[:-1], out.shape[1]]) for out in sums]
+    outs = [chunked.restore(out.to(x.dtype), [*full_shape[:-1], out.shape[1]]) for out in sums]
     return outs, gathered
 
 
 def _tokens_out(
-    cut: Cut, like: Tensor, num_tokens: int, columns: int, bias: Tensor | None = None
+    chunked: ChunkedDim, like: Tensor, num_tokens: int, columns: int, bias: Tensor | None = None
 ) -> Tensor:
     """Output tokens: written once each when cut by rows, else a sum over chunks and the bias."""
-    if not cut.by_features:
+    if not chunked.by_features:
         return like.new_empty(num_tokens, columns)
     total = zeros_for_sum(like, num_tokens, columns)
     return total if bias is None else total + bias
@@ -201,13 +201,13 @@ def scatter_forward(
     transport: Network, x: Tensor, w: Tensor, dim: int, choice: Choice
 ) -> Steps[Tensor]:
     """`reduce_scatter(x @ w)`."""
-    cut = Cut.of(dim, x.ndim)
-    produce = cut.sum_of_products(transport, [cut.tokens(x)], [w])
+    chunked = ChunkedDim.of(dim, x.ndim)
+    produce = chunked.sum_of_products(transport, [chunked.tokens(x)], [w])
     shape = [*x.shape[:-1], w.shape[1]]
     scatter = _scatter(transport, "matmul_reduce_scatter", produce, shape, x, dim, choice)
     yield from scatter.start()
     total = yield from scatter.finish()
-    return _own_block(cut, total, shape, dim, transport.num_ranks)
+    return _own_block(chunked, total, shape, dim, transport.num_ranks)
 
 
 def _scatter(
@@ -220,22 +220,24 @@ def _scatter(
     choice: Choice,
 ) -> Halves:
     """A reduce-scatter along `dim` of a tensor of `shape`."""
-    cut = Cut.of(dim, len(shape))
+    chunked = ChunkedDim.of(dim, len(shape))
     num_tokens = torch.Size(shape[:-1]).numel()
-    num_rows, columns = (shape[-1], num_tokens) if cut.by_features else (num_tokens, shape[-1])
+    num_rows, columns = (shape[-1], num_tokens) if chunked.by_features else (num_tokens, shape[-1])
     out = like.new_empty(num_rows // transport.num_ranks, columns)
     return scattering(transport, op, produce, out, num_rows, choice)
 
 
-def _own_block(cut: Cut, matrix: Tensor, shape: Sequence[int], dim: int, num_ranks: int) -> Tensor:
-    return cut.restore(cut.flip(matrix), with_dim(shape, dim, shape[dim] // num_ranks))
+def _own_block(
+    chunked: ChunkedDim, matrix: Tensor, shape: Sequence[int], dim: int, num_ranks: int
+) -> Tensor:
+    return chunked.restore(chunked.flip(matrix), with_dim(shape, dim, shape[dim] // num_ranks))
 
 
 def reduce_forward(transport: Network, x: Tensor, w: Tensor, choice: Choice) -> Steps[Tensor]:
     """`all_reduce(x @ w)`; the cut is by rows, wherever they fall."""
     tokens = as_matrix(x)
     out = x.new_empty(tokens.shape[0], w.shape[1])
-    produce = Cut(0, by_features=False).sum_of_products(transport, [tokens], [w])
+    produce = ChunkedDim(0, by_features=False).sum_of_products(transport, [tokens], [w])
     scatter = reducing(transport, "matmul_all_reduce", produce, out, choice)
     yield from scatter.start()
     total = yield from scatter.finish()
@@ -247,7 +249,7 @@ def gather_backward(
     gathered: Tensor | None,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     dim: int,
     choice: Choice,
 ) -> Steps[tuple[Tensor, list[Tensor | None]]]:
@@ -258,21 +260,23 @@ def gather_backward(
     The sum of dy @ wᵀ is reduce-scattered while it is produced, and what is still on its way then
     moves while the weight gradients are computed.
     """
-    cut = Cut.of(dim, dys[0].ndim)
-    tokens = [cut.tokens(dy) for dy in dys]
-    scatter, shape = _input_gradient(transport, cut, tokens, ws, dys[0], dim, choice)
+    chunked = ChunkedDim.of(dim, dys[0].ndim)
+    tokens = [chunked.tokens(dy) for dy in dys]
+    scatter, shape = _input_gradient(transport, chunked, tokens, ws, dys[0], dim, choice)
     yield from scatter.start()
     dws = [
-        multiply(transport, cut.flip(gathered).t(), dy) if want and gathered is not None else None
-        for dy, want in zip(tokens, wanted, strict=True)
+        multiply(transport, chunked.flip(gathered).t(), dy)
+        if want and gathered is not None
+        else None
+        for dy, want in zip(tokens, needs_grad, strict=True)
     ]
     total = yield from scatter.finish()
-    return _own_block(cut, total, shape, dim, transport.num_ranks), dws
+    return _own_block(chunked, total, shape, dim, transport.num_ranks), dws
 
 
 def _input_gradient(
     transport: Network,
-    cut: Cut,
+    chunked: ChunkedDim,
     tokens: Sequence[Tensor],
     ws: Sequence[Tensor],
     dy: Tensor,
@@ -280,7 +284,7 @@ def _input_gradient(
     choice: Choice,
 ) -> tuple[Halves, list[int]]:
     """The reduce-scatter of the sum of dy @ wᵀ, and the shape of the sum."""
-    produce = cut.sum_of_products(transport, tokens, [w.t() for w in ws])
+    produce = chunked.sum_of_products(transport, tokens, [w.t() for w in ws])
     shape = [*dy.shape[:-1], ws[0].shape[0]]
     op = "all_gather_matmul backward"
     return _scatter(transport, op, produce, shape, dy, dim, choice), shape
@@ -291,7 +295,7 @@ def gather_backward_again(
     x: Tensor,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     dim: int,
     choice: Choice,
     gather_choice: Choice,
@@ -301,27 +305,27 @@ def gather_backward_again(
     The own block is on its way while dy @ wᵀ is produced; the weight gradients consume the gather
     while the last addends move.
     """
-    cut = Cut.of(dim, x.ndim)
-    tokens = [cut.tokens(dy) for dy in dys]
-    scatter, shape = _input_gradient(transport, cut, tokens, ws, dys[0], dim, choice)
+    chunked = ChunkedDim.of(dim, x.ndim)
+    tokens = [chunked.tokens(dy) for dy in dys]
+    scatter, shape = _input_gradient(transport, chunked, tokens, ws, dys[0], dim, choice)
     sums = [
-        zeros_for_sum(w, *w.shape) if want else None for w, want in zip(ws, wanted, strict=True)
+        zeros_for_sum(w, *w.shape) if want else None for w, want in zip(ws, needs_grad, strict=True)
     ]
     consume = _both(
         [
-            cut.left_gradient(transport, dy, dw)
+            chunked.left_gradient(transport, dy, dw)
             for dy, dw in zip(tokens, sums, strict=True)
             if dw is not None
         ]
     )
     op = "all_gather_matmul backward"
-    gather = gathering(transport, op, cut.matrix(x), consume, gather_choice)
+    gather = gathering(transport, op, chunked.matrix(x), consume, gather_choice)
     yield from gather.start()
     yield from scatter.start()
     yield from gather.finish()
     total = yield from scatter.finish()
     dws = [None if dw is None else dw.to(x.dtype) for dw in sums]
-    return _own_block(cut, total, shape, dim, transport.num_ranks), dws
+    return _own_block(chunked, total, shape, dim, transport.num_ranks), dws
 
 
 def scatter_backward(
@@ -329,7 +333,7 @@ def scatter_backward(
     x: Tensor,
     w: Tensor,
     dy: Tensor,
-    wanted: tuple[bool, bool],
+    needs_grad: tuple[bool, bool],
     dim: int,
     choice: Choice,
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
@@ -337,10 +341,10 @@ def scatter_backward(
 
     One gather of dy feeds both, chunk by chunk.
     """
-    cut = Cut.of(dim, x.ndim)
-    gradients = _Gradients(transport, cut, x, w, wanted)
+    chunked = ChunkedDim.of(dim, x.ndim)
+    gradients = _Gradients(transport, chunked, x, w, needs_grad)
     op = "matmul_reduce_scatter backward"
-    gather = gathering(transport, op, cut.matrix(dy), gradients.consume, choice)
+    gather = gathering(transport, op, chunked.matrix(dy), gradients.consume, choice)
     yield from gather.start()
     yield from gather.finish()
     return gradients.results()
@@ -351,17 +355,17 @@ def reduce_backward(
     x: Tensor,
     w: Tensor,
     dy: Tensor,
-    wanted: tuple[bool, bool],
+    needs_grad: tuple[bool, bool],
     choice: Choice,
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """The wanted gradients of `reduce_forward` where the ranks' cotangents add up: (dx, dw).
 
     Each chunk of the sum of dy feeds both as soon as it is finished.
     """
-    cut = Cut(0, by_features=False)
-    gradients = _Gradients(transport, cut, x, w, wanted)
+    chunked = ChunkedDim(0, by_features=False)
+    gradients = _Gradients(transport, chunked, x, w, needs_grad)
     op = "matmul_all_reduce backward"
-    total = summing(transport, op, cut.matrix(dy), gradients.consume, choice)
+    total = summing(transport, op, chunked.matrix(dy), gradients.consume, choice)
     yield from total.start()
     yield from total.finish()
     return gradients.results()
@@ -371,22 +375,31 @@ class _Gradients:
     """The wanted gradients of x @ w, from chunks of the cut matrix of its cotangent."""
 
     def __init__(
-        self, transport: Network, cut: Cut, x: Tensor, w: Tensor, wanted: tuple[bool, bool]
+        self,
+        transport: Network,
+        chunked: ChunkedDim,
+        x: Tensor,
+        w: Tensor,
+        needs_grad: tuple[bool, bool],
     ) -> None:
-        self._cut, self._shape, self._wanted = cut, x.shape, wanted
-        tokens = cut.tokens(x)
-        self._dx = _tokens_out(cut, x, tokens.shape[0], x.shape[-1])
+        self._chunked, self._shape, self._needs_grad = chunked, x.shape, needs_grad
+        tokens = chunked.tokens(x)
+        self._dx = _tokens_out(chunked, x, tokens.shape[0], x.shape[-1])
         self._dw = zeros_for_sum(w, *w.shape)
         self._dtype = x.dtype
         consumers = (
-            cut.times(transport, w.t(), None, self._dx),
-            cut.right_gradient(transport, tokens, self._dw),
+            chunked.times(transport, w.t(), None, self._dx),
+            chunked.right_gradient(transport, tokens, self._dw),
         )
-        self.consume = _both([each for each, want in zip(consumers, wanted, strict=True) if want])
+        self.consume = _both(
+            [each for each, want in zip(consumers, needs_grad, strict=True) if want]
+        )
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         """(dx, dw), once every chunk has been consumed."""
         return (
-            self._cut.restore(self._dx.to(self._dtype), self._shape) if self._wanted[0] else None,
-            self._dw.to(self._dtype) if self._wanted[1] else None,
+            self._chunked.restore(self._dx.to(self._dtype), self._shape)
+            if self._needs_grad[0]
+            else None,
+            self._dw.to(self._dtype) if self._needs_grad[1] else None,
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardmap_torch.collectives.autograd import TypedFunction, bind
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend
-from shardmap_torch.kernels.algorithms import Cut, as_matrix
+from shardmap_torch.kernels.algorithms import ChunkedDim, as_matrix
 from shardmap_torch.kernels.engine import Engine, Scheduled
 from shardmap_torch.kernels.planner import (
     Family,
@@ -149,7 +149,7 @@ class Runner(Protocol):
 
 def block_rows(block: Tensor, dim: int) -> int:
     """Rows of a rank's block as a cut matrix."""
-    by_features = Cut.of(dim, block.ndim).by_features
+    by_features = ChunkedDim.of(dim, block.ndim).by_features
     return block.shape[-1] if by_features else block.shape[:-1].numel()
 
 
@@ -224,10 +224,10 @@ class GatherMatmul:
         count = self.num_weights
         x, gathered = operands[0], operands[-1] if self.num_kept else None
         dys = {i: dy for i, dy in enumerate(grads[:count]) if dy is not None}
-        wanted = (needed[0], *(needed[1 + i] for i in dys))
+        needs_grad = (needed[0], *(needed[1 + i] for i in dys))
         ws = [operands[1 + i] for i in dys]
-        found = _wanted(
-            GatherMatmulBackward(self.call, wanted), wanted, x, gathered, *ws, *dys.values()
+        found = _only_needed(
+            GatherMatmulBackward(self.call, needs_grad), needs_grad, x, gathered, *ws, *dys.values()
         )
         result: list[Tensor | None] = [None] * (1 + 2 * count)
         result[0] = found[0]
@@ -238,16 +238,16 @@ class GatherMatmul:
         return result
 
 
-def _wanted(
-    operation: Operation, wanted: Sequence[bool], *operands: Tensor | None
+def _only_needed(
+    operation: Operation, needs_grad: Sequence[bool], *operands: Tensor | None
 ) -> list[Tensor | None]:
     """The gradients that an operation computes, None in place of those that it does not."""
-    found = iter(overlapped(operation, *operands) if any(wanted) else ())
-    return [next(found) if want else None for want in wanted]
+    found = iter(overlapped(operation, *operands) if any(needs_grad) else ())
+    return [next(found) if want else None for want in needs_grad]
 
 
-def _selected(gradients: Operands, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    pairs = zip(gradients, wanted, strict=True)
+def _selected(gradients: Operands, needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
+    pairs = zip(gradients, needs_grad, strict=True)
     return tuple(grad for grad, want in pairs if want and grad is not None)
 
 
@@ -256,17 +256,17 @@ class GatherMatmulBackward:
     """The wanted of (dx, *dws): operands x, its gathered cut matrix or None, the ws, the dys."""
 
     call: Call
-    wanted: tuple[bool, ...]
+    needs_grad: tuple[bool, ...]
     num_kept: ClassVar[int] = 0
 
     def run(self, x: Tensor, gathered: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         """Reduce-scatters dx under the weight gradients."""
         call = self.call
-        needs_dx, *wanted = self.wanted
-        ws, dys = rest[: len(wanted)], rest[len(wanted) :]
+        needs_dx, *needs_grad = self.needs_grad
+        ws, dys = rest[: len(needs_grad)], rest[len(needs_grad) :]
         dim = call.collective.dim
         if not needs_dx:
-            return self._weights_only(x, gathered, dys, wanted)
+            return self._weights_only(x, gathered, dys, needs_grad)
         flops = sum(2.0 * dy.numel() * w.shape[0] for dy, w in zip(dys, ws, strict=True))
         scatter = call.backward_choice(
             "all_gather_matmul backward",
@@ -275,29 +275,31 @@ class GatherMatmulBackward:
             block_rows=block_rows(x, dim),
             block_bytes=x.nbytes,
             flops=flops,
-            tail_flops=flops * any(wanted),
+            tail_flops=flops * any(needs_grad),
         )
         again = Choice(call.choice.schedule, scatter.num_parts)
-        dx, dws = call.engine.gather_backward(x, gathered, ws, dys, wanted, dim, scatter, again)
-        return _selected((dx, *dws), self.wanted)
+        dx, dws = call.engine.gather_backward(x, gathered, ws, dys, needs_grad, dim, scatter, again)
+        return _selected((dx, *dws), self.needs_grad)
 
     def _weights_only(
-        self, x: Tensor, gathered: Tensor | None, dys: Sequence[Tensor], wanted: Sequence[bool]
+        self, x: Tensor, gathered: Tensor | None, dys: Sequence[Tensor], needs_grad: Sequence[bool]
     ) -> tuple[Tensor, ...]:
-        cut = Cut.of(self.call.collective.dim, x.ndim)
+        chunked = ChunkedDim.of(self.call.collective.dim, x.ndim)
         if gathered is None:
-            gathered = cut.matrix(self.call.collective.run(self.call.backend, x))
-        left = cut.flip(gathered).t()
-        return tuple(left @ cut.tokens(dy) for dy, want in zip(dys, wanted, strict=True) if want)
+            gathered = chunked.matrix(self.call.collective.run(self.call.backend, x))
+        left = chunked.flip(gathered).t()
+        return tuple(
+            left @ chunked.tokens(dy) for dy, want in zip(dys, needs_grad, strict=True) if want
+        )
 
     def _composition(self, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        count = len(self.wanted) - 1
+        count = len(self.needs_grad) - 1
         ws, dys = rest[:count], rest[count:]
 
         def products(x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
             return gather_unfused(self.call.backend, self.call.collective, x, ws, [None] * count)
 
-        return _selected(_differentiate(products, (x, *ws), dys), self.wanted)
+        return _selected(_differentiate(products, (x, *ws), dys), self.needs_grad)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
         """Differentiates the composition; the gathered x is no variable of its own."""
@@ -320,8 +322,10 @@ class MatmulScatter:
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
         """One gather of dy feeds both gradients."""
-        wanted = (needed[0], needed[1])
-        return _wanted(MatmulScatterBackward(self.call, wanted), wanted, *operands, *grads)
+        needs_grad = (needed[0], needed[1])
+        return _only_needed(
+            MatmulScatterBackward(self.call, needs_grad), needs_grad, *operands, *grads
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,13 +341,15 @@ class MatmulReduce:
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
         """For R the cotangents are summed, and each chunk of the sum feeds both; for I none is."""
-        wanted = (needed[0], needed[1])
+        needs_grad = (needed[0], needed[1])
         if self.call.collective.dst is R:
-            return _wanted(MatmulReduceBackward(self.call, wanted), wanted, *operands, *grads)
+            return _only_needed(
+                MatmulReduceBackward(self.call, needs_grad), needs_grad, *operands, *grads
+            )
         x, w = operands
         dz = bind(self.call.backend, self.call.collective.transpose, grads[0])  # type: ignore[arg-type]
-        dx = dz @ w.t() if wanted[0] else None
-        dw = as_matrix(x).t() @ as_matrix(dz) if wanted[1] else None
+        dx = dz @ w.t() if needs_grad[0] else None
+        dw = as_matrix(x).t() @ as_matrix(dz) if needs_grad[1] else None
         return dx, dw
 
 
@@ -352,21 +358,21 @@ class _ProductBackward:
     """The wanted of (dx, dw) of a collective of x @ w: operands x, w and the cotangent."""
 
     call: Call
-    wanted: tuple[bool, bool]
+    needs_grad: tuple[bool, bool]
     num_kept: ClassVar[int] = 0
 
     def _composition(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         def product(x: Tensor, w: Tensor) -> tuple[Tensor]:
             return (reduce_unfused(self.call.backend, self.call.collective, x, w),)
 
-        return _selected(_differentiate(product, (x, w), (dy,)), self.wanted)
+        return _selected(_differentiate(product, (x, w), (dy,)), self.needs_grad)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
         """Differentiates the composition."""
         return _differentiate(self._composition, operands, grads)
 
     def _flops(self, x: Tensor, w: Tensor) -> float:
-        return 2.0 * x.numel() * w.shape[1] * sum(self.wanted)
+        return 2.0 * x.numel() * w.shape[1] * sum(self.needs_grad)
 
 
 class MatmulScatterBackward(_ProductBackward):
@@ -383,8 +389,8 @@ class MatmulScatterBackward(_ProductBackward):
             block_bytes=dy.nbytes,
             flops=self._flops(x, w),
         )
-        gradients = call.engine.scatter_backward(x, w, dy, self.wanted, dim, choice)
-        return _selected(gradients, self.wanted)
+        gradients = call.engine.scatter_backward(x, w, dy, self.needs_grad, dim, choice)
+        return _selected(gradients, self.needs_grad)
 
 
 class MatmulReduceBackward(_ProductBackward):
@@ -403,5 +409,5 @@ class MatmulReduceBackward(_ProductBackward):
             flops=self._flops(x, w),
             passes=2,
         )
-        gradients = call.scheduled.reduce_backward(x, w, dy, self.wanted, choice)
-        return _selected(gradients, self.wanted)
+        gradients = call.scheduled.reduce_backward(x, w, dy, self.needs_grad, choice)
+        return _selected(gradients, self.needs_grad)

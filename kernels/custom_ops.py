@@ -17,7 +17,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import constant
 from shardmap_torch.kernels.algorithms import (
-    Cut,
+    ChunkedDim,
     gather_backward,
     gather_forward,
     reduce_backward,
@@ -86,7 +86,7 @@ def _gather_shapes(
     backward: str,
 ) -> list[Tensor]:
     full = with_dim(x.shape, dim, x.shape[dim] * num_ranks)
-    matrix = Cut.of(dim, x.ndim).matrix(x)
+    matrix = ChunkedDim.of(dim, x.ndim).matrix(x)
     outs = [x.new_empty(*full[:-1], w.shape[1]) for w in ws]
     return [*outs, x.new_empty(matrix.shape[0] * num_ranks, matrix.shape[1])]
 
@@ -102,9 +102,9 @@ def gather_backward_op(
     backward: str,
 ) -> list[Tensor]:
     """The input gradient, then the weight gradients."""
-    wanted = [True] * len(ws)
+    needs_grad = [True] * len(ws)
     transport, choice = _BY_NAME[name].transport, Choice.read(backward)
-    dx, dws = run(gather_backward(transport, gathered, ws, dys, wanted, dim, choice))
+    dx, dws = run(gather_backward(transport, gathered, ws, dys, needs_grad, dim, choice))
     return [dx, *(dw for dw in dws if dw is not None)]
 
 

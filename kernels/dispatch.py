@@ -18,7 +18,7 @@ from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import KernelError, show
-from shardmap_torch.kernels.algorithms import Cut
+from shardmap_torch.kernels.algorithms import ChunkedDim
 from shardmap_torch.kernels.autograd import Call, Runner, Unfused, block_rows
 from shardmap_torch.kernels.custom_ops import compiled_call
 from shardmap_torch.kernels.endpoint import (
@@ -226,7 +226,9 @@ def _prepare(
     assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
     x = operands[0]
     endpoint = endpoint_of(backend, collective.axes, x.device)
-    engine = _engine(endpoint, problem.op, Cut.of(collective.dim, x.ndim).by_features, options)
+    engine = _engine(
+        endpoint, problem.op, ChunkedDim.of(collective.dim, x.ndim).by_features, options
+    )
     fabric = partial(endpoint.fabric, x.dtype)
     plan = engine.plan(problem, fabric, options.chunks, forced=options.overlap == "require")
     if plan.choice is None:
@@ -237,7 +239,7 @@ def _prepare(
 
 def _may_be_fused(op: str, collective: Collective, x: Tensor, options: Options) -> bool:
     """Returns whether some group may run it on symmetric memory."""
-    by_features = Cut.of(collective.dim, x.ndim).by_features
+    by_features = ChunkedDim.of(collective.dim, x.ndim).by_features
     return x.device.type == "cuda" and unsuited(op, by_features, options) is None
 
 

@@ -51,7 +51,7 @@ class Engine(Protocol):
         gathered: Tensor | None,
         ws: Sequence[Tensor],
         dys: Sequence[Tensor],
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
         dim: int,
         choice: Choice,
         again: Choice,
@@ -66,7 +66,7 @@ class Engine(Protocol):
         x: Tensor,
         w: Tensor,
         dy: Tensor,
-        wanted: tuple[bool, bool],
+        needs_grad: tuple[bool, bool],
         dim: int,
         choice: Choice,
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -109,16 +109,16 @@ class Scheduled:
         gathered: Tensor | None,
         ws: Sequence[Tensor],
         dys: Sequence[Tensor],
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
         dim: int,
         choice: Choice,
         again: Choice,
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Reduce-scatters dx under the weight gradients."""
         t = self.transport
-        if gathered is not None or not any(wanted):
-            return run(gather_backward(t, gathered, ws, dys, wanted, dim, choice))
-        return run(gather_backward_again(t, x, ws, dys, wanted, dim, choice, again))
+        if gathered is not None or not any(needs_grad):
+            return run(gather_backward(t, gathered, ws, dys, needs_grad, dim, choice))
+        return run(gather_backward_again(t, x, ws, dys, needs_grad, dim, choice, again))
 
     def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
         """Sends chunks as they are made."""
@@ -129,22 +129,22 @@ class Scheduled:
         x: Tensor,
         w: Tensor,
         dy: Tensor,
-        wanted: tuple[bool, bool],
+        needs_grad: tuple[bool, bool],
         dim: int,
         choice: Choice,
     ) -> tuple[Tensor | None, Tensor | None]:
         """One gather of dy feeds both."""
-        return run(scatter_backward(self.transport, x, w, dy, wanted, dim, choice))
+        return run(scatter_backward(self.transport, x, w, dy, needs_grad, dim, choice))
 
     def reduce(self, x: Tensor, w: Tensor, choice: Choice) -> Tensor:
         """The sum of x @ w, of which every rank has an addend."""
         return run(reduce_forward(self.transport, x, w, choice))
 
     def reduce_backward(
-        self, x: Tensor, w: Tensor, dy: Tensor, wanted: tuple[bool, bool], choice: Choice
+        self, x: Tensor, w: Tensor, dy: Tensor, needs_grad: tuple[bool, bool], choice: Choice
     ) -> tuple[Tensor | None, Tensor | None]:
         """The wanted of (dx, dw) where the ranks' cotangents add up."""
-        return run(reduce_backward(self.transport, x, w, dy, wanted, choice))
+        return run(reduce_backward(self.transport, x, w, dy, needs_grad, choice))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.kernels.algorithms import Cut
+from shardmap_torch.kernels.algorithms import ChunkedDim
 from shardmap_torch.kernels.planner import Options, Plan, Problem
 from shardmap_torch.kernels.planning.cost import Fabric
 from shardmap_torch.kernels.transports.executor import Choice
@@ -113,7 +113,7 @@ class Symmetric:
             product.contiguous() if bias is None else (product + bias).contiguous()
             for product, bias in zip(products, biases, strict=True)
         ]
-        return outs, Cut.of(dim, x.ndim).matrix(full)
+        return outs, ChunkedDim.of(dim, x.ndim).matrix(full)
 
     def gather_backward(
         self,
@@ -121,18 +121,18 @@ class Symmetric:
         gathered: Tensor | None,
         ws: Sequence[Tensor],
         dys: Sequence[Tensor],
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
         dim: int,
         choice: Choice,
         again: Choice,
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """(dx, the wanted dws); the sum over weights is one product of all of them side by side."""
-        cut = Cut.of(dim, x.ndim)
+        chunked = ChunkedDim.of(dim, x.ndim)
         dy, w = (dys[0], ws[0]) if len(ws) == 1 else (torch.cat([*dys], -1), torch.cat([*ws], -1))
         dx = self.scatter(dy, w.t(), dim, choice)
         dws = [
-            gathered.t() @ cut.tokens(dy) if want and gathered is not None else None
-            for dy, want in zip(dys, wanted, strict=True)
+            gathered.t() @ chunked.tokens(dy) if want and gathered is not None else None
+            for dy, want in zip(dys, needs_grad, strict=True)
         ]
         return dx, dws
 
@@ -145,15 +145,15 @@ class Symmetric:
         x: Tensor,
         w: Tensor,
         dy: Tensor,
-        wanted: tuple[bool, bool],
+        needs_grad: tuple[bool, bool],
         dim: int,
         choice: Choice,
     ) -> tuple[Tensor | None, Tensor | None]:
         """The wanted of (dx, dw); one gather feeds both, but only dx is computed as it arrives."""
         full, (dx,) = self.operators.gather_matmul(dy, [w.t()], dim)
-        cut = Cut.of(dim, x.ndim)
-        dw = cut.tokens(x).t() @ cut.tokens(full) if wanted[1] else None
-        return dx if wanted[0] else None, dw
+        chunked = ChunkedDim.of(dim, x.ndim)
+        dw = chunked.tokens(x).t() @ chunked.tokens(full) if needs_grad[1] else None
+        return dx if needs_grad[0] else None, dw
 
 
 def _outermost(x: Tensor, dim: int) -> Tensor:

@@ -61,23 +61,23 @@ class Checked:
             return run
 
         present = [bias for bias in biases if bias is not None]
-        self._hold(form, (x, *ws, *present), biased)
+        self._check_equivalent(form, (x, *ws, *present), biased)
         return self.unfused.gather(x, ws, biases)
 
     def scatter(self, x: Tensor, w: Tensor) -> Tensor:
         """`reduce_scatter(x @ w)`."""
-        self._hold(lambda runner: lambda x, w: (runner.scatter(x, w),), (x, w))
+        self._check_equivalent(lambda runner: lambda x, w: (runner.scatter(x, w),), (x, w))
         return self.unfused.scatter(x, w)
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
         """`all_reduce(x @ w)`."""
-        self._hold(lambda runner: lambda x, w: (runner.reduce(x, w),), (x, w))
+        self._check_equivalent(lambda runner: lambda x, w: (runner.reduce(x, w),), (x, w))
         return self.unfused.reduce(x, w)
 
-    def _hold(
+    def _check_equivalent(
         self, form: Callable[[Runner], Form], operands: Sequence[Tensor], biased: Hashable = ()
     ) -> None:
         for name, kernel in self.kernels.items():
             what = f"{self.plan.op}, {name}", kernel.collective, kernel.options, biased
-            self.checker.hold(what, form(kernel), form(self.unfused), operands)
+            self.checker.check_equivalent(what, form(kernel), form(self.unfused), operands)
         record(self.plan)  # Their backwards have recorded their own.

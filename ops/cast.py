@@ -70,11 +70,11 @@ def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None =
             return issue(scope, collective, x)  # type: ignore[return-value]  # X is Tensor here
         return all_leaves("convert", x, partial(issue_all, scope, collective))
     row = lookup("convert", as_type(src), as_type(dst))
-    cuts = row.move in _ALONG_A_DIM
+    reshards = row.move in _ALONG_A_DIM
     num_ranks = scope.backend.mesh.num_ranks(axes)
 
     def one(leaf: Tensor) -> Tensor:
-        at = read_dim("convert", "dim", dim, leaf.ndim) if cuts else 0
+        at = read_dim("convert", "dim", dim, leaf.ndim) if reshards else 0
         if row.move == "slice":
             check_divides("convert", "dim", leaf.shape[at], axes, num_ranks)
         return issue(scope, collective_of(row.name, row.src, row.dst, axes, dim=at), leaf)

@@ -29,7 +29,7 @@ from shardmap_torch.spec import P, mismatches
 from shardmap_torch.types import AxisType, I, Partial, R, V
 
 X = TypeVar("X")
-Cuts = tuple[tuple[str, ...], ...]
+ShardedDims = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -183,15 +183,15 @@ def _global_shape(x: Tensor, src: P, mesh: Mesh) -> tuple[int, ...]:
 class _Layout:
     """For each dim the axes that cut it, and the types of the axes that cut none."""
 
-    sharded_dims: Cuts
+    sharded_dims: ShardedDims
     kinds: frozenset[tuple[str, AxisType]]
 
     def of_kind(self, kind: AxisType) -> list[str]:
         return sorted(axis for axis, its in self.kinds if its == kind)
 
     def recut(self, changes: Mapping[int, tuple[str, ...]]) -> "_Layout":
-        cuts = tuple(changes.get(dim, axes) for dim, axes in enumerate(self.sharded_dims))
-        return _Layout(cuts, self.kinds)
+        dims = tuple(changes.get(dim, axes) for dim, axes in enumerate(self.sharded_dims))
+        return _Layout(dims, self.kinds)
 
     def retyped(self, axes: Sequence[str], kind: AxisType | None) -> "_Layout":
         kept = frozenset(pair for pair in self.kinds if pair[0] not in axes)
@@ -235,9 +235,9 @@ def _search(
 
 
 def _layout(spec: P, axes: frozenset[str], num_dims: int) -> _Layout:
-    cuts = dict(spec.sharded_dims)
+    dims = dict(spec.sharded_dims)
     types = {axis: spec.types.get(axis, I) for axis in axes - set(spec.mentioned)}
-    return _Layout(tuple(cuts.get(dim, ()) for dim in range(num_dims)), frozenset(types.items()))
+    return _Layout(tuple(dims.get(dim, ()) for dim in range(num_dims)), frozenset(types.items()))
 
 
 def _step(
@@ -260,11 +260,11 @@ def _bytes(
     sizes: Mapping[str, int],
 ) -> tuple[Fraction, Fraction]:
     """Counts the bytes that each rank sends, forward and backward."""
-    whole = _pieces(start.sharded_dims, sizes)
+    whole = _num_shards(start.sharded_dims, sizes)
     forward, back = _rates(collective.row, prod(sizes[axis] for axis in collective.axes))
     return (
-        forward * Fraction(whole, _pieces(before.sharded_dims, sizes)),
-        back * Fraction(whole, _pieces(after.sharded_dims, sizes)),
+        forward * Fraction(whole, _num_shards(before.sharded_dims, sizes)),
+        back * Fraction(whole, _num_shards(after.sharded_dims, sizes)),
     )
 
 
@@ -273,8 +273,8 @@ def _rates(row: Row, num_ranks: int) -> tuple[Fraction, Fraction]:
     return row.sent_by(num_ranks), TABLE[row.transpose].sent_by(num_ranks)
 
 
-def _pieces(cuts: Cuts, sizes: Mapping[str, int]) -> int:
-    return prod(sizes[axis] for axes in cuts for axis in axes)
+def _num_shards(dims: ShardedDims, sizes: Mapping[str, int]) -> int:
+    return prod(sizes[axis] for axes in dims for axis in axes)
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class _Neighbours:
     def of(self, layout: _Layout) -> _Moves:
         yield from self._exchanges(layout)
         yield from self._joins(layout)
-        yield from self._cuts(layout)
+        yield from self._shardings(layout)
         yield from self._casts(layout)
         yield from self._permutations(layout)
 
@@ -306,23 +306,23 @@ class _Neighbours:
                     yield Collective("all_to_all", V, V, axes, dim=other, concat_dim=dim), after
 
     def _joins(self, layout: _Layout) -> _Moves:
-        wanted = dict(self.goal.kinds)
+        goal = dict(self.goal.kinds)
         for dim, axes, left in self._loose_ends(layout):
             # Cut again later, an axis passes through I: its way back is then a slice.
-            for kind in {wanted.get(axis, I) for axis in axes}:
+            for kind in {goal.get(axis, I) for axis in axes}:
                 name = "convert" if kind == Partial else "all_gather"
                 after = layout.recut({dim: left}).retyped(axes, kind)
                 yield Collective(name, V, kind, axes, dim=dim), after
 
-    def _cuts(self, layout: _Layout) -> _Moves:
+    def _shardings(self, layout: _Layout) -> _Moves:
         kinds = dict(layout.kinds)
-        for dim, (own, wanted) in enumerate(
+        for dim, (own, goal) in enumerate(
             zip(layout.sharded_dims, self.goal.sharded_dims, strict=True)
         ):
-            if wanted[: len(own)] != own:
+            if goal[: len(own)] != own:
                 continue
-            for end in range(len(own) + 1, len(wanted) + 1):
-                axes = wanted[len(own) : end]
+            for end in range(len(own) + 1, len(goal) + 1):
+                axes = goal[len(own) : end]
                 found = {kinds.get(axis) for axis in axes}
                 kind = found.pop()
                 if found or kind is None:
@@ -332,13 +332,13 @@ class _Neighbours:
                 yield Collective(name, kind, V, axes, dim=dim), after
 
     def _casts(self, layout: _Layout) -> _Moves:
-        wanted = dict(self.goal.kinds)
+        goal = dict(self.goal.kinds)
         for kind, target in permutations((Partial, I, R), 2):
             name = "all_reduce" if kind == Partial else "convert"
-            axes = [axis for axis in layout.of_kind(kind) if wanted.get(axis, I) == target]
+            axes = [axis for axis in layout.of_kind(kind) if goal.get(axis, I) == target]
             if kind == Partial and (axes or target == I):
                 # One sum over all of them, even where some become another type in the end.
-                axes = [axis for axis in layout.of_kind(kind) if wanted.get(axis) != kind]
+                axes = [axis for axis in layout.of_kind(kind) if goal.get(axis) != kind]
             for some in _subsets(axes):
                 yield Collective(name, kind, target, some), layout.retyped(some, target)
 
@@ -349,13 +349,13 @@ class _Neighbours:
         orders = {_regroup(order, lengths) for order in permutations(flat)}
         if sorted(flat) == sorted(axis for axes in self.goal.sharded_dims for axis in axes):
             orders.add(self.goal.sharded_dims)
-        for cuts in orders - {layout.sharded_dims}:
+        for dims in orders - {layout.sharded_dims}:
             same = all(
-                _pieces((a,), self.sizes) == _pieces((b,), self.sizes)
-                for a, b in zip(layout.sharded_dims, cuts, strict=True)
+                _num_shards((a,), self.sizes) == _num_shards((b,), self.sizes)
+                for a, b in zip(layout.sharded_dims, dims, strict=True)
             )
-            if same and self._keeps_fronts(layout, cuts):
-                yield Collective("ppermute", V, V, tuple(flat)), _Layout(cuts, layout.kinds)
+            if same and self._keeps_fronts(layout, dims):
+                yield Collective("ppermute", V, V, tuple(flat)), _Layout(dims, layout.kinds)
 
     def _loose_ends(
         self, layout: _Layout
@@ -369,16 +369,16 @@ class _Neighbours:
         """Counts the leading axes that are in the order of the target."""
         return len(_common_front(axes, self.goal.sharded_dims[dim]))
 
-    def _keeps_fronts(self, layout: _Layout, cuts: Cuts) -> bool:
+    def _keeps_fronts(self, layout: _Layout, dims: ShardedDims) -> bool:
         fronts = [axes[: self._front(dim, axes)] for dim, axes in enumerate(layout.sharded_dims)]
-        return all(axes[: len(front)] == front for front, axes in zip(fronts, cuts, strict=True))
+        return all(axes[: len(front)] == front for front, axes in zip(fronts, dims, strict=True))
 
     def _divides(self, dim: int, axes: tuple[str, ...]) -> bool:
-        num = _pieces((axes,), self.sizes)
+        num = _num_shards((axes,), self.sizes)
         if self.even is not None:
             return self.even[dim] % num == 0
         known = (self.start.sharded_dims[dim], self.goal.sharded_dims[dim])
-        return any(_pieces((cut,), self.sizes) % num == 0 for cut in known)
+        return any(_num_shards((cut,), self.sizes) % num == 0 for cut in known)
 
 
 def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -386,7 +386,7 @@ def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield from combinations(axes, length)
 
 
-def _regroup(flat: Sequence[str], lengths: Sequence[int]) -> Cuts:
+def _regroup(flat: Sequence[str], lengths: Sequence[int]) -> ShardedDims:
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     return tuple(tuple(flat[end - length : end]) for end, length in zip(ends, lengths, strict=True))
 
@@ -398,29 +398,29 @@ def _common_front(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
     return a[:same]
 
 
-def _permutation(before: Cuts, after: Cuts, sizes: Mapping[str, int]) -> Collective:
+def _permutation(before: ShardedDims, after: ShardedDims, sizes: Mapping[str, int]) -> Collective:
     """Brings each piece from the rank that has it to the one that shall."""
     fronts = [len(_common_front(a, b)) for a, b in zip(before, after, strict=True)]
     old, new = (
-        [axes[front:] for axes, front in zip(cuts, fronts, strict=True)] for cuts in (before, after)
+        [axes[front:] for axes, front in zip(dims, fronts, strict=True)] for dims in (before, after)
     )
     axes = tuple(axis for cut in old for axis in cut)
     holders: dict[tuple[int, ...], int] = {}
-    wanted: dict[tuple[int, ...], int] = {}
+    goal: dict[tuple[int, ...], int] = {}
     for rank, place in enumerate(product(*(range(sizes[axis]) for axis in axes))):
         at = dict(zip(axes, place, strict=True))
-        holders[_piece(old, at, sizes)] = rank
-        wanted[_piece(new, at, sizes)] = rank
-    pairs = sorted((holders[piece], rank) for piece, rank in wanted.items())
+        holders[_block(old, at, sizes)] = rank
+        goal[_block(new, at, sizes)] = rank
+    pairs = sorted((holders[piece], rank) for piece, rank in goal.items())
     return Collective("ppermute", V, V, axes, perm=tuple(pairs))
 
 
-def _piece(
-    cuts: Sequence[tuple[str, ...]], at: Mapping[str, int], sizes: Mapping[str, int]
+def _block(
+    dims: Sequence[tuple[str, ...]], at: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
     """Returns the index of the shard, along every dim, of the rank at these coordinates."""
     piece = []
-    for axes in cuts:
+    for axes in dims:
         index = 0
         for axis in axes:
             index = index * sizes[axis] + at[axis]

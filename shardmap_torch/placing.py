@@ -8,7 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.boundary.matching import check_inputs, crosses, is_spec, spec_of
 from shardmap_torch.core.dtensors import is_dtensor
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, map_leaves, spread, unflatten
+from shardmap_torch.core.tree import (
+    Mismatch,
+    Placed,
+    Tree,
+    broadcast_prefix,
+    flatten,
+    map_leaves,
+    unflatten,
+)
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run.runtimes import runtime_of
@@ -48,7 +56,7 @@ def device_put(
     """
     on = as_mesh(mesh)
     moved: X = map_leaves(lambda leaf: _to_device(leaf, on), tree)
-    found = list(spread(specs, moved, "tree", is_spec))
+    found = list(broadcast_prefix(specs, moved, "tree", is_spec))
     placed = check_inputs("device_put", on, on.axis_names, found, infers=True)
     runtime = runtime_of(on)
 
@@ -81,7 +89,7 @@ def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
         tensor([0, 1, 2, 3])
     """
     on = as_mesh(mesh)
-    found = list(spread(specs, tree, "tree", is_spec))
+    found = list(broadcast_prefix(specs, tree, "tree", is_spec))
     runtime = runtime_of(on)
     if not runtime.is_distributed:
         check_inputs("from_local", on, on.axis_names, found, infers=True)

@@ -18,11 +18,11 @@ from shardmap_torch.automatic.propagation import (
     Propagation,
     current_propagation,
     following,
-    whole_sums,
+    without_partial,
 )
 from shardmap_torch.automatic.report import AutoReport
 from shardmap_torch.boundary.placements import placements_of
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, map_leaves, spread
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten, map_leaves
 from shardmap_torch.errors import MeshError, SpecError, listing
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.placing import device_put
@@ -174,7 +174,7 @@ def mark_sharding(x: Tensor, mesh: Mesh | DeviceMesh | None, spec: P | Sequence[
 
 def _read(specs: Tree, tree: Tree, name: str) -> list[P | None]:
     """The spec of every leaf."""
-    found = list(spread(specs, tree, name, lambda s: s is None or isinstance(s, P)))
+    found = list(broadcast_prefix(specs, tree, name, lambda s: s is None or isinstance(s, P)))
     problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     placed = [leaf for leaf in found if isinstance(leaf, Placed)]
     problems += [
@@ -227,4 +227,4 @@ def _pull_back(
     grads = torch.autograd.grad(outs, moving, cotangents, allow_unused=True)
     for grad, placements in zip(grads, placed, strict=True):
         if grad is not None:
-            propagation.redistribute(grad, whole_sums(placements), GRADIENT, True)
+            propagation.redistribute(grad, without_partial(placements), GRADIENT, True)

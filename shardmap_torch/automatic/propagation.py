@@ -184,7 +184,7 @@ def following(propagation: Propagation) -> Any:
         _CURRENT.propagation = None
 
 
-def whole_sums(placements: Placements) -> Placements:
+def without_partial(placements: Placements) -> Placements:
     """The placements of a gradient of what lies by these: that of a sum is replicated."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
@@ -205,7 +205,7 @@ class Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Brings a gradient where the value was; one of a sum is whole."""
-        dst = whole_sums(ctx.before)
+        dst = without_partial(ctx.before)
         ctx.propagation.redistribute(grad, dst, "mark_sharding", False)
         back = grad.clone()
         ctx.propagation.place(back, dst)

@@ -84,9 +84,9 @@ def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
             "that DeviceMesh, make_mesh(device_mesh), or pass x.full_tensor()."
         )
     x = _by_placements(mesh, x)
-    wanted = placements_of(mesh, spec)
-    if x._spec.placements != wanted:
-        x = x.redistribute(placements=_whole_unless(wanted, x._spec.placements))
+    expected = placements_of(mesh, spec)
+    if x._spec.placements != expected:
+        x = x.redistribute(placements=_replicate_unless(expected, x._spec.placements))
     local = x._local_tensor
     if isinstance(local, AsyncCollectiveTensor):  # torch may still be receiving it
         local = local.wait()
@@ -105,21 +105,21 @@ def _by_placements(mesh: Mesh, x: DTensor) -> DTensor:
     return DTensor.__new__(DTensor, x._local_tensor, known, requires_grad=False)
 
 
-def _whole_unless(wanted: Placements, given: Placements) -> Placements:
+def _replicate_unless(expected: Placements, placements: Placements) -> Placements:
     """Whole where a sum is wanted that is not given: torch does not make any."""
     return tuple(
         Replicate() if to.is_partial() and to != placement else to
-        for to, placement in zip(wanted, given, strict=True)
+        for to, placement in zip(expected, placements, strict=True)
     )
 
 
-def _added(mesh: Mesh, spec: P, given: Placements) -> tuple[Collective, ...]:
+def _added(mesh: Mesh, spec: P, placements: Placements) -> tuple[Collective, ...]:
     """Makes a replicated DTensor partial: keeps its value on the first rank."""
     if not spec.partial:
         return ()
-    wanted = placements_of(mesh, spec)
-    kept = _whole_unless(wanted, given)
-    axes = tuple(a for a, to, k in zip(mesh.axis_names, wanted, kept, strict=True) if to != k)
+    expected = placements_of(mesh, spec)
+    kept = _replicate_unless(expected, placements)
+    axes = tuple(a for a, to, k in zip(mesh.axis_names, expected, kept, strict=True) if to != k)
     return (collective_of("convert", I, PartialType, axes),) if axes else ()
 
 
@@ -150,26 +150,29 @@ class Enter(Linear):
     def __init__(self, mesh: Mesh, spec: P) -> None:
         """`spec` says what is local."""
         self._mesh, self._spec = mesh, spec
-        self._given: Placements | None = None
+        self._placements: Placements | None = None
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
         """Unwraps or slices."""
-        self._given = None
+        self._placements = None
         if isinstance(x, DTensor):
-            self._given = tuple(x.placements)
-            cuts, x = _added(self._mesh, self._spec, self._given), unwrap(self._mesh, self._spec, x)
+            self._placements = tuple(x.placements)
+            collectives, x = (
+                _added(self._mesh, self._spec, self._placements),
+                unwrap(self._mesh, self._spec, x),
+            )
         else:
-            cuts = entry_shards(self._spec)
-        for collective in cuts:
+            collectives = entry_shards(self._spec)
+        for collective in collectives:
             x = mover.run(collective.move, collective, x)
         return x
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Wraps the cotangent as what came was, or gathers it: a plain tensor's is global."""
-        if self._given is not None:
+        if self._placements is not None:
             for collective in _finished(self._spec):
                 grad = bind(collective, grad)
-            return bind(Leave(self._mesh, P(*self._spec.entries), self._given), grad)
+            return bind(Leave(self._mesh, P(*self._spec.entries), self._placements), grad)
         for collective in reversed(entry_shards(self._spec)):
             grad = bind(collective.transpose, grad)
         return grad
@@ -185,30 +188,30 @@ class Leave(Linear):
     axes: tuple[str, ...] = ()
     move = "leave"
 
-    def __init__(self, mesh: Mesh, spec: P, beside: Placements | None = None) -> None:
+    def __init__(self, mesh: Mesh, spec: P, like: Placements | None = None) -> None:
         """`spec` says how the local values make the global one.
 
         `beside` makes a DTensor of it that lies as another one, whose cotangent it is: whole where
         that one is partial.
         """
-        self._mesh, self._spec, self._beside = mesh, spec, beside
+        self._mesh, self._spec, self._like = mesh, spec, like
 
     @property
-    def _is_whole(self) -> bool:
+    def _is_replicated(self) -> bool:
         return not (self._spec.sharded_dims or self._spec.partial)
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
         """Wraps."""
-        if self._beside is None:
-            if not self._is_whole:
+        if self._like is None:
+            if not self._is_replicated:
                 return wrap(self._mesh, self._spec, x)
             # Autograd forbids to write into what a Function returns as it was.
             return x.clone() if x.requires_grad else x
-        wanted = tuple(Replicate() if p.is_partial() else p for p in self._beside)
+        expected = tuple(Replicate() if p.is_partial() else p for p in self._like)
         wrapped = wrap(self._mesh, self._spec, x)
-        if wrapped.placements == wanted:
+        if wrapped.placements == expected:
             return wrapped
-        return wrapped.redistribute(placements=wanted)
+        return wrapped.redistribute(placements=expected)
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Enters the cotangent; that of a partial sum is the same on all ranks."""
@@ -224,13 +227,13 @@ class Leave(Linear):
             TransformError: torch has no plain forward mode for DTensors; batched, as in jacfwd, the
                 tangents are no DTensors for it.
         """
-        if not self._is_whole and not _is_batched(tangent):
+        if not self._is_replicated and not _is_batched(tangent):
             raise TransformError(
                 f"torch.func.jvp from outside cannot return a DTensor, here by {self._spec!r}: "
                 "torch has no forward mode for DTensors. Return a value that is equal on all "
                 "ranks, call torch.func.jvp in the body, or use torch.func.jacfwd."
             )
-        return bind(Leave(self._mesh, self._spec, self._beside), tangent)
+        return bind(Leave(self._mesh, self._spec, self._like), tangent)
 
 
 def _is_batched(x: Tensor) -> bool:
@@ -270,8 +273,8 @@ class Crossings:
         """`specs` of the leaves that cross; nothing is known yet."""
         self.mesh, self._specs = mesh, specs
         self._entered: list[private.DTensorSpec | None] = [None] * len(specs)
-        self._left: list[tuple[Any, ...] | None] = [None] * len(specs)
-        self._whole = [not (spec.sharded_dims or spec.partial) for spec in specs]
+        self._exited: list[tuple[Any, ...] | None] = [None] * len(specs)
+        self._replicated = [not (spec.sharded_dims or spec.partial) for spec in specs]
 
     def enter(self, backend: Backend, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Brings values into a body, differentiably; see `Enter`."""
@@ -293,7 +296,7 @@ class Crossings:
 
     def leave(self, backend: Backend, values: Sequence[Tensor]) -> list[Tensor]:
         """Brings values out of a body, differentiably; see `Leave`."""
-        mesh, specs, known = self.mesh, self._specs, self._left
+        mesh, specs, known = self.mesh, self._specs, self._exited
         if torch.compiler.is_dynamo_compiling() or is_transformed():
             pairs = zip(specs, values, strict=True)
             return [leave(backend, mesh, spec, x) for spec, x in pairs]
@@ -301,7 +304,7 @@ class Crossings:
         for at, x in enumerate(values):
             if x.requires_grad:
                 result.append(leave(backend, mesh, specs[at], x))
-            elif self._whole[at]:
+            elif self._replicated[at]:
                 result.append(x)
             else:
                 like = x.shape, x.stride(), x.dtype

@@ -13,7 +13,7 @@ from shardmap_torch.boundary.casts import entry_casts, exit_casts
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.dtensors import is_dtensor
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, spread
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P, mismatches
@@ -113,11 +113,11 @@ def _place(
     in_specs: Tree, position: int | None, name: str, value: Any
 ) -> Iterator[Placed[Spec] | Mismatch]:
     if is_spec(in_specs):
-        yield from spread(in_specs, value, name, is_spec)
+        yield from broadcast_prefix(in_specs, value, name, is_spec)
     elif isinstance(in_specs, dict) and name in in_specs:
-        yield from spread(in_specs[name], value, name, is_spec)
+        yield from broadcast_prefix(in_specs[name], value, name, is_spec)
     elif isinstance(in_specs, tuple) and position is not None and position < len(in_specs):
-        yield from spread(in_specs[position], value, name, is_spec)
+        yield from broadcast_prefix(in_specs[position], value, name, is_spec)
     else:
         yield Mismatch(name, f"in_specs={show(in_specs)} has no spec for this argument")
 
@@ -287,7 +287,7 @@ def place_results(
     Raises:
         SpecError: names every offender.
     """
-    found = list(spread(out_specs, out, "out", is_spec))
+    found = list(broadcast_prefix(out_specs, out, "out", is_spec))
     problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     placed = [leaf for leaf in found if isinstance(leaf, Placed)]
     for leaf in placed:

@@ -58,31 +58,31 @@ def _shard(mesh: Mesh, spec: P, dim: int, major: tuple[str, ...], axis: str) -> 
 
 def spec_of(x: DTensor, mesh: Mesh) -> P | Placement:
     """Returns the spec of a DTensor, or the placement that no spec can express."""
-    cuts: list[list[str]] = [[] for _ in x.shape]
+    axes_by_dim: list[list[str]] = [[] for _ in x.shape]
     # From the last axis on, so that those for which an earlier one leaves room are there.
     for axis, placement in reversed(list(zip(mesh.axis_names, x.placements, strict=True))):
         if isinstance(placement, Replicate | Partial):
             continue
-        at = _room(mesh, cuts, placement)
+        at = _insertion_index(mesh, axes_by_dim, placement)
         if at is None:
             return placement
-        cuts[placement.dim].insert(at, axis)  # type: ignore[attr-defined]  # `_room` has seen it
+        axes_by_dim[placement.dim].insert(at, axis)  # type: ignore[attr-defined]  # a sharded placement
     for order in getattr(x._spec, "shard_order", None) or ():
-        cuts[order.tensor_dim] = [mesh.axis_names[i] for i in order.mesh_dims]
+        axes_by_dim[order.tensor_dim] = [mesh.axis_names[i] for i in order.mesh_dims]
     placed = zip(mesh.axis_names, x.placements, strict=True)
-    entries = [axes[0] if len(axes) == 1 else tuple(axes) or None for axes in cuts]
+    entries = [axes[0] if len(axes) == 1 else tuple(axes) or None for axes in axes_by_dim]
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries, partial=[axis for axis, placement in placed if placement.is_partial()])
 
 
-def _room(mesh: Mesh, cuts: list[list[str]], placement: Placement) -> int | None:
+def _insertion_index(mesh: Mesh, axes_by_dim: list[list[str]], placement: Placement) -> int | None:
     """Counts the blocks of the axes that shard the dim before this axis does."""
     if isinstance(placement, Shard):
         return 0
     blocks: int | None = getattr(placement, "split_factor", None)
     if blocks is None:
         return None
-    axes = cuts[placement.dim]  # type: ignore[attr-defined]  # it is a strided shard
+    axes = axes_by_dim[placement.dim]  # type: ignore[attr-defined]  # it is a strided shard
     found = range(len(axes) + 1)
     return next((k for k in found if mesh.num_ranks(axes[:k]) == blocks), None)

@@ -77,11 +77,11 @@ def _add(stacked: Tensor, dim: int) -> Tensor:
 
 def stack_cotangent(grad: Tensor, spec: P, mesh: Mesh) -> Tensor:
     """Returns the cotangents of `join`: `[*axis sizes, *local]`, equal on axes not mentioned."""
-    pieces, order = cut(grad, spec, mesh)
+    shards, order = cut(grad, spec, mesh)
     for position, axis in enumerate(mesh.axis_names):
         if axis not in order:
-            pieces = pieces.unsqueeze(position)
-    return pieces.expand(*mesh.axis_sizes, *pieces.shape[len(mesh.axis_names) :])
+            shards = shards.unsqueeze(position)
+    return shards.expand(*mesh.axis_sizes, *shards.shape[len(mesh.axis_names) :])
 
 
 def locals_of(x: Tensor, spec: P, mesh: Mesh) -> list[Tensor]:

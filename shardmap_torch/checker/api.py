@@ -9,7 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardmap_torch.checker.ir.observer import REGION
-from shardmap_torch.checker.ir.program import Equation, Held, ProgramPath, Use, show_types
+from shardmap_torch.checker.ir.program import (
+    Equation,
+    KernelCollective,
+    ProgramPath,
+    Use,
+    show_types,
+)
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import Tree, map_leaves
 from shardmap_torch.errors import ShardTypeError, SpecError, TransformError, show
@@ -90,7 +96,7 @@ class Program:
     @property
     def equations(self) -> tuple[Equation, ...]:
         """Those of all ways, each in the order of execution."""
-        return tuple(equation for way in self.program_paths for equation in way.equations)
+        return tuple(equation for path in self.program_paths for equation in path.equations)
 
     @property
     def collectives(self) -> tuple[Equation, ...]:
@@ -100,12 +106,12 @@ class Program:
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that each rank sends, by axis, forward and backward together.
 
-        A collective over several axes counts under their joined names. Of several ways through the
-        body, each axis has the one that sends most.
+        A collective over several axes counts under their joined names. Of several paths
+        through the body, each axis has the one that sends most.
         """
         total: dict[str, int] = {}
-        for way in self.program_paths:
-            for axis, sent in _sent(way).items():
+        for path in self.program_paths:
+            for axis, sent in _sent(path).items():
                 total[axis] = max(sent, total.get(axis, 0))
         return total
 
@@ -116,13 +122,13 @@ class Program:
 
     def _lines(self, sites: bool) -> Sequence[str]:
         lines = [f"  {path}: {spec!r}" for path, spec in self.in_specs]
-        for number, way in enumerate(self.program_paths, 1):
-            lines += _title(number, way, sites)
+        for number, path in enumerate(self.program_paths, 1):
+            lines += _title(number, path, sites)
             for backward in (False, True):
                 lines.append("backward:" if backward else "forward:")
-                part = [e for e in way.equations if e.backward is backward]
+                part = [e for e in path.equations if e.backward is backward]
                 lines += [self._line(equation, sites) for equation in part]
-            lines += [f"  {way.end}"] * bool(way.end)
+            lines += [f"  {path.end}"] * bool(path.end)
         return lines
 
     def _line(self, equation: Equation, sites: bool) -> str:
@@ -135,19 +141,19 @@ class Program:
         sent = f"  sends {equation.sent} B" if equation.sent else ""
         site = f"  # {equation.site}" if sites and equation.site is not None else ""
         left = f"{results} = " if results else ""
-        held = "".join(map(_held, equation.held))
-        return f"  {left}{equation.name}({'; '.join(words)}){sent}{site}{held}"
+        compared = "".join(map(_compared, equation.compared))
+        return f"  {left}{equation.name}({'; '.join(words)}){sent}{site}{compared}"
 
     def __str__(self) -> str:
         """One equation a line, with the source line that made it."""
         return "\n".join([f"{self.name} on the {self.mesh}", *self._lines(sites=True)])
 
 
-def _title(number: int, way: ProgramPath, sites: bool) -> Sequence[str]:
+def _title(number: int, path: ProgramPath, sites: bool) -> Sequence[str]:
     """Formats the title as `path 1, where #1 > 1.0 is True`; nothing if there is one path."""
     branches = [
         f"{branch.condition} is {branch.holds}" + (f"  # {branch.site}" if sites else "")
-        for branch in way.branches
+        for branch in path.branches
     ]
     words = [f"path {number}, where", *["  and"] * len(branches)]
     return [f"{word} {branch}" for word, branch in zip(words, branches, strict=False)]
@@ -157,9 +163,9 @@ def _collectives(equations: Sequence[Equation]) -> tuple[Equation, ...]:
     return tuple(e for e in equations if e.collective is not None)
 
 
-def _sent(way: ProgramPath) -> dict[str, int]:
+def _sent(path: ProgramPath) -> dict[str, int]:
     total: dict[str, int] = {}
-    for equation in _collectives(way.equations):
+    for equation in _collectives(path.equations):
         assert equation.collective is not None  # by the filter
         axis = ",".join(equation.collective.axes)
         total[axis] = total.get(axis, 0) + equation.sent
@@ -237,8 +243,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     program = trace(f, *args, **kwargs)
     lines = [f"{program.name} on the {program.mesh}", "arguments:"]
     lines += [f"  {path}: {spec!r}" for path, spec in program.in_specs]
-    for number, way in enumerate(program.program_paths, 1):
-        lines += [*_title(number, way, sites=True), *_explained(way, program.mesh.axis_names)]
+    for number, path in enumerate(program.program_paths, 1):
+        lines += [*_title(number, path, sites=True), *_explained(path, program.mesh.axis_names)]
     sent = program.bytes_sent()
     lines.append("bytes sent by each rank, forward and backward:")
     lines += [f"  {axis}: {count}" for axis, count in sorted(sent.items()) if count]
@@ -259,25 +265,27 @@ def _globally(
     return [f"global: the same program on one device{promised}", *lines]
 
 
-def _explained(way: ProgramPath, axes: Sequence[str]) -> Iterator[str]:
-    """The collectives of one way, each with its backward."""
-    collectives = _collectives(way.equations)
+def _explained(path: ProgramPath, axes: Sequence[str]) -> Iterator[str]:
+    """Formats the collectives of one path, each with its backward."""
+    collectives = _collectives(path.equations)
     derived = [e for e in collectives if e.backward]
     yield "collectives:"
-    for equation in way.equations:
-        if equation.held:
+    for equation in path.equations:
+        if equation.compared:
             site = "" if equation.site is None else f"  # {equation.site}"
             yield f"  {equation.name}, typed as what follows:{site}"
-            yield from (_held(held)[1:] for held in equation.held)
+            yield from (_compared(compared)[1:] for compared in equation.compared)
         elif equation.collective is not None and not equation.backward:
-            yield _told(equation)
+            yield _format(equation)
             back = [e for e in derived if e.forward is equation]
-            yield from (f"    backward: {_told(e).strip()}{_specified(equation, e)}" for e in back)
+            yield from (
+                f"    backward: {_format(e).strip()}{_specified(equation, e)}" for e in back
+            )
     boundary = [e for e in derived if e.forward is None or e.forward.collective is None]
-    yield from ["gradients of arguments:"] if boundary or way.gradients else []
-    yield from (f"  {path}: {show_types(types, axes)}" for path, types in way.gradients)
-    yield from map(_told, boundary)
-    yield from [f"  {way.end}"] if way.end else []
+    yield from ["gradients of arguments:"] if boundary or path.gradients else []
+    yield from (f"  {name}: {show_types(types, axes)}" for name, types in path.gradients)
+    yield from map(_format, boundary)
+    yield from [f"  {path.end}"] if path.end else []
 
 
 def _specified(forward: Equation, backward: Equation) -> str:
@@ -288,10 +296,10 @@ def _specified(forward: Equation, backward: Equation) -> str:
     return ", as specified" if backward.collective == specified else f", specified: {specified}"
 
 
-def _held(held: Held) -> str:
-    return f"\n    {'backward' if held.backward else 'forward'}: {held}"
+def _compared(compared: KernelCollective) -> str:
+    return f"\n    {'backward' if compared.backward else 'forward'}: {compared}"
 
 
-def _told(equation: Equation) -> str:
+def _format(equation: Equation) -> str:
     site = f"  # {equation.site}" if equation.site is not None and not equation.backward else ""
     return f"  {equation.name} of {equation.operands[0]}, sends {equation.sent} B{site}"

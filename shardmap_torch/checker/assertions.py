@@ -99,7 +99,7 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
                 [f"  the value is from {storage_type.origin()}"],
                 "",
             )
-            interpreter.numbers.branches.insist(wrong)
+            interpreter.numbers.branches.fail(wrong)
     return x
 
 

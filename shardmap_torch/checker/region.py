@@ -13,7 +13,7 @@ from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, StorageType, use_of
 from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, spread
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
@@ -91,7 +91,7 @@ def local_region(
             return f(*args, **kwargs)
         inputs, in_specs = _placed(name, in_types, args, "argument")
         observer = interpreter.observer
-        observer.region(name, inputs, in_specs)
+        observer.on_region_start(name, inputs, in_specs)
         interpreter.observer = UNOBSERVED
         first = torch._C._autograd._get_sequence_nr()
         try:
@@ -103,7 +103,7 @@ def local_region(
         outputs, out_specs = _placed(name, out_types, out, "result")
         for tensor, spec in zip(outputs, out_specs, strict=True):
             _check_result(interpreter, name, tensor, spec)
-        observer.region_ended(name, outputs, out_specs)
+        observer.on_region_end(name, outputs, out_specs)
         note_region(interpreter, name, inputs, outputs)
         return out
 
@@ -114,7 +114,9 @@ def local_region(
 
 def _placed(name: str, types: Tree, value: Any, what: str) -> tuple[list[Tensor], Specs]:
     """The tensors of a tree, and the spec of each."""
-    found = list(spread(types, value, what, lambda leaf: leaf is None or isinstance(leaf, P)))
+    found = list(
+        broadcast_prefix(types, value, what, lambda leaf: leaf is None or isinstance(leaf, P))
+    )
     problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     placed = [leaf for leaf in found if isinstance(leaf, Placed)]
     for leaf in placed:
@@ -153,7 +155,7 @@ def _check_result(interpreter: Interpreter, name: str, tensor: Tensor, spec: P) 
                 [f"  it is from {interpreter.storage_type(tensor).origin()}"],
                 f"shard it over {axis!r} in out_types, or name {axis!r} in its partial=.",
             )
-            interpreter.numbers.branches.insist(wrong)
+            interpreter.numbers.branches.fail(wrong)
 
 
 def _promise(wanted: str) -> str:

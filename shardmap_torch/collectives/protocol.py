@@ -37,7 +37,7 @@ Form: TypeAlias = Callable[..., tuple[Tensor, ...]]
 class Checker(Backend, Protocol):
     """Types a body instead of running it; see `is_checker`."""
 
-    def hold(
+    def check_equivalent(
         self,
         what: tuple[Hashable, ...],
         own: Form,

@@ -98,7 +98,7 @@ class Mismatch:
         return f"{self.path}: {self.reason}"
 
 
-def spread(
+def broadcast_prefix(
     prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
 ) -> Iterator[Placed[Any] | Mismatch]:
     """Yields every leaf of `tree` with the spec that stands above it in `prefix`.
@@ -106,7 +106,8 @@ def spread(
     Leaves come in the order of `flatten`. Where `is_spec` holds, the spec covers all leaves below.
 
     Example:
-        >>> found = spread({"a": 1, "b": 2}, {"a": (10, 11), "b": 12}, "x", lambda s: s in (1, 2))
+        >>> prefix = {"a": 1, "b": 2}
+        >>> found = broadcast_prefix(prefix, {"a": (10, 11), "b": 12}, "x", lambda s: s in (1, 2))
         >>> [(leaf.path, leaf.spec) for leaf in found]
         [("x['a'][0]", 1), ("x['a'][1]", 1), ("x['b']", 2)]
     """
@@ -116,19 +117,19 @@ def spread(
     elif is_spec(prefix):
         level = _open(tree)
         for child, entry in zip(level.children, level.entries, strict=True):
-            yield from spread(prefix, child, level.step(entry, path), is_spec)
+            yield from broadcast_prefix(prefix, child, level.step(entry, path), is_spec)
     elif optree.tree_is_leaf(prefix, none_is_leaf=True, namespace=NAMESPACE):
         yield Mismatch(path, f"{show(prefix)} is no spec; use P(...), or None for a static value")
     elif leaf:
         yield _differing_nodes(prefix, tree, path)
     else:
-        yield from _spread_node(prefix, tree, path, is_spec)
+        yield from _broadcast_node(prefix, tree, path, is_spec)
 
 
 _SPREAD: Final = Memo[tuple[tuple[str, Any], ...] | None]()
 
 
-def spread_all(
+def broadcast_prefix_all(
     prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
 ) -> list[Placed[Any] | Mismatch]:
     """Broadcasts specs like `spread`, remembering paths and specs by structures and specs.
@@ -139,17 +140,17 @@ def spread_all(
     specs, outline = flatten(prefix)
 
     def find() -> tuple[tuple[str, Any], ...] | None:
-        found = list(spread(prefix, tree, path, is_spec))
+        found = list(broadcast_prefix(prefix, tree, path, is_spec))
         placed = [leaf for leaf in found if isinstance(leaf, Placed)]
         return tuple((p.path, p.spec) for p in placed) if len(placed) == len(found) else None
 
     known = _SPREAD.get((path, structure, outline, tuple(specs), is_spec), find)
     if known is None:
-        return list(spread(prefix, tree, path, is_spec))
+        return list(broadcast_prefix(prefix, tree, path, is_spec))
     return [Placed(name, leaf, spec) for leaf, (name, spec) in zip(leaves, known, strict=True)]
 
 
-def _spread_node(
+def _broadcast_node(
     prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
 ) -> Iterator[Placed[Any] | Mismatch]:
     specs, level = _open(prefix), _open(tree)
@@ -159,7 +160,7 @@ def _spread_node(
         yield Mismatch(path, _differing_entries(specs.entries, level.entries))
     else:
         for spec, child, entry in zip(specs.children, level.children, level.entries, strict=True):
-            yield from spread(spec, child, level.step(entry, path), is_spec)
+            yield from broadcast_prefix(spec, child, level.step(entry, path), is_spec)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checkpoint import checkpoint
-from shardmap_torch.core.tree import Placed, flatten, spread, unflatten
+from shardmap_torch.core.tree import Placed, broadcast_prefix, flatten, unflatten
 from shardmap_torch.errors import LayerError, listing
 from shardmap_torch.nn.core.arguments import to_replicate
 from shardmap_torch.nn.core.region import PerRank, Types, axes_of
@@ -148,7 +148,7 @@ def _gathered_types(
 
 def _placed(params: Any, axis: str, specs: Any) -> list[Placed[P]]:
     """Gives each leaf its spec, in which the axis must stand last."""
-    found = list(spread(specs, params, "params", lambda leaf: isinstance(leaf, P)))
+    found = list(broadcast_prefix(specs, params, "params", lambda leaf: isinstance(leaf, P)))
     problems = []
     for leaf in found:
         if not isinstance(leaf, Placed):

@@ -11,7 +11,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, map_leaves, spread_all
+from shardmap_torch.core.tree import (
+    Mismatch,
+    Placed,
+    Tree,
+    broadcast_prefix_all,
+    flatten,
+    map_leaves,
+)
 from shardmap_torch.errors import OptimizerError, SpecError, listing
 from shardmap_torch.ops import all_reduce
 from shardmap_torch.spec import P, is_partition
@@ -187,7 +194,7 @@ def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
     """One amount, equal on all ranks, for each distinct set of axes."""
     if specs is None:
         raise SpecError("global_norm: in a body it needs specs=: shards do not tell how they lie.")
-    found = spread_all(specs, tree, "tree", is_partition)
+    found = broadcast_prefix_all(specs, tree, "tree", is_partition)
     if problems := [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]:
         raise SpecError(listing("global_norm: the specs do not match the tree:", problems))
     placed = [leaf for leaf in found if isinstance(leaf, Placed)]

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, map_leaves, spread, unflatten
+from shardmap_torch.core.tree import (
+    Mismatch,
+    Placed,
+    Tree,
+    broadcast_prefix,
+    flatten,
+    map_leaves,
+    unflatten,
+)
 from shardmap_torch.errors import OptimizerError, listing
 from shardmap_torch.optim.lists import Tensors
 from shardmap_torch.optim.schedules import Rate, rate_at
@@ -121,7 +129,9 @@ class Elementwise(Optimizer):
         if callable(self.decays):
             chosen = [bool(self.decays(leaf)) for leaf in leaves]
         else:
-            found = list(spread(self.decays, params, "params", lambda v: isinstance(v, bool)))
+            found = list(
+                broadcast_prefix(self.decays, params, "params", lambda v: isinstance(v, bool))
+            )
             if problems := [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]:
                 raise OptimizerError(listing("decays= does not match the parameters:", problems))
             chosen = [leaf.spec for leaf in found if isinstance(leaf, Placed)]

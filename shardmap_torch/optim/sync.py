@@ -11,7 +11,14 @@ from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, spread_all, unflatten
+from shardmap_torch.core.tree import (
+    Mismatch,
+    Placed,
+    Tree,
+    broadcast_prefix_all,
+    flatten,
+    unflatten,
+)
 from shardmap_torch.errors import ShardTypeError, SpecError, listing
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.optim.buckets import BUCKET_BYTES, Transfer, transfer_all
@@ -183,7 +190,7 @@ def _move(
 
 
 def _placed(name: str, what: str, specs: Tree, tree: Tree) -> list[Placed[P]]:
-    found = spread_all(specs, tree, what, is_partition)
+    found = broadcast_prefix_all(specs, tree, what, is_partition)
     problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     problems += [
         f"{leaf.path}: is no tensor but a {type(leaf.value).__name__}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, flatten, spread, unflatten
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten, unflatten
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.arguments import Axis
@@ -49,7 +49,7 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
         {'w': P('dp', 'tp'), 'v': P('tp', 'dp'), 'scale': P()}
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    found = list(spread(specs, params, "params", lambda spec: isinstance(spec, P)))
+    found = list(broadcast_prefix(specs, params, "params", lambda spec: isinstance(spec, P)))
     problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
     placed = [leaf for leaf in found if isinstance(leaf, Placed)]
     for leaf in placed:

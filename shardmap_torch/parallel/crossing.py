@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardmap_torch.boundary.matching import is_spec
-from shardmap_torch.core.tree import Mismatch, Tree, flatten, map_leaves, spread, unflatten
+from shardmap_torch.core.tree import (
+    Mismatch,
+    Tree,
+    broadcast_prefix,
+    flatten,
+    map_leaves,
+    unflatten,
+)
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.parallel.layouts import normalized, spec_of
@@ -104,7 +111,11 @@ class Inputs:
         return spec_of(normalized(layout, value.ndim, name), self._axis)
 
     def _expand(self, name: str, value: Any, prefix: Tree, problems: list[str]) -> Tree:
-        found = [prefix] if isinstance(prefix, Mismatch) else spread(prefix, value, name, is_spec)
+        found = (
+            [prefix]
+            if isinstance(prefix, Mismatch)
+            else broadcast_prefix(prefix, value, name, is_spec)
+        )
         specs = []
         for leaf in found:
             if isinstance(leaf, Mismatch):
@@ -176,7 +187,9 @@ def input_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 def _spec_leaves(specs: Tree, tree: Tree) -> list[Any]:
     return [
-        leaf.spec for leaf in spread(specs, tree, "", is_spec) if not isinstance(leaf, Mismatch)
+        leaf.spec
+        for leaf in broadcast_prefix(specs, tree, "", is_spec)
+        if not isinstance(leaf, Mismatch)
     ]
 
 

@@ -27,10 +27,10 @@ def try_values(
         operands = [draw(like, generator) for like in operation.examples]
         findings.tried += 1
         with torch.no_grad():
-            _hold(operation.call(operands), other.call(operands), findings)
+            _compare(operation.call(operands), other.call(operands), findings)
 
 
-def _hold(made: list[Tensor], meant: list[Tensor], findings: Findings) -> None:
+def _compare(made: list[Tensor], meant: list[Tensor], findings: Findings) -> None:
     if len(made) != len(meant):
         fault = Fault(f"they give {len(made)} and {len(meant)} tensors", torch.inf, 0)
         findings.note("the results are those of the decomposition", fault)

@@ -7,7 +7,15 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.tree import Mismatch, Placed, Structure, Tree, flatten, spread, unflatten
+from shardmap_torch.core.tree import (
+    Mismatch,
+    Placed,
+    Structure,
+    Tree,
+    broadcast_prefix,
+    flatten,
+    unflatten,
+)
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh, make_mesh
 from shardmap_torch.ops import reinterpret
@@ -69,11 +77,11 @@ class _Call:
         self._name, self._function, self._out_types, self._seed = name, function, out_types, seed
         leaves, self._structure = flatten(tuple(args))
         self._leaves = [_widest(leaf) for leaf in leaves]
-        self._specs, self._paths = self._spread(in_types, tuple(args))
+        self._specs, self._paths = self._broadcast(in_types, tuple(args))
 
-    def _spread(self, in_types: Tree, args: tuple[Any, ...]) -> tuple[list[P | None], list[str]]:
+    def _broadcast(self, in_types: Tree, args: tuple[Any, ...]) -> tuple[list[P | None], list[str]]:
         """The spec and the path of every leaf."""
-        found = list(spread(in_types, args, "argument", _is_spec))
+        found = list(broadcast_prefix(in_types, args, "argument", _is_spec))
         problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
         placed = [leaf for leaf in found if isinstance(leaf, Placed)]
         problems += [
@@ -116,7 +124,7 @@ class _Call:
         body.__name__ = self._name
         mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=self._out_types)
         with torch.enable_grad():
-            found = spread(self._out_types, mapped(*crossing), "result", _is_spec)
+            found = broadcast_prefix(self._out_types, mapped(*crossing), "result", _is_spec)
         results = [y for y in found if isinstance(y, Placed) and isinstance(y.value, Tensor)]
         values = [(f"{y.path} is {y.spec!r}", y.value.detach()) for y in results]
         return values + self._gradients([y.value for y in results], inputs)

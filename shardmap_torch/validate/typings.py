@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from shardmap_torch.checker.api import ShapeDtype, check_program
 from shardmap_torch.checker.assertions import typeof
 from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.core.tree import Placed, Structure, flatten, spread, unflatten
+from shardmap_torch.core.tree import Placed, Structure, broadcast_prefix, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.mesh import make_mesh
 from shardmap_torch.spec import P
@@ -73,7 +73,7 @@ class Operation:
         found = [
             leaf
             for path, value in named
-            for leaf in spread(None, value, path, lambda _: True)
+            for leaf in broadcast_prefix(None, value, path, lambda _: True)
             if isinstance(leaf, Placed)
         ]
         places = [
@@ -132,7 +132,7 @@ def try_types(operation: Operation, num_ranks: Sequence[int], seed: int) -> Find
         try:
             for trial in _trials(operation, types, findings):
                 for count in num_ranks:
-                    trial.hold(count, generator, findings)
+                    trial.compare(count, generator, findings)
         except ShardTypeError as refusal:
             findings.refused[operation.shown(types)] = None
             refusals.append(refusal)
@@ -248,7 +248,7 @@ class _Trial:
     seeds: Kinds = ()
     cotangents: Sequence[Tensor] = ()
 
-    def hold(self, num_ranks: int, generator: torch.Generator, findings: Findings) -> None:
+    def compare(self, num_ranks: int, generator: torch.Generator, findings: Findings) -> None:
         """Runs it, and notes for every claim whether it holds."""
         claimed = {kind for _, kind in self.claims} - {V}
         if not claimed:

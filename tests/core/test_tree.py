@@ -7,13 +7,13 @@ import pytest
 
 from shardmap_torch import P
 from shardmap_torch.boundary.matching import is_spec
-from shardmap_torch.core.tree import Mismatch, flatten, map_leaves, spread, unflatten
+from shardmap_torch.core.tree import Mismatch, broadcast_prefix, flatten, map_leaves, unflatten
 
 Point = namedtuple("Point", ["x", "y"])
 
 
 def found(prefix: Any, tree: Any) -> list[Any]:
-    return list(spread(prefix, tree, "t", is_spec))
+    return list(broadcast_prefix(prefix, tree, "t", is_spec))
 
 
 def test_a_spec_covers_all_leaves_below_it() -> None:

@@ -171,9 +171,9 @@ def only_some_need_gradients() -> list[float]:
                 call, operands = gather_call(SHAPES[1], overlap, 2, bool(save))
                 leaves = [x.requires_grad_(bool(n)) for x, n in zip(operands, needs, strict=True)]
                 first, _ = call(*leaves)  # The second output has no cotangent at all.
-                wanted = [x for x in (*leaves[:2], leaves[3]) if x.requires_grad]
-                if wanted:
-                    grads.append(torch.autograd.grad(first.pow(2).sum(), wanted))
+                needs_grad = [x for x in (*leaves[:2], leaves[3]) if x.requires_grad]
+                if needs_grad:
+                    grads.append(torch.autograd.grad(first.pow(2).sum(), needs_grad))
             for ours, truth in zip(*grads, strict=True) if grads else ():
                 differences.append(float((ours - truth).abs().max()))
     return differences

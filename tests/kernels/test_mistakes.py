@@ -227,8 +227,8 @@ def test_a_mistake_where_an_inner_gradient_needs_less_is_caught(forget: Forget) 
     """Only dw is asked for inside, and dx as well outside of the function."""
     right = autograd.GatherMatmulBackward._weights_only
 
-    def takes_the_shard(self: Any, x: Any, full: Any, dys: Any, wanted: Any) -> Any:
-        right(self, x, full, dys, wanted)
+    def takes_the_shard(self: Any, x: Any, full: Any, dys: Any, needs_grad: Any) -> Any:
+        right(self, x, full, dys, needs_grad)
         return (x.flatten(0, 1).t() @ dys[0].narrow(1, 0, x.shape[1]).flatten(0, 1),)
 
     def body(x: Tensor, w: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ def test_nothing_is_held_over_axes_of_one_rank() -> None:
     mesh = make_mesh((2, 1), ("dp", "tp"), kind="abstract")
     body = lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1)  # noqa: E731
     mapped = shard_map(body, mesh=mesh, in_specs=COLUMN[0], out_specs=COLUMN[1])
-    assert not any(equation.held for equation in trace(mapped, *SHAPES).equations)
+    assert not any(equation.compared for equation in trace(mapped, *SHAPES).equations)
 
 
 def inner_gradient(x: Tensor, w: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def test_the_backward_is_held_where_the_gradient_flows(
     body: Body, out: P, backwards: list[int]
 ) -> None:
     found = held_in(body, COLUMN[0], out, *SHAPES)
-    assert [sum(each.backward for each in equation.held) for equation in found] == backwards
+    assert [sum(each.backward for each in equation.compared) for equation in found] == backwards
 
 
 # Over 'tp'; 'K' is a whole operand through which no gradient flows.

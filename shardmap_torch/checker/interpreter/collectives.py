@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.backends.vmap import SPREAD
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.equivalence import hold
+from shardmap_torch.checker.interpreter.equivalence import check_equivalent
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.program import Equation, StorageType, bytes_sent, use_of
 from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
@@ -52,7 +52,7 @@ class AbstractBackend:
         """Notes it, so that the mesh does not choose to batch the body."""
         self._interpreter.batches = False
 
-    def hold(
+    def check_equivalent(
         self,
         what: tuple[Hashable, ...],
         own: Form,
@@ -63,7 +63,7 @@ class AbstractBackend:
         before = self._repair, self._places
         self._repair, self._places = NONE, Places()
         try:
-            hold(self._interpreter, what, own, composition, operands)
+            check_equivalent(self._interpreter, what, own, composition, operands)
         finally:
             self._repair, self._places = before
 
@@ -80,7 +80,7 @@ class AbstractBackend:
             f"axis_index({names!r})", (), (use_of("", index, storage_type, types),), site, backward
         )
         interpreter.add(storage_type.made)
-        interpreter.observer.indexed(index, axes)
+        interpreter.observer.on_axis_index(index, axes)
         return index
 
     def reduce_gradient(self, axes: Sequence[str], gradient: Tensor) -> None:
@@ -133,14 +133,16 @@ class AbstractBackend:
         with interpreter.paused():
             y = torch.empty(shape, dtype=x.dtype, device=x.device)
         made = interpreter.make(y, types, equation, [x])
-        made.spread = self._spread(move, collective, made.spread)
+        made.batched_over = self._batched_over(move, collective, made.batched_over)
         if move in _SHARING and not backward:
             self._seal(storage_type, made, shown)
         interpreter.add(equation)
-        interpreter.observer.moved(move, wanted, x, y)
+        interpreter.observer.on_collective(move, wanted, x, y)
         return y
 
-    def _spread(self, move: str, collective: Collective, operand: frozenset[int]) -> frozenset[int]:
+    def _batched_over(
+        self, move: str, collective: Collective, operand: frozenset[int]
+    ) -> frozenset[int]:
         """The axes over which a batched body has the result batched, given the operand's."""
         own = {self._interpreter.axes.index(axis) for axis in collective.axes}
         if MOVES[move].equal:

@@ -52,7 +52,7 @@ def drawn_types(
             f"{list(interpreter.axes)} on one path through the body and {list(types)} on another, "
             "and a run cannot tell which it takes. Draw before the branch, or from a random key."
         )
-        interpreter.numbers.branches.insist(unlike)
+        interpreter.numbers.branches.fail(unlike)
     note.types = types
     return types
 
@@ -71,7 +71,7 @@ def _own_axes(
     if all(map(_is_from_nothing, read)):
         return frozenset(at for at, axis in enumerate(interpreter.axes) if axis in scope.axes)
     # What has no type of its own yet, as the memory of empty_like, is spread as its model is.
-    return frozenset[int]().union(*(varying(each.types) | each.spread for each in read))
+    return frozenset[int]().union(*(varying(each.types) | each.batched_over for each in read))
 
 
 def _is_from_nothing(storage_type: StorageType) -> bool:

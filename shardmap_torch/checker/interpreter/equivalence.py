@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.ir.program import Equation, Held, use_of
+from shardmap_torch.checker.ir.program import Equation, KernelCollective, use_of
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.checker.rules.registry import table_version
@@ -45,7 +45,7 @@ Through: TypeAlias = Mapping[int, frozenset[str]]
 """Axes by the identity of a storage type."""
 
 
-def hold(
+def check_equivalent(
     interpreter: Interpreter,
     what: tuple[Hashable, ...],
     own: Form,
@@ -67,13 +67,13 @@ def hold(
         likes = tuple(_Like.of(base, interpreter.types(base), flows) for base, flows in pairs)
         key = (what, mesh.axis_names, mesh.axis_sizes, likes, table_version())
         compare = partial(_compare, interpreter, name, own, composition, likes)
-        found.append(_HELD.get(key, compare))
+        found.append(_COMPARED.get(key, compare))
     site, backward = interpreter.site()
     storage_types = [(base, interpreter.storage_type(base)) for base in bases]
     uses = tuple(
         use_of("", base, storage_type, storage_type.types) for base, storage_type in storage_types
     )
-    interpreter.add(Equation(name, uses, (), site, backward, held=found[0]))
+    interpreter.add(Equation(name, uses, (), site, backward, compared=found[0]))
 
 
 def _flowing(levels: Sequence[frozenset[int]]) -> Sequence[tuple[bool, ...]]:
@@ -84,7 +84,7 @@ def _flowing(levels: Sequence[frozenset[int]]) -> Sequence[tuple[bool, ...]]:
     return list(dict.fromkeys(program_paths))
 
 
-_HELD: Final = Memo[tuple[Held, ...]]()
+_COMPARED: Final = Memo[tuple[KernelCollective, ...]]()
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _Like:
 
 def _compare(
     interpreter: Interpreter, name: str, own: Form, composition: Form, likes: Sequence[_Like]
-) -> tuple[Held, ...]:
+) -> tuple[KernelCollective, ...]:
     """The collectives of `own`, which is typed as the composition is."""
     with interpreter.aside(), temporarily_clear_interpreter_stack(), torch.enable_grad():
         comparison = _Comparison(interpreter, name, [like.leaf(interpreter) for like in likes])
@@ -127,7 +127,7 @@ def _compare(
         for claim in comparison.claims:
             claim.check(interpreter, name, through)
     return tuple(
-        Held(str(each.collective), str(each.operands[0]), each.sent, each.backward)
+        KernelCollective(str(each.collective), str(each.operands[0]), each.sent, each.backward)
         for each in comparison.own
         if each.collective is not None
     )

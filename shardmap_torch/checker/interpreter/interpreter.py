@@ -22,7 +22,7 @@ from shardmap_torch.checker.interpreter.draws import drawn_types
 from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
-from shardmap_torch.checker.ir.paths import Branches, Insisting
+from shardmap_torch.checker.ir.paths import Branches, Failing
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
 from shardmap_torch.checker.ir.rank_only import has_saving_hooks
 from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
@@ -78,9 +78,9 @@ class Interpreter(Memory):
         self._count = 0
         self._places, self.gradient_places = Places(), Places()
 
-    def insisting(self) -> Insisting:
+    def insisting(self) -> Failing:
         """An error of the checker in here is one also where the body catches it."""
-        return Insisting(self.numbers.branches)
+        return Failing(self.numbers.branches)
 
     @contextmanager
     def decomposing(self) -> Iterator[None]:
@@ -118,7 +118,7 @@ class Interpreter(Memory):
         if self._paused or op.namespace in _SILENT:
             return op(*args, **kwargs)
         if op.namespace in distributed_calls.NAMESPACES:
-            self.numbers.branches.insist(distributed_calls.refused(self.name, op))
+            self.numbers.branches.fail(distributed_calls.refused(self.name, op))
         if not self._running and torch._C._current_graph_task_id() != -1:
             raise ShardTypeError(
                 f"{self.name}: a backward was started that the checker did not see start. Use "
@@ -146,7 +146,7 @@ class Interpreter(Memory):
         view = not writes and self._is_known(out) and op is not _BITS
         types = [] if view else self._type(op, arguments, out)
         self._store(op, arguments, out, types)
-        self.observer.called(*seen, out)
+        self.observer.on_call(*seen, out)
         return out
 
     def _run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -182,7 +182,7 @@ class Interpreter(Memory):
         made = self.bring(out, (K,) * len(self.axes), "a literal")
         with _disable_current_modes():  # the numbers are real
             made.numbers = _numbers_of(literal)
-        self.observer.literal(out, literal)
+        self.observer.on_literal(out, literal)
         return out
 
     def _is_known(self, out: Any) -> bool:
@@ -196,8 +196,12 @@ class Interpreter(Memory):
         tasks = self._tasks(map(self.storage_type, operands))
         tokens = frozenset(t for x in operands for t in self._tokens(x) if t.alive)
         storage = tensor.untyped_storage()
-        spread = frozenset[int]().union(*(self.storage_type(x).spread for x in operands))
-        storage_type = StorageType(types, equation, "", storage, tasks=tasks, spread=spread)
+        batched_over = frozenset[int]().union(
+            *(self.storage_type(x).batched_over for x in operands)
+        )
+        storage_type = StorageType(
+            types, equation, "", storage, tasks=tasks, batched_over=batched_over
+        )
         self._storage_types[storage._cdata] = storage_type
         if is_real(tensor.dtype):
             storage_type.tokens = tokens
@@ -293,21 +297,21 @@ class Interpreter(Memory):
         read = [t for value in arguments.values() for t in tensors_of(value)]
         tokens = frozenset(t for tensor in read for t in self._tokens(tensor) if t.alive)
         tasks = self._tasks(use.storage_type for use in operands)
-        spread = _spread(operands, types)
+        batched_over = _batched_over(operands, types)
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)
         equation.literals = self._literals(op, arguments)
         written = list(_written(op, arguments))
         types_written = self._types_written(op, arguments, written, types)
         for tensor, axis_type in zip(written, types_written, strict=True):
-            self._write(op, arguments, tensor, axis_type, equation, tokens, spread)
+            self._write(op, arguments, tensor, axis_type, equation, tokens, batched_over)
             self.storage_type(tensor).tasks |= tasks
         for index, tensor in _results(out):
             axis_type = types[index % len(types)] if types else (K,) * len(self.axes)
             storage = tensor.untyped_storage()
             if storage._cdata not in self._storage_types:
                 storage_type = StorageType(
-                    axis_type, equation, "", storage, tasks=tasks, spread=spread
+                    axis_type, equation, "", storage, tasks=tasks, batched_over=batched_over
                 )
                 self._storage_types[storage._cdata] = storage_type
             if is_real(tensor.dtype):
@@ -365,16 +369,16 @@ class Interpreter(Memory):
         types: Types,
         equation: Equation,
         tokens: frozenset[Token],
-        spread: frozenset[int],
+        batched_over: frozenset[int],
     ) -> None:
         storage_type = self.storage_type(tensor)
         # What the same operation has written there is still to be seen: a list may name it twice.
-        if storage_type.made is equation or not _is_whole(tensor, storage_type.storage):
+        if storage_type.made is equation or not _covers_storage(tensor, storage_type.storage):
             types = self._joined(op, arguments, tensor, storage_type, types)
         self.batches &= (
-            spread <= storage_type.spread
+            batched_over <= storage_type.batched_over
         )  # what is batched does not fit into what is not
-        storage_type.spread |= spread
+        storage_type.batched_over |= batched_over
         storage_type.types, storage_type.made = types, equation
         storage_type.tokens |= tokens
         storage_type.written |= tokens
@@ -432,14 +436,14 @@ def _numbers_of(literal: Tensor) -> str:
     return f"of hash {int(hash_of(literal)):x}"
 
 
-def _spread(operands: Sequence[Use], results: Sequence[Types]) -> frozenset[int]:
+def _batched_over(operands: Sequence[Use], results: Sequence[Types]) -> frozenset[int]:
     """The axes over which a batched body has the results of an operation batched.
 
     They are its operands', and those over which it draws numbers of each rank's own.
     """
     before = frozenset[int]().union(*(varying(use.types) for use in operands))
     drawn = frozenset[int]().union(*map(varying, results)) - before
-    return drawn.union(*(use.storage_type.spread for use in operands))
+    return drawn.union(*(use.storage_type.batched_over for use in operands))
 
 
 def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -447,7 +451,7 @@ def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
         yield from tensors_of(arguments[name])
 
 
-def _is_whole(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+def _covers_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Returns whether a tensor has every entry of its storage, and not some of them twice."""
     if tensor.numel() * tensor.element_size() != storage.nbytes():
         return False

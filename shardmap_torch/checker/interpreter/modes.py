@@ -243,7 +243,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     for operand, gradient in zip(inputs, grads, strict=True):
         gradients.check_gradient(interpreter, operand, gradient, "the value it is the gradient of")
     grads = gradients.hand_over(interpreter, inputs, grads)
-    interpreter.observer.differentiated(outputs, told, inputs, grads)
+    interpreter.observer.on_gradient(outputs, told, inputs, grads)
     return gradients.sum_by_repair(interpreter, grads)
 
 
@@ -281,7 +281,7 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
         gradients.check_gradient(interpreter, leaf, leaf.grad, "the value it is the gradient of")
     gradients.hand_over_fields(interpreter, leaves, old)
     grads = [leaf.grad for leaf in leaves]
-    interpreter.observer.differentiated([output], [told], leaves, grads)
+    interpreter.observer.on_gradient([output], [told], leaves, grads)
     gradients.sum_fields_by_repair(interpreter, leaves)
 
 

@@ -53,7 +53,7 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
         name = "item" if op is ITEM else op._schema.name.split("::")[1]
         site, backward = interpreter.site()
         interpreter.add(Equation(f"{number.text} = {name}", tuple(uses), (), site, backward))
-        interpreter.observer.taken(name, tensors)
+        interpreter.observer.on_python_value(name, tensors)
     return number
 
 

@@ -120,7 +120,9 @@ class Memory:
     ) -> StorageType:
         """Types a tensor that comes from outside."""
         storage = base_of(tensor).untyped_storage()
-        storage_type = StorageType(types, None, label, storage, read_only, spread=varying(types))
+        storage_type = StorageType(
+            types, None, label, storage, read_only, batched_over=varying(types)
+        )
         self._storage_types[storage._cdata] = storage_type
         return storage_type
 
@@ -321,7 +323,7 @@ class Memory:
         if fake.untyped_storage()._cdata not in self._storage_types:
             label = f"a closed-over {type(real).__name__} of shape {list(real.shape)}"
             self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
-            self.observer.closed_over(fake, real)
+            self.observer.on_closure(fake, real)
         if real.requires_grad:
             self.closures[id(real)] = real
         return fake

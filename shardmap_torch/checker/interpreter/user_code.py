@@ -65,7 +65,7 @@ def enter_backward(
     """Says to the observer that a custom backward begins, with these gradients."""
     if _is_followed(interpreter, node):
         values = [_value(interpreter, node, number) for number in range(len(gradients))]
-        interpreter.observer.backward_entered(name, values, _bases(gradients))
+        interpreter.observer.on_backward_start(name, values, _bases(gradients))
 
 
 def leave_backward(
@@ -75,7 +75,7 @@ def leave_backward(
     if _is_followed(interpreter, node):
         pairs = zip(gradients, node.next_functions, strict=False)
         found = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]
-        interpreter.observer.backward_left(
+        interpreter.observer.on_backward_end(
             name, [value for _, value in found], _bases([g for g, _ in found])
         )
 
@@ -110,9 +110,9 @@ def register_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any)
 
     def watched(gradient: Tensor) -> Any:
         observer = interpreter.observer
-        observer.backward_entered("a hook", [value], [base_of(gradient)])
+        observer.on_backward_start("a hook", [value], [base_of(gradient)])
         out = hook(gradient)
-        observer.backward_left("a hook", [value], [base_of(gradient if out is None else out)])
+        observer.on_backward_end("a hook", [value], [base_of(gradient if out is None else out)])
         return out
 
     return func(tensor, watched)
@@ -133,9 +133,9 @@ def register_field_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs
 
     def watched(leaf: Tensor) -> None:
         observer = interpreter.observer
-        observer.backward_entered("a hook", [value], [_field(leaf)])
+        observer.on_backward_start("a hook", [value], [_field(leaf)])
         hook(leaf)
-        observer.backward_left("a hook", [value], [_field(leaf)])
+        observer.on_backward_end("a hook", [value], [_field(leaf)])
 
     return func(tensor, watched)
 

@@ -39,13 +39,13 @@ class Observer:
         task = torch._C._current_graph_task_id()
         return task != -1 and (not self.followed or self.followed[-1] != task)
 
-    def entered(self, tensor: Tensor, spec: P) -> None:
+    def on_argument(self, tensor: Tensor, spec: P) -> None:
         """An argument has been cut by its spec."""
 
-    def closed_over(self, fake: Tensor, real: Tensor) -> None:
+    def on_closure(self, fake: Tensor, real: Tensor) -> None:
         """The body uses a tensor from outside."""
 
-    def step(
+    def on_step(
         self,
         name: Any,
         arguments: Mapping[str, Any],
@@ -54,23 +54,23 @@ class Observer:
     ) -> None:
         """Any step; see `Event`."""
 
-    def literal(self, made: Tensor, numbers: Tensor) -> None:
+    def on_literal(self, made: Tensor, numbers: Tensor) -> None:
         """A tensor has been made of Python numbers."""
-        self.step(LITERAL, {}, [made], numbers)
+        self.on_step(LITERAL, {}, [made], numbers)
 
-    def called(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> None:
+    def on_call(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> None:
         """An ATen operation has been done."""
-        self.step(op, arguments, made_by(op, arguments, out))
+        self.on_step(op, arguments, made_by(op, arguments, out))
 
-    def moved(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
+    def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
         """A collective has been done; None: a repair that is tried leaves it out."""
-        self.step(COLLECTIVE, {"x": x}, [y])
+        self.on_step(COLLECTIVE, {"x": x}, [y])
 
-    def indexed(self, index: Tensor, axes: Sequence[str]) -> None:
+    def on_axis_index(self, index: Tensor, axes: Sequence[str]) -> None:
         """`axis_index` has been called."""
-        self.step(INDEX, {}, [index])
+        self.on_step(INDEX, {}, [index])
 
-    def differentiated(
+    def on_gradient(
         self,
         outputs: Sequence[Tensor],
         seeds: Sequence[Tensor | None],
@@ -79,41 +79,41 @@ class Observer:
     ) -> None:
         """A differentiation in the body has ended."""
         arguments = {"outputs": outputs, "seeds": seeds, "operands": operands}
-        self.step(GRADIENT, arguments, _given(gradients))
+        self.on_step(GRADIENT, arguments, _given(gradients))
 
-    def backward_entered(
+    def on_backward_start(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
         """A backward or a hook of the user's own begins, with the gradients of these values."""
         self.followed.append(torch._C._current_graph_task_id())
-        self.step(f"{BACKWARD} {name}", {"values": values}, _given(gradients))
+        self.on_step(f"{BACKWARD} {name}", {"values": values}, _given(gradients))
 
-    def backward_left(
+    def on_backward_end(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
         """It has ended, with gradients of these values."""
         arguments = {"values": values, "gradients": gradients}
-        self.step(f"the end of {BACKWARD} {name}", arguments, [])
+        self.on_step(f"the end of {BACKWARD} {name}", arguments, [])
         self.followed.pop()
 
-    def returned(self, path: str, value: object) -> None:
+    def on_python_result(self, path: str, value: object) -> None:
         """A result that is no tensor is about to leave."""
 
-    def taken(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def on_python_value(self, name: str, tensors: Sequence[Tensor]) -> None:
         """A Python value has been taken from tensors."""
-        self.step(f"{VALUE} {name}", {"tensors": tensors}, [])
+        self.on_step(f"{VALUE} {name}", {"tensors": tensors}, [])
 
-    def region(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
+    def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Per-rank code begins, which is not followed."""
-        self.step(f"{REGION} {name}", {"inputs": inputs}, [])
+        self.on_step(f"{REGION} {name}", {"inputs": inputs}, [])
 
-    def region_ended(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
+    def on_region_end(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Per-rank code has ended."""
-        self.step(f"the end of {REGION} {name}", {}, outputs)
+        self.on_step(f"the end of {REGION} {name}", {}, outputs)
 
-    def left(self, path: str, value: Tensor, spec: P) -> None:
+    def on_result(self, path: str, value: Tensor, spec: P) -> None:
         """A result is about to leave by its spec."""
-        self.step(f"{RESULT} {path}", {"value": value}, [])
+        self.on_step(f"{RESULT} {path}", {"value": value}, [])
 
     def spec_of(self, tensor: Tensor) -> P | None:
         """Returns the spec of a tensor, if it is known."""

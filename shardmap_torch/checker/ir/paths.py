@@ -76,7 +76,7 @@ class Branch:
         return f"{self.condition} is {self.holds}{at}"
 
 
-class Insisting:
+class Failing:
     """An error of the checker in here is one also where the body catches it.
 
     A run, which has no types, would not raise it, and do what was not checked. Entered at every
@@ -103,7 +103,7 @@ class Branches:
 
     def __init__(self, name: str, given: Sequence[bool] = (), others: int = 0) -> None:
         """`name` is what errors call the body, `others` is how many other ways are known."""
-        self.name, self._given, self._others = name, given, others
+        self.name, self._answers, self._others = name, given, others
         self.start()
 
     def end(self) -> None:
@@ -119,11 +119,11 @@ class Branches:
 
     def refuse(self, what: str, advice: str) -> NoReturn:
         """Insists on an error at the user's line."""
-        self.insist(ShardTypeError(f"{self.name}: {what}\n  at {call_site()}\nFix: {advice}"))
+        self.fail(ShardTypeError(f"{self.name}: {what}\n  at {call_site()}\nFix: {advice}"))
 
-    def insist(self, error: ShardTypeError) -> NoReturn:
+    def fail(self, error: ShardTypeError) -> NoReturn:
         """Notes an error before it raises it: the body may catch it."""
-        with Insisting(self):
+        with Failing(self):
             raise error
 
     def require(self) -> None:
@@ -133,7 +133,7 @@ class Branches:
 
     def again(self) -> "Branches":
         """Others for the same way."""
-        return Branches(self.name, self._given, self._others)
+        return Branches(self.name, self._answers, self._others)
 
     def decide(self, condition: Condition) -> bool:
         """Decides the condition on this path.
@@ -150,10 +150,10 @@ class Branches:
         if len(answers) == 1:
             return answers.pop()
         number = len(self.taken)
-        answer = self._given[number] if number < len(self._given) else True
+        answer = self._answers[number] if number < len(self._answers) else True
         self.taken.append(Branch(str(condition), answer, call_site()))
         self._known.append((condition, answer))
-        if self._others + 1 + len(self.taken) - len(self._given) > LIMIT:
+        if self._others + 1 + len(self.taken) - len(self._answers) > LIMIT:
             self.refuse(
                 f"there are more than {LIMIT} paths through the branches on numbers taken from "
                 "tensors.",
@@ -193,14 +193,14 @@ def _candidates(kind: type, bounds: Sequence[float]) -> Iterator[float]:
         yield from (math.nan, math.inf, -math.inf)
 
 
-_TOLD: Final = 4
+_LISTED: Final = 4
 """Maximal number of branches of a path that an error lists."""
 
 
-def told(branches: Sequence[Branch]) -> list[str]:
+def format_branches(branches: Sequence[Branch]) -> list[str]:
     """The branches of a way, one a line; of many the last ones."""
-    more = [f"  after {len(branches) - _TOLD} other branches"] * (len(branches) > _TOLD)
-    return [*more, *(f"  where {branch}" for branch in branches[-_TOLD:])]
+    more = [f"  after {len(branches) - _LISTED} other branches"] * (len(branches) > _LISTED)
+    return [*more, *(f"  where {branch}" for branch in branches[-_LISTED:])]
 
 
 def every_path(name: str, run: Callable[[Branches], T]) -> list[T]:

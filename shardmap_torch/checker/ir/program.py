@@ -33,7 +33,8 @@ class StorageType:
         tasks: the differentiations whose cotangents it descends from; see `memory`.
         tokens: the differentiations that its tensors descend from.
         written: those that came in by writes.
-        spread: the axes, by position, over which a batched body has it batched, whatever its type.
+        batched_over: the axes, by position, over which a batched body has it batched,
+            whatever its type.
         numbers: those of a literal, which are part of the program; empty for all else.
     """
 
@@ -46,7 +47,7 @@ class StorageType:
     tasks: frozenset[int] = frozenset()
     tokens: frozenset[Any] = frozenset()
     written: frozenset[Any] = frozenset()
-    spread: frozenset[int] = frozenset()
+    batched_over: frozenset[int] = frozenset()
     numbers: str = ""
 
     def origin(self) -> str:
@@ -74,7 +75,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Held:
+class KernelCollective:
     """A collective of what a run may do in place of a composition; see `hold`.
 
     Attributes:
@@ -110,7 +111,7 @@ class Equation:
         place: of a collective in the forward; None for all else.
         written: the collective that the body calls, where a repair that is tried has another.
         forward: in a backward, the equation whose derivative this is part of.
-        held: what a run may do in place of the composition that follows.
+        compared: what a run may do in place of the composition that follows.
     """
 
     name: str
@@ -124,7 +125,7 @@ class Equation:
     forward: "Equation | None" = None
     place: Place | None = None
     written: Collective | None = None
-    held: tuple[Held, ...] = ()
+    compared: tuple[KernelCollective, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def by_dtensor(step: Step) -> list[Sharded]:
         raise UnrelatedError(
             "nothing is known about what it writes where operands are sharded", WRAP
         )
-    dims: list[list[Dim]] = [list(map(unsharded, whole)) for _, whole in step.results]
+    dims: list[list[Dim]] = [list(map(unsharded, global_shape)) for _, global_shape in step.results]
     partial: list[set[str]] = [set() for _ in step.results]
     pending: list[set[tuple[str, str]]] = [set() for _ in step.results]
     for axis in axes:
@@ -106,8 +106,8 @@ def _pending(op: OpOverload, answer: str) -> str:
 def _passed_on(axis: str, step: Step, result: int, dim: int) -> Dim:
     """The cut of a result's dim, which is that of the operands' dim that it comes from."""
     found = {x.dims[at] for x in step.shards if (at := x.sharded_by(axis)) is not None}
-    whole = step.results[result][1][dim]
-    if len(found) != 1 or prod(base for _, base in min(found)) != whole:
+    global_shape = step.results[result][1][dim]
+    if len(found) != 1 or prod(base for _, base in min(found)) != global_shape:
         raise UnrelatedError("it does not keep the sharded dim as it is", WRAP)
     return found.pop()
 

@@ -61,12 +61,12 @@ class Relation(Observer):
         self._notes = Notes(interpreter, self._alignment)
         self._inputs = iter(one.inputs)
 
-    def entered(self, tensor: Tensor, spec: P) -> None:
+    def on_argument(self, tensor: Tensor, spec: P) -> None:
         """An argument is cut as its spec says."""
-        number, whole = next(self._inputs)
-        self._notes.place(tensor, number, whole, spec)
+        number, global_shape = next(self._inputs)
+        self._notes.place(tensor, number, global_shape, spec)
 
-    def closed_over(self, fake: Tensor, real: Tensor) -> None:
+    def on_closure(self, fake: Tensor, real: Tensor) -> None:
         """A tensor from outside is whole on every rank."""
         number = self._one.closures.get(id(real), -id(real))  # else the other never meets it
         self._notes.note(fake, number, ShardedTensor.unsharded(tuple(fake.shape)))
@@ -75,7 +75,7 @@ class Relation(Observer):
         """Returns the spec of a tensor."""
         return self._notes.spec_of(tensor)
 
-    def literal(self, made: Tensor, numbers: Tensor) -> None:
+    def on_literal(self, made: Tensor, numbers: Tensor) -> None:
         """A literal must be the same."""
         with self._judged(LITERAL, []) as live:
             if live:
@@ -87,7 +87,7 @@ class Relation(Observer):
                 ((number, _),) = event.results
                 self._notes.note(made, number, ShardedTensor.unsharded(tuple(made.shape)))
 
-    def indexed(self, index: Tensor, axes: Sequence[str]) -> None:
+    def on_axis_index(self, index: Tensor, axes: Sequence[str]) -> None:
         """The index of a rank means nothing on one device."""
         with self._judged(INDEX, []) as live:
             if live:
@@ -95,13 +95,13 @@ class Relation(Observer):
                 self._notes.note(index, number, ShardedTensor.unsharded(()))
                 self._notes.set_sums(index, NO_AXES, frozenset(axes))
 
-    def moved(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
+    def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
         """A collective must put together what is one value on one device, or take it apart."""
         extremum = f"all_reduce with op={move!r}"
         with self._judged(extremum if move in EXTREMA else str(collective), [("x", x)]) as live:
             if live:
                 event = self._take(COLLECTIVE)
-                ((number, whole),) = event.results
+                ((number, global_shape),) = event.results
                 sums = self._notes.sums(x)
                 means = sums.over("mean") if move == "sum" else NO_AXES
                 self._notes.reject_loose(x, means | sums.over(move))
@@ -111,12 +111,12 @@ class Relation(Observer):
                     sizes = self._notes.sizes
                     axes = tuple(axis for axis in collective.axes if axis in sizes)
                     dims, partial = after(move, Move(collective, axes, shard, partial, sizes))
-                    shard = fitted(dims, tuple(y.shape), whole)
+                    shard = fitted(dims, tuple(y.shape), global_shape)
                     sums = _moved(sums, means & set(axes), frozenset(axes) - means)
                 self._notes.note(y, number, shard)
                 self._notes.set_sums(y, partial - means, sums.loose, sums.pending)
 
-    def taken(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def on_python_value(self, name: str, tensors: Sequence[Tensor]) -> None:
         """A Python value must come from what every rank has as a whole."""
         with self._judged(f"{VALUE} {name}", [("tensor", x) for x in tensors]) as live:
             if live:
@@ -124,7 +124,7 @@ class Relation(Observer):
                 for tensor, ref in zip(tensors, refs, strict=True):
                     self._notes.require(tensor, ref, P())
 
-    def region(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
+    def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """The arguments of per-rank code must be cut as it declares."""
         with self._judged(f"{REGION} {name}", [("argument", x) for x in inputs]) as live:
             if live:
@@ -132,15 +132,17 @@ class Relation(Observer):
                 for tensor, ref, spec in zip(inputs, refs, specs, strict=True):
                     self._notes.require(tensor, ref, spec)
 
-    def region_ended(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
+    def on_region_end(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Its results are cut as it promises."""
         with self._judged(f"{REGION} {name}", [("result", y) for y in outputs]) as live:
             if live:
                 results = self._take(f"the end of {REGION} {name}").results
-                for tensor, (number, whole), spec in zip(outputs, results, specs, strict=True):
-                    self._notes.place(tensor, number, whole, spec)
+                for tensor, (number, global_shape), spec in zip(
+                    outputs, results, specs, strict=True
+                ):
+                    self._notes.place(tensor, number, global_shape, spec)
 
-    def left(self, path: str, value: Tensor, spec: P) -> None:
+    def on_result(self, path: str, value: Tensor, spec: P) -> None:
         """A result must be cut as its spec says."""
         with self._judged(f"{RESULT} {path}", [(path, value)], placed=False):
             event = self._take(f"{RESULT} {path}")
@@ -148,7 +150,7 @@ class Relation(Observer):
 
     # --------------------------------------------------------------------------- gradients
 
-    def differentiated(
+    def on_gradient(
         self,
         outputs: Sequence[Tensor],
         seeds: Sequence[Tensor | None],
@@ -187,12 +189,14 @@ class Relation(Observer):
     ) -> None:
         if self._notes.sums(operand).partial:
             raise UnrelatedError("the value is a pending sum")
-        self._notes.note(gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.whole))
+        self._notes.note(
+            gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
+        )
         # Of what the ranks use in their own ways, parts are still to be added.
         parts = (a for a, axis_type in self._types(gradient) if axis_type in (V, Partial))
         self._notes.set_sums(gradient, frozenset(parts) - frozenset(shard.axes))
 
-    def backward_entered(
+    def on_backward_start(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
         """Gives the cotangents of a custom backward the layouts of its values, as types ensure."""
@@ -204,12 +208,12 @@ class Relation(Observer):
                 if gradient is None:
                     continue
                 shard = self._value(value, ref)
-                number, whole = next(found, (0, ()))
-                if whole != shard.whole:
+                number, global_shape = next(found, (0, ()))
+                if global_shape != shard.global_shape:
                     raise UnrelatedError("it gets gradients of other values", WRAP)
                 self._note_cotangent(shard, value, gradient, number)
 
-    def backward_left(
+    def on_backward_end(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
         """Requires the gradients it returns to have the layouts of their values."""
@@ -223,7 +227,7 @@ class Relation(Observer):
                     self._require_gradient(self._value(value, ref), value, gradient, found)
         self.followed.pop()
 
-    def returned(self, path: str, value: object) -> None:
+    def on_python_result(self, path: str, value: object) -> None:
         """A number must be that of one device."""
         there = self._one.returns.get(path)
         if isinstance(value, bool | int | float | complex | str) and not _same(value, there):
@@ -247,7 +251,9 @@ class Relation(Observer):
         self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, number: int
     ) -> None:
         assert value is not None  # its piece is known
-        self._notes.note(gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.whole))
+        self._notes.note(
+            gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
+        )
         parts = {axis for axis, axis_type in self._types(gradient) if axis_type in (V, Partial)}
         finished = self._notes.sums(value).partial | set(shard.axes)
         self._notes.set_sums(gradient, frozenset(parts - finished))
@@ -276,7 +282,7 @@ class Relation(Observer):
 
     # -------------------------------------------------------------------------- operations
 
-    def called(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> None:
+    def on_call(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> None:
         """An operation on pieces must give pieces of the result."""
         with self._judged(messages.friendly(op), _tensors(arguments)) as live:
             if live:
@@ -307,14 +313,14 @@ class Relation(Observer):
         }
         tensors = [tensor for _, tensor in _tensors(arguments)]
         plain = {name: value for name, value in arguments.items() if not tensors_in(value)}
-        whole = differing({} if shared else plain, event)
+        global_shape = differing({} if shared else plain, event)
         shapes = [
             (tuple(tensor.shape), shape)
             for tensor, (_, shape) in zip(results, event.results, strict=True)
         ]
         if any(len(local) != len(there) for local, there in shapes):
             raise UnrelatedError("on one device the result has another number of dims")
-        step = Step(op, shards, whole, tensors, shapes, self._notes.sizes)
+        step = Step(op, shards, global_shape, tensors, shapes, self._notes.sizes)
         self._reject_hidden_writes(op, arguments, results, step)
         summed = self._summed(op, arguments, step)
         for index, sharded in enumerate(propagate(step)):
@@ -385,8 +391,8 @@ class Relation(Observer):
         open_ = frozenset(axis for x in operands for axis in self._notes.sums(x).partial)
         if not open_:
             return open_
-        beside = [x for x in operands if self._notes.is_sharded(x, open_)]
-        if beside:
+        adjacent = [x for x in operands if self._notes.is_sharded(x, open_)]
+        if adjacent:
             axis = min(open_)
             raise UnrelatedError(
                 f"it combines a pending sum over {axis!r} with a value that is sharded over "
@@ -546,14 +552,14 @@ def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and (value == other or (value != value and other != other))
 
 
-def _moved(sums: Sums, summed: frozenset[str], taken: frozenset[str]) -> Sums:
+def _moved(sums: Sums, summed: frozenset[str], digits_taken: frozenset[str]) -> Sums:
     """Removes the axes over which means have been summed and extrema taken."""
     pending = frozenset(
         (axis, "share" if axis in summed else axis_type)
         for axis, axis_type in sums.pending
-        if axis not in taken
+        if axis not in digits_taken
     )
-    return Sums(sums.partial, sums.loose - taken, pending)
+    return Sums(sums.partial, sums.loose - digits_taken, pending)
 
 
 def _tensors(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

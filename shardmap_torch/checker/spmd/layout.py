@@ -44,11 +44,11 @@ def unsharded(size: int) -> Dim:
     return () if size == 1 else ((None, size),)
 
 
-def cut(size: int, axes: Sequence[str], sizes: Sizes) -> Dim:
+def sharded_dim(size: int, axes: Sequence[str], sizes: Sizes) -> Dim:
     """A dim of that whole size, cut as `P` does, major first.
 
     Example:
-        >>> cut(12, ("dp", "tp"), {"dp": 2, "tp": 2})
+        >>> sharded_dim(12, ("dp", "tp"), {"dp": 2, "tp": 2})
         (('dp', 2), ('tp', 2), (None, 3))
     """
     rest = size // prod(sizes[axis] for axis in axes)
@@ -78,12 +78,12 @@ class ShardedTensor:
     Attributes:
         dims: how each dim is cut.
         local: its shape on a rank.
-        whole: its shape on one device.
+        global_shape: its shape on one device.
     """
 
     dims: tuple[Dim, ...]
     local: Shape
-    whole: Shape
+    global_shape: Shape
 
     @staticmethod
     def unsharded(shape: Shape) -> "ShardedTensor":
@@ -108,7 +108,7 @@ class ShardedTensor:
         return ShardedTensor(
             tuple(self.dims[dim] for dim in dims),
             tuple(self.local[dim] for dim in dims),
-            tuple(self.whole[dim] for dim in dims),
+            tuple(self.global_shape[dim] for dim in dims),
         )
 
 
@@ -117,13 +117,13 @@ def _entry(dim: Dim) -> Entry:
     return axes[0] if len(axes) == 1 else (axes or None)
 
 
-def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> ShardedTensor:
+def fitted(dims: Sequence[Dim], local: Shape, global_shape: Shape) -> ShardedTensor:
     """The piece, if the shapes are those of such a cut.
 
     Raises:
         UnrelatedError: they are not.
     """
-    for number, (dim, mine, all_) in enumerate(zip(dims, local, whole, strict=True)):
+    for number, (dim, mine, all_) in enumerate(zip(dims, local, global_shape, strict=True)):
         if dim == ANY:
             continue
         here = prod(base for axis, base in dim if axis is None)
@@ -134,7 +134,7 @@ def fitted(dims: Sequence[Dim], local: Shape, whole: Shape) -> ShardedTensor:
                 "write sizes that are right on one device too: -1, x.shape[...], or a size "
                 "divided by axis_size(axis).",
             )
-    shard = ShardedTensor(tuple(dims), local, whole)
+    shard = ShardedTensor(tuple(dims), local, global_shape)
     twice = [axis for axis in shard.axes if shard.axes.count(axis) > 1]
     if twice:
         raise UnrelatedError(
@@ -154,13 +154,14 @@ def broadcast(operands: Sequence[ShardedTensor], rank: int) -> tuple[Dim, ...]:
     """Lays out the result of a pointwise operation like each operand that is not expanded.
 
     Example:
-        >>> x = ShardedTensor((cut(8, ["dp"], {"dp": 2}), unsharded(2)), (4, 2), (8, 2))
+        >>> x = ShardedTensor((sharded_dim(8, ["dp"], {"dp": 2}), unsharded(2)), (4, 2), (8, 2))
         >>> broadcast([x, ShardedTensor.unsharded((2,))], 2) == x.dims
         True
     """
     return tuple(
         agreed(
-            [x.dims[dim - rank] for x in operands if _at(x.whole, dim - rank) != 1], f"dim {dim}"
+            [x.dims[dim - rank] for x in operands if _at(x.global_shape, dim - rank) != 1],
+            f"dim {dim}",
         )
         for dim in range(rank)
     )
@@ -185,42 +186,42 @@ def agreed(dims: Sequence[Dim], what: str) -> Dim:
     return types.pop() if types else (ANY if dims else ())
 
 
-def reshape(x: ShardedTensor, whole: Shape) -> tuple[Dim, ...]:
+def reshape(x: ShardedTensor, global_shape: Shape) -> tuple[Dim, ...]:
     """Lays out a tensor after its entries have been read, in order, into another shape.
 
     Example:
-        >>> x = ShardedTensor((unsharded(5), cut(12, ["tp"], {"tp": 2})), (5, 6), (5, 12))
+        >>> x = ShardedTensor((unsharded(5), sharded_dim(12, ["tp"], {"tp": 2})), (5, 6), (5, 12))
         >>> reshape(x, (5, 4, 3))  # four heads of three, two on each rank
         (((None, 5),), (('tp', 2), (None, 2)), ((None, 3),))
     """
-    if ANY in x.dims or 0 in whole:
-        if x.whole == whole or (not x.axes and ANY not in x.dims):
-            return x.dims if x.whole == whole else tuple(map(unsharded, whole))
+    if ANY in x.dims or 0 in global_shape:
+        if x.global_shape == global_shape or (not x.axes and ANY not in x.dims):
+            return x.dims if x.global_shape == global_shape else tuple(map(unsharded, global_shape))
         raise UnrelatedError("its operand's size is that of one rank, and matches no sharding yet")
     digits = _merged(digit for dim in x.dims for digit in dim)
-    return tuple(_take(size, digits, x, whole) for size in whole)
+    return tuple(_take(size, digits, x, global_shape) for size in global_shape)
 
 
-def _take(size: int, digits: list[Digit], x: ShardedTensor, whole: Shape) -> Dim:
+def _take(size: int, digits: list[Digit], x: ShardedTensor, global_shape: Shape) -> Dim:
     """Removes the digits of one dim from the front of the list."""
-    taken: list[Digit] = []
+    digits_taken: list[Digit] = []
     while size > 1:
         axis, base = digits.pop(0)
         if size % base == 0:
-            taken.append((axis, base))
+            digits_taken.append((axis, base))
             size //= base
         elif axis is None and base % size == 0:
-            taken.append((None, size))
+            digits_taken.append((None, size))
             digits.insert(0, (None, base // size))
             size = 1
         else:
             raise UnrelatedError(
                 f"what {_blocked(axis, digits)!r} shards does not stay together when the "
-                f"{'x'.join(map(str, x.whole))} entries on one device are laid out as "
-                f"{'x'.join(map(str, whole))}",
+                f"{'x'.join(map(str, x.global_shape))} entries on one device are laid out as "
+                f"{'x'.join(map(str, global_shape))}",
                 "keep the sharded dim, or make it the first of those that are split off it.",
             )
-    return tuple(taken)
+    return tuple(digits_taken)
 
 
 def _blocked(axis: str | None, digits: Sequence[Digit]) -> str:
@@ -238,22 +239,23 @@ def _merged(digits: Iterator[Digit] | Sequence[Digit]) -> list[Digit]:
     return found
 
 
-def spread(x: ShardedTensor, local: Shape, whole: Shape) -> tuple[Dim, ...]:
+def expand_dims(x: ShardedTensor, local: Shape, global_shape: Shape) -> tuple[Dim, ...]:
     """Lays out a tensor after dims of size 1 have been expanded, and dims put in front."""
-    offset = len(whole) - len(x.whole)
-    repeated = fill(local, whole)
+    offset = len(global_shape) - len(x.global_shape)
+    repeated = fill(local, global_shape)
     return tuple(
         repeated[dim]
-        if dim < offset or (x.whole[dim - offset] == 1 and size != 1)
+        if dim < offset or (x.global_shape[dim - offset] == 1 and size != 1)
         else x.dims[dim - offset]
-        for dim, size in enumerate(whole)
+        for dim, size in enumerate(global_shape)
     )
 
 
-def fill(local: Shape, whole: Shape) -> tuple[Dim, ...]:
+def fill(local: Shape, global_shape: Shape) -> tuple[Dim, ...]:
     """Lays out a tensor of equal entries: any sharding will do where the sizes differ."""
     return tuple(
-        unsharded(mine) if mine == all_ else ANY for mine, all_ in zip(local, whole, strict=True)
+        unsharded(mine) if mine == all_ else ANY
+        for mine, all_ in zip(local, global_shape, strict=True)
     )
 
 
@@ -266,7 +268,7 @@ def gathered(dim: Dim, axes: Sequence[str]) -> Dim | None:
     Their index becomes the first digit of what a rank has, and must have been it.
 
     Example:
-        >>> gathered(cut(12, ("dp", "tp"), {"dp": 2, "tp": 2}), ("tp",))
+        >>> gathered(sharded_dim(12, ("dp", "tp"), {"dp": 2, "tp": 2}), ("tp",))
         (('dp', 2), (None, 6))
         >>> gathered(((None, 3), ("tp", 2), (None, 2)), ("tp",)) is None
         True

@@ -20,9 +20,9 @@ from shardmap_torch.checker.spmd.layout import (
     agreed,
     axes_of,
     broadcast,
+    expand_dims,
     fill,
     reshape,
-    spread,
     unsharded,
 )
 from shardmap_torch.checker.spmd.sharded import WRAP, Rule, Sharded, Step, shards_of
@@ -37,7 +37,7 @@ def propagate(step: Step) -> list[Sharded]:
         UnrelatedError: the results are no pieces of those on one device.
     """
     rule = _rule_of(step.op)
-    for name, there in step.whole.items():
+    for name, there in step.unsharded_arguments.items():
         if name in _SIZES.get(rule, ()):
             continue
         raise UnrelatedError(
@@ -50,7 +50,7 @@ def propagate(step: Step) -> list[Sharded]:
 
 def _pointwise(step: Step) -> list[Sharded]:
     shards = step.shards
-    return [Sharded(broadcast(shards, len(whole))) for _, whole in step.results]
+    return [Sharded(broadcast(shards, len(global_shape))) for _, global_shape in step.results]
 
 
 def _listed(step: Step) -> list[Sharded]:
@@ -58,23 +58,23 @@ def _listed(step: Step) -> list[Sharded]:
     lists = [v for v in step.arguments.values() if isinstance(v, list | tuple) and shards_of(v)]
     shared = [v for v in step.arguments.values() if isinstance(v, ShardedTensor)]
     found = []
-    for index, (_, whole) in enumerate(step.results):
+    for index, (_, global_shape) in enumerate(step.results):
         at = index % len(lists[0])
         operands = [*(shards_of(items)[at] for items in lists), *shared]
-        if any(len(x.whole) > len(whole) for x in operands):
+        if any(len(x.global_shape) > len(global_shape) for x in operands):
             raise UnrelatedError("it reduces each tensor of a list", WRAP)
-        found.append(Sharded(broadcast(operands, len(whole))))
+        found.append(Sharded(broadcast(operands, len(global_shape))))
     return found
 
 
 def _reshaped(step: Step) -> list[Sharded]:
     (x,) = step.shards
-    return [Sharded(reshape(x, whole)) for _, whole in step.results]
+    return [Sharded(reshape(x, global_shape)) for _, global_shape in step.results]
 
 
 def _expanded(step: Step) -> list[Sharded]:
     (x,) = step.shards
-    return [Sharded(spread(x, *shapes)) for shapes in step.results]
+    return [Sharded(expand_dims(x, *shapes)) for shapes in step.results]
 
 
 def _filled(step: Step) -> list[Sharded]:
@@ -101,20 +101,20 @@ def _order(op: OpOverload, arguments: Mapping[str, Any], rank: int) -> list[int]
 
 def _joined(step: Step) -> list[Sharded]:
     """A concatenation: the dim along which it goes must be whole."""
-    shards = [x for x in step.shards if x.whole != (0,)]
-    rank = len(shards[0].whole)
+    shards = [x for x in step.shards if x.global_shape != (0,)]
+    rank = len(shards[0].global_shape)
     dim = step.arguments["dim"] % rank
     if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for x in shards):
         raise UnrelatedError(f"it joins along dim {dim}, which is sharded", _GATHER)
     others = [other for other in range(rank) if other != dim]
     dims = broadcast([x.part(others) for x in shards], rank - 1)
-    joined = unsharded(sum(x.whole[dim] for x in shards))
+    joined = unsharded(sum(x.global_shape[dim] for x in shards))
     return [Sharded((*dims[:dim], joined, *dims[dim:]))]
 
 
 def _stacked(step: Step) -> list[Sharded]:
     shards = step.shards
-    rank = len(shards[0].whole)
+    rank = len(shards[0].global_shape)
     dim = step.arguments["dim"] % (rank + 1)
     dims = broadcast(shards, rank)
     return [Sharded((*dims[:dim], unsharded(len(shards)), *dims[dim:]))]
@@ -124,8 +124,8 @@ def _sliced(step: Step) -> list[Sharded]:
     (x,) = step.shards
     dim = step.arguments["dim"] % len(x.dims)
     here = _range(step.arguments, x.local[dim])
-    there = _range({**step.arguments, **step.whole}, x.whole[dim])
-    full = here == range(x.local[dim]) and there == range(x.whole[dim])
+    there = _range({**step.arguments, **step.unsharded_arguments}, x.global_shape[dim])
+    full = here == range(x.local[dim]) and there == range(x.global_shape[dim])
     if full:
         return [Sharded(x.dims)]
     if axes_of(x.dims[dim]) or x.dims[dim] == ANY or here != there:
@@ -145,7 +145,7 @@ def _indexed(step: Step) -> list[Sharded]:
     if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for dim in places):
         raise UnrelatedError("it picks entries along a dim that is sharded", WRAP)
     found = shards_of(indices)
-    rank = max(len(index.whole) for index in found)
+    rank = max(len(index.global_shape) for index in found)
     kept = [dim for dim in range(len(x.dims)) if dim not in places]
     adjacent = places == list(range(places[0], places[0] + len(places)))
     front = places[0] if adjacent else 0
@@ -180,14 +180,14 @@ def einsum(equation: str) -> Rule:
         found = [tuple(dims[letter] for letter in result) for result in results]
         summed = [dims[letter] for letter in dims if letter.islower() and letter not in output]
         partial = frozenset(axis for dim in summed for axis in axes_of(dim))
-        beside = step.shards[: -len(operands)]
-        if beside and ANY in found[0]:
+        adjacent = step.shards[: -len(operands)]
+        if adjacent and ANY in found[0]:
             raise UnrelatedError(
                 "the size of an operand is that of one rank, and matches no sharding yet"
             )
-        if beside and broadcast([*beside, _like(found[0])], len(found[0])) != found[0]:
+        if adjacent and broadcast([*adjacent, _like(found[0])], len(found[0])) != found[0]:
             raise UnrelatedError("the addend is sharded differently from the product")
-        if beside and partial:
+        if adjacent and partial:
             raise UnrelatedError(
                 f"it adds a bias to a pending sum over {min(partial)!r}: "
                 "the bias would be counted once per rank",
@@ -199,9 +199,9 @@ def einsum(equation: str) -> Rule:
 
 
 def _like(dims: Sequence[Dim]) -> ShardedTensor:
-    whole = tuple(prod(base for _, base in dim) for dim in dims)
+    global_shape = tuple(prod(base for _, base in dim) for dim in dims)
     local = tuple(prod(base for axis, base in dim if axis is None) for dim in dims)
-    return ShardedTensor(tuple(dims), local, whole)
+    return ShardedTensor(tuple(dims), local, global_shape)
 
 
 def _places(

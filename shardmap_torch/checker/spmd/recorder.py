@@ -91,15 +91,15 @@ class Recorder(Observer):
         self._book: TensorMap[int] = TensorMap()
         self._count = 0
 
-    def entered(self, tensor: Tensor, spec: P) -> None:
+    def on_argument(self, tensor: Tensor, spec: P) -> None:
         """Numbers an argument."""
         self.inputs.append((self._number(tensor), tuple(tensor.shape)))
 
-    def closed_over(self, fake: Tensor, real: Tensor) -> None:
+    def on_closure(self, fake: Tensor, real: Tensor) -> None:
         """Numbers a tensor from outside, of which the other program makes another fake."""
         self.closures[id(real)] = self._number(fake)
 
-    def step(
+    def on_step(
         self,
         name: Any,
         arguments: Mapping[str, Any],
@@ -112,7 +112,7 @@ class Recorder(Observer):
             made = tuple((self._number(tensor), tuple(tensor.shape)) for tensor in results)
             self.events.append(Event(name, read, made, call_site(), literal))
 
-    def returned(self, path: str, value: object) -> None:
+    def on_python_result(self, path: str, value: object) -> None:
         """Keeps a result that is no tensor."""
         self.returns[path] = value
 

@@ -35,7 +35,7 @@ class Step:
     Attributes:
         op: the overload.
         arguments: those of the ranks' program by name, tensors replaced by pieces.
-        whole: the other arguments on one device, where they differ.
+        unsharded_arguments: the other arguments on one device, where they differ.
         tensors: the tensors that stand behind the pieces, in order.
         results: shapes of each result in both programs.
         sizes: of the axes.
@@ -43,7 +43,7 @@ class Step:
 
     op: OpOverload
     arguments: Mapping[str, Any]
-    whole: Mapping[str, Any]
+    unsharded_arguments: Mapping[str, Any]
     tensors: Sequence[Tensor]
     results: Sequence[tuple[Shape, Shape]]
     sizes: Sizes

@@ -15,9 +15,9 @@ from shardmap_torch.checker.spmd.layout import (
     Shape,
     ShardedTensor,
     UnrelatedError,
-    cut,
     fitted,
     in_words,
+    sharded_dim,
 )
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.spec import P
@@ -76,9 +76,13 @@ class Notes:
         known.shards[number] = shard
         self._where[number] = self._interpreter.storage_type(tensor)
 
-    def place(self, tensor: Tensor, number: int, whole: Shape, spec: P) -> None:
+    def place(self, tensor: Tensor, number: int, global_shape: Shape, spec: P) -> None:
         """A tensor is cut by a spec."""
-        self.note(tensor, number, fitted(self._dims(spec, whole), tuple(tensor.shape), whole))
+        self.note(
+            tensor,
+            number,
+            fitted(self._dims(spec, global_shape), tuple(tensor.shape), global_shape),
+        )
         self.set_sums(tensor, spec.partial)
 
     def find(self, tensor: Tensor, ref: Ref, what: str) -> ShardedTensor:
@@ -109,13 +113,13 @@ class Notes:
         shard = self.find(tensor, ref, "it")
         self.reject_loose(tensor)
         self._require_sums(tensor, spec)
-        wanted = self._dims(spec, shard.whole)
+        wanted = self._dims(spec, shard.global_shape)
         for dim, (have, want) in enumerate(zip(shard.dims, wanted, strict=True)):
             if have not in (want, ANY):
                 raise UnrelatedError(
                     f"dim {dim} is {in_words(have)}, and {spec!r} promises {in_words(want)}"
                 )
-        fitted(wanted, shard.local, shard.whole)
+        fitted(wanted, shard.local, shard.global_shape)
 
     def _require_sums(self, tensor: Tensor, spec: P) -> None:
         have, want = self.sums(tensor).partial, spec.partial & self._on
@@ -131,12 +135,14 @@ class Notes:
                 f"over {min(want - have)!r} it is not a pending sum, as {spec!r} promises"
             )
 
-    def _dims(self, spec: P, whole: Shape) -> tuple[Dim, ...]:
+    def _dims(self, spec: P, global_shape: Shape) -> tuple[Dim, ...]:
         """The cuts of a spec, without axes of one rank."""
         cuts = dict(spec.sharded_dims)
         return tuple(
-            cut(size, [axis for axis in cuts.get(dim, ()) if axis in self.sizes], self.sizes)
-            for dim, size in enumerate(whole)
+            sharded_dim(
+                size, [axis for axis in cuts.get(dim, ()) if axis in self.sizes], self.sizes
+            )
+            for dim, size in enumerate(global_shape)
         )
 
     def spec_of(self, tensor: Tensor) -> P | None:

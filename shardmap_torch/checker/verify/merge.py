@@ -10,7 +10,7 @@ from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.interpreter import modes
 from shardmap_torch.checker.ir.outcomes import Cast, PathOutcome, Resolved, Where
-from shardmap_torch.checker.ir.paths import told
+from shardmap_torch.checker.ir.paths import format_branches
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
 
@@ -122,7 +122,7 @@ def _conflict(
 ) -> ShardTypeError:
     text = [f"{call.name}: the paths through the body {what}:"]
     for line, outcome in zip(lines, outcomes, strict=True):
-        text += [f"  {line}", *(f"  {each}" for each in told(outcome.way.branches))]
+        text += [f"  {line}", *(f"  {each}" for each in format_branches(outcome.way.branches))]
     text.append("Fix: give them one type before they leave the branch, or use torch.where.")
     return ShardTypeError("\n".join(text))
 

@@ -42,10 +42,10 @@ class Inner:
         for position in edge.positions:
             open_axes = set(edge.axes) - edge.spec(position).named
             if open_axes and can_receive_gradient(edge.values[position]):
-                told = partial(self._note, crossing, position)
+                report = partial(self._note, crossing, position)
                 axes = tuple(axis for axis in edge.axes if axis in open_axes)
                 what = f"input {edge.paths[position]} of {edge.name}"
-                found[position] = (Open(self._interpreter, axes, what, told),)
+                found[position] = (Open(self._interpreter, axes, what, report),)
         return found
 
     def leave(self, edge: Edge, crossing: Crossing) -> Casts:
@@ -75,7 +75,7 @@ class Inner:
         if problems:
             head = f"{edge.name}: the result does not match out_specs:"
             wrong = ShardTypeError("\n".join([head, *problems]))
-            self._interpreter.numbers.branches.insist(wrong)
+            self._interpreter.numbers.branches.fail(wrong)
         return found
 
     def _note(
@@ -101,7 +101,7 @@ class Inner:
                 )
 
 
-Told = Callable[[str, tuple[Cast, ...], str], None]
+Report = Callable[[str, tuple[Cast, ...], str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ class Open(Linear):
     interpreter: Interpreter
     open_axes: tuple[str, ...]
     what: str
-    told: Told
+    report: Report
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -142,7 +142,9 @@ class Open(Linear):
         for each in (made, storage_type):
             each.read_only = each.read_only or f"is the {self.what}"
         interpreter.add(equation)
-        interpreter.observer.moved("same", Collective("convert", I, R, self.open_axes), x, y)
+        interpreter.observer.on_collective(
+            "same", Collective("convert", I, R, self.open_axes), x, y
+        )
         return y
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
@@ -155,9 +157,9 @@ class Open(Linear):
                 continue
             if not accepts(K, have):
                 wrong = messages.cotangent(interpreter, at, K, storage_type, self.what)
-                interpreter.numbers.branches.insist(wrong)
+                interpreter.numbers.branches.fail(wrong)
             varies = plain(have) in (V, Partial)
-            self.told(axis, _SUMMED if varies else (), self.what)
+            self.report(axis, _SUMMED if varies else (), self.what)
             summed += [axis] * varies
         if not summed:
             return grad

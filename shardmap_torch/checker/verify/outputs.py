@@ -149,7 +149,7 @@ _CAUSES: Final = {
 }
 
 
-class Leaving:
+class Exits:
     """The results of one way through a body, on their way out.
 
     Attributes:
@@ -204,7 +204,7 @@ class Leaving:
             raise propose(error, [self._summed(result, open_sums)])
         for position in result.match.crossing:
             spec, path = result.match.spec(position), result.match.paths[position]
-            self._interpreter.observer.left(path, result.leaves[position], spec)
+            self._interpreter.observer.on_result(path, result.leaves[position], spec)
         self._return_values(result)
         self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
         for (position, axis), way_out in self.exits.items():
@@ -215,7 +215,7 @@ class Leaving:
     def _return_values(self, result: Result) -> None:
         for path, leaf in zip(result.match.paths, result.leaves, strict=True):
             if not isinstance(leaf, Tensor):
-                self._interpreter.observer.returned(path, leaf)
+                self._interpreter.observer.on_python_result(path, leaf)
 
     def _exit(self, where: Where, found: tuple[Cast, ...], spec: P, value: Tensor) -> Exit:
         """The conversions found, or those that all ways share where they are right as well."""

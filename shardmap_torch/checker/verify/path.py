@@ -17,7 +17,7 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
 from shardmap_torch.checker.interpreter.state import is_real
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
-from shardmap_torch.checker.ir.paths import Branches, told
+from shardmap_torch.checker.ir.paths import Branches, format_branches
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.ir.repairs import Repair
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
@@ -29,7 +29,7 @@ from shardmap_torch.checker.verify.backward import PullBack, record_backward
 from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape, local_shape
 from shardmap_torch.checker.verify.merge import is_raised_by_body
 from shardmap_torch.checker.verify.nested import Inner
-from shardmap_torch.checker.verify.outputs import Leaving, Uncommitted, sum_results
+from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, sum_results
 from shardmap_torch.checker.verify.record import Recording
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
@@ -72,7 +72,7 @@ def go(this: Round, branches: Branches) -> PathOutcome:
             except ShardTypeError:
                 raise retry.error from None
     except ShardTypeError as error:
-        error.args = ("\n".join([str(error), *told(branches.taken)]),)
+        error.args = ("\n".join([str(error), *format_branches(branches.taken)]),)
         raise
     finally:
         branches.end()
@@ -144,7 +144,7 @@ class _Verification:
     def run(self) -> PathOutcome:
         """Interprets forward and backward."""
         this, interpreter, backend = self._this, self._interpreter, self._backend
-        leaving = Leaving(
+        exits_ = Exits(
             this.call, interpreter, backend, this.resolved, this.repair, self._uncommitted
         )
         with self._entered() as locals_:
@@ -153,7 +153,7 @@ class _Verification:
             except Exception as error:
                 return self._raised(error)
             observer = interpreter.observer
-            leaving.leave(result)
+            exits_.leave(result)
             interpreter.observer = observer  # backwards of the user's own are followed
             back = PullBack(this.call, interpreter, backend, locals_)
             try:
@@ -166,7 +166,7 @@ class _Verification:
             self._inner.resolve()
         if self._one is not None:
             self._one.require(self._call.name, self._branches.taken, self.numbers)
-        return self._outcome(result, leaving, back)
+        return self._outcome(result, exits_, back)
 
     def record(self, steps: Recorder) -> None:
         """Interprets the forward, and notes its steps, also those of backwards of the user's own.
@@ -179,10 +179,10 @@ class _Verification:
             sum_results(self._backend, self._this.repair, result)
             for position in result.match.crossing:
                 value = self._interpreter.fakify(result.leaves[position])
-                steps.left(result.match.paths[position], value, result.match.spec(position))
+                steps.on_result(result.match.paths[position], value, result.match.spec(position))
             for path, leaf in zip(result.match.paths, result.leaves, strict=True):
                 if not isinstance(leaf, Tensor):
-                    steps.returned(path, leaf)
+                    steps.on_python_result(path, leaf)
             outputs = [result.leaves[position] for position in result.match.crossing]
             if self._interpreter.has_hooks or any(True for _ in own_nodes(outputs)):
                 with suppress(ShardTypeError):  # types are judged where there are ranks
@@ -239,11 +239,11 @@ class _Verification:
             fake, types, f"input {path} ({spec!r})", f"is the input {path}"
         )
         storage_type.leaf = position
-        interpreter.observer.entered(fake, spec)
+        interpreter.observer.on_argument(fake, spec)
         with interpreter.paused():
             return fake.requires_grad_(like.grad)
 
-    def _outcome(self, result: Result, leaving: Leaving, back: PullBack) -> PathOutcome:
+    def _outcome(self, result: Result, exits_: Exits, back: PullBack) -> PathOutcome:
         interpreter = self._interpreter
         outputs = {}
         leaves = list(result.leaves)
@@ -262,7 +262,7 @@ class _Verification:
             replace(result, leaves=leaves),
             None,
             outputs,
-            leaving.exits,
+            exits_.exits,
             back.needs,
             interpreter.batches,
             interpreter.draws,

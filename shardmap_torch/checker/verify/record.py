@@ -47,7 +47,7 @@ class Recording:
                 "a run "
                 "cannot tell which path it takes. Pass the type as src=."
             )
-            interpreter.numbers.branches.insist(unlike)
+            interpreter.numbers.branches.fail(unlike)
         self._at.types = found
         return found
 

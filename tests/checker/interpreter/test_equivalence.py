@@ -86,7 +86,7 @@ def check(
         backend = scope.backend
         if is_checker(backend):  # as on every mesh while a body is checked
             composition = lambda x, w: (product(backend, x, w),)  # noqa: E731
-            backend.hold(
+            backend.check_equivalent(
                 ("product, overlapped", forward, pull),
                 form(backend, forward, pull),
                 composition,

@@ -40,9 +40,9 @@ def viewed(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
 
 def of_both_axes(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     h = x @ w + b
-    whole = largest(h.detach().max(), ("dp", "tp"))
+    global_shape = largest(h.detach().max(), ("dp", "tp"))
     again = largest(largest(h.detach().min(), "dp", "min"), "tp", "min")
-    return all_reduce((whole - again) * h @ w2, "tp", dst=I) + b2
+    return all_reduce((global_shape - again) * h @ w2, "tp", dst=I) + b2
 
 
 def norm(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:

@@ -35,11 +35,11 @@ def held_in(
     body: Body, in_specs: Any, out_specs: Any, *args: Any, **options: Any
 ) -> list[Equation]:
     mapped = shard_map(body, mesh=ABSTRACT, in_specs=in_specs, out_specs=out_specs, **options)
-    return [equation for equation in trace(mapped, *args).equations if equation.held]
+    return [equation for equation in trace(mapped, *args).equations if equation.compared]
 
 
 def told(equation: Equation) -> list[str]:
-    return [f"{'back: ' if each.backward else ''}{each.collective}" for each in equation.held]
+    return [f"{'back: ' if each.backward else ''}{each.collective}" for each in equation.compared]
 
 
 GATHER, SCATTER = "all_gather('tp', V -> R)", "reduce_scatter('tp', Partial -> V)"
