@@ -1,11 +1,11 @@
 """The overlapped matmuls, forward and backward, as kernels over any transport.
 
-On the mesh's typed collectives (`whole.Collectives`) they are the same code without chunks, which
+On the mesh's typed collectives (`network.Collectives`) they are the same code without chunks, which
 the checker interprets.
 
 Every function here is per-rank code on plain tensors. A tensor whose last dim is contracted is
 seen as a matrix of *tokens*, one row for each index of the other dims. The dim that is gathered or
-scattered cuts that matrix either by rows or by features (`Cut`).
+scattered shards that matrix either by rows or by features (`ChunkedDim`).
 """
 
 from collections.abc import Sequence
@@ -66,8 +66,8 @@ def as_matrix(x: Tensor) -> Tensor:
 class ChunkedDim:
     """The sharding of a matrix of tokens that follows from sharding one dim of its tensor.
 
-    The *cut matrix* has the cut dim as its rows, so that a chunk is contiguous: the matrix of
-    tokens itself, with `dim` outermost, or its transpose when the last dim is sharded.
+    The *chunked matrix* has the sharded dim as its rows, so that a chunk is contiguous: the matrix
+    of tokens itself, `dim` outermost, or its transpose when the last dim is sharded.
     """
 
     dim: int
@@ -80,7 +80,7 @@ class ChunkedDim:
         return cls(0 if dim == ndim - 1 else dim, dim == ndim - 1)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """The matrix of tokens; a copy of `x` unless the cut dim is outermost."""
+        """The matrix of tokens; a copy of `x` unless the sharded dim is outermost."""
         return as_matrix(x.movedim(self.dim, 0))
 
     def restore(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
@@ -89,15 +89,15 @@ class ChunkedDim:
         return tokens.reshape(outermost).movedim(0, self.dim).contiguous()
 
     def matrix(self, x: Tensor) -> Tensor:
-        """The cut matrix, contiguous."""
+        """Returns the chunked matrix, contiguous."""
         return self.flip(self.tokens(x)).contiguous()
 
     def flip(self, matrix: Tensor) -> Tensor:
-        """Tokens to cut matrix and back."""
+        """Converts tokens to the chunked matrix and back."""
         return matrix.t() if self.by_features else matrix
 
     def times(self, transport: Network, w: Tensor, bias: Tensor | None, out: Tensor) -> Consume:
-        """Consumes cut rows of x into the tokens of `out`, which become x @ w + bias."""
+        """Consumes rows of the chunked x into the tokens of `out`, which become x @ w + bias."""
 
         def rows_times(rows: slice, tile: Tensor) -> None:
             multiply_into(transport, out[rows], tile, w, bias)
@@ -108,7 +108,7 @@ class ChunkedDim:
         return features_times if self.by_features else rows_times
 
     def left_gradient(self, transport: Network, dy: Tensor, out: Tensor) -> Consume:
-        """Consumes cut rows of x into xᵀ @ dy; `out` starts at zero."""
+        """Consumes rows of the chunked x into xᵀ @ dy; `out` starts at zero."""
 
         def rows_gradient(rows: slice, tile: Tensor) -> None:
             accumulate(transport, out, tile.t(), dy[rows])
@@ -253,7 +253,7 @@ def gather_backward(
     dim: int,
     choice: Choice,
 ) -> Steps[tuple[Tensor, list[Tensor | None]]]:
-    """Gradients of `gather_forward` from its gathered cut matrix: (dx, the wanted dws).
+    """Gradients of `gather_forward` from its gathered chunked matrix: (dx, the wanted dws).
 
     `gathered` may be None where no dw is wanted.
 
@@ -372,7 +372,7 @@ def reduce_backward(
 
 
 class _Gradients:
-    """The wanted gradients of x @ w, from chunks of the cut matrix of its cotangent."""
+    """The wanted gradients of x @ w, from chunks of the chunked matrix of its cotangent."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class Checker(Backend, Protocol):
 
 def is_checker(backend: Backend) -> TypeGuard[Checker]:
     """Returns whether the body is being checked; isinstance of a Protocol takes 40 us."""
-    return hasattr(backend, "hold")
+    return hasattr(backend, "check_equivalent")
 
 
 def sends_bundles(backend: Backend) -> bool:

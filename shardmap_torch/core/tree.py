@@ -132,7 +132,7 @@ _SPREAD: Final = Memo[tuple[tuple[str, Any], ...] | None]()
 def broadcast_prefix_all(
     prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
 ) -> list[Placed[Any] | Mismatch]:
-    """Broadcasts specs like `spread`, remembering paths and specs by structures and specs.
+    """Broadcasts specs like `broadcast_prefix`; remembers the result by structures and specs.
 
     `is_spec` must be one function for all calls, and specs must be hashable.
     """

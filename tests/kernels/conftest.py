@@ -13,5 +13,5 @@ from shardmap_torch.core.caching import Memo
 @pytest.fixture
 def forget() -> Iterator[Callable[[], None]]:
     """Has everything held anew, where a test has changed the kernels."""
-    with mock.patch.object(equivalence, "_HELD", Memo[Any]()):
-        yield lambda: setattr(equivalence, "_HELD", Memo[Any]())
+    with mock.patch.object(equivalence, "_COMPARED", Memo[Any]()):
+        yield lambda: setattr(equivalence, "_COMPARED", Memo[Any]())

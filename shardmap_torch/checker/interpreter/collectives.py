@@ -59,7 +59,7 @@ class AbstractBackend:
         composition: Form,
         operands: Sequence[Tensor],
     ) -> None:
-        """Holds what a run may do in place of a composition against it; see `hold`."""
+        """Holds what a run may do in place of a composition against it; see `check_equivalent`."""
         before = self._repair, self._places
         self._repair, self._places = NONE, Places()
         try:

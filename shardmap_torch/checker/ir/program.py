@@ -76,7 +76,7 @@ class Use:
 
 @dataclass(frozen=True)
 class KernelCollective:
-    """A collective of what a run may do in place of a composition; see `hold`.
+    """A collective of what a run may do in place of a composition; see `check_equivalent`.
 
     Attributes:
         collective: as printed.

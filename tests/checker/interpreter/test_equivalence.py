@@ -37,7 +37,7 @@ SCATTER, SUM = GATHER.transpose, Collective("all_reduce", Partial, R, ("tp",))
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered() -> Iterator[None]:
-    with mock.patch.object(equivalence, "_HELD", Memo[Any]()):
+    with mock.patch.object(equivalence, "_COMPARED", Memo[Any]()):
         yield
 
 
