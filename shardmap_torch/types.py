@@ -7,8 +7,9 @@ Source: JAX calls them invariant, reduced, varying and unreduced (`jax.shard_map
 S(i) is DTensor's `Shard(i)`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from shardmap_torch.errors import ShardTypeError
 
@@ -56,7 +57,10 @@ Partial = AxisType("P")
 K = AxisType("K")
 """Uncommitted: equal on all ranks, neither I nor R yet."""
 Z = AxisType("Z")
-"""Zero on every rank, which fits any type."""
+"""Zero on every rank, which matches any type."""
+
+COTANGENT: Final[Mapping[AxisType, AxisType]] = {I: I, R: Partial, V: V, Partial: R}
+"""The type of the cotangent of a value, by the type of the value."""
 
 
 def S(dim: int) -> AxisType:  # noqa: N802 - reads as the type it makes, like DTensor's Shard(dim)

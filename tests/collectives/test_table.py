@@ -19,6 +19,7 @@ from tests.programs.support.harness import worker_mesh
 from tests.programs.support.rows import (
     ADDENDS,
     BROKEN,
+    COTANGENT,
     MEANINGS,
     breakable,
     cases_of,
@@ -131,9 +132,6 @@ def test_the_transpose_of_the_transpose_is_a_row_with_the_same_types(row: Row) -
     back = TABLE[row.transpose]
     src = V if row.key == ADDENDS else row.src
     assert (COTANGENT[back.src], COTANGENT[back.dst]) == (row.dst, src)
-
-
-COTANGENT = {I: I, R: Partial, Partial: R, V: V}
 
 
 def test_a_collective_prints_its_axes_and_types() -> None:

@@ -22,7 +22,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.types import I, K, Partial, R, V, Z
+from shardmap_torch.types import COTANGENT, I, K, Partial, R, V, Z
 
 _EQUAL: Final = frozenset({R, K, Z})
 """Types of values that are equal on all ranks, and whose gradient may be a pending sum."""
@@ -40,8 +40,7 @@ def seed(interpreter: Interpreter, output: Tensor, given: Tensor | None) -> Tens
             return None  # torch says why it needs one
         given = torch.ones_like(output)
         # What a rank does not share with the others is seeded as its own.
-        dual = {I: I, V: V, Partial: R}
-        interpreter.storage_type(given).types = tuple(dual.get(axis_type, K) for axis_type in have)
+        interpreter.storage_type(given).types = tuple(COTANGENT.get(t, K) for t in have)
     cotangents = interpreter.storage_type(given).types
     for axis, (axis_type, cotangent) in enumerate(zip(have, cotangents, strict=True)):
         if not accepts(axis_type, cotangent):

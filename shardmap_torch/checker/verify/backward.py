@@ -1,7 +1,7 @@
 """The backward derived from a body: gradients of inputs and closures, against their types."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
-from shardmap_torch.types import I, K, Partial, R, V, Z
+from shardmap_torch.types import COTANGENT, I, K, Partial, V, Z
 
 
 class PullBack:
@@ -117,10 +117,6 @@ class PullBack:
                 )
 
 
-_DUAL: Final = {I: I, R: Partial, V: V, Partial: R, K: I}
-"""The type of the cotangent from which the one-device backward starts, where types do not count."""
-
-
 def record_backward(
     interpreter: Interpreter, results: Sequence[Any], inputs: Sequence[Tensor]
 ) -> None:
@@ -134,7 +130,7 @@ def record_backward(
         with interpreter.paused():
             seed = torch.empty_like(value)
         types = tuple(
-            _DUAL.get(plain(axis_type), axis_type) for axis_type in interpreter.types_of(value)
+            (I if t == K else COTANGENT.get(plain(t), t)) for t in interpreter.types_of(value)
         )
         interpreter.bring(seed, types, "the cotangent of a result")
         seeds.append(seed)
