@@ -7,6 +7,7 @@ from shardmap_torch.ops.cast import convert, redistribute, reinterpret
 from shardmap_torch.ops.gather import all_gather, all_to_all, broadcast
 from shardmap_torch.ops.index import axis_index, axis_size
 from shardmap_torch.ops.permute import ppermute, shift
+from shardmap_torch.ops.ragged import ragged_all_to_all
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
 from shardmap_torch.ops.reshard import reshard
 
@@ -19,6 +20,7 @@ __all__ = [
     "broadcast",
     "convert",
     "ppermute",
+    "ragged_all_to_all",
     "redistribute",
     "reduce_scatter",
     "reinterpret",

@@ -111,8 +111,9 @@ def all_to_all(
     must be n and goes away, and a new dim of size n stands at `concat_dim` of the result. With
     `split_sizes` and `concat_sizes` the true lengths of the ranks' pieces differ: `split_dim` is
     sum(split_sizes) and becomes max(split_sizes), `concat_dim` is max(concat_sizes) and becomes
-    sum(concat_sizes). Types: S(concat_dim) or V becomes S(split_dim). Backward: all_to_all with
-    the dims swapped. Sends (n-1)/n * x.nbytes per rank.
+    sum(concat_sizes). Where both dims are the same, its blocks are transposed with the ranks.
+    Types: S(concat_dim) or V becomes S(split_dim). Backward: all_to_all with the dims swapped.
+    Sends (n-1)/n * x.nbytes per rank.
 
     Args:
         x: a tensor or a pytree of tensors.
@@ -149,10 +150,10 @@ def all_to_all(
         split = read_dim("all_to_all", "split_dim", split_dim, leaf.ndim)
         concat = read_dim("all_to_all", "concat_dim", concat_dim, leaf.ndim)
         length = leaf.shape[split]
-        if tiled and split == concat:
+        if tiled and split == concat and (splits or concats):
             raise CollectiveError(
-                f"all_to_all: split_dim and concat_dim are both {split}; with tiled=True they "
-                "must differ."
+                f"all_to_all: split_dim and concat_dim are both {split}, where sizes say nothing "
+                "of what goes from one rank to another. Use ragged_all_to_all."
             )
         check_split("all_to_all", "split_dim", length, axes, num_ranks, tiled, splits)
         if concats is not None:

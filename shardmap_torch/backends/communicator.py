@@ -102,6 +102,16 @@ class Wire:
         self._wait(dist.all_to_all_single(out, parts, group=self.group, async_op=True))
         return out
 
+    def exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Sends the next `send[r]` rows to each rank r; the next `receive[r]` come from it."""
+        x = x.contiguous()
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        work = dist.all_to_all_single(
+            out, x, list(receive), list(send), group=self.group, async_op=True
+        )
+        self._wait(work)
+        return out
+
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
         """Sends each pair's first rank's value to its second; zeros where none arrives."""
         sends = [target for source, target in pairs if source == self.rank]
@@ -174,6 +184,11 @@ class TracedWire:
         ones = [1] * self.size
         parts = parts.contiguous()
         return _wait(_functional().all_to_all_single(parts, ones, ones, self.group))
+
+    def exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Sends the next `send[r]` rows to each rank r; the next `receive[r]` come from it."""
+        own = x.contiguous()
+        return _wait(_functional().all_to_all_single(own, list(receive), list(send), self.group))
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
         target_of = _completed(pairs, self.size)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardmap_torch.backends.communicator import TracedWire, Wire
 from shardmap_torch.backends.local import LOCAL, alone
 from shardmap_torch.backends.rank import RankBackend
-from shardmap_torch.backends.reference import gather, scatter
+from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.control.run import Control, StuckError
@@ -195,6 +195,23 @@ def _exchange(line: Line, c: Collective, x: Tensor) -> Tensor:
     return gather(out, c.concat_dim, c.tiled, c.concat_sizes)
 
 
+def _ragged(line: Line, c: Collective, x: Tensor) -> Tensor:
+    send = with_rest(c)[line.own]
+    receive = [counts[line.own] for counts in c.counts]
+    if line.in_order:
+        rows = line.wire.exchange_rows(x.narrow(0, 0, sum(send[:-1])), send[:-1], receive)
+        return fill(rows, 0, c.lengths[1])
+    positions = [line.order.index(rank) for rank in range(len(line.order))]
+    blocks = x.split(send)
+    rows = line.wire.exchange_rows(
+        torch.cat([blocks[at] for at in positions]),
+        [send[at] for at in positions],
+        [receive[at] for at in positions],
+    )
+    received = rows.split([receive[at] for at in positions])
+    return fill(torch.cat([received[rank] for rank in line.order]), 0, c.lengths[1])
+
+
 def _permute(line: Line, c: Collective, x: Tensor) -> Tensor:
     pairs = [(line.order[source], line.order[target]) for source, target in c.perm]
     return line.wire.permute(x, pairs)
@@ -215,6 +232,7 @@ MOVES: Final[Mapping[str, Callable[[Line, Collective, Tensor], Tensor]]] = {
     "gather": _gather,
     "sum_scatter": _sum_scatter,
     "exchange": _exchange,
+    "ragged": _ragged,
     "permute": _permute,
     "broadcast": _broadcast,
     "sum_mask": _sum_mask,

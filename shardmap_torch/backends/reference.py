@@ -128,9 +128,29 @@ def _sum_scatter(c: Collective, x: Stack) -> Stack:
 
 def _exchange(c: Collective, x: Stack) -> Stack:
     # An all-to-all gives what gathering along one dim and slicing along the other gives.
+    if c.tiled and c.dim == c.concat_dim:
+        return x.varying(_transpose(x.every(), c.dim + 1, x.num_ranks))
     gather_dim, split_dim = untiled_dims(c) if not c.tiled else (c.concat_dim, c.dim)
     whole = gather(x.every(), gather_dim, c.tiled, c.concat_sizes)
     return x.varying(scatter(whole, split_dim, c.tiled, c.sizes, x.num_ranks))
+
+
+def _transpose(every: Tensor, dim: int, num_ranks: int) -> Tensor:
+    """Swaps the ranks with the blocks of `dim`, as an all-to-all along one dim does."""
+    blocks = every.unflatten(dim, (num_ranks, every.shape[dim] // num_ranks))
+    return blocks.transpose(0, dim).flatten(dim, dim + 1)
+
+
+def _ragged(c: Collective, x: Stack) -> Stack:
+    every = x.every()
+    blocks = [local.split(counts) for local, counts in zip(every, with_rest(c), strict=True)]
+    joined = [torch.cat([own[rank] for own in blocks]) for rank in range(x.num_ranks)]
+    return x.varying(torch.stack([fill(rows, 0, c.lengths[1]) for rows in joined]))
+
+
+def with_rest(c: Collective) -> list[list[int]]:
+    """Returns the counts of each rank's rows, by receiver, and then of those that nobody gets."""
+    return [[*counts, c.lengths[0] - sum(counts)] for counts in c.counts]
 
 
 def _permute(c: Collective, x: Stack) -> Stack:
@@ -177,6 +197,7 @@ MOVES: Final[Mapping[str, Callable[[Collective, Stack], Stack]]] = MappingProxyT
         "pad": _pad,
         "sum_scatter": _sum_scatter,
         "exchange": _exchange,
+        "ragged": _ragged,
         "permute": _permute,
         "broadcast": _broadcast,
         "mask": _mask,

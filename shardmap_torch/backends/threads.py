@@ -248,7 +248,7 @@ def _place() -> str:
     return f"{Path(site.file).name}:{site.line}" if site is not None else "an unknown line"
 
 
-_SHOWN: Final = ("dim", "concat_dim", "tiled", "sizes", "concat_sizes", "perm", "source")
+_SHOWN: Final = ("dim", "concat_dim", "tiled", "sizes", "concat_sizes", "perm", "source", "lengths")
 _DEFAULTS: Final = {field.name: field.default for field in fields(Collective)}
 
 

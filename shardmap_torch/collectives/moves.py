@@ -41,6 +41,10 @@ def _exchanged(c: Any, shape: Shape, num_ranks: int) -> Shape:
     return _split_dim(joined, split_dim, c.tiled, c.sizes, num_ranks)
 
 
+def _ragged(c: Any, shape: Shape, num_ranks: int) -> Shape:
+    return (c.lengths[1], *shape[1:])
+
+
 def _concatenate(shape: Shape, dim: int, tiled: bool, sizes: Sizes, num_ranks: int) -> Shape:
     if not tiled:
         return (*shape[:dim], num_ranks, *shape[dim:])
@@ -88,6 +92,7 @@ MOVES: Final[Mapping[str, Move]] = MappingProxyType(
             Move("gather", _concatenated, equal=True, sends=True),
             Move("sum_scatter", _split, adds=True),
             Move("exchange", _exchanged, sends=True),
+            Move("ragged", _ragged),
             Move("permute"),
             Move("broadcast", equal=True, sends=True),
             Move("sum_mask", adds=True),

@@ -60,7 +60,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class Collective(Linear):
-    """One collective call: a row of the table with its arguments. Dims are non-negative."""
+    """One collective call: a row of the table with its arguments. Dims are non-negative.
+
+    Of a ragged exchange `lengths` are the rows of the operand and of the result, and
+    `counts[s][t]` rows go from rank s to rank t; there are none while a body is checked.
+    """
 
     name: str
     src: AxisType
@@ -73,6 +77,8 @@ class Collective(Linear):
     concat_sizes: tuple[int, ...] | None = None
     perm: tuple[tuple[int, int], ...] = ()
     source: int = 0
+    lengths: tuple[int, int] = (0, 0)
+    counts: tuple[tuple[int, ...], ...] = ()
     comm_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
 

@@ -27,6 +27,10 @@ TURNS: Final[Mapping[str, Callable[[Any], Mapping[str, Any]]]] = MappingProxyTyp
             "sizes": c.concat_sizes,
             "concat_sizes": c.sizes,
         },
+        "swap rows": lambda c: {
+            "lengths": c.lengths[::-1],
+            "counts": tuple(zip(*c.counts, strict=True)),
+        },
         "invert pairs": lambda c: {"perm": tuple((dst, src) for src, dst in c.perm)},
     }
 )
@@ -88,6 +92,15 @@ ROWS: Final = (
     Row("all_gather", V, I, "gather", ("convert", I, V), "n-1"),
     Row("reduce_scatter", Partial, V, "sum_scatter", ("all_gather", V, R), "(n-1)/n"),
     Row("all_to_all", V, V, "exchange", ("all_to_all", V, V), "(n-1)/n", "swap dims"),
+    Row(
+        "ragged_all_to_all",
+        V,
+        V,
+        "ragged",
+        ("ragged_all_to_all", V, V),
+        "(n-1)/n",
+        "swap rows",
+    ),
     Row("ppermute", V, V, "permute", ("ppermute", V, V), "1", "invert pairs"),
     Row("broadcast", V, R, "broadcast", ("reduce", Partial, V), "1"),
     Row("broadcast", V, I, "broadcast", ("mask", I, V), "1"),

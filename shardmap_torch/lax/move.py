@@ -132,11 +132,6 @@ def all_to_all(
             parts = split("all_to_all", "split_axis", leaf, at, axes, groups, tiled)
             return join(exchange_groups(parts, axes, groups), concat, tiled)
         check_split("all_to_all", "split_axis", leaf.shape[at], axes, num_ranks, tiled, None)
-        if tiled and at == concat:
-            # The chunks of one dim are transposed with the ranks: stack them, and join again.
-            chunks = leaf.unflatten(at, (num_ranks, leaf.shape[at] // num_ranks))
-            moved = ops.all_to_all(chunks, axes, split_dim=at, concat_dim=at, tiled=False)
-            return join(moved.movedim(at, 0), at, tiled=True)
         return ops.all_to_all(leaf, axes, split_dim=at, concat_dim=concat, tiled=tiled)
 
     return each_leaf("all_to_all", x, one)

@@ -8,6 +8,8 @@ from shardmap_torch.nn.attention import attention, own_kv_heads
 from shardmap_torch.nn.cache import kv_update
 from shardmap_torch.nn.context import head_tail_order, ring_attention, ulysses_attention
 from shardmap_torch.nn.embedding import vocab_parallel_embedding
+from shardmap_torch.nn.experts.dropless import dropless_moe
+from shardmap_torch.nn.experts.grouped import grouped_linear
 from shardmap_torch.nn.fsdp import fsdp_gather, fsdp_layer
 from shardmap_torch.nn.linear import column_linear, row_linear
 from shardmap_torch.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
@@ -21,10 +23,12 @@ from shardmap_torch.random import dropout
 __all__ = [
     "attention",
     "column_linear",
+    "dropless_moe",
     "dropout",
     "fsdp_gather",
     "fsdp_layer",
     "gpipe_schedule",
+    "grouped_linear",
     "head_tail_order",
     "kv_update",
     "layer_norm",

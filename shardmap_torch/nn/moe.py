@@ -33,7 +33,7 @@ def moe(
     choices first, then in order; what is beyond is dropped from that expert's sum. Whether a
     position is dropped so depends on its sequence alone and not on the number of ranks. With
     `capacity_factor=None` C is the length of the sequence and nothing is dropped, at the cost of
-    e / num_selected times the work and the bytes (dropless by padding).
+    e / num_selected times the work and the bytes (dropless by padding; `dropless_moe` needs none).
 
     Shape: x [b/n, t, d], router [d, e], experts with leading dimension e/n on each of n ranks gives
     y [b/n, t, d] and a scalar loss; C = ceil(capacity_factor * num_selected * t / e). Types: x and
@@ -75,10 +75,10 @@ def moe(
                 [  0., 100.]])
     """
     num_experts = router.shape[-1]
-    _check("moe", x, router, experts, axis, num_selected)
+    check_experts("moe", x, router, experts, axis, num_selected)
     chances = (x @ to_replicate(router, axis)).softmax(-1)  # [b/n, t, e]
     values, chosen = chances.topk(num_selected, -1)
-    picks = _one_hot(chosen, num_experts, x.dtype)  # [b/n, t, k, e]
+    picks = one_hot(chosen, num_experts, x.dtype)  # [b/n, t, k, e]
     room = x.shape[1]
     if capacity_factor is not None:
         room = min(room, math.ceil(capacity_factor * num_selected * room / num_experts))
@@ -91,10 +91,11 @@ def moe(
     back = all_to_all(made, axis, split_dim=1, concat_dim=0)  # [e, b/n, C, d]
     weights = (slots * shares[..., None, None]).sum(2)
     y: Tensor = _places(weights) @ back.transpose(0, 1).flatten(1, 2)
-    return y, _balance(chances, picks, (axis, *axes_of(batch_axis)))
+    return y, balance_loss(chances, picks, (axis, *axes_of(batch_axis)))
 
 
-def _one_hot(numbers: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def one_hot(numbers: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Marks numbers below `count`: [...] -> [..., count]."""
     return (numbers.unsqueeze(-1) == torch.arange(count, device=numbers.device)).to(dtype)
 
 
@@ -116,7 +117,7 @@ def _slots(picks: Tensor, room: int) -> Tensor:
     return picks.unsqueeze(-1) * free
 
 
-def _balance(chances: Tensor, picks: Tensor, axes: tuple[str, ...]) -> Tensor:
+def balance_loss(chances: Tensor, picks: Tensor, axes: tuple[str, ...]) -> Tensor:
     """Computes the load-balancing loss over the batch of all ranks."""
     num_tokens = chances.shape[0] * chances.shape[1] * axis_size(axes)
     load = all_reduce(picks.sum((0, 1, 2)), axes, dst=I) / (num_tokens * picks.shape[2])
@@ -124,9 +125,14 @@ def _balance(chances: Tensor, picks: Tensor, axes: tuple[str, ...]) -> Tensor:
     return (load * chance).sum() * picks.shape[-1]
 
 
-def _check(
+def check_experts(
     name: str, x: Tensor, router: Tensor, experts: Any, axis: str, num_selected: int
 ) -> None:
+    """Requires shapes of a mixture of experts.
+
+    Raises:
+        LayerError: they do not match, or more experts are selected than there are.
+    """
     check_inner(name, x, router.shape[0], router, "router")
     num_experts, count = router.shape[-1], num_ranks(name, axis)
     sizes = [list(leaf.shape) for leaf in flatten(experts)[0] if isinstance(leaf, Tensor)]

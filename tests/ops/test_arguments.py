@@ -141,8 +141,9 @@ CASES: list[tuple[Callable[[Tensor], Any], str]] = [
         "all_to_all: concat_dim=2 is no dim of the operand; it has 2 dims.",
     ),
     (
-        lambda x: all_to_all(x, "tp", split_dim=-2, concat_dim=0),
-        "all_to_all: split_dim and concat_dim are both 0; with tiled=True they must differ.",
+        lambda x: all_to_all(x, "tp", split_dim=-2, concat_dim=0, split_sizes=(1, 3)),
+        "all_to_all: split_dim and concat_dim are both 0, where sizes say nothing of what goes "
+        "from one rank to another. Use ragged_all_to_all.",
     ),
     (lambda x: convert(x, "tp", src=R, dst=V), "convert from R to V needs dim=."),
     (

@@ -28,6 +28,7 @@ MOVES: dict[str, str] = {
     "gather": "joins the ranks' values along a dim",
     "sum_scatter": "adds the ranks' values, keeps its own shard of a dim",
     "exchange": "splits along one dim, joins what arrives along another",
+    "ragged": "sends as many rows to each rank as data says",
     "permute": "sends to other ranks, by pairs",
     "broadcast": "copies one rank's value",
     "sum_mask": "adds the ranks' values on one rank, zero elsewhere",

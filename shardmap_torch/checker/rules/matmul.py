@@ -4,6 +4,7 @@ from typing import Final
 
 from shardmap_torch.checker.rules.builders import SELF, each, merged, product, sums
 from shardmap_torch.checker.rules.rule import Row
+from shardmap_torch.core.grouped import grouped_matmul, grouped_outer
 
 MATMUL: Final = merged(
     each(product("self", "mat2"), "mm bmm"),
@@ -52,4 +53,10 @@ LINALG: Final = merged(
     each(SELF, "_fft_c2c _fft_c2r _fft_r2c"),
 )
 
-ROWS: Final = merged(MATMUL, CONVOLUTION, LINALG)
+# In each group a product; the sizes of the groups select rows.
+GROUPED: Final = {
+    grouped_matmul._opoverload: product("rows", "weights"),
+    grouped_outer._opoverload: product("left", "right"),
+}
+
+ROWS: Final = merged(MATMUL, CONVOLUTION, LINALG, GROUPED)

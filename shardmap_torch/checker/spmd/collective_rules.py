@@ -52,6 +52,8 @@ def after(name: str, move: Move) -> State:
         UnrelatedError: on one device it is not the identity.
     """
     collective = move.collective
+    if name == "ragged":  # rows beyond those that are sent become zeros, also on one rank
+        raise UnrelatedError("its rows go to the ranks that data names", _WRAP)
     if not move.axes:
         return move.x.dims, move.partial
     if not collective.tiled:
@@ -93,6 +95,8 @@ def _sum_scatter(move: Move) -> State:
 
 
 def _exchange(move: Move) -> State:
+    if move.collective.dim == move.collective.concat_dim:
+        return _per_rank(move)
     joined = _joined(move, move.collective.concat_dim)
     return _parted(move, move.collective.dim, joined), move.partial
 
@@ -166,6 +170,7 @@ _MOVES: Final[Mapping[str, Callable[[Move], State]]] = MappingProxyType(
         "pad": _pad,
         "sum_scatter": _sum_scatter,
         "exchange": _exchange,
+        "ragged": _per_rank,
         "permute": _per_rank,
         "broadcast": _per_rank,
         "mask": _mask,

@@ -71,6 +71,12 @@ def _exchange(c: Collective, xs: list[Array]) -> list[Array]:
     ]
 
 
+def _ragged(c: Collective, xs: list[Array]) -> list[Array]:
+    sent = [np.split(x, np.cumsum(counts))[:-1] for x, counts in zip(xs, c.counts, strict=True)]
+    joined = [np.concatenate([own[r] for own in sent]) for r in range(len(xs))]
+    return [_lengthen(rows, 0, c.lengths[1]) for rows in joined]
+
+
 def _permute(c: Collective, xs: list[Array]) -> list[Array]:
     out = [np.zeros_like(x) for x in xs]
     for source, target in c.perm:
@@ -113,6 +119,7 @@ MEANINGS: Mapping[Key, Meaning] = {
     ("all_gather", V, I): _gather,
     ("reduce_scatter", Partial, V): _sum_scatter,
     ("all_to_all", V, V): _exchange,
+    ("ragged_all_to_all", V, V): _ragged,
     ("ppermute", V, V): _permute,
     ("broadcast", V, R): _broadcast,
     ("broadcast", V, I): _broadcast,
@@ -139,6 +146,7 @@ BROKEN: Mapping[Key, Key] = {
     ("all_gather", V, I): ("reduce_scatter", Partial, V),
     ("reduce_scatter", Partial, V): ("convert", V, Partial),
     ("all_to_all", V, V): ("reinterpret", R, V),
+    ("ragged_all_to_all", V, V): ("reinterpret", R, V),
     ("ppermute", V, V): ("reinterpret", R, V),
     ("broadcast", V, R): ("mask", I, V),
     ("broadcast", V, I): ("reduce", Partial, V),
@@ -205,6 +213,11 @@ def cases_of(row: table.Row, axes: tuple[str, ...], n: int) -> list[Case]:
             Case(replace(base, dim=1, concat_dim=0, tiled=False), (2, n, 3)),
             Case(replace(base, dim=1, concat_dim=1, tiled=False), (2, n)),
             Case(replace(exchange, sizes=sizes, concat_sizes=sizes[::-1]), (longest, total)),
+            Case(replace(base, dim=1, concat_dim=1), (2, 3 * n)),
+        ],
+        "ragged_all_to_all": [
+            Case(replace(base, lengths=(total, n * total), counts=_counts(n)), (total, 2)),
+            Case(replace(base, lengths=(0, 3), counts=((0,) * n,) * n), (0, 2)),
         ],
         "ppermute": [Case(chain, (2, 3)), Case(ring, ()), Case(replace(base, perm=()), (2,))],
         "broadcast": [Case(base, ()), Case(last, (2, 3))],
@@ -222,11 +235,21 @@ def cases_of(row: table.Row, axes: tuple[str, ...], n: int) -> list[Case]:
     return by_name[row.name]
 
 
+def _counts(n: int) -> tuple[tuple[int, ...], ...]:
+    """Of which no two ranks send the same; the last one sends nothing, the first all it has."""
+    full = n * (n + 1) // 2
+    sizes = [tuple((r + 2 * t) % n + (r == 0) for t in range(n)) for r in range(n)]
+    fit = [counts if sum(counts) <= full else (1,) * n for counts in sizes]
+    return (*fit[:-1], (0,) * n) if n > 1 else ((full,),)
+
+
 def breakable(row: table.Row, axes: tuple[str, ...], n: int) -> Case:
     """A call of `row` whose transpose may be replaced by that of `BROKEN`."""
     base = Collective(row.name, row.src, row.dst, axes)
     if row.name == "all_to_all":
         return Case(replace(base, concat_dim=1, tiled=False), (n, n))
+    if row.name == "ragged_all_to_all":
+        return Case(replace(base, lengths=(n, n), counts=((1,) * n,) * n), (n, n))
     return Case(replace(base, perm=((0, 1),)), (n, n))
 
 

@@ -1,0 +1,1 @@
+"""Experts that get as many rows as a router sends them, and no padding."""
