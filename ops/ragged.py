@@ -108,7 +108,7 @@ def _check(
         raise CollectiveError(f"{_NAME} takes a tensor of rows, not {show(x)}.")
     if isinstance(send_sizes, Tensor):
         whole = not (send_sizes.is_floating_point() or send_sizes.is_complex())
-        shape, matches = list(send_sizes.shape), whole and send_sizes.shape == (num_ranks,)
+        shape, matches = str(list(send_sizes.shape)), whole and send_sizes.shape == (num_ranks,)
     else:
         known = isinstance(send_sizes, list | tuple) and all(type(s) is int for s in send_sizes)
         shape, matches = show(send_sizes), known and len(send_sizes) == num_ranks

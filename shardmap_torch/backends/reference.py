@@ -138,7 +138,8 @@ def _exchange(c: Collective, x: Stack) -> Stack:
 def _transpose(every: Tensor, dim: int, num_ranks: int) -> Tensor:
     """Swaps the ranks with the blocks of `dim`, as an all-to-all along one dim does."""
     blocks = every.unflatten(dim, (num_ranks, every.shape[dim] // num_ranks))
-    return blocks.transpose(0, dim).flatten(dim, dim + 1)
+    transposed: Tensor = blocks.transpose(0, dim)
+    return transposed.flatten(dim, dim + 1)
 
 
 def _ragged(c: Collective, x: Stack) -> Stack:

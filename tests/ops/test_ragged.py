@@ -20,6 +20,7 @@ from shardmap_torch import (
     axis_index,
     axis_size,
     check_program,
+    full,
     local_region,
     make_mesh,
     ragged_all_to_all,
@@ -135,8 +136,8 @@ def _over_both() -> Tensor:
     case = SEVERAL["two axes as one"]
     mesh = make_mesh((2, 2), AXES)
     f = shard_map(case.body, mesh=mesh, in_specs=case.in_specs, out_specs=case.out_spec)
-    whole: Tensor = f(*case.inputs).full_tensor()
-    return whole
+    found: Tensor = full(f(*case.inputs))
+    return found
 
 
 def mapped(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -310,7 +311,8 @@ def transposed_in_region(x: Tensor) -> Tensor:
 
 
 def transposed_on_one_device(x: Tensor) -> Tensor:
-    return x.unflatten(1, (2, 2, -1)).transpose(1, 2).flatten(1)
+    blocks: Tensor = x.unflatten(1, (2, 2, -1))
+    return blocks.transpose(1, 2).flatten(1)
 
 
 ONE_DIM = Case(

@@ -95,7 +95,8 @@ def dropless_moe(
         rows = x.flatten(0, 1).index_select(0, there // num_selected)
         made = _exchanged(rows, sizes, axis, room, partial(apply, leaves))
         own = made.index_select(0, there.argsort()).unflatten(0, chosen.shape)
-        return (own * shares.unsqueeze(-1)).sum(2)
+        weighted: Tensor = own * shares.unsqueeze(-1)
+        return weighted.sum(2)
 
     y: Tensor = PerRank(routed, partial(_types, axis))(x, shares, chosen, *leaves)
     picks = one_hot(chosen, num_experts, x.dtype)
