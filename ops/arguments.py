@@ -87,6 +87,12 @@ def read_dim(name: str, word: str, dim: int, ndim: int) -> int:
     return dim % ndim
 
 
+def check_tiled(name: str, tiled: object) -> None:
+    """Requires True or False."""
+    if not isinstance(tiled, bool):
+        raise CollectiveError(f"{name}: tiled={show(tiled)} is neither True nor False.")
+
+
 def check_divides(name: str, word: str, length: int, axes: tuple[str, ...], num_ranks: int) -> None:
     """Requires that a dim of `length` splits evenly over the ranks."""
     if length % num_ranks:

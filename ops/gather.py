@@ -14,6 +14,7 @@ from shardmap_torch.ops.arguments import (
     check_comm_dtype,
     check_length,
     check_sizes,
+    check_tiled,
     each_leaf,
     read_axes,
     read_dim,
@@ -68,6 +69,7 @@ def all_gather(
         tensor([6., 7., 8., 9.])
     """
     axes, scope = read_axes("all_gather", axis)
+    check_tiled("all_gather", tiled)
     to = read_type("all_gather", dst, "dst", (R, I))
     lengths = check_sizes("all_gather", "sizes", sizes, scope.backend.mesh.num_ranks(axes))
 
@@ -142,6 +144,7 @@ def all_to_all(
                 [4., 5., 6., 7.]])
     """
     axes, scope = read_axes("all_to_all", axis)
+    check_tiled("all_to_all", tiled)
     num_ranks = scope.backend.mesh.num_ranks(axes)
     splits = check_sizes("all_to_all", "split_sizes", split_sizes, num_ranks)
     concats = check_sizes("all_to_all", "concat_sizes", concat_sizes, num_ranks)

@@ -18,6 +18,7 @@ from shardmap_torch.ops.arguments import (
     check_divides,
     check_length,
     check_sizes,
+    check_tiled,
     each_leaf,
     read_axes,
     read_dim,
@@ -124,6 +125,7 @@ def reduce_scatter(
         tensor([2., 4.])
     """
     axes, scope = read_axes("reduce_scatter", axis)
+    check_tiled("reduce_scatter", tiled)
     num_ranks = scope.backend.mesh.num_ranks(axes)
     if op not in ("sum", "mean"):
         raise CollectiveError(f"reduce_scatter: op={op!r} is none of sum, mean.")

@@ -4,7 +4,8 @@ The reference meaning of every move, in differentiable tensor operations; both s
 run it. A value that is equal on all ranks comes and goes without the leading dimension.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from shardmap_torch.collectives.moves import untiled_dims
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.errors import CollectiveError
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,29 @@ class Stack:
 
 def _sum(c: Collective, x: Stack) -> Stack:
     # torch promotes the sum of small integers; a collective keeps the dtype.
-    return x.equal(x.every().sum(0, dtype=x.value.dtype))
+    with _supported(c, x):
+        return x.equal(x.every().sum(0, dtype=x.value.dtype))
 
 
 def _max(c: Collective, x: Stack) -> Stack:
-    return x.equal(x.every().amax(0)) if x.varies else x
+    with _supported(c, x):
+        return x.equal(x.every().amax(0)) if x.varies else x
 
 
 def _min(c: Collective, x: Stack) -> Stack:
-    return x.equal(x.every().amin(0)) if x.varies else x
+    with _supported(c, x):
+        return x.equal(x.every().amin(0)) if x.varies else x
+
+
+@contextmanager
+def _supported(c: Collective, x: Stack) -> Iterator[None]:
+    try:
+        yield
+    except NotImplementedError:  # torch's unsigned integers and floats of eight bits
+        dtype = str(x.value.dtype).removeprefix("torch.")
+        raise CollectiveError(
+            f"{c}: torch cannot reduce {dtype} on {x.value.device.type}; convert the operand."
+        ) from None
 
 
 def _gather(c: Collective, x: Stack) -> Stack:

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import MOVES, Stack
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.autocasting import without_autocast
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.errors import CollectiveMismatchError, TransformError, listing
 from shardmap_torch.mesh import Mesh, current_mesh, use_mesh
@@ -109,6 +110,7 @@ class Rendezvous:
             self._fail(error, rank)
         finally:
             self._ready.discard(rank)
+            self._waiting.pop(rank, None)  # of a collective that has failed on this thread
             self._pass_baton()
 
     def _fail(self, error: BaseException, rank: int) -> None:
@@ -136,9 +138,10 @@ class Rendezvous:
     def _resolve(self, members: tuple[int, ...], posts: list[Post]) -> None:
         if len({post.what for post in posts}) > 1:
             raise self._mismatch("The ranks of one axis called different collectives:")
-        stacked = torch.stack([post.value for post in posts])
         first = posts[0]
-        result = MOVES[first.move](first.collective, Stack(stacked, True, len(posts)))
+        with without_autocast():
+            stacked = torch.stack([post.value for post in posts])
+            result = MOVES[first.move](first.collective, Stack(stacked, True, len(posts)))
         for member, value in zip(members, result.every().unbind(0), strict=True):
             # Ranks share no memory: a copy of what is equal, and for what varies a tensor with a
             # version counter of its own.

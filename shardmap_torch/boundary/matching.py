@@ -8,11 +8,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardmap_torch.boundary.casts import entry_casts, exit_casts
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.dtensors import is_dtensor
+from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
@@ -233,12 +235,22 @@ _INSTEAD: Final = {
 
 def _unsupported(x: Tensor) -> list[str]:
     """Why a tensor cannot be sharded, whatever its spec."""
+    x = x if torch.compiler.is_dynamo_compiling() else base_of(x)
+    if _is_stray_fake(x):
+        return ["is a fake tensor whose FakeTensorMode has ended; it has no values"]
     if x.is_nested:
         return ["is a nested tensor; only dense ones can be sharded"]
     if x.layout != torch.strided:
         layout = str(x.layout).removeprefix("torch.").lstrip("_")
         return [f"is a {layout} tensor; only dense ones can be sharded, as by x.to_dense()"]
     return ["is a quantized tensor; pass x.dequantize()"] if x.is_quantized else []
+
+
+def _is_stray_fake(x: Tensor) -> bool:
+    mode = getattr(x, "fake_mode", None)
+    if mode is None or torch.compiler.is_dynamo_compiling():
+        return False
+    return all(active is not mode for active in _get_current_dispatch_mode_stack())
 
 
 def _require_named(name: str, mapped: Sequence[str], placed: Sequence[Placed[Spec]]) -> None:

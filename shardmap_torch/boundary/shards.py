@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.autocasting import without_autocast
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
@@ -91,5 +92,6 @@ def locals_of(x: Tensor, spec: P, mesh: Mesh) -> list[Tensor]:
 
 def global_of(values: Sequence[Tensor], spec: P, mesh: Mesh) -> Tensor:
     """Puts all ranks' values together, by rank."""
-    stacked = torch.stack(list(values)).unflatten(0, mesh.axis_sizes)
+    with without_autocast():
+        stacked = torch.stack(list(values)).unflatten(0, mesh.axis_sizes)
     return join(stacked, spec, mesh, mesh.axis_names)

@@ -58,7 +58,7 @@ class Memo(Generic[T]):
             return make()
         try:
             known: T | _Unknown = self._known.get(key, _UNKNOWN)
-        except TypeError:  # no hash: such as the metadata of a user's own kind of pytree node
+        except Exception:  # no hash: such as the metadata of a user's own kind of pytree node
             return make()
         if not isinstance(known, _Unknown):
             return known

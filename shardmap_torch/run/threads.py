@@ -55,6 +55,13 @@ def _reject_wrapped(call: Call) -> None:
         )
 
 
+def _leaf(x: Tensor) -> Tensor:
+    """A tensor without history that can require gradients, as one of inference mode cannot."""
+    detached = x.detach()
+    made = x.is_inference() and not torch.is_inference_mode_enabled()
+    return detached.clone() if made else detached
+
+
 class _Ranks:
     """All ranks of one call: their local inputs, results and graphs."""
 
@@ -72,7 +79,7 @@ class _Ranks:
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mesh = self.call.mesh
-        cuts = [locals_of(x.detach(), s, mesh) for x, s in zip(tensors, self.specs, strict=True)]
+        cuts = [locals_of(_leaf(x), s, mesh) for x, s in zip(tensors, self.specs, strict=True)]
         self.leaves = [
             [
                 piece[rank].requires_grad_() if wanted else piece[rank]
