@@ -274,14 +274,14 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
     seed = gradients.seed(interpreter, output, told)
     interpreter.batches = False
     with torch._C.DisableTorchFunction():
-        old = {id(leaf.grad) for leaf in leaves}
+        before = [leaf.grad for leaf in leaves]
     with interpreter.differentiating([seed]):
         func(output, seed, *args[2:], **given)
     for leaf in leaves:
         gradients.check_gradient(interpreter, leaf, leaf.grad, "the value it is the gradient of")
-    gradients.hand_over_fields(interpreter, leaves, old)
+    gradients.hand_over_fields(interpreter, leaves, set(map(id, before)))
     grads = [leaf.grad for leaf in leaves]
-    interpreter.observer.on_gradient([output], [told], leaves, grads)
+    interpreter.observer.on_gradient([output], [told], leaves, grads, before)
     gradients.sum_fields_by_repair(interpreter, leaves)
 
 

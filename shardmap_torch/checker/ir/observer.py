@@ -76,9 +76,10 @@ class Observer:
         seeds: Sequence[Tensor | None],
         operands: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
+        before: Sequence[Tensor | None] = (),
     ) -> None:
-        """A differentiation in the body has ended."""
-        arguments = {"outputs": outputs, "seeds": seeds, "operands": operands}
+        """A differentiation in the body has ended; it has added to the gradients of `before`."""
+        arguments = {"outputs": outputs, "seeds": seeds, "operands": operands, "before": before}
         self.on_step(GRADIENT, arguments, _given(gradients))
 
     def on_backward_start(

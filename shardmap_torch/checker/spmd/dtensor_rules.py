@@ -4,7 +4,7 @@ It is asked about one axis at a time, and only what it answers without moving da
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
 from typing import Any, Final
@@ -63,6 +63,7 @@ def by_dtensor(step: Step) -> list[Sharded]:
     Raises:
         UnrelatedError: as `propagate`.
     """
+    step = _laid_out(step)
     shards = step.shards
     axes = sorted({axis for x in shards for axis in x.axes}, key=list(step.sizes).index)
     if any(ANY in x.dims for x in shards):
@@ -75,6 +76,7 @@ def by_dtensor(step: Step) -> list[Sharded]:
         )
     dims: list[list[Dim]] = [list(map(unsharded, global_shape)) for _, global_shape in step.results]
     partial: list[set[str]] = [set() for _ in step.results]
+    means: list[set[str]] = [set() for _ in step.results]
     pending: list[set[tuple[str, str]]] = [set() for _ in step.results]
     for axis in axes:
         answers = _ask(step.op, _arguments_for(step, axis), step.sizes[axis])
@@ -83,23 +85,38 @@ def by_dtensor(step: Step) -> list[Sharded]:
         for result, answer in enumerate(answers):
             if isinstance(answer, int):
                 dims[result][answer] = _passed_on(axis, step, result, answer)
-            elif answer == "sum":
+            elif answer == "sum" or _is_mean(step.op, answer):
                 partial[result].add(axis)
+                means[result] |= {axis} - {axis if answer == "sum" else ""}
             elif answer is not None:
-                pending[result].add((axis, _pending(step.op, answer)))
-    columns = zip(dims, partial, pending, strict=True)
-    return [Sharded(tuple(d), frozenset(p), frozenset(e)) for d, p, e in columns]
+                pending[result].add((axis, _extremum(answer)))
+    columns = zip(dims, partial, pending, means, strict=True)
+    return [Sharded(tuple(d), frozenset(p), frozenset(e), frozenset(m)) for d, p, e, m in columns]
 
 
 _UNKNOWN: Final = ("its result would still have to be combined over the ranks", WRAP)
 
 
-def _pending(op: OpOverload, answer: str) -> str:
+def _laid_out(step: Step) -> Step:
+    """Lays out tensors of equal entries, which any sharding suits, like operands of their shape."""
+    known = {(x.local, x.global_shape): x for x in step.shards if ANY not in x.dims}
+
+    def like(value: Any) -> Any:
+        if isinstance(value, ShardedTensor) and ANY in value.dims:
+            return known.get((value.local, value.global_shape), value)
+        return [*map(like, value)] if isinstance(value, list | tuple) else value
+
+    return replace(step, arguments={name: like(v) for name, v in step.arguments.items()})
+
+
+def _is_mean(op: OpOverload, answer: str | None) -> bool:
+    return answer == "avg" and op in _MEANS
+
+
+def _extremum(answer: str) -> str:
     """Returns the reductions pending over ranks that are not sums."""
     if answer in EXTREMA:
         return answer
-    if answer == "avg" and op in _MEANS:
-        return "mean"
     raise UnrelatedError(*(_AVERAGE if answer == "avg" else _UNKNOWN))
 
 

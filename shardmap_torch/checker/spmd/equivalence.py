@@ -10,8 +10,9 @@ and hooks of the user's own are followed: they get and return gradients cut like
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from math import prod
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,15 +38,24 @@ from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, typ
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, differing, shown
 from shardmap_torch.checker.spmd.collective_rules import Move, after
+from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import propagate
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
-from shardmap_torch.checker.spmd.state import NO_AXES, Notes, Sums
+from shardmap_torch.checker.spmd.state import Notes
+from shardmap_torch.checker.spmd.sums import (
+    NO_AXES,
+    Sums,
+    common_scale,
+    factor_of,
+    reject_scaled,
+    require_linear,
+)
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.spec import P
-from shardmap_torch.types import AxisType, Partial, V
+from shardmap_torch.types import Partial, V
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -59,6 +69,7 @@ class Relation(Observer):
         self._interpreter, self._one = interpreter, one
         self._alignment = Alignment(one)
         self._notes = Notes(interpreter, self._alignment)
+        self._gradients = Gradients(self._notes)
         self._inputs = iter(one.inputs)
 
     def on_argument(self, tensor: Tensor, spec: P) -> None:
@@ -93,7 +104,7 @@ class Relation(Observer):
             if live:
                 ((number, _),) = self._take(INDEX).results
                 self._notes.note(index, number, ShardedTensor.unsharded(()))
-                self._notes.set_sums(index, NO_AXES, frozenset(axes))
+                self._notes.set_sums(index, Sums(loose=frozenset(axes)))
 
     def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
         """A collective must put together what is one value on one device, or take it apart."""
@@ -103,18 +114,18 @@ class Relation(Observer):
                 event = self._take(COLLECTIVE)
                 ((number, global_shape),) = event.results
                 sums = self._notes.sums(x)
-                means = sums.over("mean") if move == "sum" else NO_AXES
-                self._notes.reject_loose(x, means | sums.over(move))
+                self._notes.reject_loose(x, sums.over(move))
+                if move in EXTREMA:
+                    reject_scaled(sums)
                 shard = self._notes.find(x, event.arguments["x"], "its operand")
-                partial = sums.partial | means
                 if collective is not None:
                     sizes = self._notes.sizes
                     axes = tuple(axis for axis in collective.axes if axis in sizes)
-                    dims, partial = after(move, Move(collective, axes, shard, partial, sizes))
+                    dims, partial = after(move, Move(collective, axes, shard, sums.partial, sizes))
                     shard = fitted(dims, tuple(y.shape), global_shape)
-                    sums = _moved(sums, means & set(axes), frozenset(axes) - means)
+                    sums = replace(_without(sums, frozenset(axes)), partial=partial)
                 self._notes.note(y, number, shard)
-                self._notes.set_sums(y, partial - means, sums.loose, sums.pending)
+                self._notes.set_sums(y, sums)
 
     def on_python_value(self, name: str, tensors: Sequence[Tensor]) -> None:
         """A Python value must come from what every rank has as a whole."""
@@ -156,62 +167,32 @@ class Relation(Observer):
         seeds: Sequence[Tensor | None],
         operands: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
+        before: Sequence[Tensor | None] = (),
     ) -> None:
         """A gradient is cut like its value: its type has been checked."""
         with self._judged(GRADIENT, []) as live:
             if live:
                 event = self._take(GRADIENT)
-                self._check_seeds(event, outputs, seeds)
-                found = iter(event.results)
-                refs = event.arguments["operands"]
-                for operand, gradient, ref in zip(operands, gradients, refs, strict=True):
-                    if gradient is not None:
-                        shard = self._notes.find(operand, ref, "what it is the gradient of")
-                        self._note_gradient(shard, operand, gradient, next(found)[0])
-
-    def _check_seeds(
-        self, event: Event, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]
-    ) -> None:
-        refs = zip(event.arguments["outputs"], event.arguments["seeds"], strict=True)
-        for output, seed, (ref, seed_ref) in zip(outputs, seeds, refs, strict=True):
-            self._notes.reject_loose(output)
-            shard = self._notes.find(output, ref, "what is differentiated")
-            if (seed is None) != (seed_ref is None):
-                raise UnrelatedError("a cotangent is given in one program only")
-            if seed is not None:
-                self._notes.reject_loose(seed)
-                same = self._notes.find(seed, seed_ref, "the cotangent").dims == shard.dims
-                if not same or self._notes.sums(seed).partial:
-                    raise UnrelatedError("the cotangent is not sharded like its value")
-
-    def _note_gradient(
-        self, shard: ShardedTensor, operand: Tensor, gradient: Tensor, number: int
-    ) -> None:
-        if self._notes.sums(operand).partial:
-            raise UnrelatedError("the value is a pending sum")
-        self._notes.note(
-            gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
-        )
-        # Of what the ranks use in their own ways, parts are still to be added.
-        parts = (a for a, axis_type in self._types(gradient) if axis_type in (V, Partial))
-        self._notes.set_sums(gradient, frozenset(parts) - frozenset(shard.axes))
+                self._gradients.note(event, outputs, seeds, operands, gradients, before)
+                self._gradients.has_custom_backward &= bool(self.followed)
 
     def on_backward_start(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
         """Gives the cotangents of a custom backward the layouts of its values, as types ensure."""
         self.followed.append(torch._C._current_graph_task_id())
+        self._gradients.has_custom_backward = True
         with self._judged(f"{BACKWARD} {name}", _named("value", values)):
             event = self._take(f"{BACKWARD} {name}")
             refs, found = event.arguments["values"], iter(event.results)
             for value, gradient, ref in zip(values, gradients, refs, strict=True):
                 if gradient is None:
                     continue
-                shard = self._value(value, ref)
+                shard = self._gradients.layout_of(value, ref)
                 number, global_shape = next(found, (0, ()))
                 if global_shape != shard.global_shape:
                     raise UnrelatedError("it gets gradients of other values", WRAP)
-                self._note_cotangent(shard, value, gradient, number)
+                self._gradients.note_cotangent(shard, value, gradient, number)
 
     def on_backward_end(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
@@ -224,7 +205,8 @@ class Relation(Observer):
                 if (gradient is None) != (found is None):
                     raise UnrelatedError("it returns a gradient in one program only", WRAP)
                 if gradient is not None:
-                    self._require_gradient(self._value(value, ref), value, gradient, found)
+                    shard = self._gradients.layout_of(value, ref)
+                    self._gradients.require(shard, value, gradient, found)
         self.followed.pop()
 
     def on_python_result(self, path: str, value: object) -> None:
@@ -238,46 +220,6 @@ class Relation(Observer):
                 [],
                 "return it as it is on one device: multiply sizes by axis_size(axis).",
                 placed=False,
-            )
-
-    def _value(self, value: Tensor | None, ref: Ref | None) -> ShardedTensor:
-        """Returns the layout of the value whose gradient custom code gets or returns."""
-        if value is None or ref is None:
-            raise UnrelatedError("the value whose gradient it works on is not known", WRAP)
-        self._notes.reject_loose(value)
-        return self._notes.find(value, ref, "the value whose gradient it works on")
-
-    def _note_cotangent(
-        self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, number: int
-    ) -> None:
-        assert value is not None  # its piece is known
-        self._notes.note(
-            gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
-        )
-        parts = {axis for axis, axis_type in self._types(gradient) if axis_type in (V, Partial)}
-        finished = self._notes.sums(value).partial | set(shard.axes)
-        self._notes.set_sums(gradient, frozenset(parts - finished))
-
-    def _require_gradient(
-        self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, ref: Ref
-    ) -> None:
-        assert value is not None  # its piece is known
-        self._notes.reject_loose(gradient)
-        have = self._notes.find(gradient, ref, "a gradient that it returns")
-        if len(have.dims) != len(shard.dims) or any(
-            found not in (wanted, ANY) for found, wanted in zip(have.dims, shard.dims, strict=True)
-        ):
-            raise UnrelatedError(
-                f"a gradient that it returns is cut {have.spec()}, and its value {shard.spec()}",
-                WRAP,
-            )
-        known = self._notes.sums(value).partial | set(shard.axes)
-        twice = self._notes.sums(gradient).partial & known
-        if twice:
-            raise UnrelatedError(
-                f"a gradient that it returns is a sum over {min(twice)!r} still to be taken, and "
-                "its value has one for each rank",
-                WRAP,
             )
 
     # -------------------------------------------------------------------------- operations
@@ -303,17 +245,17 @@ class Relation(Observer):
         results: Sequence[Tensor],
     ) -> None:
         read = _read_names(op)
-        shared, kept = self._shared(op, event, arguments)
         for name, tensor in _tensors(arguments):
             if name in read and self._notes.sums(tensor).loose:
-                self._notes.reject_loose(tensor, self._kept(op, tensor) | shared)
+                self._notes.reject_loose(tensor, self._kept(op, tensor))
         shards = {
             name: self._shards(value, event.arguments.get(name), name)
             for name, value in arguments.items()
         }
         tensors = [tensor for _, tensor in _tensors(arguments)]
         plain = {name: value for name, value in arguments.items() if not tensors_in(value)}
-        global_shape = differing({} if shared else plain, event)
+        factor = factor_of(op, arguments.get("other"), event.arguments.get("other"))
+        global_shape = differing({} if factor is not None else plain, event)
         shapes = [
             (tuple(tensor.shape), shape)
             for tensor, (_, shape) in zip(results, event.results, strict=True)
@@ -322,31 +264,23 @@ class Relation(Observer):
             raise UnrelatedError("on one device the result has another number of dims")
         step = Step(op, shards, global_shape, tensors, shapes, self._notes.sizes)
         self._reject_hidden_writes(op, arguments, results, step)
-        summed = self._summed(op, arguments, step)
+        summed = self._summed(op, arguments)
+        if factor not in (None, 1):
+            there = event.arguments["other"]
+            cause = (
+                f"{messages.friendly(op)}, whose argument other is {arguments['other']} on a rank "
+                f"and {there} on one device,"
+            )
+            summed = summed.scaled(factor or Fraction(1), NO_AXES, self._at(cause))
         for index, sharded in enumerate(propagate(step)):
             number, shape = event.results[index]
             shard = fitted(sharded.dims, tuple(results[index].shape), shape)
-            if kept:
-                sharded = replace(sharded, pending=sharded.pending | kept)
             self._finish(op, arguments, results[index], number, shard, sharded, summed)
 
-    def _shared(
-        self, op: OpOverload, event: Event, arguments: Mapping[str, Any]
-    ) -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
-        """The unfinished axes of the sum of means that is divided here, and what stays of them."""
-        x, by, there = (*map(arguments.get, ("self", "other")), event.arguments.get("other"))
-        if (
-            op is torch.ops.aten.div.Tensor
-            and isinstance(x, Tensor)
-            and isinstance(by, int | float)
-        ):
-            sums = self._notes.sums(x)
-            axes = sums.over("share")
-            count = prod(self._notes.sizes[axis] for axis in axes)
-            if axes and isinstance(there, int | float) and by == there * count:
-                left = frozenset(each for each in sums.pending if each[1] == "mean")
-                return sums.over("share", "mean"), left
-        return NO_AXES, frozenset()
+    def _at(self, what: str) -> str:
+        """Names the user's line."""
+        site, _ = self._interpreter.site()
+        return what if site is None else f"{what} at {site}"
 
     def _kept(self, op: OpOverload, tensor: Tensor) -> frozenset[str]:
         """The axes over which the result is as unfinished as the operand."""
@@ -384,10 +318,24 @@ class Relation(Observer):
             return [self._shards(item, ref, name) for item, ref in zip(value, there, strict=True)]
         return value
 
-    def _summed(self, op: OpOverload, arguments: Mapping[str, Any], step: Step) -> frozenset[str]:
-        """The axes over which the result is a sum because operands are."""
+    def _summed(self, op: OpOverload, arguments: Mapping[str, Any]) -> Sums:
+        """The sums and the factor that the result has because operands have them."""
         read = _read_names(op)
         operands = [t for name, t in _tensors(arguments) if name in read]
+        scaled = common_scale([self._notes.sums(x) for x in operands])
+        if scaled.scale != 1 and not _is_view(op):
+            require_linear(op, arguments, self._interpreter.types, self._notes.sums)
+        try:
+            partial = self._partial(op, arguments, operands)
+        except UnrelatedError:
+            reject_scaled(scaled)  # of a mean there is more to say than that it is a sum
+            raise
+        return replace(scaled, partial=partial, loose=NO_AXES, pending=frozenset())
+
+    def _partial(
+        self, op: OpOverload, arguments: Mapping[str, Any], operands: Sequence[Tensor]
+    ) -> frozenset[str]:
+        """The axes over which the result is a sum because operands are."""
         open_ = frozenset(axis for x in operands for axis in self._notes.sums(x).partial)
         if not open_:
             return open_
@@ -431,14 +379,14 @@ class Relation(Observer):
         number: int,
         shard: ShardedTensor,
         sharded: Sharded,
-        summed: frozenset[str],
+        summed: Sums,
     ) -> None:
         if sharded.partial and result.dtype == torch.bool:
             raise UnrelatedError(
                 "whether any entry is true is no sum of whether any of a part is",
                 "count them: x.sum(dim), all_reduce the counts, and compare them with 0.",
             )
-        partial = summed | sharded.partial
+        partial = summed.partial | sharded.partial
         if not partial.isdisjoint(shard.axes):
             axis = min(partial & set(shard.axes))
             raise UnrelatedError(
@@ -446,16 +394,19 @@ class Relation(Observer):
             )
         loose = frozenset(
             axis
-            for axis, axis_type in self._types(result)
+            for axis, axis_type in self._notes.types(result)
             if axis_type == V and axis not in shard.axes and axis not in partial
         )
-        if writes_of(op, arguments) and not self._is_overwritten(result, number, shard, partial):
+        mean = Fraction(prod(self._notes.sizes[axis] for axis in sharded.means))
+        sums = summed.scaled(mean, sharded.means, self._at(messages.friendly(op)))
+        sums = replace(sums, partial=partial, pending=sharded.pending)
+        if writes_of(op, arguments) and not self._is_overwritten(result, number, shard, sums):
             # What is unfinished in the rest of the storage stays so.
             loose |= self._notes.sums(result).loose
         self._notes.note(result, number, shard)
         if not self._notes.knows_sums(result) or writes_of(op, arguments):
             self._reject_gradients(arguments, sharded)
-            self._notes.set_sums(result, partial, loose, sharded.pending)
+            self._notes.set_sums(result, replace(sums, loose=loose))
 
     def _reject_gradients(self, arguments: Mapping[str, Any], sharded: Sharded) -> None:
         """Refuses gradients through an extremum, which equal entries would share by ranks."""
@@ -479,7 +430,7 @@ class Relation(Observer):
         return self._interpreter.flows(self._interpreter.base(tensor))
 
     def _is_overwritten(
-        self, tensor: Tensor, number: int, shard: ShardedTensor, partial: frozenset[str]
+        self, tensor: Tensor, number: int, shard: ShardedTensor, sums: Sums
     ) -> bool:
         """Returns whether a write, which must fit what was there, fills the storage."""
         before = self._notes.find(tensor, Ref(number), "what is written to")
@@ -491,15 +442,13 @@ class Relation(Observer):
             self._interpreter.storage_type(tensor).storage.nbytes()
             == tensor.numel() * tensor.itemsize
         )
-        if partial != self._notes.sums(tensor).partial and not fills:
+        known = self._notes.sums(tensor)
+        if sums.partial != known.partial and not fills:
             raise UnrelatedError("it writes a pending sum into finished values")
+        if sums.scale != known.scale and not fills:
+            reject_scaled(sums)
+            reject_scaled(known)
         return fills
-
-    def _types(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:
-        types = zip(
-            self._interpreter.axes, self._interpreter.storage_type(tensor).types, strict=True
-        )
-        return ((axis, axis_type) for axis, axis_type in types if axis in self._notes.sizes)
 
     # ------------------------------------------------------------------------------ errors
 
@@ -538,12 +487,6 @@ class Relation(Observer):
         return f"  {name}: {shape}, sharded {self.spec_of(tensor)!r}, from {origin}"
 
 
-WRAP: Final = (
-    "compute it in forward and backward from values that are whole over the axis, with "
-    "all_reduce in a shardmap_torch.Function, or wrap it in local_region(f, in_types, out_types)."
-)
-
-
 def _named(name: str, tensors: Sequence[Tensor | None]) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for tensor in tensors if tensor is not None]
 
@@ -552,14 +495,10 @@ def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and (value == other or (value != value and other != other))
 
 
-def _moved(sums: Sums, summed: frozenset[str], digits_taken: frozenset[str]) -> Sums:
-    """Removes the axes over which means have been summed and extrema taken."""
-    pending = frozenset(
-        (axis, "share" if axis in summed else axis_type)
-        for axis, axis_type in sums.pending
-        if axis not in digits_taken
-    )
-    return Sums(sums.partial, sums.loose - digits_taken, pending)
+def _without(sums: Sums, digits_taken: frozenset[str]) -> Sums:
+    """Removes the axes over which extrema have been taken."""
+    pending = frozenset(each for each in sums.pending if each[0] not in digits_taken)
+    return replace(sums, loose=sums.loose - digits_taken, pending=pending)
 
 
 def _tensors(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

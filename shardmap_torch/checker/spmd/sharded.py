@@ -20,12 +20,14 @@ class Sharded:
     Attributes:
         dims: the cuts.
         partial: axes over which they have to be added.
-        pending: axes over which the "max", the "min" or the "mean" of them has to be taken.
+        pending: axes over which the "max" or the "min" of them has to be taken.
+        means: of `partial`, axes over which the mean is meant: the sum divided by their size.
     """
 
     dims: tuple[Dim, ...]
     partial: frozenset[str] = frozenset()
     pending: frozenset[tuple[str, str]] = frozenset()
+    means: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """State of the ranks' program: the layout of each of its tensors."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -20,31 +19,9 @@ from shardmap_torch.checker.spmd.layout import (
     sharded_dim,
 )
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
+from shardmap_torch.checker.spmd.sums import NO_AXES, Axes, Sums, reject_scaled
 from shardmap_torch.spec import P
-
-Axes = frozenset[str]
-
-NO_AXES: Final[Axes] = frozenset()
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Of the values in one storage, axes over which they are not finished.
-
-    Attributes:
-        partial: the value meant is the sum over the ranks.
-        loose: each rank has its own, which means nothing on one device.
-        pending: of these, those over which the "max", the "min" or the "mean" is meant, or, after
-            the sum that begins a mean, the "share": the value divided by the number of ranks.
-    """
-
-    partial: Axes = NO_AXES
-    loose: Axes = NO_AXES
-    pending: frozenset[tuple[str, str]] = frozenset()
-
-    def over(self, *types: str) -> Axes:
-        """The axes over which one of these is meant."""
-        return frozenset(axis for axis, axis_type in self.pending if axis_type in types)
+from shardmap_torch.types import AxisType
 
 
 @dataclass
@@ -83,7 +60,7 @@ class Notes:
             number,
             fitted(self._dims(spec, global_shape), tuple(tensor.shape), global_shape),
         )
-        self.set_sums(tensor, spec.partial)
+        self.set_sums(tensor, Sums(spec.partial))
 
     def find(self, tensor: Tensor, ref: Ref, what: str) -> ShardedTensor:
         """The piece of that one-device tensor that this tensor is.
@@ -111,7 +88,7 @@ class Notes:
             UnrelatedError: it is cut in another way.
         """
         shard = self.find(tensor, ref, "it")
-        self.reject_loose(tensor)
+        self.reject_unfinished(tensor)
         self._require_sums(tensor, spec)
         wanted = self._dims(spec, shard.global_shape)
         for dim, (have, want) in enumerate(zip(shard.dims, wanted, strict=True)):
@@ -183,15 +160,19 @@ class Notes:
         """Returns whether its storage has been met before."""
         return self._storage(tensor) in self._sums
 
-    def set_sums(
-        self,
-        tensor: Tensor,
-        partial: Axes,
-        loose: Axes = NO_AXES,
-        pending: frozenset[tuple[str, str]] = frozenset(),
-    ) -> None:
+    def set_sums(self, tensor: Tensor, sums: Sums) -> None:
         """Says so of a storage."""
-        self._sums[self._storage(tensor)] = Sums(partial & self._on, loose & self._on, pending)
+        partial, loose = sums.partial & self._on, sums.loose & self._on
+        self._sums[self._storage(tensor)] = replace(sums, partial=partial, loose=loose)
+
+    def reject_unfinished(self, tensor: Tensor) -> None:
+        """Requires that a value, sums taken, is that on one device.
+
+        Raises:
+            UnrelatedError: it is not.
+        """
+        self.reject_loose(tensor)
+        reject_scaled(self.sums(tensor))
 
     def reject_loose(self, tensor: Tensor, but: Axes = NO_AXES) -> None:
         """Requires that a value means something on one device, `but` over these axes.
@@ -203,16 +184,10 @@ class Notes:
         loose = sums.loose - but
         for axis, axis_type in sorted(sums.pending):
             if axis in loose:
-                op = "mean" if axis_type == "share" else axis_type
-                what = (
-                    "sum of the means of all parts"
-                    if op != axis_type
-                    else f"{axis_type} of a rank's part"
-                )
                 raise UnrelatedError(
-                    f"over {axis!r} it is the {what}, from "
+                    f"over {axis!r} it is the {axis_type} of a rank's part, from "
                     f"{self._interpreter.storage_type(tensor).origin()}",
-                    f"all_reduce it over {axis!r} with op={op!r} first.",
+                    f"all_reduce it over {axis!r} with op={axis_type!r} first.",
                 )
         if loose:
             raise UnrelatedError(
@@ -221,6 +196,13 @@ class Notes:
                 "device",
                 "wrap code that is per-rank by nature in local_region(f, in_types, out_types).",
             )
+
+    def types(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:
+        """The types of a tensor over the axes of more than one rank."""
+        types = zip(
+            self._interpreter.axes, self._interpreter.storage_type(tensor).types, strict=True
+        )
+        return ((axis, axis_type) for axis, axis_type in types if axis in self.sizes)
 
     def _storage(self, tensor: Tensor) -> int:
         return int(self._interpreter.storage_type(tensor).storage._cdata)

@@ -146,7 +146,8 @@ Pending = Sequence[tuple[str, str]]
 def _pending(interpreter: Interpreter, y: Tensor) -> Pending:
     observer = interpreter.observer
     assert isinstance(observer, Relation)
-    return sorted(observer._notes.sums(interpreter.fakify(y)).pending)
+    sums = observer._notes.sums(interpreter.fakify(y))
+    return sorted([*sums.pending, *((axis, "mean") for axis in sums.means & sums.partial)])
 
 
 def _finished(y: Tensor, pending: Pending) -> Tensor:

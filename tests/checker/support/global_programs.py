@@ -211,12 +211,13 @@ def exit_of(relation: Relation, x: Tensor) -> Exit | None:
     """How global strictness says that a value is cut.
 
     None where it is half of a maximum or a mean, of which the ranks have theirs: it may be read by
-    the collective that is the other half, and cannot leave.
+    the collective that is the other half, and cannot leave. A multiple of what is on one device
+    cannot leave either.
     """
     notes = relation._notes
     x = relation._interpreter.fakify(x)
     known, sums = notes._book.get(x), notes.sums(x)
-    if sums.loose and sums.loose == sums.over("max", "min", "mean", "share"):
+    if sums.scale != 1 or (sums.loose and sums.loose == sums.over("max", "min")):
         return None
     if known is None or sums.loose:
         raise UnrelatedError("it means nothing on one device")

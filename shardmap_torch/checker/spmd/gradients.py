@@ -1,0 +1,171 @@
+"""Gradients in the ranks' program and on one device: cut like the values that they belong to."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from torch import Tensor
+
+from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
+from shardmap_torch.checker.spmd.recorder import Event, Ref
+from shardmap_torch.checker.spmd.state import Notes
+from shardmap_torch.checker.spmd.sums import Sums, common_scale, reject_scaled
+from shardmap_torch.types import Partial, V
+
+WRAP: Final = (
+    "compute it in forward and backward from values that are whole over the axis, with "
+    "all_reduce in a shardmap_torch.Function, or wrap it in local_region(f, in_types, out_types)."
+)
+
+
+class Gradients:
+    """Relates what differentiations in a body start from and end with.
+
+    Attributes:
+        has_custom_backward: whether code of the user's own has run in this differentiation.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        """`notes` has the layouts of the values."""
+        self._notes = notes
+        self.has_custom_backward = False
+
+    def note(
+        self,
+        event: Event,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        operands: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        before: Sequence[Tensor | None],
+    ) -> None:
+        """Lays out gradients like their values, as the multiples that the outputs are.
+
+        Raises:
+            UnrelatedError: they are not those of one device.
+        """
+        scale = self._check_seeds(event, outputs, seeds)
+        if self.has_custom_backward:
+            reject_scaled(scale)  # the user's own backward may not be linear
+        found = iter(event.results)
+        refs = event.arguments["operands"]
+        olds = [*zip(before, event.arguments["before"], strict=True)]
+        olds += [(None, None)] * (len(operands) - len(olds))
+        for operand, gradient, ref, old in zip(operands, gradients, refs, olds, strict=True):
+            if gradient is not None:
+                shard = self._notes.find(operand, ref, "what it is the gradient of")
+                self._note(shard, operand, gradient, next(found)[0], scale, old)
+
+    def _check_seeds(
+        self, event: Event, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]
+    ) -> Sums:
+        """Returns the multiple of the gradient that a backward from these gives."""
+        scales = []
+        refs = zip(event.arguments["outputs"], event.arguments["seeds"], strict=True)
+        for output, seed, (ref, seed_ref) in zip(outputs, seeds, refs, strict=True):
+            self._notes.reject_loose(output)
+            sums = self._notes.sums(output)
+            shard = self._notes.find(output, ref, "what is differentiated")
+            if (seed is None) != (seed_ref is None):
+                raise UnrelatedError("a cotangent is given in one program only")
+            if seed is not None:
+                self._notes.reject_unfinished(seed)
+                same = self._notes.find(seed, seed_ref, "the cotangent").dims == shard.dims
+                if not same or self._notes.sums(seed).partial:
+                    raise UnrelatedError("the cotangent is not sharded like its value")
+            scales.append(sums)
+        if any(each.scale == 1 for each in scales) and any(each.scale != 1 for each in scales):
+            for each in scales:
+                reject_scaled(each)
+        return common_scale(scales)
+
+    def _note(
+        self,
+        shard: ShardedTensor,
+        operand: Tensor,
+        gradient: Tensor,
+        number: int,
+        scale: Sums,
+        old: tuple[Tensor | None, Ref | None],
+    ) -> None:
+        sums = self._notes.sums(operand)
+        if sums.partial:
+            raise UnrelatedError("the value is a pending sum")
+        reject_scaled(sums)
+        # Of what the ranks use in their own ways, parts are still to be added.
+        parts = (a for a, axis_type in self._notes.types(gradient) if axis_type in (V, Partial))
+        partial = frozenset(parts) - frozenset(shard.axes)
+        made = Sums(partial).scaled(scale.scale, scale.means, scale.cause)
+        self._check_before(shard, made, *old)
+        self._notes.note(
+            gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
+        )
+        self._notes.set_sums(gradient, made)
+
+    def _check_before(
+        self, shard: ShardedTensor, made: Sums, old: Tensor | None, ref: Ref | None
+    ) -> None:
+        """Requires that a gradient can be added to the one that was in `.grad` before."""
+        if (old is None) != (ref is None):
+            raise UnrelatedError("a gradient is added to another in one program only")
+        if old is None or ref is None:
+            return
+        self._notes.reject_loose(old)
+        have = self._notes.find(old, ref, "the gradient that was in .grad before")
+        sums = self._notes.sums(old)
+        if have.dims != shard.dims or sums.partial != made.partial:
+            raise UnrelatedError(
+                "it is added to what was in .grad before, which is "
+                f"{have.spec(sums.partial)}, and it is {shard.spec(made.partial)}",
+                "give the first a name of its own, and set .grad to None.",
+            )
+        if sums.scale != made.scale:
+            reject_scaled(sums)
+            reject_scaled(made)
+
+    def layout_of(self, value: Tensor | None, ref: Ref | None) -> ShardedTensor:
+        """Returns the layout of the value whose gradient custom code gets or returns."""
+        if value is None or ref is None:
+            raise UnrelatedError("the value whose gradient it works on is not known", WRAP)
+        self._notes.reject_unfinished(value)
+        return self._notes.find(value, ref, "the value whose gradient it works on")
+
+    def note_cotangent(
+        self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, number: int
+    ) -> None:
+        """Lays out the gradient that custom code gets like its value."""
+        assert value is not None  # its piece is known
+        self._notes.note(
+            gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
+        )
+        parts = {
+            axis for axis, axis_type in self._notes.types(gradient) if axis_type in (V, Partial)
+        }
+        finished = self._notes.sums(value).partial | set(shard.axes)
+        self._notes.set_sums(gradient, Sums(frozenset(parts - finished)))
+
+    def require(
+        self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, ref: Ref
+    ) -> None:
+        """Requires that a gradient which custom code returns is laid out like its value.
+
+        Raises:
+            UnrelatedError: it is not.
+        """
+        assert value is not None  # its piece is known
+        self._notes.reject_unfinished(gradient)
+        have = self._notes.find(gradient, ref, "a gradient that it returns")
+        if len(have.dims) != len(shard.dims) or any(
+            found not in (wanted, ANY) for found, wanted in zip(have.dims, shard.dims, strict=True)
+        ):
+            raise UnrelatedError(
+                f"a gradient that it returns is cut {have.spec()}, and its value {shard.spec()}",
+                WRAP,
+            )
+        known = self._notes.sums(value).partial | set(shard.axes)
+        twice = self._notes.sums(gradient).partial & known
+        if twice:
+            raise UnrelatedError(
+                f"a gradient that it returns is a sum over {min(twice)!r} still to be taken, and "
+                "its value has one for each rank",
+                WRAP,
+            )

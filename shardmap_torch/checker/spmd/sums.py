@@ -1,0 +1,163 @@
+"""Of a value on the ranks, what is left to do until it is the value on one device.
+
+Ranks have addends of it (a pending sum), or have it multiplied by a known number: after a mean over
+each rank's part, the sum over ranks is `axis_size` times the mean on one device. Both pass through
+linear operations, and through nothing else; so a multiple is typed as a pending sum over an axis of
+its own. The gradient of a multiple is that multiple of the gradient.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import isfinite
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from shardmap_torch.checker.rules.infer import Refusal, Types, type_call
+from shardmap_torch.checker.spmd.layout import UnrelatedError
+from shardmap_torch.types import K, Partial, Z
+
+Axes = frozenset[str]
+
+NO_AXES: Final[Axes] = frozenset()
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of the values in one storage, how they are not finished.
+
+    Attributes:
+        partial: axes over which the value meant is the sum over the ranks.
+        loose: axes over which each rank has its own, which means nothing on one device.
+        pending: of these, those over which the "max" or the "min" is meant.
+        scale: how many times the value on one device it is, sums taken.
+        means: axes over which a mean of each rank's part was taken, so that the factor is not 1.
+        cause: the step that made the factor, for messages.
+    """
+
+    partial: Axes = NO_AXES
+    loose: Axes = NO_AXES
+    pending: frozenset[tuple[str, str]] = frozenset()
+    scale: Fraction = Fraction(1)
+    means: Axes = NO_AXES
+    cause: str = ""
+
+    def over(self, *types: str) -> Axes:
+        """The axes over which one of these is meant."""
+        return frozenset(axis for axis, axis_type in self.pending if axis_type in types)
+
+    def scaled(self, factor: Fraction, means: Axes, cause: str) -> "Sums":
+        """The same, multiplied; what is no multiple any more has no cause."""
+        scale = self.scale * factor
+        if scale == 1:
+            return Sums(self.partial, self.loose, self.pending)
+        kept = self.cause or cause
+        return Sums(self.partial, self.loose, self.pending, scale, self.means | means, kept)
+
+
+def reject_scaled(sums: Sums) -> None:
+    """Requires that a value is not a multiple of that on one device.
+
+    Raises:
+        UnrelatedError: it is.
+    """
+    if sums.scale == 1:
+        return
+    if sums.means:
+        axis = min(sums.means & sums.partial or sums.means)
+        what = "mean of a rank's part" if axis in sums.partial else "sum of the means of all parts"
+        raise UnrelatedError(
+            f"over {axis!r} it is the {what}, from {sums.cause}",
+            f"all_reduce it over {axis!r} with op='mean' first.",
+        )
+    raise UnrelatedError(
+        f"it is {sums.scale} times that value, because of {sums.cause}",
+        "a number that depends on local shapes must be right on one device too: multiply "
+        "sizes by axis_size(axis).",
+    )
+
+
+_MULTIPLIED: Final = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("mul", "mul_")
+    for overload in ("Tensor", "Scalar")
+)
+_DIVIDED: Final = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("div", "div_")
+    for overload in ("Tensor", "Scalar")
+)
+
+
+def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:
+    """The factor between an operation by a number and the same by another on one device, or None.
+
+    Example:
+        >>> factor_of(torch.ops.aten.div.Tensor, 4, 12)  # by a local size
+        Fraction(3, 1)
+    """
+    if op not in _MULTIPLIED | _DIVIDED or not (_is_factor(by) and _is_factor(there)):
+        return None
+    ratio = Fraction(by) / Fraction(there)
+    if op in _DIVIDED:
+        ratio = 1 / ratio
+    # 1 / 3 in floating point is no third.
+    simple = ratio.limit_denominator(_LARGEST)
+    return simple if abs(simple - ratio) <= _ROUNDING * abs(ratio) else ratio
+
+
+_LARGEST: Final = 1 << 20
+_ROUNDING: Final = Fraction(1, 1 << 50)
+"""Two divisions of floating-point numbers, and their quotient, are nearer than this."""
+
+
+def _is_factor(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value) and value != 0
+
+
+def common_scale(sums: Sequence[Sums]) -> Sums:
+    """The factor that these have in common, those of factor 1 left out.
+
+    Raises:
+        UnrelatedError: they have several.
+    """
+    found = [each for each in sums if each.scale != 1]
+    for other in found[1:]:
+        if other.scale != found[0].scale:
+            raise UnrelatedError(
+                f"one operand is {found[0].scale} times its value there, because of "
+                f"{found[0].cause}, and another {other.scale} times, because of {other.cause}"
+            )
+    return found[0] if found else Sums()
+
+
+def require_linear(
+    op: OpOverload,
+    arguments: Mapping[str, Any],
+    types_of: Callable[[Tensor], Types],
+    sums_of: Callable[[Tensor], Sums],
+) -> None:
+    """Requires that an operation passes a factor of some of its operands on to its results.
+
+    Raises:
+        UnrelatedError: it is not linear in them.
+    """
+
+    def seen(x: Tensor) -> Types:
+        if sums_of(x).scale != 1:
+            return (Partial,)
+        return (Z,) if set(types_of(x)) == {Z} else (K,)
+
+    scaled = common_scale([sums_of(x) for value in arguments.values() for x in _tensors(value)])
+    for outcome in type_call(op, arguments, seen, 1):
+        if isinstance(outcome, Refusal) or outcome != (Partial,):
+            reject_scaled(scaled)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, list | tuple):
+        return [x for item in value for x in _tensors(item)]
+    return [value] if isinstance(value, Tensor) else []

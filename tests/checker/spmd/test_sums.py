@@ -1,0 +1,226 @@
+"""check="global": gradients of means over a rank's part, and other known multiples."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardmap_torch import (
+    Function,
+    I,
+    P,
+    Partial,
+    R,
+    ShardTypeError,
+    V,
+    all_gather,
+    all_reduce,
+    axis_size,
+    make_mesh,
+    reduce_scatter,
+    reinterpret,
+    shard_map,
+)
+from shardmap_torch.checker.spmd.sums import factor_of
+
+aten = torch.ops.aten
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def grad(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    found: Callable[[Tensor], Tensor] = torch.func.grad(f)
+    return found
+
+
+X: Final = torch.randn(12, 6, dtype=torch.float64)
+W: Final = torch.randn(6, 4, dtype=torch.float64)
+
+
+def loss(w: Tensor, x: Tensor) -> Tensor:
+    return (x @ w).tanh().square().mean()
+
+
+def gradient(w: Tensor, x: Tensor) -> Tensor:
+    return grad(lambda w: loss(w, x))(w)
+
+
+def mean(g: Tensor) -> Tensor:
+    return all_reduce(g, "dp", op="mean", dst=I)
+
+
+def averaged(w: Tensor, x: Tensor) -> Tensor:
+    return mean(gradient(w, x))
+
+
+def by_hand(w: Tensor, x: Tensor) -> Tensor:
+    return all_reduce(gradient(w, x) / axis_size("dp"), "dp", dst=I)
+
+
+def of_a_sum_by_local_size(w: Tensor, x: Tensor) -> Tensor:
+    return mean(grad(lambda w: (x @ w).tanh().square().sum() / (x.shape[0] * 4))(w))
+
+
+def of_another_loss(w: Tensor, x: Tensor) -> Tensor:
+    target = torch.zeros(x.shape[0], 4, dtype=x.dtype)
+    mse = grad(lambda w: 3 * functional.mse_loss((x @ w).tanh(), target) + loss(w, x))
+    return mean(0.5 * mse(w))
+
+
+def added_to_the_field(w: Tensor, x: Tensor) -> Tensor:
+    leaf = w.detach().requires_grad_()
+    loss(leaf, x).backward()
+    loss(leaf.sin(), x).backward()
+    assert leaf.grad is not None
+    return mean(leaf.grad)
+
+
+def scattered(w: Tensor, x: Tensor) -> Tensor:
+    return all_gather(reduce_scatter(gradient(w, x), "dp", dim=1, op="mean"), "dp", dim=1, dst=I)
+
+
+def of_shards(w: Tensor, x: Tensor) -> Tensor:
+    def of(w: Tensor) -> Tensor:
+        return loss(all_gather(w, "dp", dim=1, dst=R), x)
+
+    return grad(of)(w) / axis_size("dp")
+
+
+def twice_the_gradient_of_shards(w: Tensor, x: Tensor) -> Tensor:
+    return of_shards(w, x) * axis_size("dp")
+
+
+RIGHT: Final = [averaged, by_hand, of_a_sum_by_local_size, of_another_loss, added_to_the_field]
+
+
+def summed(w: Tensor, x: Tensor) -> Tensor:
+    return all_reduce(gradient(w, x), "dp", dst=I)
+
+
+def averaged_twice(w: Tensor, x: Tensor) -> Tensor:
+    return mean(grad(lambda w: all_reduce(loss(w, x), "dp", op="mean", dst=I))(w))
+
+
+def squared_before(w: Tensor, x: Tensor) -> Tensor:
+    return mean(reinterpret(gradient(w, x), "dp", src=Partial, dst=V).square())
+
+
+def mean_and_sum(w: Tensor, x: Tensor) -> Tensor:
+    return mean(grad(lambda w: loss(w, x) + (x @ w).sum())(w))
+
+
+def sum_and_mean_gradients(w: Tensor, x: Tensor) -> Tensor:
+    return mean(gradient(w, x) + grad(lambda w: (x @ w).sum())(w))
+
+
+def other_loss_added_to_the_field(w: Tensor, x: Tensor) -> Tensor:
+    leaf = w.detach().requires_grad_()
+    loss(leaf, x).backward()
+    (x @ leaf).square().sum().backward()
+    assert leaf.grad is not None
+    return mean(leaf.grad)
+
+
+def finished_field_added_to(w: Tensor, x: Tensor) -> Tensor:
+    leaf = w.detach().requires_grad_()
+    (x @ leaf).square().sum().backward()
+    assert leaf.grad is not None
+    leaf.grad = all_reduce(leaf.grad, "dp", dst=R)
+    (x @ leaf).square().sum().backward()
+    return all_reduce(leaf.grad, "dp", dst=I)
+
+
+def divided_by_another_axis(w: Tensor, x: Tensor) -> Tensor:
+    return all_reduce(gradient(w, x) / axis_size("tp"), "dp", dst=I)
+
+
+def mean_of_a_square(w: Tensor, x: Tensor) -> Tensor:
+    return mean(loss(w, x).square() * w)
+
+
+class Clipped(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.clamp(-1e-3, 1e-3)
+
+
+def through_a_backward_that_is_not_linear(w: Tensor, x: Tensor) -> Tensor:
+    leaf = w.detach().requires_grad_()
+    value: Tensor = Clipped.apply(x @ leaf)
+    value.square().mean().backward()
+    assert leaf.grad is not None
+    return mean(leaf.grad)
+
+
+WRONG: Final = [
+    (through_a_backward_that_is_not_linear, "over 'dp' it is the mean of a rank's part"),
+    (summed, "over 'dp' it is the sum of the means of all parts"),
+    (averaged_twice, r"the result out .* it is 1/\d times that value"),
+    (squared_before, "keeps the bits and changes the meaning"),
+    (mean_and_sum, "over 'dp' it is the mean of a rank's part"),
+    (sum_and_mean_gradients, "over 'dp' it is the mean of a rank's part"),
+    (other_loss_added_to_the_field, "over 'dp' it is the mean of a rank's part"),
+    (finished_field_added_to, "added to what was in .grad before"),
+    (divided_by_another_axis, "over 'dp' it is the sum of the means of all parts"),
+    (mean_of_a_square, "over 'dp' it is the mean of a rank's part"),
+]
+
+
+def mapped(step: Step, dp: int, **options: Any) -> Any:
+    mesh = make_mesh((dp, 6), ("dp", "tp"), kind="simulated", simulate="ranks")
+    specs = {"in_specs": (P(), P("dp")), "out_specs": P(), "check": "global", **options}
+    return shard_map(step, mesh=mesh, **specs)
+
+
+@pytest.mark.parametrize("step", RIGHT)
+@pytest.mark.parametrize("dp", [2, 3])
+def test_the_gradient_of_a_local_mean_averaged_over_the_ranks_is_that_of_one_device(
+    step: Step, dp: int
+) -> None:
+    one = make_mesh((1, 1), ("dp", "tp"), kind="simulated", simulate="ranks")
+    want = shard_map(step, mesh=one, in_specs=(P(), P("dp")), out_specs=P())(W, X)
+    torch.testing.assert_close(mapped(step, dp)(W, X), want)
+
+
+@pytest.mark.parametrize(("step", "text"), WRONG)
+def test_another_multiple_of_the_gradient_is_refused(step: Step, text: str) -> None:
+    mapped(step, 2, check="local")(W, X)
+    with pytest.raises(ShardTypeError, match=text):
+        mapped(step, 2)(W, X)
+
+
+def test_the_gradient_of_a_gathered_shard_divided_by_the_ranks_is_that_of_one_device() -> None:
+    specs = {"in_specs": (P(None, "dp"), P("dp"))}
+    want = gradient(W, X)
+    found = mapped(of_shards, 2, out_specs=P(None, "dp"), **specs)(W, X)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(mapped(scattered, 2)(W, X), want)
+    with pytest.raises(ShardTypeError, match="it is 2 times that value"):
+        mapped(twice_the_gradient_of_shards, 2, out_specs=P(None, "dp"), **specs)(W, X)
+
+
+@pytest.mark.parametrize(
+    ("op", "by", "there", "factor"),
+    [
+        (aten.mul.Tensor, 2, 6, Fraction(1, 3)),
+        (aten.div.Tensor, 1 / 3, 1 / 9, Fraction(1, 3)),
+        (aten.mul_.Tensor, 1e-3 / 7, 1e-3 / 21, Fraction(3)),
+        (aten.mul.Tensor, 0.1, 0.1 + 1e-12, Fraction(0.1) / Fraction(0.1 + 1e-12)),
+        (aten.mul.Tensor, 0, 2, None),
+        (aten.mul.Tensor, float("inf"), 2, None),
+        (aten.mul.Tensor, True, 2, None),
+        (aten.add.Tensor, 1, 2, None),
+        (aten.div.Tensor_mode, 1, 2, None),
+    ],
+)
+def test_the_factor_between_two_numbers(
+    op: Any, by: float, there: float, factor: Fraction | None
+) -> None:
+    assert factor_of(op, by, there) == factor
