@@ -108,6 +108,19 @@ class Function(torch.autograd.Function):
         return _apply(cls, scope, *markers, *args)
 
 
+def keeping_scope(function: type[torch.autograd.Function]) -> type[Function]:
+    """Makes a `Function` of a plain one of torch's, with the same methods."""
+    base = torch.autograd.Function
+    own: dict[str, Any] = {
+        name: staticmethod(getattr(function, name))
+        for name in ("forward", "setup_context", "vmap", *_BACKWARD)
+        if getattr(function, name) is not getattr(base, name)
+    }
+    own["generate_vmap_rule"] = function.generate_vmap_rule
+    own.update(__module__=function.__module__, __qualname__=function.__qualname__)
+    return type(function.__name__, (Function,), own)
+
+
 class _Levels(threading.local):
     """The Function that functorch is about to apply once more, below its levels.
 

@@ -106,11 +106,13 @@ def scope_of(name: str, axes: Sequence[str]) -> Scope:
     if scope is not None and len(axes) == 1 and axes[0] in scope.axes:
         return scope
     if scope is None and torch._C._current_graph_task_id() != -1:
-        raise CollectiveError(
+        error = CollectiveError(
             f"{name} was called in a backward pass that does not know the mesh of the body. Derive "
             "the autograd.Function whose backward calls it from shardmap_torch.Function, which "
             "keeps the mesh for its backward."
         )
+        error.node = torch._C._current_autograd_node()  # type: ignore[attr-defined]  # the checker's
+        raise error
     if scope is None and threading.current_thread() is not threading.main_thread():
         thread = threading.current_thread().name
         raise CollectiveError(

@@ -7,10 +7,12 @@ line of the forward. torch.func transforms make a Function of their own of it at
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 from torch._functorch import autograd_function
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
@@ -21,8 +23,9 @@ from shardmap_torch.checker.ir.repairs import propose
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.types import I, K, Partial, R, V
+from shardmap_torch.errors import CollectiveError, ShardTypeError
+from shardmap_torch.function import Function as KeepingFunction
+from shardmap_torch.types import I, K, Partial, R, V, Z
 
 if TYPE_CHECKING:  # for annotations; what starts a backward calls this module
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -54,21 +57,61 @@ def own_nodes(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
 
 def name_of_own(node: Node | None) -> str | None:
     """The name of the user's own Function whose backward a node is, or None."""
+    function = _own(node)
+    return None if function is None else function.__name__
+
+
+def _own(node: Node | None) -> type[Function] | None:
     function = _applied(getattr(node, "_forward_cls", None))
     if function is None or function.__module__.startswith(_NOT_OWN):
         return None
-    return function.__name__
+    return function
 
+
+def communicating(error: CollectiveError) -> type[Function] | None:
+    """Returns the plain Function for want of whose scope a backward has failed, if it is one."""
+    function = _own(getattr(error, "node", None))
+    is_plain = function is not None and not issubclass(function, KeepingFunction)
+    return function if is_plain else None
+
+
+def uncommitted(
+    interpreter: "Interpreter", function: type[Function], args: Sequence[Any], out: Any
+) -> Any:
+    """Leaves open how ranks use results of a Function of the user's own that are as its operands.
+
+    What is made of one computation that all ranks repeat may be used by each in its own way if the
+    backward sums the gradients, as a copy into a parallel region does; `_check` looks whether it
+    has. A sum taken in the forward stays one computation, whose backward sums nothing.
+    """
+    if function.__module__.startswith(_NOT_OWN) or interpreter.is_paused:
+        return out
+    read = [interpreter.storage_type(x).types for x in args if isinstance(x, FakeTensor)]
+    open_axes = [at for at in range(len(interpreter.axes)) if all(t[at] in _ONE for t in read)]
+
+    def reopened(value: Any) -> Any:
+        is_new = isinstance(value, FakeTensor) and not any(value is x for x in args)
+        if not (is_new and value.requires_grad):
+            return value
+        types = interpreter.storage_type(value).types
+        own = tuple(K if at in open_axes and have == I else have for at, have in enumerate(types))
+        return value if own == types else _retyped(interpreter, value, own)
+
+    return tuple(map(reopened, out)) if isinstance(out, tuple) else reopened(out)
+
+
+_ONE: Final = (I, K, Z)
+"""Types of operands of one computation that all ranks repeat."""
 
 _NOT_OWN: Final = ("shardmap_torch.", "torch.utils.checkpoint")
 """Modules of Functions whose backward is the derivative of what they call."""
 
 
-def _applied(function: type | None) -> type | None:
+def _applied(function: type[Function] | None) -> type[Function] | None:
     """The Function, or that of which a transform has made it."""
     if function is None or function.__module__ != autograd_function.__name__:
         return function
-    storage_types = getattr(function.backward, "__closure__", None) or ()  # type: ignore[attr-defined]
+    storage_types = getattr(function.backward, "__closure__", None) or ()
     found = (storage_type.cell_contents for storage_type in storage_types)
     return next((f for f in found if isinstance(f, type) and issubclass(f, Function)), None)
 
@@ -81,9 +124,12 @@ def _check(
     seeds: Sequence[Any],
 ) -> tuple[Any, ...]:
     given = [interpreter.storage_type(base_of(seed)).types for seed in seeds if seed is not None]
-    gradients = tuple(_as_own(interpreter, gradient, given) for gradient in gradients)
-    for gradient, (producer, number) in zip(gradients, node.next_functions, strict=False):
-        operand = _operand(interpreter, producer, number)
+    operands = [_operand(interpreter, *edge) for edge in node.next_functions]
+    gradients = tuple(
+        _as_addend(interpreter, _as_own(interpreter, gradient, given), operand)
+        for gradient, operand in zip_longest(gradients, operands[: len(gradients)])
+    )
+    for gradient, operand in zip(gradients, operands, strict=False):
         if gradient is None or operand is None or operand.shape != tuple(gradient.shape):
             continue
         storage_type = interpreter.storage_type(base_of(gradient))
@@ -94,6 +140,21 @@ def _check(
                 raise _wrong(interpreter, node, name, axis, operand, have, storage_type)
     leave_backward(interpreter, node, name, gradients)
     return gradients
+
+
+def _as_addend(interpreter: "Interpreter", gradient: Any, operand: Use | None) -> Any:
+    """Takes a gradient of addends that is equal on all ranks as R: it is that of each of them.
+
+    So a sum's backward that returns the cotangent of the sum as it is: I there, R of an addend.
+    """
+    if gradient is None or operand is None:
+        return gradient
+    types = interpreter.storage_type(base_of(gradient)).types
+    own = tuple(
+        R if have == I and plain(axis_type) in (V, Partial) else have
+        for have, axis_type in zip(types, operand.types, strict=True)
+    )
+    return gradient if own == types else _retyped(interpreter, gradient, own)
 
 
 def _as_own(interpreter: "Interpreter", gradient: Any, given: Sequence[Types]) -> Any:
@@ -111,10 +172,13 @@ def _as_own(interpreter: "Interpreter", gradient: Any, given: Sequence[Types]) -
         else axis_type
         for at, axis_type in enumerate(types)
     )
-    if own == types:
-        return gradient
+    return gradient if own == types else _retyped(interpreter, gradient, own)
+
+
+def _retyped(interpreter: "Interpreter", gradient: Tensor, types: Types) -> Tensor:
+    """Copies a gradient, whose memory others may share, to give it types of its own."""
     gradient = gradient.clone()
-    interpreter.storage_type(base_of(gradient)).types = own
+    interpreter.storage_type(base_of(gradient)).types = types
     return gradient
 
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch.checker.interpreter import gradients, scalars, user_code
-from shardmap_torch.checker.interpreter.custom_functions import watch
+from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
 from shardmap_torch.checker.interpreter.decompositions import interpreted
 from shardmap_torch.checker.interpreter.indexing import is_by_number, with_select
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -74,7 +74,9 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         stack.enter_context(_Operations(interpreter))
         stack.enter_context(_Functions(interpreter))
         stack.enter_context(_quiet())
-        stack.enter_context(watching_functions(interpreter.needs_ranks))
+        stack.enter_context(
+            watching_functions(interpreter.needs_ranks, partial(uncommitted, interpreter))
+        )
         stack.enter_context(guarding_generator_state(interpreter.name))
         interpreter.begin()
         _CURRENT.stack.append(interpreter)

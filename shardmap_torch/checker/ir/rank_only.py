@@ -6,14 +6,19 @@ mesh of `simulate="auto"` runs a body that has them as ranks.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
+
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.function import Function as KeepingFunction
+from shardmap_torch.function import keeping_scope
 
 _OWN: Final = ("shardmap_torch.", "torch._library.", "torch._functorch.", "torch._dynamo.")
 """Modules of functions that have a form for vmap elsewhere, or come with it."""
@@ -48,11 +53,14 @@ def takes_vmap(function: type) -> bool:
     return has_rule and described["setup_context"] is not Function.setup_context
 
 
+Made: TypeAlias = Callable[[type[Function], Sequence[Any], Any], Any]
+
+
 class _Watch(threading.local):
     """Thread-local listener for the functions that this thread applies."""
 
     def __init__(self) -> None:
-        self.stack: list[Callable[[], None]] = []
+        self.stack: list[tuple[Callable[[], None], Made]] = []
 
 
 _WATCH: Final = _Watch()
@@ -61,15 +69,34 @@ _BASE: Final[Any] = _SingleLevelFunction
 _WATCHES: Final[list[int]] = []
 
 
+_KEEPING: Final[WeakKeyDictionary[type, type[KeepingFunction]]] = WeakKeyDictionary()
+"""Plain Functions whose backward communicates, and what bodies apply in their place."""
+
+
+def keep_scope(function: type[Function]) -> None:
+    """Has all bodies apply a plain Function as a `shardmap_torch.Function` from here on."""
+    with _LOCK:
+        if function not in _KEEPING:
+            _KEEPING[function] = keeping_scope(function)
+            _WATCHES.append(1)  # never taken away
+            _BASE.apply = classmethod(_apply)
+
+
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    keeping = _KEEPING.get(cls)
+    if keeping is not None and current_scope() is not None:
+        return keeping.apply(*args, **kwargs)
     if _WATCH.stack and not takes_vmap(cls):
-        _WATCH.stack[-1]()
-    return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        _WATCH.stack[-1][0]()
+    out = super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+    return _WATCH.stack[-1][1](cls, args, out) if _WATCH.stack else out
 
 
 @contextmanager
-def watching_functions(found: Callable[[], None]) -> Iterator[None]:
+def watching_functions(found: Callable[[], None], made: Made) -> Iterator[None]:
     """Calls `found` for each function without a form for vmap that this thread applies in here.
+
+    `made` gets each function, its arguments and its results, and gives what to return for these.
 
     `Function.apply` is no function that modes of torch see, and users keep it under names of their
     own; so a method is put between it and what it calls, and taken away again.
@@ -77,7 +104,7 @@ def watching_functions(found: Callable[[], None]) -> Iterator[None]:
     with _LOCK:
         _WATCHES.append(1)
         _BASE.apply = classmethod(_apply)
-    _WATCH.stack.append(found)
+    _WATCH.stack.append((found, made))
     try:
         yield
     finally:

@@ -10,16 +10,18 @@ import torch
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.guards.replay import End, Replay, Step
+from shardmap_torch.checker.interpreter.custom_functions import communicating
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved, Where
 from shardmap_torch.checker.ir.paths import every_path
 from shardmap_torch.checker.ir.program import Equation, ProgramPath
+from shardmap_torch.checker.ir.rank_only import keep_scope
 from shardmap_torch.checker.ir.repairs import NONE, Repair, both, proposed, shortened, with_tried
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
 from shardmap_torch.checker.verify.path import Round, Strictness, go
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 
@@ -103,6 +105,12 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
     """
     try:
         return _attempt(call, NONE, strictness)
+    except CollectiveError as error:
+        function = communicating(error)
+        if function is None:
+            raise
+        keep_scope(function)
+        return verify(call, strictness)
     except ShardTypeError as error:
         raise shortened(with_tried(error, _search(call, error, strictness))) from None
 

@@ -183,5 +183,6 @@ def test_functions_in_a_transform_of_the_body_are_seen_too() -> None:
 
 def test_functions_are_as_before_after_a_check() -> None:
     base: Any = torch.autograd.function._SingleLevelFunction
+    before = base.__dict__.get("apply")  # one whose backward communicates stays known
     check_program(mapped(legacy), *inputs())
-    assert "apply" not in base.__dict__
+    assert base.__dict__.get("apply") is before

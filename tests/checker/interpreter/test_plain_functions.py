@@ -1,0 +1,212 @@
+"""Megatron's mappings as they are: plain autograd Functions whose backward communicates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    V,
+    all_gather,
+    all_reduce,
+    check_program,
+    convert,
+    make_mesh,
+    reduce_scatter,
+    shard_map,
+)
+from tests.nn.support.cases import (
+    Case,
+    assert_equal_on_processes,
+    assert_equals_one_device,
+    mapped,
+    random,
+)
+from tests.support.pool import Gloo
+
+
+class Mapping(torch.autograd.Function):
+    @classmethod
+    def of(cls, x: Tensor) -> Tensor:
+        y: Tensor = cls.apply(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return y
+
+
+class Copy(Mapping):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return all_reduce(grad, "tp", dst=I)
+
+
+class CopyWithoutSum(Copy):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Reduce(Mapping):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return all_reduce(x, "tp", dst=I)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class ReduceTwice(Reduce):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return all_reduce(grad, "tp", dst=R)
+
+
+class Scatter(Mapping):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return convert(x, "tp", src=I, dst=V, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return all_gather(grad, "tp", dim=1, dst=I)
+
+
+class Gather(Mapping):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return all_gather(x, "tp", dim=1, dst=R)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return reduce_scatter(grad, "tp", dim=1)
+
+
+class ReduceScatter(Mapping):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return reduce_scatter(x, "tp", dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return all_gather(grad, "tp", dim=1, dst=R)
+
+
+def blocks(x: Tensor, up: Tensor, down: Tensor, copy: Any = Copy, reduce: Any = Reduce) -> Tensor:
+    for _ in range(2):
+        x = x + reduce.of(torch.tanh(copy.of(x) @ up) @ down)
+    return x
+
+
+def sequence_parallel(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    x = Scatter.of(x)
+    for _ in range(2):
+        x = x + ReduceScatter.of(torch.tanh(Gather.of(x) @ up) @ down)
+    return all_gather(x, "tp", dim=1, dst=I)
+
+
+def on_one_device(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x + torch.tanh(x @ up) @ down
+    return x
+
+
+INPUTS = random(2, 4, 6), random(6, 8), random(8, 6)
+SPECS = P("dp"), P(None, "tp"), P("tp")
+
+
+def over(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def replicated(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return body(x, *convert((up, down), "dp", src=I, dst=R))
+
+    return replicated
+
+
+CASES = {
+    name: Case(over(body), on_one_device, SPECS, P("dp"), INPUTS)
+    for name, body in {"tensor": blocks, "sequence": sequence_parallel}.items()
+}
+
+
+@pytest.mark.parametrize("simulate", ["ranks", "auto"])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_one_device(name: str, simulate: Any) -> None:
+    assert_equals_one_device(CASES[name], simulate)
+
+
+def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
+    assert_equal_on_processes(CASES, __name__, gloo)
+
+
+def refusal(copy: Any, reduce: Any, check: Any) -> str:
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+    f = shard_map(
+        lambda x, up, down: blocks(x, up, down, copy, reduce),
+        mesh=mesh,
+        in_specs=(P(), P(None, "tp"), P("tp")),
+        out_specs=P(),
+        check=check,
+    )
+    with pytest.raises(ShardTypeError) as caught:
+        check_program(f, *(x.clone().requires_grad_() for x in INPUTS))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("check", [True, "global"])
+def test_a_copy_whose_backward_sums_nothing_is_refused(check: Any) -> None:
+    text = refusal(CopyWithoutSum, Reduce, check)
+    assert text.splitlines()[0] == (
+        "<lambda>: over 'tp', an operand of CopyWithoutSum is I and its backward gives it a "
+        "gradient that is V: each rank has its own part of it, and nothing sums them."
+    )
+
+
+@pytest.mark.parametrize("check", [True, "global"])
+def test_a_sum_whose_backward_sums_again_is_refused(check: Any) -> None:
+    text = refusal(Copy, ReduceTwice, check)
+    assert text.splitlines()[0] == (
+        "<lambda>: all_reduce('tp', Partial -> R) takes Partial (a pending sum over the ranks) "
+        "over 'tp', but its operand is I (equal on all ranks, one computation repeated)."
+    )
+
+
+@pytest.mark.parametrize("check", [True, "global"])
+def test_a_result_used_in_one_way_by_all_ranks_and_in_different_ways_is_refused(check: Any) -> None:
+    def body(x: Tensor, up: Tensor) -> Tensor:
+        y = Copy.of(x * 2)
+        return all_reduce((y @ up).sum(), "tp", dst=I) + y.sum()
+
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+    specs = P(invariant="tp"), P(None, "tp")
+    f = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check=check)
+    with pytest.raises(ShardTypeError):
+        check_program(f, INPUTS[0].clone().requires_grad_(), INPUTS[1])
+
+
+def test_a_sum_of_the_forward_is_not_used_in_different_ways() -> None:
+    """Its backward gives addends the cotangent as it is, which then has to be the sum's."""
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce((Reduce.of(x @ w) * w.sum()).sum(), "tp", dst=I)
+
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+    f = shard_map(body, mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P())
+    with pytest.raises(ShardTypeError, match="I and V"):
+        check_program(f, torch.ones(2, 4), torch.ones(4, 3).requires_grad_())
+
+
+def test_it_runs_again_without_another_check() -> None:
+    case = CASES["tensor"]
+    f = mapped(case, make_mesh((2, 2), ("dp", "tp"), kind="simulated"))
+    first, second = (f(*(x.clone().requires_grad_() for x in INPUTS)) for _ in range(2))
+    assert first.equal(second)
+    for each in (first, second):
+        each.sum().backward()
