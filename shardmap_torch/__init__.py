@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from shardmap_torch import ops
 from shardmap_torch.autodiff.gradients import grad, value_and_grad, vjp
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
@@ -29,22 +30,7 @@ from shardmap_torch.errors import (
 )
 from shardmap_torch.function import Function
 from shardmap_torch.mesh import Mesh, current_mesh, make_mesh, use_mesh
-from shardmap_torch.ops import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    axis_index,
-    axis_size,
-    broadcast,
-    convert,
-    ppermute,
-    ragged_all_to_all,
-    redistribute,
-    reduce_scatter,
-    reinterpret,
-    reshard,
-    shift,
-)
+from shardmap_torch.ops import *  # noqa: F403 - its `__all__` says which
 from shardmap_torch.placing import device_put, from_local, full
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
@@ -139,18 +125,11 @@ __all__ = [
     "TransformError",
     "V",
     "Validation",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
     "assert_type",
     "assume_constant",
     "auto",
-    "axis_index",
-    "axis_size",
-    "broadcast",
     "check_program",
     "checkpoint",
-    "convert",
     "current_mesh",
     "device_put",
     "explain",
@@ -168,18 +147,11 @@ __all__ = [
     "nn",
     "optim",
     "parallelize",
-    "ppermute",
-    "ragged_all_to_all",
     "random",
-    "redistribute",
-    "reduce_scatter",
     "register_decomposition",
     "register_rule",
-    "reinterpret",
-    "reshard",
     "saving",
     "shard_map",
-    "shift",
     "trace",
     "typeof",
     "use_mesh",
@@ -188,3 +160,4 @@ __all__ = [
     "visualize_sharding",
     "vjp",
 ]
+__all__ += ops.__all__

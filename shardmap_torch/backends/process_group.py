@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmap_torch.backends import reference
 from shardmap_torch.backends.communicator import TracedWire, Wire
 from shardmap_torch.backends.local import LOCAL, alone
 from shardmap_torch.backends.rank import RankBackend
@@ -156,8 +157,18 @@ def _on_wire(line: Line, move: str, c: Collective, x: Tensor) -> Tensor:
         return torch.view_as_complex(parts.contiguous())
     wire = _WIRE.get(x.dtype)
     if wire is not None:
-        return MOVES[move](line, c, x.to(wire)).to(x.dtype)
-    return MOVES[move](line, c, x)
+        return _moved(line, move, c, x.to(wire)).to(x.dtype)
+    return _moved(line, move, c, x)
+
+
+def _moved(line: Line, move: str, c: Collective, x: Tensor) -> Tensor:
+    """Does a movement; one that has no function here is done to all ranks' gathered operands."""
+    known = MOVES.get(move)
+    if known is not None:
+        return known(line, c, x)
+    every = line.from_group(line.wire.gather(x))
+    result = reference.MOVES[move](c, reference.Stack(every, True, len(line.order)))
+    return result.every()[line.own].clone()
 
 
 def _sum(line: Line, c: Collective, x: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def after(name: str, move: Move) -> State:
         raise UnrelatedError("it makes or takes a dim with one entry per rank", _WRAP)
     if len(set(collective.sizes or ()) | set(collective.concat_sizes or ())) > 1:
         raise UnrelatedError("its sizes are uneven, and ranks hold padding", _WRAP)
-    return _MOVES[name](move)
+    return _MOVES.get(name, _per_rank)(move)
 
 
 def _sum(move: Move) -> State:
@@ -170,11 +170,7 @@ _MOVES: Final[Mapping[str, Callable[[Move], State]]] = MappingProxyType(
         "pad": _pad,
         "sum_scatter": _sum_scatter,
         "exchange": _exchange,
-        "ragged": _per_rank,
-        "permute": _per_rank,
-        "broadcast": _per_rank,
         "mask": _mask,
-        "sum_mask": _per_rank,
         "same": _same,
     }
 )
