@@ -1,4 +1,4 @@
-"""Tensor-parallel matmuls whose communication hides behind their own compute."""
+"""Tensor-parallel matmuls that overlap their communication with their own computation."""
 
 from shardmap_torch.kernels.api import (
     all_gather_matmul,

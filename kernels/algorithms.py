@@ -1,4 +1,4 @@
-"""The overlapped matmuls, forward and backward, as kernels over any transport.
+"""Algorithms of the overlapped matmuls, forward and backward, as generators over any transport.
 
 On the mesh's typed collectives (`network.Collectives`) they are the same code without chunks, which
 the checker interprets.
@@ -20,7 +20,7 @@ from shardmap_torch.kernels.transports.protocol import Steps
 
 
 def multiply(transport: Network, a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, charged to the transport's clock."""
+    """Returns `a @ b`, and charges it to the transport's clock."""
     _charge(transport, a, b)
     return a @ b
 
@@ -28,7 +28,7 @@ def multiply(transport: Network, a: Tensor, b: Tensor) -> Tensor:
 def multiply_into(
     transport: Network, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
 ) -> None:
-    """`out = a @ b + bias` in place."""
+    """Computes `out = a @ b + bias` in place."""
     _charge(transport, a, b)
     if bias is None:
         torch.mm(a, b, out=out)
@@ -37,7 +37,7 @@ def multiply_into(
 
 
 def accumulate(transport: Network, total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b`; the product is rounded to its own dtype before it meets a wider total."""
+    """Computes `total += a @ b`; the product is rounded to its own dtype before a wider sum."""
     _charge(transport, a, b)
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -52,13 +52,13 @@ def _charge(transport: Network, a: Tensor, b: Tensor) -> None:
 
 
 def zeros_for_sum(like: Tensor, *shape: int) -> Tensor:
-    """An accumulator over chunks: float32 where `like` is of lower precision."""
+    """Makes an accumulator over chunks: float32 where `like` is of lower precision."""
     dtype = torch.float32 if like.dtype in LOW_PRECISION else like.dtype
     return like.new_zeros(shape, dtype=dtype)
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """All dims but the last as one; reshape(-1, ...) refuses a last dim of size 0."""
+    """Flattens all dims but the last; reshape(-1, ...) refuses a last dim of size 0."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
@@ -75,16 +75,16 @@ class ChunkedDim:
 
     @classmethod
     def of(cls, dim: int, ndim: int) -> "ChunkedDim":
-        """The layout along `dim`, negative dims included, of a tensor of `ndim` dims."""
+        """Describes sharding `dim`, which may be negative, of a tensor of `ndim` dims."""
         dim %= ndim
         return cls(0 if dim == ndim - 1 else dim, dim == ndim - 1)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """The matrix of tokens; a copy of `x` unless the sharded dim is outermost."""
+        """Returns the matrix of tokens; a copy of `x` unless the sharded dim is outermost."""
         return as_matrix(x.movedim(self.dim, 0))
 
     def restore(self, tokens: Tensor, shape: Sequence[int]) -> Tensor:
-        """The contiguous tensor of `shape` whose matrix of tokens is given."""
+        """Inverts `tokens`: the contiguous tensor of `shape` with this matrix of tokens."""
         outermost = [shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :]]
         return tokens.reshape(outermost).movedim(0, self.dim).contiguous()
 
@@ -119,7 +119,7 @@ class ChunkedDim:
         return features_gradient if self.by_features else rows_gradient
 
     def right_gradient(self, transport: Network, x: Tensor, out: Tensor) -> Consume:
-        """Consumes cut rows of dy into xᵀ @ dy; `out` starts at zero."""
+        """Consumes rows of the chunked dy into xᵀ @ dy; `out` starts at zero."""
 
         def rows_gradient(rows: slice, tile: Tensor) -> None:
             accumulate(transport, out, x[rows].t(), tile)
@@ -132,7 +132,7 @@ class ChunkedDim:
     def sum_of_products(
         self, transport: Network, xs: Sequence[Tensor], ws: Sequence[Tensor]
     ) -> Produce:
-        """Produces cut rows of the sum of x @ w over pairs, from the tokens of each x."""
+        """Produces rows of the chunked sum of x @ w over pairs, from the tokens of each x."""
 
         def operands(x: Tensor, w: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             return (w[:, rows].t(), x.t()) if self.by_features else (x[rows], w)
@@ -147,7 +147,7 @@ class ChunkedDim:
 
 
 def with_dim(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    """The shape with another size at `dim`."""
+    """Returns the shape with another size at `dim`."""
     dim %= len(shape)
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
@@ -168,9 +168,9 @@ def gather_forward(
     dim: int,
     choice: Choice,
 ) -> Steps[tuple[list[Tensor], Tensor]]:
-    """`all_gather(x) @ w + bias` for each pair of w and bias, with one gather.
+    """Computes `all_gather(x) @ w + bias` for each pair of w and bias, with one gather.
 
-    Returns the products, and the cut matrix of the gathered x for the backward.
+    Returns the products, and the chunked matrix of the gathered x for the backward.
     """
     chunked = ChunkedDim.of(dim, x.ndim)
     full_shape = with_dim(x.shape, dim, x.shape[dim] * transport.num_ranks)
@@ -190,7 +190,7 @@ def gather_forward(
 def _tokens_out(
     chunked: ChunkedDim, like: Tensor, num_tokens: int, columns: int, bias: Tensor | None = None
 ) -> Tensor:
-    """Output tokens: written once each when cut by rows, else a sum over chunks and the bias."""
+    """Allocates the output: empty if chunked by rows, else an accumulator that has the bias."""
     if not chunked.by_features:
         return like.new_empty(num_tokens, columns)
     total = zeros_for_sum(like, num_tokens, columns)
@@ -200,7 +200,7 @@ def _tokens_out(
 def scatter_forward(
     transport: Network, x: Tensor, w: Tensor, dim: int, choice: Choice
 ) -> Steps[Tensor]:
-    """`reduce_scatter(x @ w)`."""
+    """Computes `reduce_scatter(x @ w)`."""
     chunked = ChunkedDim.of(dim, x.ndim)
     produce = chunked.sum_of_products(transport, [chunked.tokens(x)], [w])
     shape = [*x.shape[:-1], w.shape[1]]
@@ -219,7 +219,7 @@ def _scatter(
     dim: int,
     choice: Choice,
 ) -> Halves:
-    """A reduce-scatter along `dim` of a tensor of `shape`."""
+    """Makes the reduce-scatter along `dim` of a tensor of `shape`."""
     chunked = ChunkedDim.of(dim, len(shape))
     num_tokens = torch.Size(shape[:-1]).numel()
     num_rows, columns = (shape[-1], num_tokens) if chunked.by_features else (num_tokens, shape[-1])
@@ -234,7 +234,7 @@ def _own_block(
 
 
 def reduce_forward(transport: Network, x: Tensor, w: Tensor, choice: Choice) -> Steps[Tensor]:
-    """`all_reduce(x @ w)`; the cut is by rows, wherever they fall."""
+    """Computes `all_reduce(x @ w)`, chunked by rows of the flattened x."""
     tokens = as_matrix(x)
     out = x.new_empty(tokens.shape[0], w.shape[1])
     produce = ChunkedDim(0, by_features=False).sum_of_products(transport, [tokens], [w])
@@ -253,9 +253,10 @@ def gather_backward(
     dim: int,
     choice: Choice,
 ) -> Steps[tuple[Tensor, list[Tensor | None]]]:
-    """Gradients of `gather_forward` from its gathered chunked matrix: (dx, the wanted dws).
+    """Computes the gradients of `gather_forward` from its gathered chunked matrix.
 
-    `gathered` may be None where no dw is wanted.
+    Returns dx, and for each weight its dw, or None if it is not needed; `gathered` may be None if
+    no dw is needed.
 
     The sum of dy @ wᵀ is reduce-scattered while it is produced, and what is still on its way then
     moves while the weight gradients are computed.
@@ -283,7 +284,7 @@ def _input_gradient(
     dim: int,
     choice: Choice,
 ) -> tuple[Halves, list[int]]:
-    """The reduce-scatter of the sum of dy @ wᵀ, and the shape of the sum."""
+    """Makes the reduce-scatter of the sum of dy @ wᵀ; returns it with the shape of the sum."""
     produce = chunked.sum_of_products(transport, tokens, [w.t() for w in ws])
     shape = [*dy.shape[:-1], ws[0].shape[0]]
     op = "all_gather_matmul backward"
@@ -337,7 +338,7 @@ def scatter_backward(
     dim: int,
     choice: Choice,
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
-    """The wanted gradients of `scatter_forward`: (dx, dw).
+    """Computes the gradients (dx, dw) of `scatter_forward`, None in place of those not needed.
 
     One gather of dy feeds both, chunk by chunk.
     """
@@ -358,9 +359,10 @@ def reduce_backward(
     needs_grad: tuple[bool, bool],
     choice: Choice,
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
-    """The wanted gradients of `reduce_forward` where the ranks' cotangents add up: (dx, dw).
+    """Computes the gradients (dx, dw) of `reduce_forward` whose cotangents have to be summed.
 
-    Each chunk of the sum of dy feeds both as soon as it is finished.
+    Each chunk of the sum of dy feeds both as soon as it is finished. A gradient that is not needed
+    is None.
     """
     chunked = ChunkedDim(0, by_features=False)
     gradients = _Gradients(transport, chunked, x, w, needs_grad)
@@ -372,7 +374,7 @@ def reduce_backward(
 
 
 class _Gradients:
-    """The wanted gradients of x @ w, from chunks of the chunked matrix of its cotangent."""
+    """Accumulates the needed gradients of x @ w from the chunks of its cotangent."""
 
     def __init__(
         self,
@@ -396,7 +398,7 @@ class _Gradients:
         )
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
-        """(dx, dw), once every chunk has been consumed."""
+        """Returns (dx, dw), once every chunk has been consumed."""
         return (
             self._chunked.restore(self._dx.to(self._dtype), self._shape)
             if self._needs_grad[0]

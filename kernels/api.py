@@ -1,6 +1,6 @@
-"""The public operations: typed, differentiable, and unfused wherever overlap cannot pay.
+"""Public overlapped matmuls: typed, differentiable, and unfused wherever overlap cannot pay.
 
-They are typed as their unfused compositions, against which the checker holds what they do instead,
+They have the types of their unfused compositions. The checker compares the kernels with those,
 forward and backward.
 """
 
@@ -77,21 +77,21 @@ def all_gather_matmul(
         axis: an axis name, or several that act as one.
         gather_dim: the dim of x that is gathered.
         bias: added to each row of the product; one per weight where there are several.
-        chunks: chunks into which each rank's shard is cut; by default as the cost model says, of
-            at least 128 rows and at most 8.
+        chunks: number of chunks into which each rank's shard is split; by default as the cost model
+            says, at most 8 of at least 128 rows each.
         schedule: "ring" sends blocks to the next rank only, "two-way" half of the way to either
             side; by default as the cost model says. The backward of a ring is a ring.
         save_gathered: keep the gathered x for the backward (n * x.nbytes beside x and w), or gather
             it again under the input gradient (nothing beside x and w until then, and n * x.nbytes
             for the time of the backward).
         overlap: "auto" overlaps where the cost model predicts a gain of at least 3 %, "require"
-            wherever possible or raises, "off" never. `last_plan()` tells what ran and why. In a
+            wherever possible or raises, "off" never. `last_plan()` says what ran and why. In a
             body that torch.compile traces, "auto" is the composition, which inductor can fuse, and
             "require" an opaque operator that saves the gathered x and cannot be differentiated
             twice. On a GPU only "require" overlaps, by code that has never run on one.
 
     Raises:
-        KernelError: shapes that do not fit, chunks that the shard has no rows for, overlap
+        KernelError: shapes that do not match, chunks that the shard has no rows for, overlap
             required but impossible, or a peer that is gone.
         CollectiveError: outside a body, or an unknown axis.
 
@@ -108,9 +108,9 @@ def all_gather_matmul(
         [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]
     """
     ws, biases = pairs("all_gather_matmul", w, bias)
-    asked = gather_dim, overlap, schedule, chunks, save_gathered
-    ready = prepared(prepare_gather, axis, asked, (x, ws, biases))
-    outs = ready.runner.gather(x, ws, biases)
+    options = gather_dim, overlap, schedule, chunks, save_gathered
+    prepared_call = prepared(prepare_gather, axis, options, (x, ws, biases))
+    outs = prepared_call.runner.gather(x, ws, biases)
     return outs[0] if isinstance(w, Tensor) else outs
 
 
@@ -130,16 +130,16 @@ def matmul_reduce_scatter(
     Each addend travels once, straight to its owner, which adds them in rank order: results are
     equal from run to run. bfloat16 and float16 addends are added in float32 and rounded once.
 
-    Shape: x [..., k], w [k, m] gives [..., m] with `scatter_dim` of size d cut to d/n. Types: as
-    its unfused composition: the product is P (or V), the result S(scatter_dim). Backward: one
-    gather of dy feeds dx and dw, chunk by chunk. Sends (n-1)/n * y.nbytes per rank forward and
+    Shape: x [..., k], w [k, m] gives [..., m] with `scatter_dim` of size d divided by n. Types: as
+    its unfused composition: the product is Partial (or V), the result S(scatter_dim). Backward:
+    one gather of dy feeds dx and dw, chunk by chunk. Sends (n-1)/n * y.nbytes per rank forward and
     backward, y being the product.
 
     Args:
         x: this rank's features.
         w: this rank's rows of the weight, 2-D.
         axis: an axis name, or several that act as one.
-        scatter_dim: the dim of the product that is cut.
+        scatter_dim: the dim of the product that is sharded.
         bias: added once, after the reduction.
         chunks: as in `all_gather_matmul`, of each rank's block of the result.
         schedule: "direct", the default, or "ring" where only neighbours have a link: sums travel to
@@ -148,7 +148,7 @@ def matmul_reduce_scatter(
         overlap: as in `all_gather_matmul`.
 
     Raises:
-        KernelError: shapes that do not fit, chunks that the block has no rows for, overlap
+        KernelError: shapes that do not match, chunks that the block has no rows for, overlap
             required but impossible, or a peer that is gone.
         CollectiveError: outside a body, unknown axis, or a size that does not divide.
 
@@ -163,9 +163,9 @@ def matmul_reduce_scatter(
         >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
         [[1.0], [5.0]]
     """
-    asked = scatter_dim, overlap, schedule, chunks
-    ready = prepared(prepare_scatter, axis, asked, (x, w, bias))
-    y = ready.runner.scatter(x, w)
+    options = scatter_dim, overlap, schedule, chunks
+    prepared_call = prepared(prepare_scatter, axis, options, (x, w, bias))
+    y = prepared_call.runner.scatter(x, w)
     return y if bias is None else y + bias
 
 
@@ -199,7 +199,7 @@ def matmul_all_reduce(
         overlap: as in `all_gather_matmul`.
 
     Raises:
-        KernelError: shapes that do not fit, chunks that the share has no rows for, overlap
+        KernelError: shapes that do not match, chunks that the share has no rows for, overlap
             required but impossible, or a peer that is gone.
         CollectiveError: outside a body, or an unknown axis.
 
@@ -214,6 +214,6 @@ def matmul_all_reduce(
         >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
         [[1.0], [5.0]]
     """
-    ready = prepared(prepare_reduce, axis, (dst, overlap, chunks), (x, w, bias))
-    y = ready.runner.reduce(x, w)
+    prepared_call = prepared(prepare_reduce, axis, (dst, overlap, chunks), (x, w, bias))
+    y = prepared_call.runner.reduce(x, w)
     return y if bias is None else y + bias

@@ -1,4 +1,4 @@
-"""The kernels under autograd: one Function, and an operation for each kernel, forward or backward.
+"""Autograd of the kernels: one Function, and an operation for each kernel, forward or backward.
 
 The backward of an operation is an operation again, overlapped like the first; a backward of a
 backward differentiates the unfused composition, whose derivatives of every order are those of the
@@ -38,17 +38,17 @@ class Operation(Protocol):
 
     @property
     def num_kept(self) -> int:
-        """Trailing results of `run` that only its backward reads."""
+        """Number of trailing results of `run` that only its backward reads."""
 
     def run(self, *operands: Any) -> tuple[Tensor, ...]:
-        """The overlapped kernel, on plain tensors."""
+        """Runs the overlapped kernel on plain tensors."""
 
     def pull_back(self, operands: Operands, needed: Sequence[bool], grads: Operands) -> Operands:
-        """The gradients that are needed, one for each operand; `operands` end in what was kept."""
+        """Computes the needed gradients, one for each operand; `operands` end in what was kept."""
 
 
 class Overlapped(TypedFunction):
-    """Any operation under reverse-mode autograd and torch.func.grad."""
+    """Autograd Function of any operation, also under torch.func.grad."""
 
     @staticmethod
     def forward(operation: Operation, *operands: Tensor | None) -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ class Overlapped(TypedFunction):
 
 
 def overlapped(operation: Operation, *operands: Tensor | None) -> tuple[Tensor, ...]:
-    """The results of an operation, without what it keeps for its backward."""
+    """Runs an operation under autograd; returns its results without what it keeps for backward."""
     results: tuple[Tensor, ...] = Overlapped.apply(operation, *operands)
     return results[: len(results) - operation.num_kept]
 
@@ -92,32 +92,32 @@ class Call:
     options: Options
 
     def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
-        """`all_gather(x) @ w + bias` for each w."""
+        """Computes `all_gather(x) @ w + bias` for each w."""
         return overlapped(GatherMatmul(self, len(ws)), x, *ws, *biases)
 
     def scatter(self, x: Tensor, w: Tensor) -> Tensor:
-        """`reduce_scatter(x @ w)`."""
+        """Computes `reduce_scatter(x @ w)`."""
         return overlapped(MatmulScatter(self), x, w)[0]
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
-        """`all_reduce(x @ w)`."""
+        """Computes `all_reduce(x @ w)`."""
         return overlapped(MatmulReduce(self), x, w)[0]
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on the axes."""
+        """Number of ranks on the axes."""
         return self.backend.mesh.num_ranks(self.collective.axes)
 
     @property
     def scheduled(self) -> Scheduled:
-        """The engine of an all-reduce, for which symmetric memory has no operator."""
+        """The engine of an all-reduce: our schedules, as symmetric memory has no operator."""
         assert isinstance(self.engine, Scheduled)
         return self.engine
 
     def backward_choice(self, op: str, family: Family, dtype: torch.dtype, **size: Any) -> Choice:
-        """Plans the backward: always the kernel, in as many parts as the cost model finds best.
+        """Plans the backward: always the kernel, in as many parts as the cost model picks.
 
-        `size` is what a `Problem` says of rows, bytes, flops and passes.
+        `size` has the fields of `Problem` for rows, bytes, flops and passes.
         """
         problem = Problem(
             op=op,
@@ -126,8 +126,8 @@ class Call:
             schedules=backward_schedules(family, self.options.schedule),
             **size,
         )
-        asked = self.options.chunks
-        chunks = None if asked is None else min(asked, problem.block_rows)
+        requested = self.options.chunks
+        chunks = None if requested is None else min(requested, problem.block_rows)
         plan = self.engine.plan(problem, partial(self.fabric, dtype), chunks, forced=True)
         choice = record(plan).choice
         assert choice is not None
@@ -138,45 +138,45 @@ class Runner(Protocol):
     """Runs one public operation on any tensors."""
 
     def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
-        """`all_gather(x) @ w + bias` for each w."""
+        """Computes `all_gather(x) @ w + bias` for each w."""
 
     def scatter(self, x: Tensor, w: Tensor) -> Tensor:
-        """`reduce_scatter(x @ w)`."""
+        """Computes `reduce_scatter(x @ w)`."""
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
-        """`all_reduce(x @ w)`."""
+        """Computes `all_reduce(x @ w)`."""
 
 
 def block_rows(block: Tensor, dim: int) -> int:
-    """Rows of a rank's block as a cut matrix."""
+    """Counts the rows of a rank's block as a chunked matrix."""
     by_features = ChunkedDim.of(dim, block.ndim).by_features
     return block.shape[-1] if by_features else block.shape[:-1].numel()
 
 
 @dataclass(frozen=True, slots=True)
 class Unfused:
-    """The compositions."""
+    """Runs the unfused compositions."""
 
     backend: Backend
     collective: Collective
 
     def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
-        """One all-gather, then the matmuls."""
+        """Runs one all-gather, then the matmuls."""
         return gather_unfused(self.backend, self.collective, x, ws, biases)
 
     def scatter(self, x: Tensor, w: Tensor) -> Tensor:
-        """The matmul, then one reduce-scatter."""
+        """Runs the matmul, then one reduce-scatter."""
         return reduce_unfused(self.backend, self.collective, x, w)
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
-        """The matmul, then one all-reduce."""
+        """Runs the matmul, then one all-reduce."""
         return reduce_unfused(self.backend, self.collective, x, w)
 
 
 def gather_unfused(
     backend: Backend, collective: Collective, x: Tensor, ws: Sequence[Tensor], biases: Operands
 ) -> tuple[Tensor, ...]:
-    """One all-gather, then the matmuls."""
+    """Runs one all-gather, then the matmuls."""
     full = bind(backend, collective, x)
     return tuple(
         full @ w if bias is None else full @ w + bias for w, bias in zip(ws, biases, strict=True)
@@ -184,54 +184,54 @@ def gather_unfused(
 
 
 def reduce_unfused(backend: Backend, collective: Collective, x: Tensor, w: Tensor) -> Tensor:
-    """One matmul, then the reduce-scatter or all-reduce."""
+    """Runs one matmul, then the reduce-scatter or all-reduce."""
     return bind(backend, collective, x @ w)
 
 
 def _differentiate(
     composition: Callable[..., tuple[Tensor, ...]], primals: Sequence[Tensor], grads: Operands
 ) -> tuple[Tensor, ...]:
-    """Gradients of a composition, themselves differentiable to any order."""
+    """Computes the gradients of a composition, differentiable to any order."""
     outs, pull_back, *_ = torch.func.vjp(composition, *primals)
     cotangents = tuple(
         torch.zeros_like(out) if grad is None else grad
         for out, grad in zip(outs, grads, strict=True)
     )
-    pulled: tuple[Tensor, ...] = pull_back(cotangents)
-    return pulled
+    gradients: tuple[Tensor, ...] = pull_back(cotangents)
+    return gradients
 
 
 @dataclass(frozen=True, slots=True)
 class GatherMatmul:
-    """`all_gather(x) @ w + bias`: operands x, the weights, their biases or None."""
+    """Operation `all_gather(x) @ w + bias`: operands x, the weights, their biases or None."""
 
     call: Call
     num_weights: int
 
     @property
     def num_kept(self) -> int:
-        """The gathered x, unless it is to be gathered again."""
+        """1 for the gathered x, or 0 if the backward gathers it again."""
         return int(self.call.options.save_gathered)
 
     def run(self, x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
-        """The products, and what is kept."""
+        """Returns the products, then the gathered x if it is kept."""
         call, ws, biases = self.call, operands[: self.num_weights], operands[self.num_weights :]
         outs, gathered = call.engine.gather(x, ws, biases, call.collective.dim, call.choice)
         return (*outs, gathered) if self.num_kept else tuple(outs)
 
     def pull_back(self, operands: Operands, needed: Sequence[bool], grads: Operands) -> Operands:
-        """(dx, *dws, *dbiases); an output without a cotangent takes no part."""
+        """Returns (dx, *dws, *dbiases); an output without a cotangent is skipped."""
         count = self.num_weights
         x, gathered = operands[0], operands[-1] if self.num_kept else None
         dys = {i: dy for i, dy in enumerate(grads[:count]) if dy is not None}
         needs_grad = (needed[0], *(needed[1 + i] for i in dys))
         ws = [operands[1 + i] for i in dys]
-        found = _only_needed(
+        gradients = _only_needed(
             GatherMatmulBackward(self.call, needs_grad), needs_grad, x, gathered, *ws, *dys.values()
         )
         result: list[Tensor | None] = [None] * (1 + 2 * count)
-        result[0] = found[0]
-        for (i, dy), dw in zip(dys.items(), found[1:], strict=True):
+        result[0] = gradients[0]
+        for (i, dy), dw in zip(dys.items(), gradients[1:], strict=True):
             result[1 + i] = dw
             if needed[1 + count + i]:
                 result[1 + count + i] = as_matrix(dy).sum(0)
@@ -241,19 +241,22 @@ class GatherMatmul:
 def _only_needed(
     operation: Operation, needs_grad: Sequence[bool], *operands: Tensor | None
 ) -> list[Tensor | None]:
-    """The gradients that an operation computes, None in place of those that it does not."""
-    found = iter(overlapped(operation, *operands) if any(needs_grad) else ())
-    return [next(found) if want else None for want in needs_grad]
+    """Runs a backward operation; returns None in place of the gradients it does not compute."""
+    gradients = iter(overlapped(operation, *operands) if any(needs_grad) else ())
+    return [next(gradients) if needed else None for needed in needs_grad]
 
 
 def _selected(gradients: Operands, needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
     pairs = zip(gradients, needs_grad, strict=True)
-    return tuple(grad for grad, want in pairs if want and grad is not None)
+    return tuple(grad for grad, needed in pairs if needed and grad is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class GatherMatmulBackward:
-    """The wanted of (dx, *dws): operands x, its gathered cut matrix or None, the ws, the dys."""
+    """Operation that computes the needed gradients of (dx, *dws) of `GatherMatmul`.
+
+    Operands: x, its gathered chunked matrix or None, the weights, their cotangents.
+    """
 
     call: Call
     needs_grad: tuple[bool, ...]
@@ -302,7 +305,7 @@ class GatherMatmulBackward:
         return _selected(_differentiate(products, (x, *ws), dys), self.needs_grad)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
-        """Differentiates the composition; the gathered x is no variable of its own."""
+        """Differentiates the composition; the gathered x, which depends on x, gets no gradient."""
         x, _, *rest = operands
         dx, *others = _differentiate(self._composition, (x, *rest), grads)
         return dx, None, *others
@@ -310,18 +313,18 @@ class GatherMatmulBackward:
 
 @dataclass(frozen=True, slots=True)
 class MatmulScatter:
-    """`reduce_scatter(x @ w)`: operands x and w."""
+    """Operation `reduce_scatter(x @ w)`: operands x and w."""
 
     call: Call
     num_kept: ClassVar[int] = 0
 
     def run(self, x: Tensor, w: Tensor) -> tuple[Tensor]:
-        """This rank's block of the sum."""
+        """Returns this rank's block of the sum."""
         call = self.call
         return (call.engine.scatter(x, w, call.collective.dim, call.choice),)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
-        """One gather of dy feeds both gradients."""
+        """Computes both gradients from one gather of dy."""
         needs_grad = (needed[0], needed[1])
         return _only_needed(
             MatmulScatterBackward(self.call, needs_grad), needs_grad, *operands, *grads
@@ -330,17 +333,17 @@ class MatmulScatter:
 
 @dataclass(frozen=True, slots=True)
 class MatmulReduce:
-    """`all_reduce(x @ w)`: operands x and w."""
+    """Operation `all_reduce(x @ w)`: operands x and w."""
 
     call: Call
     num_kept: ClassVar[int] = 0
 
     def run(self, x: Tensor, w: Tensor) -> tuple[Tensor]:
-        """The sum."""
+        """Returns the sum."""
         return (self.call.scheduled.reduce(x, w, self.call.choice),)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
-        """For R the cotangents are summed, and each chunk of the sum feeds both; for I none is."""
+        """Sums the cotangents for R, chunk by chunk; for I they are equal and nothing is sent."""
         needs_grad = (needed[0], needed[1])
         if self.call.collective.dst is R:
             return _only_needed(
@@ -355,7 +358,10 @@ class MatmulReduce:
 
 @dataclass(frozen=True, slots=True)
 class _ProductBackward:
-    """The wanted of (dx, dw) of a collective of x @ w: operands x, w and the cotangent."""
+    """Operation that computes the needed gradients (dx, dw) of a collective of x @ w.
+
+    Operands: x, w and the cotangent.
+    """
 
     call: Call
     needs_grad: tuple[bool, bool]
@@ -376,10 +382,10 @@ class _ProductBackward:
 
 
 class MatmulScatterBackward(_ProductBackward):
-    """Of `reduce_scatter(x @ w)`."""
+    """Backward of `reduce_scatter(x @ w)`."""
 
     def run(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        """One gather of dy feeds both gradients."""
+        """Computes both gradients from one gather of dy."""
         call, dim = self.call, self.call.collective.dim
         choice = call.backward_choice(
             "matmul_reduce_scatter backward",
@@ -394,10 +400,10 @@ class MatmulScatterBackward(_ProductBackward):
 
 
 class MatmulReduceBackward(_ProductBackward):
-    """Of `all_reduce(x @ w)` where the ranks use the result in different ways."""
+    """Backward of `all_reduce(x @ w)` with dst=R, whose cotangents have to be summed."""
 
     def run(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        """One all-reduce of dy feeds both gradients."""
+        """Computes both gradients from one all-reduce of dy."""
         call = self.call
         num_ranks = call.num_ranks
         choice = call.backward_choice(

@@ -14,7 +14,7 @@ from shardmap_torch.kernels.transports.executor import Choice, Gather
 from shardmap_torch.kernels.transports.protocol import Channel, Handle, Steps, Transport, run
 
 PROBE_BYTES = 2**20
-"""Long enough that latency does not count, 17 ms at 500 Mbit/s."""
+"""Size of the timed message: large enough that latency does not count, 17 ms at 500 Mbit/s."""
 
 SIDE = 512
 """Rows, inner size and columns of the matmul that is timed: 1 to 3 ms on a CPU core."""
@@ -22,7 +22,7 @@ SIDE = 512
 REPEATS = 5
 
 ROUNDS = 8
-"""Of the share of overlap, each as long as three exchanges."""
+"""Measurements of the share of overlap; each takes as long as three exchanges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Probe:
     x: Tensor
 
     def exchange(self) -> list[Handle]:
-        """Sends to the next rank and receives from the previous one."""
+        """Starts sending to the next rank and receiving from the previous one."""
         transport = self.transport
         rank, size = transport.rank, transport.num_ranks
         before, after = (rank - 1) % size, (rank + 1) % size
@@ -45,39 +45,39 @@ class _Probe:
         return [receive, send]
 
     def communicate(self) -> None:
-        """One exchange."""
+        """Runs one exchange."""
         for handle in self.exchange():
             handle.wait()
 
     def compute(self, repeats: int = 1) -> None:
-        """Matmuls in a row."""
+        """Runs `repeats` matmuls."""
         for _ in range(repeats):
             torch.mm(self.x, self.x)
 
     def engine(self) -> None:
-        """A kernel with next to nothing to send or multiply: what running it costs."""
+        """Runs a kernel with almost nothing to send or multiply: the fixed cost of one."""
         shard, w = self.message[:1].view(1, 1), self.message[:1].view(1, 1)
         choice = Choice("gather/ring", 1)
         run(gather_forward(self.transport, shard, [w], [None], 0, choice))
 
     def both(self, repeats: int) -> None:
-        """Matmuls while an exchange is on its way."""
+        """Runs matmuls while an exchange is in flight."""
         handles = self.exchange()
         self.compute(repeats)
         for handle in handles:
             handle.wait()
 
-    def share(self, meet: Callable[[], None], repeats: int) -> float:
-        """Measures the share of an exchange that ran under matmuls; ranks `meet` before each."""
+    def share(self, synchronize: Callable[[], None], repeats: int) -> float:
+        """Measures the share of an exchange that overlaps matmuls; `synchronize` aligns ranks."""
 
         def timed(action: Callable[[], None]) -> float:
-            meet()
+            synchronize()
             return _once(action)
 
-        travel = timed(self.communicate)
-        work = timed(lambda: self.compute(repeats))
+        transfer = timed(self.communicate)
+        compute = timed(lambda: self.compute(repeats))
         together = timed(lambda: self.both(repeats))
-        return (work + travel - together) / min(work, travel)
+        return (compute + transfer - together) / min(compute, transfer)
 
 
 def _once(action: Callable[[], None]) -> float:
@@ -91,14 +91,14 @@ def _seconds(action: Callable[[], None]) -> float:
     return min(_once(action) for _ in range(REPEATS))
 
 
-def _doubtful(shares: Iterable[float]) -> float:
-    """The lower quartile, from 0 to 1: on a busy machine shares scatter, and overlap must wait."""
-    ordered = sorted(shares)
-    return min(1.0, max(0.0, ordered[len(ordered) // 4]))
+def _pessimistic(shares: Iterable[float]) -> float:
+    """Returns the lower quartile, clipped to 0..1, since shares vary widely on a busy machine."""
+    ascending = sorted(shares)
+    return min(1.0, max(0.0, ascending[len(ascending) // 4]))
 
 
 def slowest(transport: Transport, value: float) -> float:
-    """The largest value of any rank: all ranks must decide alike."""
+    """Returns the largest value of all ranks, so that all make the same decision."""
     shard = torch.tensor([[value]], dtype=torch.float64)
     choice = Choice("gather/ring", 1)
     gather = Gather(transport, "calibrate", shard, lambda rows, tile: None, choice)
@@ -115,9 +115,9 @@ def measure(transport: Transport, dtype: torch.dtype) -> Fabric:
 
     Every rank of the transport must call it; it takes 0.1 to 0.5 s. The last figure is the one that
     a data sheet does not have: how much of a transfer proceeds while this rank computes. Where the
-    same cores do both it is near 0, and no schedule can gain anything. It is taken from pieces that
-    follow one another at once, and on the safe side: who overlaps in vain pays for it, up to 1.7
-    times in CPU seconds on loopback.
+    same cores do both it is near 0, and no schedule can gain anything. It is estimated low, from
+    runs in direct succession, since overlap without gain costs up to 1.7 times the CPU seconds on
+    loopback.
     """
 
     def agree(action: Callable[[], None]) -> float:
@@ -134,7 +134,7 @@ def measure(transport: Transport, dtype: torch.dtype) -> Fabric:
     num_ranks = transport.num_ranks
     launch = (agree(word.engine) - (num_ranks - 1) * latency) / num_ranks
     repeats = max(1, round(travel / product))
-    share = _doubtful(probe.share(word.communicate, repeats) for _ in range(ROUNDS))
+    share = _pessimistic(probe.share(word.communicate, repeats) for _ in range(ROUNDS))
     return Fabric(
         latency=latency,
         bandwidth=PROBE_BYTES / max(travel - latency, travel / 2),  # Noise apart, latency is less.

@@ -1,4 +1,4 @@
-"""The kernels as custom operators: opaque to torch.compile, but with shapes and a backward.
+"""Custom operators of the kernels: opaque to torch.compile, but with shapes and a backward.
 
 Dynamo cannot trace point-to-point messages, so a compiled body reaches a kernel through operators
 that name their endpoint by a string. They run the same kernels as eager code. A second derivative
@@ -44,7 +44,7 @@ _BY_NAME: dict[str, Endpoint] = {}
 
 @constant
 def endpoint_name(backend: Backend, axes: tuple[str, ...]) -> str:
-    """The name under which the operators find the endpoint; made while tracing."""
+    """Registers an endpoint while tracing; returns the name under which the operators find it."""
     assert isinstance(backend, ProcessGroupBackend)
     endpoint = endpoint_of(backend, axes)
     name = str(endpoint.group.group_name)
@@ -64,7 +64,7 @@ def gather_op(
     forward: str,
     backward: str,
 ) -> list[Tensor]:
-    """The products, then the gathered cut matrix; `biased` are the weights that have a bias."""
+    """Returns the products, then the gathered chunked matrix; `biased` names weights with bias."""
     addends: list[Tensor | None] = [None] * len(ws)
     for index, bias in zip(biased, biases, strict=True):
         addends[index] = bias
@@ -101,7 +101,7 @@ def gather_backward_op(
     name: str,
     backward: str,
 ) -> list[Tensor]:
-    """The input gradient, then the weight gradients."""
+    """Returns the input gradient, then the weight gradients."""
     needs_grad = [True] * len(ws)
     transport, choice = _BY_NAME[name].transport, Choice.read(backward)
     dx, dws = run(gather_backward(transport, gathered, ws, dys, needs_grad, dim, choice))
@@ -118,8 +118,8 @@ def _gather_backward_shapes(
     name: str,
     backward: str,
 ) -> list[Tensor]:
-    whole = [*dys[0].shape[:-1], ws[0].shape[0]]
-    dx = dys[0].new_empty(with_dim(whole, dim, whole[dim] // num_ranks))
+    shape = [*dys[0].shape[:-1], ws[0].shape[0]]
+    dx = dys[0].new_empty(with_dim(shape, dim, shape[dim] // num_ranks))
     return [dx, *_contiguous_like(*ws)]
 
 
@@ -144,7 +144,7 @@ gather_op.register_autograd(_gather_backward, setup_context=_gather_setup)
 def scatter_op(
     x: Tensor, w: Tensor, dim: int, num_ranks: int, name: str, forward: str, backward: str
 ) -> Tensor:
-    """The block of the sum."""
+    """Returns this rank's block of the sum."""
     return run(scatter_forward(_BY_NAME[name].transport, x, w, dim, Choice.read(forward)))
 
 
@@ -152,15 +152,15 @@ def scatter_op(
 def _scatter_shape(
     x: Tensor, w: Tensor, dim: int, num_ranks: int, name: str, forward: str, backward: str
 ) -> Tensor:
-    whole = [*x.shape[:-1], w.shape[1]]
-    return x.new_empty(with_dim(whole, dim, whole[dim] // num_ranks))
+    shape = [*x.shape[:-1], w.shape[1]]
+    return x.new_empty(with_dim(shape, dim, shape[dim] // num_ranks))
 
 
 @torch.library.custom_op("shardmap_torch::matmul_reduce_scatter_backward", mutates_args=())
 def scatter_backward_op(
     x: Tensor, w: Tensor, dy: Tensor, dim: int, name: str, backward: str
 ) -> list[Tensor]:
-    """Both gradients."""
+    """Returns both gradients."""
     choice, transport = Choice.read(backward), _BY_NAME[name].transport
     grads = run(scatter_backward(transport, x, w, dy, (True, True), dim, choice))
     return [grad for grad in grads if grad is not None]
@@ -193,7 +193,7 @@ scatter_op.register_autograd(_scatter_backward, setup_context=_scatter_setup)
 
 @torch.library.custom_op("shardmap_torch::matmul_all_reduce", mutates_args=())
 def reduce_op(x: Tensor, w: Tensor, name: str, forward: str, backward: str) -> Tensor:
-    """The sum; `backward` is empty where its cotangent is equal on all ranks."""
+    """Returns the sum; `backward` is empty where its cotangent is equal on all ranks."""
     return run(reduce_forward(_BY_NAME[name].transport, x, w, Choice.read(forward)))
 
 
@@ -204,7 +204,7 @@ def _reduce_shape(x: Tensor, w: Tensor, name: str, forward: str, backward: str) 
 
 @torch.library.custom_op("shardmap_torch::matmul_all_reduce_backward", mutates_args=())
 def reduce_backward_op(x: Tensor, w: Tensor, dy: Tensor, name: str, backward: str) -> list[Tensor]:
-    """Both gradients."""
+    """Returns both gradients."""
     choice, transport = Choice.read(backward), _BY_NAME[name].transport
     grads = run(reduce_backward(transport, x, w, dy, (True, True), choice))
     return [grad for grad in grads if grad is not None]
@@ -236,9 +236,9 @@ reduce_op.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 
 @dataclass(frozen=True, slots=True)
 class CompiledCall:
-    """A call in a body that is being compiled; as `functions.Call` otherwise.
+    """A call in a body that torch.compile traces; otherwise like `autograd.Call`.
 
-    Choices are in words, as operators take them; `backward` is empty where nothing is sent.
+    Choices are strings, as operators take them; `backward` is empty where nothing is sent.
     """
 
     dim: int
@@ -250,34 +250,38 @@ class CompiledCall:
     def gather(
         self, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
-        """`all_gather(x) @ w + bias` for each w."""
+        """Computes `all_gather(x) @ w + bias` for each w."""
         biased = [index for index, bias in enumerate(biases) if bias is not None]
         present = [bias for bias in biases if bias is not None]
         options = (self.dim, self.num_ranks, self.name, self.forward, self.backward)
         return tuple(gather_op(x, ws, present, biased, *options)[:-1])
 
     def scatter(self, x: Tensor, w: Tensor) -> Tensor:
-        """`reduce_scatter(x @ w)`."""
+        """Computes `reduce_scatter(x @ w)`."""
         options = (self.dim, self.num_ranks, self.name, self.forward, self.backward)
         out: Tensor = scatter_op(x, w, *options)
         return out
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
-        """`all_reduce(x @ w)`."""
+        """Computes `all_reduce(x @ w)`."""
         out: Tensor = reduce_op(x, w, self.name, self.forward, self.backward)
         return out
 
 
-_TURNED: Final[Mapping[str, Family]] = {"gather": "scatter", "scatter": "gather", "reduce": "sum"}
+_BACKWARD_FAMILY: Final[Mapping[str, Family]] = {
+    "gather": "scatter",
+    "scatter": "gather",
+    "reduce": "sum",
+}
 
 
 def compiled_call(
     backend: Backend, collective: Collective, problem: Problem, options: Options
 ) -> tuple[CompiledCall, Plan]:
-    """The call, in as many parts as the rows allow: nothing is measured while tracing."""
+    """Plans a compiled call, in as many parts as the rows allow: tracing measures nothing."""
     parts = options.chunks or max(candidates(problem, None), default=1)
     forward = problem.schedules[0]
-    family = _TURNED[forward.split("/")[0]]
+    family = _BACKWARD_FAMILY[forward.split("/")[0]]
     backward = backward_schedules(family, options.schedule)[0]
     call = CompiledCall(
         collective.dim,

@@ -1,7 +1,7 @@
-"""From the arguments of a call to what runs it: checked, sized, decided, and remembered.
+"""Chooses what runs a call: checks its arguments, sizes the problem, asks the cost model, caches.
 
 Reading the arguments and asking the model takes 20 us, a third of the smallest exchange on gloo, so
-what was decided is kept for calls that are alike in all that decides it.
+a decision is kept for later calls with the same shapes, dtypes and options.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,36 +62,39 @@ _READY: Final = Memo[Prepared]()
 
 
 def prepared(
-    prepare: Callable[..., Prepared], axis: Axis, asked: tuple[Any, ...], operands: tuple[Any, ...]
+    prepare: Callable[..., Prepared],
+    axis: Axis,
+    options: tuple[Any, ...],
+    operands: tuple[Any, ...],
 ) -> Prepared:
-    """`prepare(axis, *operands, *asked)`, or its result of an earlier call that was alike.
+    """Returns `prepare(axis, *operands, *options)`, cached by shapes, dtypes and options.
 
     `operands` are tensors, sequences of them, or None. Records the plan.
     """
     scope = current_scope()
     if scope is None or not is_ordinary(scope.backend):
-        ready = prepare(axis, *operands, *asked)
+        result = prepare(axis, *operands, *options)
     else:
-        key = (prepare, scope.backend, scope.axes, axis, asked, *map(_look, operands))
-        known = True
+        key = (prepare, scope.backend, scope.axes, axis, options, *map(_signature, operands))
+        is_cached = True
 
-        def make() -> Prepared:
-            nonlocal known
-            known = False
-            return prepare(axis, *operands, *asked)
+        def compute() -> Prepared:
+            nonlocal is_cached
+            is_cached = False
+            return prepare(axis, *operands, *options)
 
-        ready = _READY.get(key, make)
-        if known:  # Whoever prepares meets the scope, before the fabric is measured.
-            scope.on_operation(ready.collective, operands[0])
-    record(ready.plan)
-    return ready
+        result = _READY.get(key, compute)
+        if is_cached:  # `prepare` reports to the scope itself, before the fabric is measured.
+            scope.on_operation(result.collective, operands[0])
+    record(result.plan)
+    return result
 
 
-def _look(operand: Any) -> Any:
-    """All of an operand that decides anything."""
+def _signature(operand: Any) -> Any:
+    """Returns the properties of an operand that decide what runs."""
     if isinstance(operand, Tensor):
         return operand.shape, operand.dtype, operand.device
-    return None if operand is None else tuple(map(_look, operand))
+    return None if operand is None else tuple(map(_signature, operand))
 
 
 def prepare_gather(
@@ -105,7 +108,7 @@ def prepare_gather(
     chunks: int | None,
     save_gathered: bool,
 ) -> Prepared:
-    """Of `all_gather_matmul`."""
+    """Prepares a call of `all_gather_matmul`."""
     op = "all_gather_matmul"
     _check_operand(op, x)
     axes, scope = read_axes(op, axis)
@@ -140,7 +143,7 @@ def prepare_scatter(
     schedule: Schedule | None,
     chunks: int | None,
 ) -> Prepared:
-    """Of `matmul_reduce_scatter`."""
+    """Prepares a call of `matmul_reduce_scatter`."""
     op = "matmul_reduce_scatter"
     _check_operand(op, x)
     axes, scope = read_axes(op, axis)
@@ -174,7 +177,7 @@ def prepare_reduce(
     overlap: Overlap,
     chunks: int | None,
 ) -> Prepared:
-    """Of `matmul_all_reduce`."""
+    """Prepares a call of `matmul_all_reduce`."""
     op = "matmul_all_reduce"
     _check_operand(op, x)
     axes, scope = read_axes(op, axis)
@@ -204,12 +207,12 @@ def _prepare(
     operands: Sequence[Tensor],
     options: Options,
 ) -> Prepared:
-    """The call of the kernel, or none where the unfused composition runs, and why."""
+    """Chooses the engine, or the unfused composition, with the reason."""
     check_overlap(problem.op, options.overlap)
     scope.on_operation(collective, operands[0])
     backend = scope.backend
     if options.chunks is not None:
-        candidates(problem, options.chunks)  # Wrong on every mesh, or on none.
+        candidates(problem, options.chunks)  # Raises for bad chunks, on every mesh alike.
     unfused = Unfused(backend, collective)
     situation = Situation(problem.op, backend, collective.axes, options.overlap, operands)
     why = obstacle(situation)
@@ -238,13 +241,13 @@ def _prepare(
 
 
 def _may_be_fused(op: str, collective: Collective, x: Tensor, options: Options) -> bool:
-    """Returns whether some group may run it on symmetric memory."""
+    """Returns whether a run may use symmetric memory, on groups that offer it."""
     by_features = ChunkedDim.of(collective.dim, x.ndim).by_features
     return x.device.type == "cuda" and unsuited(op, by_features, options) is None
 
 
 def _engine(endpoint: Endpoint, op: str, by_features: bool, options: Options) -> Engine:
-    """Symmetric memory where a GPU's call suits it and the group offers it, else our schedules."""
+    """Picks symmetric memory if the group offers it and the call suits it, else our schedules."""
     if endpoint.device.type == "cpu":
         return Scheduled(endpoint.transport)
     why = unsuited(op, by_features, options) or endpoint.refusal()
@@ -254,10 +257,10 @@ def _engine(endpoint: Endpoint, op: str, by_features: bool, options: Options) ->
 
 
 def _unfused_plan(situation: Situation, problem: Problem, why: str) -> Plan:
-    """The plan where the composition runs whatever the sizes are.
+    """Plans the composition, which runs because of an obstacle, whatever the sizes are.
 
     Raises:
-        KernelError: If overlap is required, and this is no check of what processes will run.
+        KernelError: If overlap is required, unless a body for processes is only being checked.
     """
     backend = situation.backend
     if is_checker(backend) and backend.mesh.kind != "simulated":
@@ -268,7 +271,7 @@ def _unfused_plan(situation: Situation, problem: Problem, why: str) -> Plan:
 def pairs(
     op: str, w: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor | None] | None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The weights and the bias of each."""
+    """Returns the weights, and the bias or None of each."""
     ws = [w] if isinstance(w, Tensor) else list(w)
     if bias is None:
         return ws, [None] * len(ws)

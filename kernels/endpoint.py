@@ -1,4 +1,4 @@
-"""The endpoint of a call: its axes, their group, and obstacles to overlap."""
+"""Endpoints: the transport of a call along its axes, and the obstacles to overlapping it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class Endpoint:
-    """One device of this rank as an end of the network along some axes, and what is known of it."""
+    """One device of this rank on the network along some axes, with its measured speed."""
 
     transport: Transport
     group: dist.ProcessGroup
@@ -37,24 +37,24 @@ class Endpoint:
     _refusals: list[str | None] = field(default_factory=list)
 
     def fabric(self, dtype: torch.dtype) -> Fabric:
-        """Measured at the first call for a dtype, which every rank of the axes makes together.
+        """Returns the measured speed; every rank of the axes must make the first call for a dtype.
 
-        Of a GPU nothing is measured; an H200's figures choose the number of parts.
+        On a GPU nothing is measured; an H200's figures choose the number of parts.
         """
         if self.device.type != "cpu":
             return self._fabrics.get(dtype, ASSUMED_GPU)
         if dtype not in self._fabrics:
-            # torch.func.grad may be active; what is measured is none of its business.
+            # torch.func.grad may be active, and must not trace the measurement.
             with temporarily_clear_interpreter_stack():
                 self._fabrics[dtype] = calibrate.measure(self.transport, dtype)
         return self._fabrics[dtype]
 
     def assume(self, dtype: torch.dtype, fabric: Fabric) -> None:
-        """Takes `fabric` as measured, before the first call; every rank must assume the same."""
+        """Sets the speed before the first call, so that it is not measured; on all ranks alike."""
         self._fabrics[dtype] = fabric
 
     def refusal(self) -> str | None:
-        """Why there is no symmetric memory, asked once; never while a graph is captured."""
+        """Returns why there is no symmetric memory, or None; looks once, not in a graph capture."""
         if not self._refusals and is_captured():
             return "a CUDA graph is captured, and it was not looked for before"
         if not self._refusals:
@@ -75,7 +75,7 @@ CPU: Final = torch.device("cpu")
 def endpoint_of(
     backend: ProcessGroupBackend, axes: tuple[str, ...], device: torch.device = CPU
 ) -> Endpoint:
-    """The endpoint along `axes` of the backend's mesh, on a process group of the kernels' own."""
+    """Returns the endpoint along `axes` of the backend's mesh, on a group of the kernels' own."""
     mesh = backend.mesh
     group = mesh.group(axes, "kernels")
     key = (id(mesh), axes, device)
@@ -107,13 +107,15 @@ class Situation:
 
     @property
     def device_type(self) -> str:
-        """Of the first operand."""
+        """Device type of the first operand."""
         return self.operands[0].device.type
 
 
 def _is_transformed(s: Situation) -> bool:
-    """Under anything but torch.func.grad and vjp, which the kernels' Function knows."""
-    if torch.compiler.is_compiling():  # Dynamo cannot read either, and is told below.
+    """Returns whether a transform other than torch.func.grad and vjp is active."""
+    if (
+        torch.compiler.is_compiling()
+    ):  # Dynamo can trace neither line below; a later row handles it.
         return False
     levels = torch._C._functorch.get_interpreter_stack() or ()
     others = any(level.key() != TransformType.Grad for level in levels)
@@ -181,11 +183,11 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
     ("the process group has neither gloo nor, for a GPU, NCCL", _lacks_network),
     ("a CUDA graph is captured, and gloo would wait on the host", _is_captured_over_gloo),
 )
-"""Why a call runs unfused, first reason first; a later one may rely on those before it."""
+"""Reasons to run a call unfused, with their tests, in order: a test may rely on those before it."""
 
 
 def is_ordinary(backend: Backend) -> bool:
-    """Returns whether its arguments alone decide a call: eager, on processes, no mode active."""
+    """Returns whether the arguments alone decide a call: eager, on processes, no mode active."""
     return (
         not torch.compiler.is_compiling()
         and type(backend) is ProcessGroupBackend
@@ -199,10 +201,10 @@ def is_ordinary(backend: Backend) -> bool:
 OF_PLACE: Final = frozenset(
     {_has_no_processes, _is_untried, _lacks_network, _is_captured_over_gloo}
 )
-"""Obstacles that another place may not have, where the same program runs."""
+"""Obstacles of this machine: the same program may overlap on another one."""
 
 
 def obstacle(situation: Situation, *, of_place: bool = True) -> str | None:
-    """The first obstacle, if there is one; without `of_place` the first that is one anywhere."""
+    """Returns the first obstacle or None; without `of_place` skips those of this machine."""
     rows = (row for row in OBSTACLES if of_place or row[1] not in OF_PLACE)
     return next((why for why, holds in rows if holds(situation)), None)

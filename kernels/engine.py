@@ -1,4 +1,4 @@
-"""Engines that multiply and communicate: schedules on a transport, or torch's fused operators."""
+"""Engines that run the kernels' operations: our schedules on a transport, or typed collectives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +27,13 @@ CHECKED: Final = "the body is being checked, not run"
 class Engine(Protocol):
     """Runs the two operations that gather or scatter, and their backward passes.
 
-    `dim` is the dim that is cut; `choice` is one that `plan` made.
+    `dim` is the sharded dim; `choice` is one that `plan` returned.
     """
 
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
     ) -> Plan:
-        """Plans whether and how it runs, with the reason."""
+        """Decides if the call overlaps, and with which schedule, with the reason."""
 
     def gather(
         self,
@@ -43,7 +43,7 @@ class Engine(Protocol):
         dim: int,
         choice: Choice,
     ) -> tuple[list[Tensor], Tensor]:
-        """The products with the gathered x, and its cut matrix."""
+        """Returns the products with the gathered x, and its chunked matrix."""
 
     def gather_backward(
         self,
@@ -56,10 +56,10 @@ class Engine(Protocol):
         choice: Choice,
         again: Choice,
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """(dx, the wanted dws); `again` gathers x where it was not kept."""
+        """Returns dx and the needed dws; `again` gathers x where it was not kept."""
 
     def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
-        """This rank's block of the sum of x @ w."""
+        """Returns this rank's block of the sum of x @ w."""
 
     def scatter_backward(
         self,
@@ -70,16 +70,16 @@ class Engine(Protocol):
         dim: int,
         choice: Choice,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The wanted of (dx, dw)."""
+        """Returns (dx, dw), None in place of one that is not needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Our schedules, and the one engine that has an all-reduce.
+    """Runs our schedules; the only engine that has an all-reduce.
 
     Attributes:
         transport: This rank's end of the network.
-        note: What every plan adds to its reason.
+        note: Text that every plan adds to its reason.
     """
 
     transport: Network
@@ -121,7 +121,7 @@ class Scheduled:
         return run(gather_backward_again(t, x, ws, dys, needs_grad, dim, choice, again))
 
     def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
-        """Sends chunks as they are made."""
+        """Sends chunks as they are computed."""
         return run(scatter_forward(self.transport, x, w, dim, choice))
 
     def scatter_backward(
@@ -133,26 +133,26 @@ class Scheduled:
         dim: int,
         choice: Choice,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """One gather of dy feeds both."""
+        """Computes both gradients from one gather of dy."""
         return run(scatter_backward(self.transport, x, w, dy, needs_grad, dim, choice))
 
     def reduce(self, x: Tensor, w: Tensor, choice: Choice) -> Tensor:
-        """The sum of x @ w, of which every rank has an addend."""
+        """Returns the sum over the ranks of x @ w."""
         return run(reduce_forward(self.transport, x, w, choice))
 
     def reduce_backward(
         self, x: Tensor, w: Tensor, dy: Tensor, needs_grad: tuple[bool, bool], choice: Choice
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The wanted of (dx, dw) where the ranks' cotangents add up."""
+        """Returns the needed gradients (dx, dw), whose cotangents have to be summed."""
         return run(reduce_backward(self.transport, x, w, dy, needs_grad, choice))
 
 
 @dataclass(frozen=True, slots=True)
 class Typed(Scheduled):
-    """The kernels' formulas on typed collectives, as a body that is checked has them."""
+    """Runs the kernels' formulas on typed collectives, for a body that is being checked."""
 
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
     ) -> Plan:
-        """Any; there are no chunks."""
+        """Takes the first schedule: without chunks all are the same."""
         return Plan(problem.op, problem.axis, Choice(problem.schedules[0], 1), CHECKED)

@@ -1,4 +1,4 @@
-"""The exchanges as one typed collective each, over the whole matrix: no chunks, no messages.
+"""Exchanges as one typed collective each, over all of the matrix: no chunks, no messages.
 
 With these in place of its transport a kernel is ordinary code of a body: the checker interprets
 it, backward included, and on simulated ranks its formulas run as they are. Forward and backward of
@@ -28,12 +28,12 @@ from shardmap_torch.types import AxisType, Partial, R, V
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """The collectives along some axes, where a kernel has a transport, or operators that are fused.
+    """Typed collectives along some axes, in place of a kernel's transport or fused operators.
 
     Attributes:
-        backend: Of the body.
-        axes: Over which the kernel communicates.
-        reduced: What an all-reduce of the forward is for.
+        backend: Backend of the body.
+        axes: Axes over which the kernel communicates.
+        reduced: Type of the result of an all-reduce in the forward.
     """
 
     backend: Backend
@@ -42,14 +42,14 @@ class Collectives:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on the axes."""
+        """Number of ranks on the axes."""
         return self.backend.mesh.num_ranks(self.axes)
 
     def charge(self, flops: float, traffic: float) -> None:
-        """There is no clock."""
+        """Does nothing: there is no clock."""
 
     def run(self, name: str, src: AxisType, dst: AxisType, x: Tensor, dim: int = 0) -> Tensor:
-        """The collective of that name and types, along `dim` where it cuts."""
+        """Runs the collective of that name and types, along `dim` if it has one."""
         return bind(self.backend, Collective(name, src, dst, self.axes, dim=dim), x)
 
     def gather_matmul(
@@ -71,69 +71,69 @@ class Halves(Protocol):
     """An exchange in two halves, between which the caller may compute."""
 
     def start(self) -> Steps[None]:
-        """The first half."""
+        """Runs the first half."""
 
     def finish(self) -> Steps[Tensor]:
-        """The second half; returns the gathered or summed matrix."""
+        """Runs the second half; returns the gathered or summed matrix."""
 
 
 def gathering(
     transport: Network, op: str, shard: Tensor, consume: Consume, choice: Choice
 ) -> Halves:
-    """`exchange.Gather` on a transport, or one all-gather."""
+    """Makes an `executor.Gather` on a transport, or one all-gather."""
     if isinstance(transport, Collectives):
-        return _WholeGather(transport, shard, consume)
+        return _TypedGather(transport, shard, consume)
     return Gather(transport, op, shard, consume, choice)
 
 
 def scattering(
     transport: Network, op: str, produce: Produce, out: Tensor, num_rows: int, choice: Choice
 ) -> Halves:
-    """`exchange.Scatter` of the own block on a transport, or one reduce-scatter."""
+    """Makes an `executor.Scatter` of the own block on a transport, or one reduce-scatter."""
     if isinstance(transport, Collectives):
-        return _WholeScatter(transport, produce, num_rows, "reduce_scatter", V)
+        return _TypedScatter(transport, produce, num_rows, "reduce_scatter", V)
     return Scatter(transport, op, produce, out, num_rows, choice)
 
 
 def reducing(transport: Network, op: str, produce: Produce, out: Tensor, choice: Choice) -> Halves:
-    """`exchange.Scatter` of all rows on a transport, or one all-reduce."""
+    """Makes an `executor.Scatter` of all rows on a transport, or one all-reduce."""
     num_rows = out.shape[0]
     if isinstance(transport, Collectives):
-        return _WholeScatter(transport, produce, num_rows, "all_reduce", transport.reduced)
+        return _TypedScatter(transport, produce, num_rows, "all_reduce", transport.reduced)
     return Scatter(transport, op, produce, out, num_rows, choice)
 
 
 def summing(
     transport: Network, op: str, addend: Tensor, consume: Consume, choice: Choice
 ) -> Halves:
-    """`exchange.Sum` on a transport, or one all-reduce."""
+    """Makes an `executor.Sum` on a transport, or one all-reduce."""
     if isinstance(transport, Collectives):
-        return _WholeSum(transport, addend, consume)
+        return _TypedSum(transport, addend, consume)
     return Sum(transport, op, addend, consume, choice)
 
 
-def _at_once() -> Steps[None]:
+def _no_steps() -> Steps[None]:
     yield from ()
 
 
 @dataclass(frozen=True, slots=True)
-class _WholeGather:
+class _TypedGather:
     network: Collectives
     shard: Tensor
     consume: Consume
 
     def start(self) -> Steps[None]:
-        return _at_once()
+        return _no_steps()
 
     def finish(self) -> Steps[Tensor]:
         full = self.network.run("all_gather", V, R, self.shard)
         self.consume(slice(0, full.shape[0]), full)
-        yield from _at_once()
+        yield from _no_steps()
         return full
 
 
 @dataclass(frozen=True, slots=True)
-class _WholeScatter:
+class _TypedScatter:
     network: Collectives
     produce: Produce
     num_rows: int
@@ -141,25 +141,25 @@ class _WholeScatter:
     dst: AxisType
 
     def start(self) -> Steps[None]:
-        return _at_once()
+        return _no_steps()
 
     def finish(self) -> Steps[Tensor]:
         addend = self.produce(slice(0, self.num_rows))
-        yield from _at_once()
+        yield from _no_steps()
         return self.network.run(self.name, Partial, self.dst, addend)
 
 
 @dataclass(frozen=True, slots=True)
-class _WholeSum:
+class _TypedSum:
     network: Collectives
     addend: Tensor
     consume: Consume
 
     def start(self) -> Steps[None]:
-        return _at_once()
+        return _no_steps()
 
     def finish(self) -> Steps[Tensor]:
         total = self.network.run("all_reduce", Partial, R, self.addend)
         self.consume(slice(0, total.shape[0]), total)
-        yield from _at_once()
+        yield from _no_steps()
         return total

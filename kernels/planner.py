@@ -1,4 +1,4 @@
-"""Decides whether a call overlaps, and how: a cost model, and a record of the last decision."""
+"""Plans a call: predicts its time with and without overlap, and picks the schedule and chunks."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,10 @@ FAMILIES: Final[Mapping[Family, tuple[Schedule, ...]]] = {
     "reduce": ("direct",),
     "sum": ("direct",),
 }
-"""The schedules of each kind of exchange; the first is the one that needs a reason not to run."""
+"""The schedules of each kind of exchange; the first is the default."""
 
 PICKED: Final[Mapping[Family, tuple[Schedule, ...]]] = {**FAMILIES, "scatter": ("direct",)}
-"""Those that the model chooses from by itself.
+"""The schedules that the model chooses from by itself.
 
 scatter/ring rounds at every hop and adds in travelling order, and the direct exchange is never
 slower where any two ranks have a link; it is for machines on which only neighbours have one.
@@ -48,7 +48,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The work of a kernel call: all that its time depends on.
+    """Sizes of a kernel call, on which its time depends.
 
     Attributes:
         op: Name of the operation.
@@ -58,8 +58,8 @@ class Problem:
         block_rows: Rows of a rank's block of the gathered or summed matrix.
         block_bytes: Bytes of that block; each rank sends it to or through every other.
         flops: Work that is pipelined with the communication.
-        tail_flops: Work that follows it and hides what is still on its way.
-        passes: Times that the blocks go round: 2 for an all-reduce.
+        tail_flops: Work that follows it and hides the last transfers.
+        passes: Number of times that the blocks are exchanged: 2 for an all-reduce.
     """
 
     op: str
@@ -75,13 +75,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The schedule that ran, and the reason for it.
+    """The schedule of a call, or None for the unfused composition, and the reason.
 
     Attributes:
         op: Name of the operation; the backward's ends in "backward".
         axis: Mesh axis.
         choice: Schedule and parts, or None: the unfused composition.
-        reason: Why.
+        reason: Why it was chosen.
         unfused: Predicted seconds without overlap, if the model was asked.
         overlapped: Predicted seconds with overlap, if the model was asked.
     """
@@ -94,12 +94,12 @@ class Plan:
     overlapped: float | None = None
 
     def __str__(self) -> str:
-        """One line for logs."""
+        """Formats it as one line for logs."""
         return f"{self.op} over {self.axis}: {self.choice or 'unfused'} ({self.reason})"
 
 
 def unfused_seconds(problem: Problem, fabric: Fabric) -> float:
-    """One after the other: communication of whole blocks, then whole matmuls."""
+    """Predicts the time without overlap: communication of the blocks, then the matmuls."""
     compute = fabric.compute(problem.flops)
     if problem.tail_flops:
         compute += fabric.compute(problem.tail_flops)
@@ -107,7 +107,7 @@ def unfused_seconds(problem: Problem, fabric: Fabric) -> float:
 
 
 def schedules(op: str, family: Family, schedule: Schedule | None) -> tuple[str, ...]:
-    """The schedules that a call may run: the one that is named, or those to pick from.
+    """Returns the schedules that a call may run: the one that is named, or those to pick from.
 
     Raises:
         KernelError: If the family has no schedule of that name.
@@ -123,16 +123,16 @@ def schedules(op: str, family: Family, schedule: Schedule | None) -> tuple[str, 
 
 
 def backward_schedules(family: Family, forward: Schedule | None) -> tuple[str, ...]:
-    """The schedules of a backward pass: a ring stays one, any other name is the forward's own."""
+    """Returns the schedules of a backward pass: a ring's is a ring, others are picked anew."""
     return schedules("backward", family, forward if forward == "ring" else None)
 
 
 def overlapped_seconds(problem: Problem, fabric: Fabric, choice: Choice) -> float:
-    """The longer of all the work, and all the messages beside the one chunk they cannot hide.
+    """Predicts the time with overlap: the longer of all work, and all transfers plus one chunk.
 
-    Where blocks go round twice, two parts cannot be hidden behind the work: the last finished
-    chunks, or the first addends. Of what all that hides, a fabric whose transfers need this rank's
-    own cores keeps its share.
+    Where blocks are exchanged twice, two parts cannot be hidden behind the work: the last finished
+    chunks, or the first addends. A fabric whose transfers need this rank's own cores gains only its
+    share (`Fabric.overlap`) of that.
     """
     num_parts = choice.num_parts
     num_chunks = problem.num_ranks * num_parts
@@ -153,7 +153,7 @@ def overlapped_seconds(problem: Problem, fabric: Fabric, choice: Choice) -> floa
 
 
 def candidates(problem: Problem, chunks: int | None) -> tuple[int, ...]:
-    """Numbers of parts to choose from; none when even whole blocks are too small.
+    """Returns the numbers of parts to choose from; none if the block itself is too small.
 
     Raises:
         KernelError: If `chunks` is no number of parts that the block has rows for.
@@ -170,9 +170,9 @@ def candidates(problem: Problem, chunks: int | None) -> tuple[int, ...]:
 
 
 def best(problem: Problem, fabric: Fabric, parts: Sequence[int]) -> tuple[Choice, float]:
-    """The choice with the shortest predicted time, and that time.
+    """Returns the choice with the shortest predicted time, and that time.
 
-    Fewer parts on a tie; another schedule than the first only for a gain that the model can tell.
+    Prefers fewer parts on a tie, and the first schedule unless another gains at least MIN_GAIN.
     """
     seconds = {
         Choice(schedule, num_parts): overlapped_seconds(
@@ -193,9 +193,9 @@ def best(problem: Problem, fabric: Fabric, parts: Sequence[int]) -> tuple[Choice
 def decide(
     problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
 ) -> Plan:
-    """Overlaps where the model predicts a gain of at least 3 %, or where `forced`.
+    """Plans to overlap where the model predicts a gain of at least 3 %, or where `forced`.
 
-    The fabric is asked for only where there is something to decide: it may have to be measured.
+    `fabric` is called only where there is something to decide, since it may have to be measured.
     """
     options = candidates(problem, chunks) or ((1,) if forced else ())
     if not options:
@@ -211,7 +211,7 @@ def decide(
 
 
 def obstructed(op: str, axis: str, overlap: Overlap, obstacle: str) -> Plan:
-    """The unfused composition, because of `obstacle`.
+    """Plans the unfused composition, because of `obstacle`.
 
     Raises:
         KernelError: If overlap is required.
@@ -225,7 +225,7 @@ def obstructed(op: str, axis: str, overlap: Overlap, obstacle: str) -> Plan:
 
 
 def check_overlap(op: str, overlap: str) -> None:
-    """Requires one of the three modes."""
+    """Requires that `overlap` is one of the three modes."""
     if overlap not in get_args(Overlap):
         raise KernelError(f"{op}: overlap={overlap!r} is none of {', '.join(get_args(Overlap))}.")
 

@@ -1,8 +1,8 @@
-"""torch's fused operators on symmetric memory: used where a group's GPUs offer them, never needed.
+"""Engine of torch's fused operators on symmetric memory, used where a group's GPUs offer them.
 
 Symmetric memory lets a GPU read its peers' memory, so a block is pulled straight to where it is
-multiplied. torch has operators of the `symm_mem` namespace that do it, without derivatives; here
-they get the arguments that they expect, and the backward passes that the kernels have.
+multiplied. torch has operators in the `symm_mem` namespace that do it, without derivatives; this
+module calls them, and adds the backward passes.
 """
 
 import importlib
@@ -47,20 +47,20 @@ OVERLAPPING: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Fused(Protocol):
-    """The two operators, or what stands in for them while a body is checked."""
+    """The two fused operators, or their replacement while a body is checked."""
 
     def gather_matmul(
         self, x: Tensor, ws: Sequence[Tensor], dim: int
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The x gathered along `dim`, and its products."""
+        """Returns the x gathered along `dim`, and its products."""
 
     def matmul_scatter(self, x: Tensor, w: Tensor, dim: int) -> Tensor:
-        """This rank's block, along `dim`, of the sum of x @ w."""
+        """Returns this rank's block, along `dim`, of the sum of x @ w."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """Those of torch, on one group.
+    """torch's fused operators on one group.
 
     Attributes:
         group_name: The group's name in torch's registry.
@@ -71,15 +71,15 @@ class Operators:
     def gather_matmul(
         self, x: Tensor, ws: Sequence[Tensor], dim: int
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The x gathered along `dim`, and its products."""
-        with torch.cuda.device_of(x):  # Where torch makes the operator's workspace.
+        """Returns the x gathered along `dim`, and its products."""
+        with torch.cuda.device_of(x):  # torch makes the operator's workspace on this device.
             full, products = torch.ops.symm_mem.fused_all_gather_matmul(
                 _outermost(x, dim), list(ws), dim, self.group_name, return_A=True
             )
         return full, products
 
     def matmul_scatter(self, x: Tensor, w: Tensor, dim: int) -> Tensor:
-        """This rank's block, along `dim`, of the sum of x @ w."""
+        """Returns this rank's block, along `dim`, of the sum of x @ w."""
         with torch.cuda.device_of(x):
             block: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
                 _outermost(x, dim), w, "sum", dim, self.group_name
@@ -89,14 +89,14 @@ class Operators:
 
 @dataclass(frozen=True, slots=True)
 class Symmetric:
-    """The engine made of them."""
+    """Runs the kernels' operations by fused operators."""
 
     operators: Fused
 
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
     ) -> Plan:
-        """Always; torch's operators know no schedules."""
+        """Always overlaps; torch's operators have no schedules."""
         return Plan(problem.op, problem.axis, CHOICE, "required, and the GPUs share memory")
 
     def gather(
@@ -107,7 +107,7 @@ class Symmetric:
         dim: int,
         choice: Choice,
     ) -> tuple[list[Tensor], Tensor]:
-        """The products with the gathered x, and its cut matrix."""
+        """Returns the products with the gathered x, and its chunked matrix."""
         full, products = self.operators.gather_matmul(x, ws, dim)
         outs = [
             product.contiguous() if bias is None else (product + bias).contiguous()
@@ -126,7 +126,7 @@ class Symmetric:
         choice: Choice,
         again: Choice,
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """(dx, the wanted dws); the sum over weights is one product of all of them side by side."""
+        """Returns dx and the needed dws; dx is one product with the concatenated weights."""
         chunked = ChunkedDim.of(dim, x.ndim)
         dy, w = (dys[0], ws[0]) if len(ws) == 1 else (torch.cat([*dys], -1), torch.cat([*ws], -1))
         dx = self.scatter(dy, w.t(), dim, choice)
@@ -137,7 +137,7 @@ class Symmetric:
         return dx, dws
 
     def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
-        """This rank's block of the sum of x @ w."""
+        """Returns this rank's block of the sum of x @ w."""
         return self.operators.matmul_scatter(x, w, dim).contiguous()
 
     def scatter_backward(
@@ -149,7 +149,7 @@ class Symmetric:
         dim: int,
         choice: Choice,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The wanted of (dx, dw); one gather feeds both, but only dx is computed as it arrives."""
+        """Returns the needed (dx, dw) from one gather of dy, which only dx overlaps."""
         full, (dx,) = self.operators.gather_matmul(dy, [w.t()], dim)
         chunked = ChunkedDim.of(dim, x.ndim)
         dw = chunked.tokens(x).t() @ chunked.tokens(full) if needs_grad[1] else None
@@ -157,12 +157,12 @@ class Symmetric:
 
 
 def _outermost(x: Tensor, dim: int) -> Tensor:
-    """`x` with `dim` outermost in memory: the operators refuse other layouts, or copy."""
+    """Returns `x` with `dim` outermost in memory: the operators refuse other layouts, or copy."""
     return x.movedim(dim, 0).contiguous().movedim(0, dim)
 
 
 def unsuited(op: str, by_features: bool, options: Options) -> str | None:
-    """Why a call is none for the operators, or None."""
+    """Returns why a call cannot use the operators, or None."""
     reasons = (
         ("it has no operator for matmul_all_reduce", op == "matmul_all_reduce"),
         ("the last dim is sharded", by_features),
@@ -173,33 +173,33 @@ def unsuited(op: str, by_features: bool, options: Options) -> str | None:
 
 
 def refusal(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the GPUs of a group share no memory, or None.
+    """Returns why the GPUs of a group share no memory, or None.
 
-    Every rank of the group must ask; it communicates, and waits on the host. All get one answer:
-    a rank that ran another path than its peers would wait for them for ever.
+    Every rank of the group must call it; it communicates, and waits on the host. All get the same
+    answer: a rank that ran another path than its peers would wait for them for ever.
     """
     checks: tuple[Callable[[], str | None], ...] = (
         lambda: lacking(device.type),
-        lambda: unreachable(device, everywhere(group, Place.of(device)), dist.get_rank(group)),
+        lambda: unreachable(device, everywhere(group, GpuId.of(device)), dist.get_rank(group)),
         lambda: failing(str(group.group_name), device),
     )
     # One after the other: a rendezvous that a rank does not join hangs, or crashes the others.
     for check in checks:
-        said: list[str | None] = everywhere(group, check())
-        if any(said):
-            return next(why for why in said if why)
+        reasons: list[str | None] = everywhere(group, check())
+        if any(reasons):
+            return next(why for why in reasons if why)
     return None
 
 
 def everywhere(group: dist.ProcessGroup, own: Any) -> list[Any]:
-    """Gathers what every rank of the group reports, by rank."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, own, group=group)
-    return said
+    """Gathers a Python object of every rank of the group, by rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, own, group=group)
+    return values
 
 
 def lacking(device_type: str) -> str | None:
-    """Names the operators that this torch lacks."""
+    """Returns the first operator that this torch lacks, as a reason, or None."""
     try:
         importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError:
@@ -223,15 +223,15 @@ def accepts(schema: Any, arguments: Mapping[str, str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Location of a rank's GPU."""
+class GpuId:
+    """Identity of a rank's GPU: its host and its UUID."""
 
     host: str
     gpu: str
 
     @classmethod
-    def of(cls, device: torch.device) -> "Place":
-        """The place of this rank's device."""
+    def of(cls, device: torch.device) -> "GpuId":
+        """Identifies this rank's device."""
         return cls(f"{socket.gethostname()}/{uuid.getnode()}", _gpu(device.index))
 
 
@@ -239,27 +239,27 @@ def _gpu(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def unreachable(device: torch.device, places: Sequence[Place], rank: int) -> str | None:
-    """Names a GPU that this rank cannot read, or must not share; None if there is none."""
-    own = places[rank]
+def unreachable(device: torch.device, gpus: Sequence[GpuId], rank: int) -> str | None:
+    """Returns why this rank cannot read the GPU of some peer, or None."""
+    own = gpus[rank]
     visible = {_gpu(index): index for index in range(torch.cuda.device_count())}
-    for peer, place in enumerate(places):
+    for peer, other in enumerate(gpus):
         if peer == rank:
             continue
-        if place.host != own.host:
+        if other.host != own.host:
             return f"ranks {rank} and {peer} are on different hosts"
-        if place.gpu == own.gpu:
+        if other.gpu == own.gpu:
             if os.environ.get(OVERLAPPING) != "1":
                 return f"ranks {rank} and {peer} share a GPU, and {OVERLAPPING} is not 1"
-        elif place.gpu not in visible:
+        elif other.gpu not in visible:
             return f"rank {rank} does not see the GPU of rank {peer}"
-        elif not torch.cuda.can_device_access_peer(device.index, visible[place.gpu]):
+        elif not torch.cuda.can_device_access_peer(device.index, visible[other.gpu]):
             return f"the GPU of rank {rank} cannot read that of rank {peer}"
     return None
 
 
 def failing(group_name: str, device: torch.device) -> str | None:
-    """Returns the error of making the operators' workspace in a small size; None without one."""
+    """Tries to make a small workspace for the operators; returns the error as a reason, or None."""
     module: Any = importlib.import_module("torch.distributed._symmetric_memory")
     try:
         with torch.cuda.device(device):

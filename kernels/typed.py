@@ -1,4 +1,4 @@
-"""Calls in a body that is checked: the composition, which the kernel is held against."""
+"""Kernel calls in a body that is checked: the composition runs; kernels are compared with it."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from shardmap_torch.kernels.transports.executor import Choice
 def typed_calls(
     backend: Backend, collective: Collective, options: Options, *, fused: bool
 ) -> dict[str, Call]:
-    """Returns the compositions a run may execute, forward and backward, by their names in errors.
+    """Returns the calls that a run may execute, as typed collectives, by their names in errors.
 
-    `fused` where it may have the operators of symmetric memory.
+    `fused` adds the one that uses the operators of symmetric memory.
     """
     collectives = Collectives(backend, collective.axes, collective.dst)
     engines: dict[str, Engine] = {"overlapped": Typed(collectives)}
@@ -36,10 +36,10 @@ def typed_calls(
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A call in a body that is checked, and that a run may overlap.
+    """Runner of a call in a body that is checked, and that a run may overlap.
 
     The composition gives the types of the results and the derived backward, for a run may take
-    either. What kernels do instead is held against it.
+    either. The kernels are checked to be equivalent to it.
     """
 
     checker: Checker
@@ -48,14 +48,14 @@ class Checked:
     plan: Plan
 
     def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
-        """`all_gather(x) @ w + bias` for each w."""
+        """Computes `all_gather(x) @ w + bias` for each w."""
         count = len(ws)
         biased = tuple(bias is not None for bias in biases)
 
         def form(runner: Runner) -> Form:
             def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-                given = iter(rest[count:])
-                addends = [next(given) if has_bias else None for has_bias in biased]
+                present = iter(rest[count:])
+                addends = [next(present) if has_bias else None for has_bias in biased]
                 return runner.gather(x, rest[:count], addends)
 
             return run
@@ -65,12 +65,12 @@ class Checked:
         return self.unfused.gather(x, ws, biases)
 
     def scatter(self, x: Tensor, w: Tensor) -> Tensor:
-        """`reduce_scatter(x @ w)`."""
+        """Computes `reduce_scatter(x @ w)`."""
         self._check_equivalent(lambda runner: lambda x, w: (runner.scatter(x, w),), (x, w))
         return self.unfused.scatter(x, w)
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
-        """`all_reduce(x @ w)`."""
+        """Computes `all_reduce(x @ w)`."""
         self._check_equivalent(lambda runner: lambda x, w: (runner.reduce(x, w),), (x, w))
         return self.unfused.reduce(x, w)
 

@@ -1,6 +1,6 @@
 """Typed, differentiable collectives; imported as `shardmap_torch.ops`.
 
-Each is one row or a few rows of the table in `shardmap_torch.collectives.table`.
+Each function checks its arguments and issues rows of `shardmap_torch.collectives.table`.
 """
 
 from shardmap_torch.ops.cast import convert, redistribute, reinterpret

@@ -1,4 +1,4 @@
-"""Reading and checking the arguments that collectives share."""
+"""Reads and checks the arguments that the public collectives share: axes, types, dims, sizes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -20,7 +20,7 @@ X = TypeVar("X")
 
 
 def read_axes(name: str, axis: Axis) -> tuple[tuple[str, ...], Scope]:
-    """The axes as a tuple, and the scope in which all of them are bound."""
+    """Returns the axes as a tuple, and the scope in which all of them are bound."""
     if isinstance(axis, str):
         return (axis,), scope_of(name, (axis,))
     axes = axis
@@ -43,7 +43,7 @@ def read_type(
 
 
 def read_items(name: str, word: str, value: Iterable[Any]) -> tuple[Any, ...]:
-    """The items of an argument that must have some."""
+    """Reads an iterable argument into a tuple."""
     try:
         return tuple(value)
     except Exception as error:  # whatever an `__iter__` raises
@@ -80,10 +80,12 @@ def _tensor(name: str, leaf: Any) -> Tensor:
 
 
 def read_dim(name: str, word: str, dim: int, ndim: int) -> int:
-    """A dim counted from the front; `ndim` is how many there are to choose from."""
+    """Reads a dim, counted from the front; it must be one of `ndim` dims."""
     if not isinstance(dim, int) or isinstance(dim, bool) or not -ndim <= dim < ndim:
-        have = f"it has {ndim} dims" if ndim else "it is a scalar"
-        raise CollectiveError(f"{name}: {word}={show(dim)} is no dim of the operand; {have}.")
+        explanation = f"it has {ndim} dims" if ndim else "it is a scalar"
+        raise CollectiveError(
+            f"{name}: {word}={show(dim)} is no dim of the operand; {explanation}."
+        )
     return dim % ndim
 
 
@@ -106,7 +108,7 @@ def check_divides(name: str, word: str, length: int, axes: tuple[str, ...], num_
 def check_sizes(
     name: str, word: str, sizes: Sequence[int] | None, num_ranks: int
 ) -> tuple[int, ...] | None:
-    """Reads true lengths, one per rank."""
+    """Reads the unpadded lengths, one per rank."""
     if sizes is None:
         return None
     known = read_items(name, word, sizes)
@@ -140,5 +142,5 @@ def check_comm_dtype(collective: Collective) -> Collective:
 
 
 def shown(axes: tuple[str, ...]) -> str:
-    """An axis as the user wrote it: 'tp' or ('dp', 'tp')."""
+    """Formats axes as the user wrote them: 'tp' or ('dp', 'tp')."""
     return repr(axes[0]) if len(axes) == 1 else repr(axes)

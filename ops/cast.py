@@ -1,4 +1,4 @@
-"""Changing the type of a value along an axis, with or without moving data."""
+"""Collectives that change a value's type along an axis: convert, reinterpret, redistribute."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,7 +29,7 @@ X = TypeVar("X")
 
 
 def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None = None) -> X:
-    """Changes the type along `axis`, keeping the value that is meant. Communicates nothing.
+    """Changes the type along `axis` and keeps the global value. Communicates nothing.
 
     | src -> dst | forward | backward |
     |---|---|---|
@@ -37,17 +37,17 @@ def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None =
     | I -> V | this rank's slice along `dim` | all_gather(dst=I) |
     | I -> Partial, R -> Partial | kept on rank 0, zero elsewhere | nothing; the same |
     | R -> I | nothing | kept on rank 0, zero elsewhere |
-    | R -> V | this rank's slice along `dim` | put at its place among zeros |
-    | V -> Partial | put at its place along `dim` among zeros | this rank's slice |
+    | R -> V | this rank's slice along `dim` | padded with zeros to the full size |
+    | V -> Partial | padded with zeros along `dim` to the full size | this rank's slice |
 
-    Shape: unchanged but for `dim`, which slicing divides by n and placing multiplies by n.
+    Shape: unchanged but for `dim`, which slicing divides by n and padding multiplies by n.
 
     Args:
         x: a tensor or a pytree of tensors.
         axis: an axis name, or several that act as one.
         src: the type that x has.
         dst: the type that it gets.
-        dim: the dimension that V means; needed where V stands on one side only.
+        dim: the dimension that V shards; needed if only one of src and dst is V.
 
     Raises:
         CollectiveError: outside a body, unknown axis, no such conversion, a size that does not
@@ -87,7 +87,7 @@ _ALONG_A_DIM: Final = ("slice", "pad")
 
 @memo
 def _conversion(name: str, src: AxisType, dst: AxisType, axes: tuple[str, ...]) -> Collective:
-    """One that needs no dim; the same object for the same arguments."""
+    """Returns a conversion that needs no dim; the same object for the same arguments."""
     row = lookup(name, src, dst)
     if row.move in _ALONG_A_DIM:
         raise CollectiveError(f"convert from {row.src} to {row.dst} needs dim=.")
@@ -95,12 +95,12 @@ def _conversion(name: str, src: AxisType, dst: AxisType, axes: tuple[str, ...]) 
 
 
 def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
-    """Changes the type along `axis`, keeping the bits and changing what they mean.
+    """Changes the type along `axis` and keeps each rank's bits, so the global value may change.
 
-    R -> V: the copies are taken as one value per rank. V -> P: the values are taken as addends.
-    R -> P: the copies are taken as addends, so the value meant is n times as large.
-    Partial -> V: the addends are taken as one value per rank, such as each rank's own gradient,
-    which local SGD steps with, or which is clipped before it is summed.
+    R -> V: the copies become one value per rank. V -> Partial: the values become addends of a sum.
+    R -> Partial: the copies become addends, so the global value is n times as large.
+    Partial -> V: the addends become one value per rank, such as each rank's own gradient, which
+    local SGD steps with, or which is clipped before it is summed.
     Shape: unchanged. Communicates nothing, forward or backward.
 
     Args:
@@ -137,19 +137,19 @@ def redistribute(
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
 ) -> X:
-    """Changes the type along `axis` by the one collective or conversion that keeps the value.
+    """Changes the type along `axis` by the collective or conversion that keeps the global value.
 
-    Shards are named with their dim, S(i), since V alone does not say how they are put together:
-    S(i) to S(j) is an all-to-all, S(i) to R or I an all-gather, P to R or I an all-reduce, P to
-    S(i) a reduce-scatter, the rest `convert`.
+    Shards are named with their dim, S(i), since V alone does not say how they are joined: S(i) to
+    S(j) is an all-to-all, S(i) to R or I an all-gather, Partial to R or I an all-reduce, Partial to
+    S(i) a reduce-scatter, and all others are `convert`.
 
     Args:
         x: a tensor or a pytree of tensors.
         axis: an axis name, or several that act as one.
         src: the type that x has.
         dst: the type that it gets.
-        comm_dtype: dtype in which the values travel, where any do.
-        grad_comm_dtype: dtype in which the cotangents travel and are added.
+        comm_dtype: dtype in which the values are sent, if any are.
+        grad_comm_dtype: dtype in which the cotangents are sent and added.
 
     Raises:
         CollectiveError: outside a body, unknown axis, or no path from src to dst.
@@ -175,19 +175,19 @@ def redistribute(
             f"redistribute from {source} to {target}: V does not say how the ranks' values are put "
             "together; name the dim with S(dim)."
         )
-    move = _COLLECTIVES.get((source.kind, target.kind))
-    if move is None:
+    row = _COLLECTIVES.get((source.kind, target.kind))
+    if row is None:
         dim = source.dim if source.dim is not None else target.dim
         return convert(x, axis, src=_plain(source), dst=_plain(target), dim=dim)
-    collective, arguments = move
-    moved: X = collective(
+    collective, arguments = row
+    result: X = collective(
         x,
         axis,
         **arguments(source, target),
         comm_dtype=comm_dtype,
         grad_comm_dtype=grad_comm_dtype,
     )
-    return moved
+    return result
 
 
 def _plain(kind: AxisType) -> AxisType:
@@ -211,7 +211,7 @@ def _exchange(src: AxisType, dst: AxisType) -> dict[str, Any]:
 
 
 def _move_shards(x: X, axis: Axis, *, split_dim: int, concat_dim: int, **dtypes: Any) -> X:
-    """An all-to-all, and nothing where both name one dim, which may be counted from the end."""
+    """Issues an all-to-all, or nothing if both dims are the same one, counted from either end."""
 
     def one(leaf: Tensor) -> Tensor:
         split = read_dim("redistribute", "dst dim", split_dim, leaf.ndim)

@@ -38,7 +38,7 @@ def all_gather(
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
 ) -> X:
-    """Joins the values of all ranks of `axis` along `dim`; every rank gets the whole.
+    """Concatenates the values of all ranks of `axis` along `dim`; every rank gets the result.
 
     Shape: `dim` of size d becomes n*d; with `tiled=False` a new dim of size n stands at `dim`; with
     `sizes` each rank holds max(sizes) rows of which the first sizes[r] count, and the result has
@@ -48,15 +48,15 @@ def all_gather(
     Args:
         x: a tensor or a pytree of tensors.
         axis: an axis name, or several that act as one.
-        dim: where to join.
+        dim: the dimension to concatenate along.
         dst: R when the ranks use the result in different ways, I when all repeat one computation.
-        tiled: whether to join along a dim that exists.
-        sizes: true length of each rank's piece, where they differ.
-        comm_dtype: dtype in which the values travel.
-        grad_comm_dtype: dtype in which the cotangents travel and are added.
+        tiled: whether to concatenate along an existing dim; otherwise stacks along a new one.
+        sizes: unpadded length of each rank's shard, if they differ.
+        comm_dtype: dtype in which the values are sent.
+        grad_comm_dtype: dtype in which the cotangents are sent and added.
 
     Raises:
-        CollectiveError: outside a body, unknown axis, or dims and sizes that do not fit.
+        CollectiveError: outside a body, unknown axis, or dims and sizes that do not match.
 
     Source: `torch.distributed.all_gather_into_tensor`, `jax.lax.all_gather`.
 
@@ -105,13 +105,13 @@ def all_to_all(
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
 ) -> X:
-    """Splits each rank's value along `split_dim`, sends piece j to rank j, joins what arrives.
+    """Splits each rank's value along `split_dim`, sends block j to rank j, and joins what arrives.
 
     The value that is sharded along `concat_dim` becomes sharded along `split_dim`.
 
     Shape: `split_dim` d becomes d/n, `concat_dim` d becomes n*d; with `tiled=False` `split_dim`
     must be n and goes away, and a new dim of size n stands at `concat_dim` of the result. With
-    `split_sizes` and `concat_sizes` the true lengths of the ranks' pieces differ: `split_dim` is
+    `split_sizes` and `concat_sizes` the shards are padded and differ in length: `split_dim` is
     sum(split_sizes) and becomes max(split_sizes), `concat_dim` is max(concat_sizes) and becomes
     sum(concat_sizes). Where both dims are the same, its blocks are transposed with the ranks.
     Types: S(concat_dim) or V becomes S(split_dim). Backward: all_to_all with the dims swapped.
@@ -121,15 +121,15 @@ def all_to_all(
         x: a tensor or a pytree of tensors.
         axis: an axis name, or several that act as one.
         split_dim: dim to split.
-        concat_dim: dim to join along.
+        concat_dim: dim to concatenate along.
         tiled: whether the dims stay.
-        split_sizes: true length, along `split_dim`, of each rank's result.
-        concat_sizes: true length, along `concat_dim`, of each rank's operand.
-        comm_dtype: dtype in which the values travel.
-        grad_comm_dtype: dtype in which the cotangents travel.
+        split_sizes: unpadded length, along `split_dim`, of each rank's result.
+        concat_sizes: unpadded length, along `concat_dim`, of each rank's operand.
+        comm_dtype: dtype in which the values are sent.
+        grad_comm_dtype: dtype in which the cotangents are sent.
 
     Raises:
-        CollectiveError: outside a body, unknown axis, or dims and sizes that do not fit.
+        CollectiveError: outside a body, unknown axis, or dims and sizes that do not match.
 
     Source: `torch.distributed.all_to_all_single`, `jax.lax.all_to_all`.
 
@@ -198,8 +198,8 @@ def broadcast(
         axis: an axis name, or several that act as one.
         source: position along the axis.
         dst: R when the ranks use the result in different ways, I when all repeat one computation.
-        comm_dtype: dtype in which the values travel.
-        grad_comm_dtype: dtype in which the cotangents travel and are added.
+        comm_dtype: dtype in which the values are sent.
+        grad_comm_dtype: dtype in which the cotangents are sent and added.
 
     Raises:
         CollectiveError: outside a body, unknown axis, or no such rank.
@@ -240,5 +240,5 @@ def _check_padded(
 ) -> None:
     if not tiled:
         raise CollectiveError(f"{name}: sizes need tiled=True.")
-    why = f"the largest of sizes={sizes}; uneven pieces are padded to it"
+    why = f"the largest of sizes={sizes}; uneven shards are padded to it"
     check_length(name, word, shape[dim], max(sizes), why)

@@ -1,4 +1,4 @@
-"""The index of a rank on an axis, and the size of the axis."""
+"""Queries of an axis: this rank's index along it, and its size."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from shardmap_torch.ops.arguments import Axis, read_axes
 
 
 def axis_index(axis: Axis) -> Tensor:
-    """This rank's position along `axis`: an int64 scalar tensor of type V.
+    """Returns this rank's index along `axis`: an int64 scalar tensor of type V.
 
     A tensor and never a Python int, so that ranks cannot branch differently on it. Over several
     axes the first is major. Communicates nothing.
@@ -29,7 +29,7 @@ def axis_index(axis: Axis) -> Tensor:
 
 
 def axis_size(axis: Axis) -> int:
-    """The number of ranks along `axis`, or along several together: a Python int.
+    """Returns the number of ranks along `axis`, or along several together, as a Python int.
 
     Raises:
         CollectiveError: outside a body, or unknown axis.

@@ -1,4 +1,4 @@
-"""Point-to-point movement along an axis."""
+"""Collectives that send each rank's value to at most one other rank: ppermute, shift."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ def ppermute(
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
 ) -> X:
-    """Sends the value of rank s to rank t for every pair (s, t); who is no target gets zeros.
+    """Sends the value of rank s to rank t for every pair (s, t); other ranks get zeros.
 
     Shape: unchanged. Types: V stays V. Backward: ppermute by the inverse pairs. A rank that is a
     source sends x.nbytes.
@@ -38,8 +38,8 @@ def ppermute(
         x: a tensor or a pytree of tensors.
         axis: an axis name, or several that act as one.
         perm: pairs (source, target), positions along the axis.
-        comm_dtype: dtype in which the values travel.
-        grad_comm_dtype: dtype in which the cotangents travel.
+        comm_dtype: dtype in which the values are sent.
+        grad_comm_dtype: dtype in which the cotangents are sent.
 
     Raises:
         CollectiveError: outside a body, unknown axis, no such rank, or a rank that is the source
@@ -80,19 +80,19 @@ def shift(
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
 ) -> X:
-    """Sends each rank's value `offset` places up the axis: rank r gets that of rank r - offset.
+    """Sends each rank's value `offset` ranks up the axis: rank r gets the value of rank r - offset.
 
-    Without `wrap` nothing goes round the end, and the ranks at the start get zeros.
+    Without `wrap` nothing is sent past either end, and the ranks that receive nothing get zeros.
 
     Shape: unchanged. Types: V stays V. Backward: shift by -offset. Sends x.nbytes per rank.
 
     Args:
         x: a tensor or a pytree of tensors.
         axis: an axis name, or several that act as one.
-        offset: places to move; may be negative.
-        wrap: whether the last rank's neighbour is the first.
-        comm_dtype: dtype in which the values travel.
-        grad_comm_dtype: dtype in which the cotangents travel.
+        offset: number of ranks to move by; may be negative.
+        wrap: whether values sent past one end arrive at the other.
+        comm_dtype: dtype in which the values are sent.
+        grad_comm_dtype: dtype in which the cotangents are sent.
 
     Raises:
         CollectiveError: outside a body, or unknown axis.

@@ -1,4 +1,4 @@
-"""Sums and extrema over the ranks of an axis."""
+"""Collectives that combine the ranks' values: all_reduce (sum, mean, max, min), reduce_scatter."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
@@ -53,7 +53,7 @@ def all_reduce(
         dst: R when the ranks use the result in different ways, I when all repeat one computation.
         src: P or V, for the reader; both are accepted.
         op: "sum", "mean", "max" or "min".
-        comm_dtype: dtype in which the values travel and are added.
+        comm_dtype: dtype in which the values are sent and added.
         grad_comm_dtype: the same for the backward.
 
     Raises:
@@ -108,7 +108,7 @@ def reduce_scatter(
         op: "sum" or "mean".
         tiled: whether the dimension stays.
         sizes: true length of each rank's piece, where they differ.
-        comm_dtype: dtype in which the values travel and are added.
+        comm_dtype: dtype in which the values are sent and added.
         grad_comm_dtype: the same for the backward.
 
     Raises:

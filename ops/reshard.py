@@ -1,9 +1,9 @@
-"""Moving a value in the body from one partition spec to another, by the cheapest collectives.
+"""Reshards a value in a body from one partition spec to another, by the cheapest collectives.
 
-The planner searches. Its states are layouts (which axes cut which dim, and the types of the axes
-that cut none), its steps are rows of the collective table that keep the value that is meant, so any
-path is right, forward and backward. Cheapest is: fewest bytes sent forward, then fewest backward,
-then fewest collectives, of which the last makes one collective of several over a tuple of axes.
+The planner searches. Its states are layouts (which axes shard which dim, and the types of the axes
+that shard none), its steps are rows of the collective table that keep the global value, so any path
+is right, forward and backward. Cheapest means: fewest bytes sent forward, then fewest backward,
+then fewest collectives; the last rule merges several collectives into one over a tuple of axes.
 """
 
 import heapq
@@ -62,29 +62,29 @@ def reshard(
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
 ) -> X:
-    """Changes how `x` lies on the mesh from `src` to `dst`, by the fewest bytes.
+    """Changes the sharding of `x` from `src` to `dst`, sending the fewest bytes.
 
-    Axes that cut the same dim on both sides, from the front of its tuple, stay where they are;
-    axes that move from dim to dim go by all-to-all; a partial value becomes whole by all-reduce or
-    cut by reduce-scatter; what has to be gathered is gathered over a tuple of axes at once, and
-    nothing else is. See `plan` for what will be sent.
+    Axes that shard the same dim on both sides, from the front of its tuple, stay where they are;
+    axes that move from dim to dim go by all-to-all; a partial value is all-reduced or
+    reduce-scattered; what has to be gathered is gathered over a tuple of axes at once, and nothing
+    else is gathered. See `plan` for what will be sent.
 
     An axis that one spec names and the other does not is invariant in the other, as in
     `out_specs`. Axes that neither names are left as they are, whatever their type.
 
-    Shape: that of `dst`'s piece. Types: those of `src` become those of `dst`. Backward: the
-    transposes in reverse order. Sends what `plan` says.
+    Shape: that of a shard of `dst`. Types: those of `src` become those of `dst`. Backward: the
+    transposes in reverse order. Sends the bytes that `plan` returns.
 
     Args:
-        x: a tensor or a pytree of tensors, which lies by `src`.
-        src: how x lies.
-        dst: how it shall lie.
-        comm_dtype: dtype in which the values travel, where any do.
-        grad_comm_dtype: dtype in which the cotangents travel and are added.
+        x: a tensor or a pytree of tensors, sharded by `src`.
+        src: the spec of x.
+        dst: the spec of the result.
+        comm_dtype: dtype in which the values are sent, if any are.
+        grad_comm_dtype: dtype in which the cotangents are sent and added.
 
     Raises:
         CollectiveError: outside a body, or an axis that is not bound.
-        SpecError: the value cannot be cut by `dst`.
+        SpecError: the value cannot be sharded by `dst`.
 
     Source: `jax.sharding.reshard`; `torch.distributed.tensor.DTensor.redistribute`.
 
@@ -112,17 +112,17 @@ def reshard(
 
 
 def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tuple[Step, ...]:
-    """The collectives that take a value from `src` to `dst`, with the bytes that each sends.
+    """Plans the collectives that reshard from `src` to `dst`, with the bytes that each sends.
 
     Args:
-        src: how the value lies.
-        dst: how it shall lie.
+        src: the spec of the operand.
+        dst: the spec of the result.
         mesh: gives the axis sizes.
-        shape: the global shape. Without it only those ways are considered whose every cut is known
-            to be even, since `src` or `dst` has it.
+        shape: the global shape. Without it only those paths are considered whose every sharding is
+            known to be even, since `src` or `dst` has it.
 
     Raises:
-        SpecError: an axis is not the mesh's, or `shape` cannot be cut by one of the specs.
+        SpecError: an axis is not the mesh's, or `shape` cannot be sharded by one of the specs.
 
     Example:
         >>> from shardmap_torch import P, make_mesh
@@ -148,7 +148,7 @@ def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tupl
                     f"{tuple(shape)}: {'; '.join(problems)}."
                 )
     num_dims = max(len(src.entries), len(dst.entries))
-    # Whether a dim can be cut n ways is all that the shape decides; keys stay few.
+    # The shape decides only if a dim can be sharded n ways, so the search is cached on that alone.
     even = None if shape is None else tuple(gcd(d, mesh.size) for d in shape[:num_dims])
     return _search(src, dst, tuple(sizes.items()), even)
 
@@ -156,7 +156,7 @@ def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tupl
 def _in_dtypes(
     collective: Collective, comm_dtype: torch.dtype | None, grad_comm_dtype: torch.dtype | None
 ) -> Collective:
-    """Casts around steps that send; data that stays on its rank is not rounded."""
+    """Adds the communication dtypes to steps that send; data that stays is not rounded."""
     forward = comm_dtype if collective.row.sent != "0" else None
     back = grad_comm_dtype if TABLE[collective.row.transpose].sent != "0" else None
     if forward is None and back is None:
@@ -181,22 +181,22 @@ def _global_shape(x: Tensor, src: P, mesh: Mesh) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """For each dim the axes that cut it, and the types of the axes that cut none."""
+    """The axes that shard each dim, and the types of the axes that shard none."""
 
     sharded_dims: ShardedDims
-    kinds: frozenset[tuple[str, AxisType]]
+    types: frozenset[tuple[str, AxisType]]
 
-    def of_kind(self, kind: AxisType) -> list[str]:
-        return sorted(axis for axis, its in self.kinds if its == kind)
+    def axes_of_type(self, type_: AxisType) -> list[str]:
+        return sorted(axis for axis, its in self.types if its == type_)
 
-    def recut(self, changes: Mapping[int, tuple[str, ...]]) -> "_Layout":
+    def with_dims(self, changes: Mapping[int, tuple[str, ...]]) -> "_Layout":
         dims = tuple(changes.get(dim, axes) for dim, axes in enumerate(self.sharded_dims))
-        return _Layout(dims, self.kinds)
+        return _Layout(dims, self.types)
 
-    def retyped(self, axes: Sequence[str], kind: AxisType | None) -> "_Layout":
-        kept = frozenset(pair for pair in self.kinds if pair[0] not in axes)
+    def with_types(self, axes: Sequence[str], type_: AxisType | None) -> "_Layout":
+        kept = frozenset(pair for pair in self.types if pair[0] not in axes)
         return _Layout(
-            self.sharded_dims, kept | {(axis, kind) for axis in axes if kind is not None}
+            self.sharded_dims, kept | {(axis, type_) for axis in axes if type_ is not None}
         )
 
 
@@ -210,7 +210,7 @@ _FREE: _Cost = (Fraction(0), Fraction(0), 0)
 def _search(
     src: P, dst: P, axis_sizes: tuple[tuple[str, int], ...], even: tuple[int, ...] | None
 ) -> tuple[Step, ...]:
-    """Dijkstra's algorithm."""
+    """Finds the cheapest path from `src` to `dst` by Dijkstra's algorithm."""
     sizes = dict(axis_sizes)
     num_dims = max(len(src.entries), len(dst.entries))
     start, goal = (_layout(spec, src.named | dst.named, num_dims) for spec in (src, dst))
@@ -260,11 +260,11 @@ def _bytes(
     sizes: Mapping[str, int],
 ) -> tuple[Fraction, Fraction]:
     """Counts the bytes that each rank sends, forward and backward."""
-    whole = _num_shards(start.sharded_dims, sizes)
+    num_shards = _num_shards(start.sharded_dims, sizes)
     forward, back = _rates(collective.row, prod(sizes[axis] for axis in collective.axes))
     return (
-        forward * Fraction(whole, _num_shards(before.sharded_dims, sizes)),
-        back * Fraction(whole, _num_shards(after.sharded_dims, sizes)),
+        forward * Fraction(num_shards, _num_shards(before.sharded_dims, sizes)),
+        back * Fraction(num_shards, _num_shards(after.sharded_dims, sizes)),
     )
 
 
@@ -279,11 +279,11 @@ def _num_shards(dims: ShardedDims, sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """The collectives that may bring a layout nearer to the goal.
+    """Enumerates the collectives that may bring a layout nearer to the goal.
 
-    What the goal wants where it is, stays: the axes that cut a dim there, from the front of its
-    tuple. An axis that cuts nothing is cut only where the goal has it; cut axes may pass through
-    other dims.
+    Axes that already shard the dim that they shard in the goal, from the front of its tuple, stay.
+    An axis that shards nothing may only start to shard the dim that it shards in the goal; an axis
+    that shards a dim may pass through other dims.
     """
 
     start: _Layout
@@ -299,23 +299,23 @@ class _Neighbours:
         yield from self._permutations(layout)
 
     def _exchanges(self, layout: _Layout) -> _Moves:
-        for dim, axes, left in self._loose_ends(layout):
+        for dim, axes, kept in self._loose_ends(layout):
             for other, own in enumerate(layout.sharded_dims):
                 if other != dim and self._divides(other, (*own, *axes)):
-                    after = layout.recut({dim: left, other: (*own, *axes)})
+                    after = layout.with_dims({dim: kept, other: (*own, *axes)})
                     yield Collective("all_to_all", V, V, axes, dim=other, concat_dim=dim), after
 
     def _joins(self, layout: _Layout) -> _Moves:
-        goal = dict(self.goal.kinds)
-        for dim, axes, left in self._loose_ends(layout):
-            # Cut again later, an axis passes through I: its way back is then a slice.
-            for kind in {goal.get(axis, I) for axis in axes}:
-                name = "convert" if kind == Partial else "all_gather"
-                after = layout.recut({dim: left}).retyped(axes, kind)
-                yield Collective(name, V, kind, axes, dim=dim), after
+        goal = dict(self.goal.types)
+        for dim, axes, kept in self._loose_ends(layout):
+            # An axis that is to shard another dim later becomes I first, so that this is a slice.
+            for type_ in {goal.get(axis, I) for axis in axes}:
+                name = "convert" if type_ == Partial else "all_gather"
+                after = layout.with_dims({dim: kept}).with_types(axes, type_)
+                yield Collective(name, V, type_, axes, dim=dim), after
 
     def _shardings(self, layout: _Layout) -> _Moves:
-        kinds = dict(layout.kinds)
+        types = dict(layout.types)
         for dim, (own, goal) in enumerate(
             zip(layout.sharded_dims, self.goal.sharded_dims, strict=True)
         ):
@@ -323,27 +323,27 @@ class _Neighbours:
                 continue
             for end in range(len(own) + 1, len(goal) + 1):
                 axes = goal[len(own) : end]
-                found = {kinds.get(axis) for axis in axes}
-                kind = found.pop()
-                if found or kind is None:
+                axis_types = {types.get(axis) for axis in axes}
+                type_ = axis_types.pop()
+                if axis_types or type_ is None:
                     break
-                name = "reduce_scatter" if kind == Partial else "convert"
-                after = layout.recut({dim: (*own, *axes)}).retyped(axes, None)
-                yield Collective(name, kind, V, axes, dim=dim), after
+                name = "reduce_scatter" if type_ == Partial else "convert"
+                after = layout.with_dims({dim: (*own, *axes)}).with_types(axes, None)
+                yield Collective(name, type_, V, axes, dim=dim), after
 
     def _casts(self, layout: _Layout) -> _Moves:
-        goal = dict(self.goal.kinds)
-        for kind, target in permutations((Partial, I, R), 2):
-            name = "all_reduce" if kind == Partial else "convert"
-            axes = [axis for axis in layout.of_kind(kind) if goal.get(axis, I) == target]
-            if kind == Partial and (axes or target == I):
+        goal = dict(self.goal.types)
+        for type_, target in permutations((Partial, I, R), 2):
+            name = "all_reduce" if type_ == Partial else "convert"
+            axes = [axis for axis in layout.axes_of_type(type_) if goal.get(axis, I) == target]
+            if type_ == Partial and (axes or target == I):
                 # One sum over all of them, even where some become another type in the end.
-                axes = [axis for axis in layout.of_kind(kind) if goal.get(axis) != kind]
+                axes = [axis for axis in layout.axes_of_type(type_) if goal.get(axis) != type_]
             for some in _subsets(axes):
-                yield Collective(name, kind, target, some), layout.retyped(some, target)
+                yield Collective(name, type_, target, some), layout.with_types(some, target)
 
     def _permutations(self, layout: _Layout) -> _Moves:
-        """The same pieces on other ranks: other orders of the cut axes."""
+        """Moves the same shards to other ranks: other orders of the sharding axes."""
         flat = [axis for axes in layout.sharded_dims for axis in axes]
         lengths = [len(axes) for axes in layout.sharded_dims]
         orders = {_regroup(order, lengths) for order in permutations(flat)}
@@ -355,12 +355,12 @@ class _Neighbours:
                 for a, b in zip(layout.sharded_dims, dims, strict=True)
             )
             if same and self._keeps_fronts(layout, dims):
-                yield Collective("ppermute", V, V, tuple(flat)), _Layout(dims, layout.kinds)
+                yield Collective("ppermute", V, V, tuple(flat)), _Layout(dims, layout.types)
 
     def _loose_ends(
         self, layout: _Layout
     ) -> Iterator[tuple[int, tuple[str, ...], tuple[str, ...]]]:
-        """For each dim the ends of its tuple that may leave, and what is left."""
+        """Yields for each dim the trailing axes that may leave it, and the axes that stay."""
         for dim, axes in enumerate(layout.sharded_dims):
             for at in range(self._front(dim, axes), len(axes)):
                 yield dim, axes[at:], axes[:at]
@@ -378,7 +378,7 @@ class _Neighbours:
         if self.even is not None:
             return self.even[dim] % num == 0
         known = (self.start.sharded_dims[dim], self.goal.sharded_dims[dim])
-        return any(_num_shards((cut,), self.sizes) % num == 0 for cut in known)
+        return any(_num_shards((axes,), self.sizes) % num == 0 for axes in known)
 
 
 def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -399,19 +399,19 @@ def _common_front(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _permutation(before: ShardedDims, after: ShardedDims, sizes: Mapping[str, int]) -> Collective:
-    """Brings each piece from the rank that has it to the one that shall."""
+    """Sends each shard from the rank that has it before to the rank that has it after."""
     fronts = [len(_common_front(a, b)) for a, b in zip(before, after, strict=True)]
     old, new = (
         [axes[front:] for axes, front in zip(dims, fronts, strict=True)] for dims in (before, after)
     )
-    axes = tuple(axis for cut in old for axis in cut)
-    holders: dict[tuple[int, ...], int] = {}
-    goal: dict[tuple[int, ...], int] = {}
-    for rank, place in enumerate(product(*(range(sizes[axis]) for axis in axes))):
-        at = dict(zip(axes, place, strict=True))
-        holders[_block(old, at, sizes)] = rank
-        goal[_block(new, at, sizes)] = rank
-    pairs = sorted((holders[piece], rank) for piece, rank in goal.items())
+    axes = tuple(axis for group in old for axis in group)
+    sources: dict[tuple[int, ...], int] = {}
+    targets: dict[tuple[int, ...], int] = {}
+    for rank, coordinates in enumerate(product(*(range(sizes[axis]) for axis in axes))):
+        at = dict(zip(axes, coordinates, strict=True))
+        sources[_block(old, at, sizes)] = rank
+        targets[_block(new, at, sizes)] = rank
+    pairs = sorted((sources[block], rank) for block, rank in targets.items())
     return Collective("ppermute", V, V, axes, perm=tuple(pairs))
 
 
@@ -419,10 +419,10 @@ def _block(
     dims: Sequence[tuple[str, ...]], at: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
     """Returns the index of the shard, along every dim, of the rank at these coordinates."""
-    piece = []
+    block = []
     for axes in dims:
         index = 0
         for axis in axes:
             index = index * sizes[axis] + at[axis]
-        piece.append(index)
-    return tuple(piece)
+        block.append(index)
+    return tuple(block)

@@ -1,10 +1,10 @@
-"""`checkpoint`: forget the intermediate values of a function and compute them again in backward.
+"""`checkpoint`: saves only a function's arguments, and computes it again in the backward.
 
 torch's own cannot run under `torch.func.grad`, cannot recompute once a batched body has ended, and
 recomputes without the mesh. Here all that the recomputation needs is an operand or is kept with
 it: the mesh and its axes, the random state, autocast. In a batched body the markers of the axes are
-operands (see `backends.batched`), and at each vmap level, the mesh's or the user's, the function to
-run again becomes `vmap` of itself; so it can be run again after the levels are gone.
+operands (see `backends.vmap`), and at each vmap level, the mesh's or the user's, the function to
+run again becomes `vmap` of itself; so it can be run again after the levels are closed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,16 +31,16 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
-    """Calls `function`, saving only its arguments; backward calls it again for what it needs.
+    """Calls `function` and saves only its arguments; backward calls it again.
 
     Works inside a body on every mesh and outside of any, under autograd and `torch.func`
     transforms, also when backward runs after the body has ended or on another thread. Collectives
     of the function are sent once more in backward. Random draws and autocast are those of the
     first call; forward mode and second derivatives recompute as well.
 
-    Tensors that the function closes over are taken as arguments, where they can be seen: in the
-    closures of Python functions and of those that these close over. Tensors that are hidden in
-    modules and other objects, or are global, cannot be given a gradient.
+    Tensors that the function closes over are treated as arguments where they can be found: in the
+    closures of Python functions and of functions that these close over. Tensors in modules and
+    other objects, or in globals, cannot get a gradient.
 
     Shape and types: those of `function`. Backward: that of `function`, after running it again;
     memory between the two: the arguments.
@@ -89,7 +89,7 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
 
 
 class _Region:
-    """One call of `checkpoint`: what does not change between the first run and the next ones."""
+    """One call of `checkpoint`: the state that its first run and its recomputations share."""
 
     def __init__(
         self, closures: "_Closures", leaves: list[Any], structure: Any, scope: Scope | None
@@ -130,14 +130,14 @@ class _Region:
         return unflatten(self.out_structure, leaves)
 
     def first(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Runs it for its value; nothing that autograd would save is kept."""
+        """Runs the function for its value, without saving anything for autograd."""
         with self.draws.recorded():
             outputs = run(*operands)
         own = {id(x) for x in operands}
         return tuple(y.view_as(y) if id(y) in own else y for y in outputs)
 
     def again(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Runs it once more as the first time."""
+        """Runs the function again with the autocast and random states of the first run."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
@@ -147,7 +147,7 @@ class _Region:
 
     @contextmanager
     def _following(self) -> Iterator[None]:
-        """Compares the operations run in this context with those that the checker saw run again."""
+        """Makes the monitor compare this context with the recomputation that the checker saw."""
         if self.scope is None:
             yield
             return
@@ -165,7 +165,7 @@ class _Region:
         grads: Sequence[Tensor | None],
         needed: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Runs it again with a graph, and pulls the cotangents through that."""
+        """Runs the function again with a graph, and pulls the cotangents back through it."""
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             # An alias of its own for each operand: only its use as this operand counts, and second
@@ -175,15 +175,17 @@ class _Region:
                 return self._pull_back_late(run, saved, grads, needed)
             outputs = self._select(self.again(run, operands), grads)
         pairs = [(y, g) for y, g in outputs if y.requires_grad]
-        wanted = [x for x in operands if x.requires_grad]
-        self._reject_closures([y for y, _ in pairs], wanted)
-        if not pairs or not wanted:
+        differentiable = [x for x in operands if x.requires_grad]
+        self._reject_closures([y for y, _ in pairs], differentiable)
+        if not pairs or not differentiable:
             return [None] * len(operands)
         ys, gs = zip(*pairs, strict=True)
-        found = iter(
-            torch.autograd.grad(ys, wanted, gs, create_graph=create_graph, allow_unused=True)
+        gradients = iter(
+            torch.autograd.grad(
+                ys, differentiable, gs, create_graph=create_graph, allow_unused=True
+            )
         )
-        return [next(found) if x.requires_grad else None for x in operands]
+        return [next(gradients) if x.requires_grad else None for x in operands]
 
     def _pull_back_late(
         self,
@@ -199,7 +201,7 @@ class _Region:
         moving = [i for i, need in enumerate(needed) if need]
 
         def along(*primals: Tensor) -> Tensor:
-            """Has the wanted gradients; those of `vjp` come when its level has ended."""
+            """Returns a number whose gradients are those that `pull_back` has to return."""
             outputs = self.again(run, _put(saved, moving, primals))
             return sum((_inner(y, g) for y, g in self._select(outputs, grads)), torch.zeros(()))
 
@@ -209,7 +211,7 @@ class _Region:
     def _select(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> list[tuple[Tensor, Tensor]]:
-        """The outputs that have a cotangent, with it."""
+        """Returns the outputs that have a cotangent, each with it."""
         if len(outputs) != len(grads):
             raise TransformError(
                 f"checkpoint: {self.name} returned {len(grads)} tensors at first and "
@@ -232,7 +234,7 @@ class _Region:
         return pushed
 
     def _reject_closures(self, outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
-        """A leaf that the new graph leads to is an operand, or was closed over."""
+        """Rejects leaves of the new graph that are not operands: they were closed over."""
         seen: set[Node | None] = {None, *(x.grad_fn for x in operands)}
         pending = [y.grad_fn for y in outputs]
         closed = []
@@ -262,13 +264,13 @@ def _is_tracked(x: Tensor) -> bool:
 
 
 def _inner(y: Tensor, grad: Tensor) -> Tensor:
-    """A real number whose gradient pulls `grad` back from `y`."""
+    """Returns a real number whose gradient is that of `y` pulled back from `grad`."""
     product = y * grad.conj()
     return (product.real if product.is_complex() else product).sum()
 
 
 def _put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """`values` with `others` in some places."""
+    """Returns `values` with `others` at the positions `places`."""
     result = list(values)
     for place, other in zip(places, others, strict=True):
         result[place] = other
@@ -276,7 +278,7 @@ def _put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) ->
 
 
 class _Checkpoint(torch.autograd.Function):
-    """A region as autograd and every transform see it: operands in, outputs out."""
+    """Autograd Function of a region, under every transform."""
 
     @staticmethod
     def forward(region: _Region, run: Run, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -318,7 +320,7 @@ _apply: Callable[..., Any] = _Checkpoint.apply
 
 
 class _Level:
-    """`vmap` of a function that can be run again: opens a level like the one that it met first."""
+    """`vmap` of a function that runs again: opens a level like that of the first run."""
 
     def __init__(
         self, run: Run, in_dims: tuple[int | None, ...], batch_size: int, randomness: str
@@ -372,27 +374,27 @@ class _Closures:
         return [cell.cell_contents for cell in self.holders.values()]
 
     def put(self, values: Sequence[Any]) -> Any:
-        """The function with other values in these cells; the old one keeps its own."""
+        """Returns a copy of the function with other values in these cells."""
         if not self.holders:
             return self.function
         cells = {key: CellType(value) for key, value in zip(self.holders, values, strict=True)}
         cells |= {id(cell): CellType() for cell, _ in self.links}
-        made = {key: _with_closure(f, cells) for key, f in self.functions.items()}
+        copies = {key: _with_closure(f, cells) for key, f in self.functions.items()}
         for cell, function in self.links:
-            cells[id(cell)].cell_contents = made[id(function)]
-        return made[id(self.function)]
+            cells[id(cell)].cell_contents = copies[id(function)]
+        return copies[id(self.function)]
 
 
 def _with_closure(function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
-    made = FunctionType(
+    copy = FunctionType(
         function.__code__,
         function.__globals__,
         function.__name__,
         function.__defaults__,
         tuple(cells.get(id(cell), cell) for cell in function.__closure__ or ()),
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _closed_over(name: str, what: Sequence[str]) -> str:
@@ -410,7 +412,7 @@ class _Draws:
     """The states of the random generators in a region: one at its start, one after each pause.
 
     The ranks of a simulated mesh that are threads share the generators, and in each collective
-    others may draw. A replay therefore puts the states of outside back whenever it pauses.
+    others may draw. A replay therefore restores the outer states whenever it pauses.
     """
 
     def __init__(self, devices: set[torch.device]) -> None:
@@ -419,14 +421,14 @@ class _Draws:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Notes the states of a first run."""
+        """Records the states of a first run."""
         self._states = [self._get()]
         with handing_over(_nothing, lambda: self._states.append(self._get())):
             yield
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Gives a next run the same states, and outside its own ones back."""
+        """Replays the recorded states, and restores the outer states afterwards."""
         states = iter(self._states)
         outside, own = self._get(), next(states)
 

@@ -1,4 +1,4 @@
-"""Cost model of transfers and matmuls: an alpha-beta network beside a roofline."""
+"""Cost model of transfers (latency and bandwidth) and of matmuls (roofline)."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Speed of one rank and of its link, all in seconds, bytes and flops.
+    """Speed of one rank and of its link, in seconds, bytes and flops.
 
     Attributes:
         latency: Seconds from the start of a message to the arrival of its first byte (alpha).
@@ -26,11 +26,11 @@ class Fabric:
     overlap: float = 1.0
 
     def transfer(self, num_bytes: float) -> float:
-        """Seconds from send to arrival of one message on an idle link."""
+        """Predicts the seconds from send to arrival of one message on an idle link."""
         return self.latency + num_bytes / self.bandwidth
 
     def compute(self, flops: float, traffic: float = 0.0) -> float:
-        """Seconds of one kernel: the slower of arithmetic and memory traffic (the roofline)."""
+        """Predicts the seconds of one kernel: the slower of arithmetic and memory (roofline)."""
         return self.launch + max(flops / self.flops, traffic / self.memory)
 
 

@@ -4,7 +4,7 @@ A schedule says nothing about tensors, processes or time. It is a program per ra
 instructions, so the same data drives gloo, the virtual clock and the exhaustive tests.
 
 Vocabulary: a *block* is what one rank owns of a matrix whose rows are sharded over `num_ranks`;
-each block is cut again into `num_parts` *chunks*, the unit that is sent and multiplied.
+each block is split into `num_parts` *chunks*, the unit that is sent and multiplied.
 
     gather/ring      blocks travel to the next rank, forwarded before they are multiplied
     gather/two-way   half of the distance in each direction: half the steps, both directions busy
@@ -96,7 +96,7 @@ Builder: TypeAlias = Callable[[int, int, int], Program]
 
 
 def _posts(finish: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-    """A receive for every awaited message, in the order of need.
+    """Posts a receive for every awaited message, in the order of need.
 
     All of them before the first send: gloo holds a message back until its receive is posted, and
     posting late doubled the time of an exchange (31.8 ms against 65.0 ms).
@@ -109,14 +109,14 @@ def _chunks(owner: int, num_parts: int) -> Iterator[Chunk]:
 
 
 def _ring_hop(rank: int, num_ranks: int, direction: int, distance: int, part: int) -> Message:
-    """The message that reaches `rank` after travelling `distance` hops towards `direction`."""
+    """Returns the message that reaches `rank` after `distance` hops in `direction`."""
     owner = (rank - direction * distance) % num_ranks
     source = (rank - direction) % num_ranks
     return Message(source, rank, Chunk(owner, part), distance)
 
 
 def _gather(rank: int, num_ranks: int, num_parts: int, reach: Mapping[int, int]) -> Program:
-    """Own chunks first; each arrival is forwarded, then multiplied.
+    """Builds an all-gather: own chunks first; each arrival is forwarded, then multiplied.
 
     Args:
         rank: The rank whose program this is.
@@ -155,22 +155,22 @@ def _gather(rank: int, num_ranks: int, num_parts: int, reach: Mapping[int, int])
 
 
 def gather_ring(rank: int, num_ranks: int, num_parts: int) -> Program:
-    """Ring all-gather: each rank sends (num_ranks - 1) blocks to the next rank."""
+    """Builds a ring all-gather: each rank sends (num_ranks - 1) blocks to the next rank."""
     return _gather(rank, num_ranks, num_parts, {1: num_ranks - 1})
 
 
 def gather_two_way(rank: int, num_ranks: int, num_parts: int) -> Program:
-    """Ring all-gather in both directions: as many bytes in half as many steps."""
+    """Builds a ring all-gather in both directions: as many bytes in half as many steps."""
     return _gather(rank, num_ranks, num_parts, {1: num_ranks // 2, -1: (num_ranks - 1) // 2})
 
 
 def _addend(source: int, target: int, num_ranks: int, part: int) -> Message:
-    """A partial sum straight to its owner; the step is the distance between the two."""
+    """Returns the message of an addend to its owner; the step is the distance between the two."""
     return Message(source, target, Chunk(target, part), (target - source) % num_ranks)
 
 
 def _others(rank: int, num_ranks: int) -> Iterator[int]:
-    """Peers by distance, so that at each step every rank hears from exactly one other."""
+    """Yields peers by distance, so that at each step every rank receives from exactly one other."""
     return ((rank + distance) % num_ranks for distance in range(1, num_ranks))
 
 
@@ -182,7 +182,7 @@ def _collect(rank: int, num_ranks: int, part: int) -> Iterator[Instruction]:
 
 
 def scatter_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
-    """Direct reduce-scatter: each addend is sent once; the owner sums in rank order."""
+    """Builds a direct reduce-scatter: each addend is sent once; the owner sums in rank order."""
     start: list[Instruction] = []
     for target in _others(rank, num_ranks):
         for part in range(num_parts):
@@ -196,7 +196,7 @@ def scatter_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
 
 
 def scatter_ring(rank: int, num_ranks: int, num_parts: int) -> Program:
-    """Ring reduce-scatter: the sum of chunk `o` starts at rank o + 1 and ends at rank o."""
+    """Builds a ring reduce-scatter: the sum of chunk `o` starts at rank o + 1, ends at rank o."""
 
     def incoming(step: int, part: int) -> Message:
         return Message(
@@ -223,13 +223,13 @@ def scatter_ring(rank: int, num_ranks: int, num_parts: int) -> Program:
 
 
 def _finished(source: int, target: int, num_ranks: int, part: int) -> Message:
-    """A finished chunk from its owner, at steps after the addends': tags stay unique for a pair."""
+    """Returns the message of a finished chunk; its step follows the addends', for unique tags."""
     step = num_ranks + (target - source) % num_ranks
     return Message(source, target, Chunk(source, part), step)
 
 
 def _finished_arrivals(rank: int, num_ranks: int, part: int) -> Iterator[Message]:
-    """One part of all the other blocks, nearest first as they were sent."""
+    """Yields the messages of one part of all other blocks, nearest first as they were sent."""
     for distance in range(1, num_ranks):
         yield _finished((rank - distance) % num_ranks, rank, num_ranks, part)
 
@@ -242,7 +242,7 @@ def _publish(rank: int, num_ranks: int, part: int) -> Iterator[Instruction]:
 
 
 def reduce_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
-    """Direct all-reduce, one part of all blocks at a time.
+    """Builds a direct all-reduce, one part of all blocks at a time.
 
     While part p is multiplied, part p - 1 is added and sent to everyone: both halves of the
     all-reduce hide behind the products, which block by block only the first half would.
@@ -269,7 +269,7 @@ def reduce_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
 
 
 def sum_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
-    """Direct all-reduce of addends that exist already, one part of all blocks at a time.
+    """Builds a direct all-reduce of existing addends, one part of all blocks at a time.
 
     While the finished chunks of part p are multiplied, those of part p + 1 are added and sent. Two
     parts of addends travel at a time, so that finished chunks do not queue behind all of them.
@@ -308,27 +308,27 @@ SCHEDULES: Mapping[str, Builder] = {
 
 
 def num_tags(num_ranks: int, num_parts: int) -> int:
-    """Tags that one call needs: steps reach 2 * num_ranks - 1, and each has every part."""
+    """Counts the tags that one call needs: steps reach 2 * num_ranks - 1, each with every part."""
     return 2 * num_ranks * num_parts
 
 
 def tag(message: Message, num_parts: int) -> int:
-    """A number that no other message between the same two ranks has within one call."""
+    """Returns a number that no other message between the same two ranks has within one call."""
     return message.step * num_parts + message.chunk.part
 
 
-def split(length: int, num_pieces: int) -> tuple[slice, ...]:
-    """Cuts `length` rows into consecutive pieces whose sizes differ by at most one.
+def split(length: int, num_blocks: int) -> tuple[slice, ...]:
+    """Splits `length` rows into consecutive blocks whose sizes differ by at most one.
 
-    Longer pieces first: what remains to be multiplied after the last arrival is the shortest.
+    Longer blocks first: what remains to be multiplied after the last arrival is the shortest.
     """
-    size, longer = divmod(length, num_pieces)
-    starts = [size * piece + min(piece, longer) for piece in range(num_pieces + 1)]
+    size, longer = divmod(length, num_blocks)
+    starts = [size * index + min(index, longer) for index in range(num_blocks + 1)]
     return tuple(slice(a, b) for a, b in itertools.pairwise(starts))
 
 
 def chunk_rows(length: int, num_ranks: int, num_parts: int) -> dict[Chunk, slice]:
-    """The rows of every chunk of a matrix of `length` rows; blocks first, then their parts."""
+    """Returns the rows of every chunk of a matrix of `length` rows: blocks, each split in parts."""
     return {
         Chunk(owner, part): slice(block.start + rows.start, block.start + rows.stop)
         for owner, block in enumerate(split(length, num_ranks))

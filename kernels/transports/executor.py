@@ -1,4 +1,4 @@
-"""The kernel engine: runs a rank's program on tensors.
+"""Executes a rank's program of a schedule on tensors.
 
 One interpreter for every schedule; what differs is where a chunk's bytes are (`Tiles`).
 """
@@ -48,7 +48,7 @@ class Choice:
 
     @classmethod
     def read(cls, text: str) -> "Choice":
-        """The inverse of `str`."""
+        """Parses the result of `str`."""
         schedule, num_parts = text.rsplit("/", 1)
         return cls(schedule, int(num_parts))
 
@@ -57,10 +57,10 @@ class Tiles(Protocol):
     """Buffers in which an operation keeps its chunks."""
 
     def outgoing(self, message: Message) -> Tensor:
-        """The contiguous tensor to send."""
+        """Returns the contiguous tensor to send."""
 
     def incoming(self, message: Message) -> Tensor:
-        """The contiguous buffer to receive into."""
+        """Returns the contiguous buffer to receive into."""
 
     def multiply(self, chunk: Chunk) -> None:
         """Consumes or produces a chunk."""
@@ -75,12 +75,12 @@ class Exchange:
 
     Between `start` and `finish` the caller may compute anything: transfers go on meanwhile.
 
-    The tiles are handed over, not kept: they own the exchange, and in a circle all their memory
-    would stay until the garbage collector comes by.
+    The tiles are arguments, not attributes: they own the exchange, and a reference cycle would keep
+    their memory until the garbage collector runs.
 
     Order between the lanes, where the transport has any: transfers begin after what was issued
-    before the call, a chunk that was computed here is sent after that, and whoever awaits a message
-    computes after it. Nothing else holds a lane back; a chunk is forwarded while others multiply.
+    before the call, a chunk that was computed here is sent after that, and what awaits a message is
+    computed after it. Nothing else delays a lane; a chunk is forwarded while others multiply.
     """
 
     channel: Channel
@@ -100,9 +100,9 @@ class Exchange:
         yield from self._sends
 
     def _post(self, tiles: Tiles) -> None:
-        """Posts every receive, whatever comes first in the program.
+        """Posts every receive before anything else in the program.
 
-        One mark orders all buffers, with what their memory held before they were allocated.
+        One mark orders all of them behind earlier uses of the buffers' memory.
         """
         lanes = self.channel.transport.lanes
         posts = [i.message for i in self.program.start if isinstance(i, Post)]
@@ -177,15 +177,15 @@ class Gather:
         return self.full
 
     def outgoing(self, message: Message) -> Tensor:
-        """Sent from the gathered matrix."""
+        """Returns the chunk's rows of the gathered matrix."""
         return self.full[self._rows[message.chunk]]
 
     def incoming(self, message: Message) -> Tensor:
-        """Received in place."""
+        """Returns the chunk's rows of the gathered matrix: it is received in place."""
         return self.full[self._rows[message.chunk]]
 
     def multiply(self, chunk: Chunk) -> None:
-        """Feeds the consumer."""
+        """Passes the chunk to the consumer."""
         rows = self._rows[chunk]
         self._consume(rows, self.full[rows])
 
@@ -224,8 +224,8 @@ class Scatter:
         self._produce = produce
         self._out = out
         self._rows = chunk_rows(num_rows, transport.num_ranks, choice.num_parts)
-        whole = out.shape[0] == num_rows
-        self._first_row = 0 if whole else self._rows[Chunk(transport.rank, 0)].start
+        keeps_all = out.shape[0] == num_rows
+        self._first_row = 0 if keeps_all else self._rows[Chunk(transport.rank, 0)].start
         self._tiles: dict[Chunk, Tensor] = {}
         self._addends: dict[Chunk, dict[int, Tensor]] = {}
         self._exchange = _open(transport, op, choice)
@@ -235,18 +235,18 @@ class Scatter:
         return self._exchange.start(self)
 
     def finish(self) -> Steps[Tensor]:
-        """Waits for what is still on its way, adds it and returns the sum."""
+        """Waits for the addends still in flight, adds them and returns the sum."""
         yield from self._exchange.finish(self)
         return self._out
 
     def outgoing(self, message: Message) -> Tensor:
-        """A finished chunk of the own block, or an addend of another rank's."""
+        """Returns a finished chunk of the own block, or an addend of another rank's."""
         if message.chunk.owner == message.source:
             return self._destination(message.chunk)
         return self._tiles[message.chunk]
 
     def incoming(self, message: Message) -> Tensor:
-        """A finished chunk arrives in place, an addend in a buffer of its own."""
+        """Returns the place of a finished chunk, or a new buffer for an addend."""
         if message.chunk.owner == message.source:
             return self._destination(message.chunk)
         rows = self._rows[message.chunk]
@@ -259,7 +259,7 @@ class Scatter:
         self._tiles[chunk] = self._produce(self._rows[chunk])
 
     def combine(self, chunk: Chunk) -> None:
-        """Adds in rank order; an own chunk lands in `out`, a travelling one stays a tile."""
+        """Adds in rank order: an own chunk into `out`, one that travels on into its tile."""
         own = self._tiles[chunk]
         addends = self._addends.pop(chunk, {}) | {self._transport.rank: own}
         is_own = chunk.owner == self._transport.rank
@@ -294,13 +294,13 @@ class Sum(Scatter):
         self._consume = consume
 
     def outgoing(self, message: Message) -> Tensor:
-        """A finished chunk, or rows of the addend."""
+        """Returns a finished chunk, or rows of the addend."""
         if message.chunk.owner == message.source:
             return self._destination(message.chunk)
         return self._produce(self._rows[message.chunk])
 
     def multiply(self, chunk: Chunk) -> None:
-        """Feeds the consumer."""
+        """Passes the chunk to the consumer."""
         self._consume(self._rows[chunk], self._destination(chunk))
 
     def combine(self, chunk: Chunk) -> None:

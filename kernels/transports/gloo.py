@@ -18,7 +18,7 @@ from shardmap_torch.kernels.transports.streams import HOST_LANES
 
 @dataclass(frozen=True, slots=True)
 class GlooHandle:
-    """A gloo transfer; an error names the axis, the step and the peer."""
+    """A gloo transfer in flight; an error names the axis, the step and the peer."""
 
     work: dist.Work
     envelope: Envelope
@@ -64,7 +64,7 @@ class GlooTransport:
         self._tags = TagCounter()
 
     def reserve_tags(self, count: int) -> int:
-        """First of `count` tags not in use."""
+        """Returns the first of `count` tags not in use."""
         return self._tags.reserve(count)
 
     def send(self, tensor: Tensor, envelope: Envelope) -> GlooHandle:
@@ -76,7 +76,7 @@ class GlooTransport:
         return self._start(self._group.recv, tensor, envelope.message.source, envelope)
 
     def charge(self, flops: float, traffic: float) -> None:
-        """Nothing: real computation takes real time."""
+        """Does nothing: real computation takes real time."""
 
     def _start(
         self,

@@ -1,7 +1,7 @@
 """Point-to-point transfers over an NCCL process group of the kernels' own.
 
-NCCL runs the operations of a group one after the other, and one that waits for its peer holds back
-all behind it: a receive issued before the send that its peer waits for would wait for ever. So a
+NCCL runs the operations of a group one after the other, and one that waits for its peer blocks all
+behind it: a receive issued before the send that its peer waits for would wait for ever. So a
 message is issued together with its *mate*, the arrival of the same step and part from as many ranks
 away on the other side. In every schedule a rank sends and receives one message of each kind, and
 all ranks send in the same order: the n-th operations of all ranks are one permutation, and none
@@ -29,7 +29,7 @@ class Work(Protocol):
     """An operation that was issued; `dist.Work`, as far as it is used."""
 
     def wait(self) -> object:
-        """The current stream waits for it; the host does not."""
+        """Makes the current stream wait for it, not the host."""
 
 
 Permute: TypeAlias = Callable[[Tensor, int, Tensor, int], Iterable[Work]]
@@ -37,7 +37,7 @@ Permute: TypeAlias = Callable[[Tensor, int, Tensor, int], Iterable[Work]]
 
 
 def batched(group: dist.ProcessGroup) -> Permute:
-    """The operation on `group`, issued to NCCL's stream behind the current one."""
+    """Makes the operation on `group`, issued to NCCL's stream behind the current one."""
 
     def permute(sent: Tensor, target: int, received: Tensor, source: int) -> Iterable[Work]:
         works: list[dist.Work] = dist.batch_isend_irecv(
@@ -53,7 +53,7 @@ def batched(group: dist.ProcessGroup) -> Permute:
 
 @dataclass(slots=True)
 class Arrival:
-    """A receive: announced, then issued with its mate."""
+    """A receive that was announced, and is issued together with its mate."""
 
     tensor: Tensor
     envelope: Envelope
@@ -61,7 +61,7 @@ class Arrival:
     issued: Handle | None = None
 
     def wait(self) -> None:
-        """The compute lane waits for the operation that this message came with."""
+        """Makes the compute lane wait for the operation that contains this message."""
         if self.issued is None:
             transport = self.transport
             where = self.envelope.describe(transport.rank, transport.axis)
@@ -71,14 +71,14 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """An operation on its way; waiting holds back the compute lane, never the host."""
+    """An operation in flight; waiting blocks the compute lane, never the host."""
 
     works: Iterable[Work]
     lanes: Lanes
     mark: Mark
 
     def wait(self) -> None:
-        """The compute lane waits for this operation, not for those issued since."""
+        """Makes the compute lane wait for this operation, not for those issued since."""
         self.lanes.wait(Lane.COMPUTE, self.mark)
 
 
@@ -91,7 +91,7 @@ class NcclTransport:
         num_ranks: Ranks on the axis.
         axis: Mesh axis, for error messages.
         lanes: This rank's streams.
-        permute: How one operation is issued; `batched`, but for tests.
+        permute: Issues one operation; `batched`, except in tests.
     """
 
     rank: int
@@ -104,15 +104,15 @@ class NcclTransport:
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, axis: str, lanes: Lanes) -> "NcclTransport":
-        """On a group whose point-to-point traffic is the kernels' alone; no communication."""
+        """Makes one on a group whose point-to-point traffic is the kernels' alone."""
         return cls(dist.get_rank(group), dist.get_world_size(group), axis, lanes, batched(group))
 
     def reserve_tags(self, count: int) -> int:
-        """First of `count` tags not in use; NCCL has none, they tell calls apart."""
+        """Returns the first of `count` unused tags, which here identify calls: NCCL has none."""
         return self._tags.reserve(count)
 
     def charge(self, flops: float, traffic: float) -> None:
-        """Nothing: real computation takes real time."""
+        """Does nothing: real computation takes real time."""
 
     def receive(self, tensor: Tensor, envelope: Envelope) -> Arrival:
         """Announces a buffer; nothing is issued before the send that it travels with."""

@@ -24,7 +24,7 @@ class Handle(Protocol):
     """A transfer under way."""
 
     def wait(self) -> None:
-        """The compute lane may use the buffer from now on; KernelError if the transfer failed."""
+        """Waits until the compute lane may use the buffer; KernelError if the transfer failed."""
 
 
 Steps: TypeAlias = Generator[Handle, None, T]
@@ -71,14 +71,14 @@ class Transport(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on the axis."""
+        """Number of ranks on the axis."""
 
     @property
     def lanes(self) -> Lanes:
         """This rank's streams."""
 
     def reserve_tags(self, count: int) -> int:
-        """First of `count` tags that no call in flight uses; equal on all ranks."""
+        """Returns the first of `count` tags that no call in flight uses; equal on all ranks."""
 
     def send(self, tensor: Tensor, envelope: Envelope) -> Handle:
         """Starts sending a contiguous tensor, which must stay as it is until the handle is done."""
@@ -87,7 +87,7 @@ class Transport(Protocol):
         """Announces a contiguous buffer, which holds the message once the handle is done."""
 
     def charge(self, flops: float, traffic: float) -> None:
-        """Tells a transport with a clock what this rank just computed, in flops and bytes moved."""
+        """Adds this rank's last computation to the transport's clock, in flops and bytes moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Channel:
 
 
 def network_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend that carries a group's tensors of a device type; empty where none does."""
+    """Returns the backend that transfers a group's tensors of a device type, or an empty string."""
     try:
         return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
@@ -135,7 +135,7 @@ class TagCounter:
         self._next = 0
 
     def reserve(self, count: int) -> int:
-        """First tag of the next `count`."""
+        """Returns the first tag of the next `count`."""
         first = self._next if self._next + count <= self.LIMIT else 0
         self._next = first + count
         return first

@@ -19,7 +19,7 @@ Allocate: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def pinned(like: Tensor) -> Tensor:
-    """A host buffer of the same shape, which the GPU can copy to and from by itself."""
+    """Allocates a host buffer of the same shape, which the GPU can copy to and from by itself."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
@@ -47,7 +47,7 @@ class StagedTransport:
     Attributes:
         network: The transport below.
         lanes: This rank's streams.
-        allocate: A host buffer like a tensor; `pinned`, but for tests.
+        allocate: Allocates a host buffer like a tensor; `pinned`, except in tests.
     """
 
     network: Transport

@@ -1,9 +1,9 @@
-"""Order between the streams of one rank, in the four verbs that a kernel needs of CUDA.
+"""Lanes: the order between the streams of one rank, in the four verbs that a kernel needs of CUDA.
 
 A rank issues work to *lanes*. What is issued to one lane runs in that order; between two lanes
 there is no order but that of marks: `wait(lane, record(other))`. On a CPU every call is done when
 it returns, and the verbs do nothing. The tests put a race detector in their place, which runs the
-same kernels and holds every access to memory against the order that the verbs gave.
+same kernels and checks every access to memory against the order that the verbs gave.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +18,7 @@ class Lane(Enum):
     """A stream or thread on which work is issued."""
 
     COMPUTE = "compute"
-    """The caller's current stream: what the caller has issued runs before, what it will, after."""
+    """The caller's current stream: a kernel runs between the caller's earlier and later work."""
 
     TRANSFER = "transfer"
     """The kernels' own stream, which sends and receives while the other one multiplies."""
@@ -29,39 +29,39 @@ class Lane(Enum):
 
 
 Mark: TypeAlias = Any
-"""A point in the work of one lane: a `torch.cuda.Event`, or what stands for one."""
+"""A point in the work of one lane: a `torch.cuda.Event`, or a replacement in tests."""
 
 
 class Lanes(Protocol):
     """The lanes of one rank."""
 
     def record(self, lane: Lane) -> Mark:
-        """The point that the work issued to `lane` has reached."""
+        """Marks the end of the work issued to `lane` so far."""
 
     def wait(self, lane: Lane, mark: Mark) -> None:
         """Makes all work issued to `lane` from now on run after `mark`."""
 
     def keep(self, lane: Lane, tensor: Tensor) -> None:
-        """The memory of `tensor`, once freed, stays until the work issued to `lane` is done."""
+        """Keeps the memory of `tensor`, once freed, until the work issued to `lane` is done."""
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
-        """Within it, torch issues to `lane`."""
+        """Makes torch issue work to `lane` within the context."""
 
 
 class HostLanes:
-    """One lane in truth: each call is done when it returns."""
+    """The lanes of a CPU, which are one: each call is done when it returns."""
 
     def record(self, lane: Lane) -> Mark:
-        """Nothing to tell apart."""
+        """Returns no mark: there is nothing to order."""
 
     def wait(self, lane: Lane, mark: Mark) -> None:
-        """Done already."""
+        """Does nothing: the work is done already."""
 
     def keep(self, lane: Lane, tensor: Tensor) -> None:
-        """Nobody uses it later."""
+        """Does nothing: no work is pending that could use it."""
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
-        """No change."""
+        """Changes nothing."""
         return nullcontext()
 
 
@@ -81,18 +81,18 @@ class CudaLanes:
         self._transfer = torch.cuda.Stream(device, priority=-1)
 
     def record(self, lane: Lane) -> Mark:
-        """An event behind what was issued."""
+        """Records an event behind the issued work."""
         return self._stream(lane).record_event()
 
     def wait(self, lane: Lane, mark: Mark) -> None:
-        """The stream waits for the event; the host only where it is itself the lane."""
+        """Makes the stream wait for the event; blocks the host only if it is the lane."""
         if lane is Lane.HOST:
             mark.synchronize()
         else:
             self._stream(lane).wait_event(mark)
 
     def keep(self, lane: Lane, tensor: Tensor) -> None:
-        """Tells the caching allocator."""
+        """Records the use with the caching allocator."""
         tensor.record_stream(self._stream(lane))
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
@@ -100,6 +100,6 @@ class CudaLanes:
         return torch.cuda.stream(self._stream(lane))
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        # Never remembered: a backward may run on another thread, in another stream's context.
+        # Not cached: a backward may run on another thread, in another stream's context.
         current = torch.cuda.current_stream(self._device)
         return self._transfer if lane is Lane.TRANSFER else current

@@ -1,1 +1,1 @@
-"""Gradients taken in a body, at the cost of plain autograd where ranks run eager code."""
+"""Gradients taken in a body: grad, value_and_grad, vjp."""

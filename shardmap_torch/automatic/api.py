@@ -1,4 +1,4 @@
-"""`auto` and `mark_sharding`."""
+"""`auto` and `mark_sharding`: global-view code on DTensors, with reports of redistributions."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -42,14 +42,14 @@ def auto(
     """Runs unmodified code on global values, with communication placed by sharding propagation.
 
     The counterpart of `shard_map`: nothing in `f` is local and nothing is explicit. On a
-    process-group mesh inputs become DTensors that lie by `in_specs`, `f` runs on them, and results
-    are brought to `out_specs`; plain tensors that `f` makes or closes over count as replicated. On
-    a simulated mesh `f` runs on the plain global values, which gives the same. Gradients and
+    process-group mesh inputs become DTensors sharded by `in_specs`, `f` runs on them, and results
+    are resharded to `out_specs`; plain tensors that `f` makes or closes over are replicated. On a
+    simulated mesh `f` runs on the plain global values, which gives the same. Gradients and
     `torch.func` go through it as far as DTensor supports them.
 
-    Propagation moves data where an operation needs its operands otherwise. With DTensor alone that
-    is silent; `auto(...).report(*args)` lists each of these redistributions with the user's line
-    and the bytes, on every mesh and without running.
+    Propagation redistributes an operand that an operation needs in another placement. DTensor does
+    that silently; `auto(...).report(*args)` lists each of these redistributions with the user's
+    line and the bytes, on every mesh and without running.
 
     Args:
         f: a function of pytrees of tensors, written for one device.
@@ -84,7 +84,7 @@ class Auto(Generic[A, Y]):
     def __init__(
         self, f: Callable[A, Y], in_specs: Tree, out_specs: Tree, mesh: Mesh | DeviceMesh | None
     ) -> None:
-        """Nothing is looked up yet."""
+        """Keeps the arguments; nothing is looked up before the first call."""
         self._function, self._in_specs, self._out_specs, self._mesh = f, in_specs, out_specs, mesh
         self._name = getattr(f, "__name__", type(f).__name__)
         wraps(f)(self)
@@ -102,15 +102,14 @@ class Auto(Generic[A, Y]):
         with implicit_replication():
             result = self._function(*placed, **kwargs)
         specs = iter(_read(self._out_specs, result, self._name))
-        left: Y = map_leaves(lambda leaf: _left(leaf, mesh, next(specs)), result)
-        return left
+        outputs: Y = map_leaves(lambda leaf: _output(leaf, mesh, next(specs)), result)
+        return outputs
 
     def report(self, *args: Any, **kwargs: Any) -> AutoReport:
-        """Lists what is redistributed in a call: forward, and backward where inputs need gradients.
+        """Lists the redistributions of a call: forward, and backward where inputs need gradients.
 
-        The backward starts with a gradient that lies as each differentiable result does. Nothing
-        runs: arguments are read for shapes, dtypes and `requires_grad` only, and may be
-        `ShapeDtype`.
+        The backward starts from gradients placed like the differentiable results. Nothing runs: of
+        the arguments only shapes, dtypes and `requires_grad` are read; `ShapeDtype` will do.
 
         Raises:
             ShardMapError: an operation for which torch has no sharding rule; names its line.
@@ -131,18 +130,18 @@ class Auto(Generic[A, Y]):
                 leaves = flatten(result)[0]
                 for leaf, spec in zip(leaves, out_specs, strict=True):
                     if isinstance(leaf, Tensor) and spec is not None:
-                        wanted = placements_of(mesh, spec)
-                        propagation.redistribute(leaf, wanted, RESULT, True)
+                        expected = placements_of(mesh, spec)
+                        propagation.redistribute(leaf, expected, RESULT, True)
                 _pull_back(propagation, leaves, out_specs, inputs)
         return AutoReport(self._name, mesh, tuple(propagation.moves))
 
 
 def mark_sharding(x: Tensor, mesh: Mesh | DeviceMesh | None, spec: P | Sequence[Entry]) -> Tensor:
-    """Says how a global value shall lie from here on; changes no value.
+    """Sets the sharding of a global value from here on; changes no value.
 
     On a process-group mesh a plain tensor, equal on all ranks, becomes a DTensor without
     communication, and a DTensor is redistributed; differentiable. On other meshes it returns `x`.
-    In the report of `auto` it is a redistribution that was asked for.
+    The report of `auto` lists it as a redistribution that the user asked for.
 
     Args:
         x: a global value.
@@ -173,10 +172,10 @@ def mark_sharding(x: Tensor, mesh: Mesh | DeviceMesh | None, spec: P | Sequence[
 
 
 def _read(specs: Tree, tree: Tree, name: str) -> list[P | None]:
-    """The spec of every leaf."""
-    found = list(broadcast_prefix(specs, tree, name, lambda s: s is None or isinstance(s, P)))
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
-    placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+    """Returns the spec of every leaf, or raises a SpecError that names every mismatch."""
+    matched = list(broadcast_prefix(specs, tree, name, lambda s: s is None or isinstance(s, P)))
+    problems = [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]
+    placed = [leaf for leaf in matched if isinstance(leaf, Placed)]
     problems += [
         f"{leaf.path}: {leaf.spec!r} has {len(leaf.spec.entries)} entries, shape {shape}"
         for leaf in placed
@@ -189,8 +188,8 @@ def _read(specs: Tree, tree: Tree, name: str) -> list[P | None]:
     return [leaf.spec for leaf in placed]
 
 
-def _left(leaf: Any, mesh: Mesh, spec: P | None) -> Any:
-    """A result as those of `shard_map` are: plain where it is replicated on every rank."""
+def _output(leaf: Any, mesh: Mesh, spec: P | None) -> Any:
+    """Reshards a result; as in `shard_map`, one that is replicated is a plain tensor."""
     if spec is None or not isinstance(leaf, Tensor):
         return leaf
     placed = mark_sharding(leaf, mesh, spec)
@@ -211,20 +210,20 @@ def _pull_back(
     specs: Sequence[P | None],
     inputs: Sequence[Any],
 ) -> None:
-    moving = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    differentiable = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     pairs = [
         (leaf, spec)
         for leaf, spec in zip(leaves, specs, strict=True)
         if isinstance(leaf, Tensor) and leaf.requires_grad and spec is not None
     ]
-    if not moving or not pairs:
+    if not differentiable or not pairs:
         return
     cotangents = [torch.empty_like(leaf) for leaf, _ in pairs]
     for cotangent, (_, spec) in zip(cotangents, pairs, strict=True):
         propagation.place(cotangent, placements_of(propagation.mesh, P(*spec.entries)))
     outs = [leaf for leaf, _ in pairs]
-    placed = [propagation.placements(x) for x in moving]
-    grads = torch.autograd.grad(outs, moving, cotangents, allow_unused=True)
+    placed = [propagation.placements(x) for x in differentiable]
+    grads = torch.autograd.grad(outs, differentiable, cotangents, allow_unused=True)
     for grad, placements in zip(grads, placed, strict=True):
         if grad is not None:
             propagation.redistribute(grad, without_partial(placements), GRADIENT, True)

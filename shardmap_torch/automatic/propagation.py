@@ -1,8 +1,8 @@
-"""The layouts of all values of global-view code, by DTensor's own rules, without processes.
+"""Propagates placements through global-view code by DTensor's own rules, without processes.
 
-The code runs on fake tensors of global shapes. A mode sees each operation, asks DTensor's sharding
-propagation how its operands have to lie, and notes those that lie otherwise. It is torch's private
-interface that is asked, the one that the checker asks too (`checker/spmd/dtensor_rules.py`).
+The code runs on fake tensors of global shapes. A dispatch mode asks DTensor's sharding propagation
+for the placements that each operation needs of its operands, and records those that differ. It uses
+torch's private interface, as the checker does (`checker/spmd/dtensor_rules.py`).
 """
 
 import threading
@@ -28,16 +28,16 @@ from shardmap_torch.spec import P
 
 RESULT: Final = "result"
 GRADIENT: Final = "gradient"
-"""The name that reports give to redistributions of values that leave."""
+"""Names, in reports, of the redistributions of gradients (above: of results)."""
 
 Placements: TypeAlias = tuple[Placement, ...]
 
 
 class Propagation(TorchDispatchMode):
-    """Follows the layouts of values while global-view code runs on fake tensors."""
+    """Dispatch mode that tracks the placements of values while global-view code runs."""
 
     def __init__(self, mesh: Mesh) -> None:
-        """Nothing is known yet: what no call has placed is replicated."""
+        """Starts without placements: a value that `place` was not called for is replicated."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.mesh = mesh
         self.moves: list[Redistribution] = []
@@ -52,16 +52,16 @@ class Propagation(TorchDispatchMode):
         self._sites: dict[int, Site | None] = {}
 
     def place(self, x: Tensor, placements: Placements) -> None:
-        """Notes how a value lies."""
+        """Records the placements of a value."""
         self._layouts[_key(x)] = placements
         self._alive.append(x)
 
     def placements(self, x: Tensor) -> Placements:
-        """Tells how a value lies."""
+        """Returns the placements of a value."""
         return self._layouts.get(_key(x), self._replicated)
 
     def redistribute(self, x: Tensor, dst: Placements, op: str, is_implicit: bool) -> None:
-        """Notes that a value is brought from its layout to another one."""
+        """Records that a value is redistributed from its placements to `dst`, if they differ."""
         src = self.placements(x)
         if src == dst:
             return
@@ -80,7 +80,7 @@ class Propagation(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs an operation, and finds out how its results lie."""
+        """Runs an operation, and derives the placements of its results."""
         kwargs = dict(kwargs or {})
         if func.namespace == "prim":  # asks for the device of a fake tensor
             return func(*args, **kwargs)
@@ -90,10 +90,10 @@ class Propagation(TorchDispatchMode):
         out = func(*args, **kwargs)
         if all(p == self._replicated for p in placed):
             return out
-        found = self._propagate(func, args, kwargs)
-        if found.needs_redistribute:
-            self._note_moves(func, operands, found.redistribute_schema)
-        specs = found.output_spec
+        sharding = self._propagate(func, args, kwargs)
+        if sharding.needs_redistribute:
+            self._record_moves(func, operands, sharding.redistribute_schema)
+        specs = sharding.output_spec
         results = out if isinstance(out, list | tuple) else [out]
         specs = specs if isinstance(specs, list | tuple) else [specs]
         for result, spec in zip(results, specs, strict=False):
@@ -128,13 +128,13 @@ class Propagation(TorchDispatchMode):
             return [self._spec(item) for item in value]
         return value
 
-    def _note_moves(self, func: OpOverload, operands: Sequence[Tensor], schema: Any) -> None:
-        wanted = [s for s in _flat((schema.args_schema, schema.kwargs_schema)) if _is_spec(s)]
-        for x, spec in zip(operands, wanted, strict=False):
+    def _record_moves(self, func: OpOverload, operands: Sequence[Tensor], schema: Any) -> None:
+        specs = [s for s in _flat((schema.args_schema, schema.kwargs_schema)) if _is_spec(s)]
+        for x, spec in zip(operands, specs, strict=False):
             self.redistribute(x, tuple(spec.placements), func._schema.name.split("::")[1], True)
 
     def _site(self) -> tuple[Site | None, bool]:
-        """The user's line; in a backward that of the operation that is differentiated."""
+        """Returns the user's line (in a backward the forward's), and whether it is a backward."""
         node = torch._C._current_autograd_node()
         if node is None:
             return call_site(), False
@@ -169,13 +169,13 @@ _CURRENT: Final = _Current()
 
 
 def current_propagation() -> Propagation | None:
-    """Returns the propagation that follows this thread's code, or None."""
+    """Returns the propagation that is active on this thread, or None."""
     return _CURRENT.propagation
 
 
 @contextmanager
 def following(propagation: Propagation) -> Any:
-    """Follows the code of the block."""
+    """Activates `propagation` for the code of the block."""
     _CURRENT.propagation = propagation
     try:
         with propagation:
@@ -185,16 +185,16 @@ def following(propagation: Propagation) -> Any:
 
 
 def without_partial(placements: Placements) -> Placements:
-    """The placements of a gradient of what lies by these: that of a sum is replicated."""
+    """Returns the placements of a gradient: where the value is a pending sum, it is replicated."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
 class Mark(torch.autograd.Function):
-    """A value brought to a layout that the user asks for, its gradient brought back."""
+    """Autograd Function of `mark_sharding`: redistributes the value, and its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, propagation: Propagation, spec: P) -> Tensor:
-        """Notes both layouts."""
+        """Records the redistribution to the placements that the user asks for."""
         ctx.before, ctx.propagation = propagation.placements(x), propagation
         placements = placements_of(propagation.mesh, spec)
         propagation.redistribute(x, placements, "mark_sharding", False)
@@ -204,7 +204,7 @@ class Mark(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Brings a gradient where the value was; one of a sum is whole."""
+        """Records the redistribution of the gradient to the placements of the operand."""
         dst = without_partial(ctx.before)
         ctx.propagation.redistribute(grad, dst, "mark_sharding", False)
         back = grad.clone()

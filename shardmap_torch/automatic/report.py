@@ -13,18 +13,18 @@ from shardmap_torch.mesh import Mesh
 
 @dataclass(frozen=True)
 class Redistribution:
-    """A tensor that changes its layout because an operation needs it otherwise.
+    """A tensor that is redistributed because an operation needs other placements.
 
     Attributes:
-        op: the operation, `mark_sharding`, or where the tensor leaves.
+        op: the operation, `mark_sharding`, "result" or "gradient".
         site: the user's line; in a backward that of the forward.
-        in_backward: whether the backward moves it.
+        in_backward: whether it happens in the backward.
         shape: the global shape.
         dtype: of the tensor.
         src: the placements before, one for each mesh axis.
         dst: the placements after.
-        num_bytes: what each rank sends.
-        is_implicit: whether nobody has asked for it.
+        num_bytes: bytes that each rank sends.
+        is_implicit: whether the user has not asked for it.
     """
 
     op: str
@@ -54,7 +54,7 @@ class AutoReport:
     Attributes:
         name: of the function.
         mesh: that it runs on.
-        moves: the redistributions that send something or change a layout.
+        moves: the redistributions that send something or change placements.
     """
 
     name: str
@@ -68,7 +68,7 @@ class AutoReport:
 
     @property
     def implicit(self) -> tuple[Redistribution, ...]:
-        """The redistributions that nobody has asked for."""
+        """The redistributions that the user has not asked for."""
         return tuple(move for move in self.moves if move.is_implicit)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class AutoReport:
 
 
 def shown(placements: Sequence[Placement]) -> str:
-    """Placements in short: `S(0), R, P`."""
+    """Formats placements as `S(0), R, P`."""
     return ", ".join(map(_short, placements))
 
 
@@ -99,7 +99,7 @@ def bytes_sent(
     dst: Sequence[Placement],
     sizes: Sequence[int],
 ) -> int:
-    """Counts what each rank sends by the ring algorithms, from the last mesh axis to the first.
+    """Counts the bytes that each rank sends by ring algorithms, from the last axis to the first.
 
     An estimate where several axes change at once: torch may take them in another order.
 

@@ -1,4 +1,4 @@
-"""Talking to the other ranks: the one file that calls the collectives of torch.distributed.
+"""Communicators: the one file that calls the collectives of torch.distributed.
 
 In eager they are called directly; an all-reduce costs 7 us on a backend that does nothing, the
 functional ops 18 and torch's Python wrappers of these 73. torch.compile needs the functional ops,
@@ -44,16 +44,16 @@ _SCATTER_OPTIONS: Final = _asynchronous(c10d.ReduceScatterOptions(), dist.Reduce
 
 @dataclass(frozen=True)
 class Wire:
-    """A group of ranks as one of them sees it; stacks are in the order of group ranks.
+    """Eager communicator of one rank in a process group; stacks are in the order of group ranks.
 
-    On gloo what waits long looks whether the others can still come; see `control`. A wait for NCCL
-    does not stop the process, which goes on to the next thing that needs the result.
+    On gloo a long wait checks if the other ranks can still arrive; see `control`. A wait for NCCL
+    blocks the stream and not the process.
 
     Attributes:
         group: the process group.
-        size: how many ranks it has.
-        rank: which of them this one is.
-        patient: whether waiting stops the process.
+        size: number of its ranks.
+        rank: this rank in it.
+        patient: whether a wait blocks the process.
     """
 
     group: dist.ProcessGroup
@@ -63,20 +63,20 @@ class Wire:
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """Combines all ranks' values."""
-        # all_reduce works in place, and a body's value is not ours to change.
+        # all_reduce works in place, and the body's tensor must not change.
         y = x if is_spare(x) else x.clone(memory_format=torch.contiguous_format)
         self._wait(self.group.allreduce([y], _REDUCE_OPTIONS[op]))
         return y
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' values along a new leading dim."""
+        """Stacks all ranks' values along a new leading dim."""
         out = x.new_empty((self.size, *x.shape))
         row = x.contiguous().unsqueeze(0)
         self._wait(_ALL_GATHER(self.group, out, row, _GATHER_OPTIONS))
         return out
 
     def gather_along(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' values joined along `dim`."""
+        """Concatenates all ranks' values along `dim`."""
         if dim != 0:
             return torch.cat(self.gather(x).unbind(0), dim)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -88,7 +88,7 @@ class Wire:
         return self.sum_scatter_along(parts, 0)[0]
 
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
-        """Sums all ranks' values; each rank keeps its piece of `dim`."""
+        """Sums all ranks' values; each rank keeps its shard of `dim`."""
         length = x.shape[dim] // self.size
         x = x.contiguous() if dim == 0 else torch.cat(x.split(length, dim))
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
@@ -132,7 +132,7 @@ class Wire:
         return out
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """The value of rank `source`."""
+        """Returns the value of rank `source`."""
         y = x.clone(memory_format=torch.contiguous_format)
         self._wait(dist.broadcast(y, group=self.group, group_src=source, async_op=True))
         return y
@@ -161,20 +161,20 @@ class TracedWire:
         return _wait(_functional().all_gather_into_tensor(row, self.size, self.group))
 
     def sum_scatter(self, parts: Tensor) -> Tensor:
-        whole = parts.contiguous()
-        row = _functional().reduce_scatter_tensor(whole, "sum", self.size, self.group)
+        rows = parts.contiguous()
+        row = _functional().reduce_scatter_tensor(rows, "sum", self.size, self.group)
         return _wait(row)[0]
 
     # The next two are written as inductor's micro-pipeline pass looks for them, which fuses them
     # with the matmul before or after: dim 0 as it is, another dim through split and cat.
 
     def gather_along(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' values joined along `dim`."""
-        whole = _wait(_functional().all_gather_into_tensor(x.contiguous(), self.size, self.group))
-        return whole if dim == 0 else torch.cat(whole.split(x.shape[0]), dim)
+        """Concatenates all ranks' values along `dim`."""
+        full = _wait(_functional().all_gather_into_tensor(x.contiguous(), self.size, self.group))
+        return full if dim == 0 else torch.cat(full.split(x.shape[0]), dim)
 
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
-        """Sums all ranks' values; each rank keeps its piece of `dim`."""
+        """Sums all ranks' values; each rank keeps its shard of `dim`."""
         x = x if dim == 0 else torch.cat(x.split(x.shape[dim] // self.size, dim))
         return _wait(
             _functional().reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
@@ -207,11 +207,11 @@ class TracedWire:
 
 
 def _completed(pairs: Sequence[tuple[int, int]], size: int) -> dict[int, int]:
-    """Gives ranks that send nothing a target that nothing reaches: some backends refuse empties."""
+    """Pairs ranks that send nothing with free targets: some backends refuse empty messages."""
     target_of = dict(pairs)
-    reached = list(target_of.values())
+    targets = list(target_of.values())
     idle = [rank for rank in range(size) if rank not in target_of]
-    free = [rank for rank in range(size) if rank not in reached]
+    free = [rank for rank in range(size) if rank not in targets]
     return target_of | dict(zip(idle, free, strict=True))
 
 

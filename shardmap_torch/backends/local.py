@@ -1,4 +1,4 @@
-"""The moves that need no communication, for one rank that knows its index."""
+"""Data movements that need no communication, for one rank that knows its index."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -44,9 +44,9 @@ LOCAL: Final[Mapping[str, Callable[[Collective, Tensor, int, int], Tensor]]] = {
 
 
 def alone(move: str, c: Collective, x: Tensor) -> Tensor:
-    """Runs any move for a rank that is alone along the axes; the result shares no memory with `x`.
+    """Runs any movement over axes of one rank; the result shares no memory with `x`.
 
-    Most of them are a copy then, in the memory layout that a message would have.
+    Most of them are then a copy, in the memory layout that a message would have.
     """
     if move in _COPIES and c.tiled and c.sizes is None and c.concat_sizes is None:
         return x if is_spare(x) else x.detach().clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Ranks as processes over torch.distributed."""
+"""Backend of process-group meshes: this process is one rank, over torch.distributed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,19 +28,19 @@ _WIRE: Final = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-"""Dtypes that travel as another: gloo and NCCL lack some."""
+"""Dtypes that are sent as another one: gloo and NCCL lack some."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """The ranks along some axes, the first of them major, as one of them sees it.
+    """The ranks along some axes, the first axis major, as one of them communicates with them.
 
     Attributes:
-        wire: the group that they form; it numbers them in mesh order.
-        order: for each position along the axes, the group rank that stands there.
+        wire: the communicator of their group, which numbers them in mesh order.
+        order: the group rank at each position along the axes.
         own: this rank's position.
-        name: the same on all members, and on no other rank.
-        members: their ranks in the world.
+        name: a name that only these ranks use.
+        members: their global ranks.
     """
 
     wire: Wire | TracedWire
@@ -51,15 +51,15 @@ class Line:
 
     @lazy
     def in_order(self) -> bool:
-        """Returns whether group ranks and positions are the same."""
+        """Returns whether the group rank at each position is the position itself."""
         return self.order == tuple(range(len(self.order)))
 
     def from_group(self, stacked: Tensor) -> Tensor:
-        """Brings rows that are in the order of group ranks into that of positions."""
+        """Reorders rows from group ranks to positions."""
         return _pick(stacked, self.order)
 
     def to_group(self, stacked: Tensor) -> Tensor:
-        """The inverse of `from_group`."""
+        """Reorders rows from positions to group ranks."""
         return _pick(stacked, [self.order.index(rank) for rank in range(len(self.order))])
 
 
@@ -75,7 +75,7 @@ class ProcessGroupBackend(RankBackend):
     bundles = True  # see `sends_bundles`
 
     def __init__(self, mesh: Mesh) -> None:
-        """Takes this process' rank in the world."""
+        """Reads this process' global rank."""
         super().__init__(mesh, dist.get_rank())
         self._lines: dict[tuple[str, ...], Line] = {}
         self._backward: tuple[int, Site | None] = -1, None
@@ -85,7 +85,7 @@ class ProcessGroupBackend(RankBackend):
 
         Raises:
             CommunicationError: torch.distributed failed, as when a peer is gone.
-            CollectiveMismatchError: the ranks do different things.
+            CollectiveMismatchError: the ranks run different collectives.
         """
         line = self.line(collective.axes)
         if len(line.order) == 1:
@@ -111,7 +111,7 @@ class ProcessGroupBackend(RankBackend):
         return y
 
     def _site(self) -> Site | None:
-        """The user's line: that of the checked program, or where a backward was called."""
+        """Returns the user's line of this collective, or of the call of the backward."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             scope = current_scope()
@@ -122,7 +122,7 @@ class ProcessGroupBackend(RankBackend):
         return self._backward[1]
 
     def line(self, axes: tuple[str, ...]) -> Line:
-        """The ranks along `axes`, for eager or for compiled code."""
+        """Returns the ranks along `axes`, for eager or for compiled code."""
         if torch.compiler.is_compiling():
             name, order, own = _constants(self, axes)
             return Line(TracedWire(name, len(order), order[own]), order, own)
@@ -152,7 +152,7 @@ def _constants(
 
 def _on_wire(line: Line, move: str, c: Collective, x: Tensor) -> Tensor:
     if x.is_complex():
-        # Parts travel as a trailing dim, which no move touches: dims count from the front.
+        # The parts are a trailing dim, which no movement touches: dims count from the front.
         parts = _on_wire(line, move, c, torch.view_as_real(x.resolve_conj()))
         return torch.view_as_complex(parts.contiguous())
     wire = _WIRE.get(x.dtype)

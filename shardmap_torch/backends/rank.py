@@ -1,4 +1,4 @@
-"""Base of the backends of one rank, a thread or a process."""
+"""RankBackend: base of the backends in which a thread or a process is one rank."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from shardmap_torch.mesh import Mesh
 
 
 class RankBackend:
-    """One rank: knows its place, does local moves itself, and leaves the rest to a subclass."""
+    """Backend of one rank: runs local movements itself; a subclass communicates."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         """Places `rank` on `mesh`."""
@@ -21,19 +21,19 @@ class RankBackend:
         self._positions: dict[tuple[str, ...], tuple[int, int]] = {}
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
-        """None: each rank runs the body by itself."""
+        """Returns none: each rank runs the body by itself."""
         return ()
 
     def needs_ranks(self) -> None:
-        """It is what they have."""
+        """Does nothing: each rank runs the body by itself."""
 
     def index(self, axes: Sequence[str]) -> Tensor:
-        """This rank's position along `axes`."""
+        """Returns this rank's position along `axes`."""
         index = self.mesh.index(axes, self.place)
         return torch.tensor(index, dtype=torch.int64, device=self.mesh.device)
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Runs the move here if it is local, else with the other ranks of the axes."""
+        """Runs a movement here if it is local, else with the other ranks of the axes."""
         if move == "same":
             return x
         local = LOCAL.get(move)
@@ -43,7 +43,7 @@ class RankBackend:
         return self.communicate(move, collective, x)
 
     def position(self, axes: tuple[str, ...]) -> tuple[int, int]:
-        """This rank's position along `axes`, and how many ranks there are."""
+        """Returns this rank's position along `axes`, and the number of ranks."""
         if torch.compiler.is_compiling():  # Dynamo allows no side effects
             return self.mesh.index(axes, self.place), self.mesh.num_ranks(axes)
         known = self._positions.get(axes)
@@ -53,5 +53,5 @@ class RankBackend:
         return known
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Runs a move that needs the other ranks."""
+        """Runs a movement that needs the other ranks."""
         raise NotImplementedError

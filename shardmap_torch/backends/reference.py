@@ -1,7 +1,7 @@
 """Reference implementation of data movements, on the stacked values of all ranks.
 
-The reference meaning of every move, in differentiable tensor operations; both simulated strategies
-run it. A value that is equal on all ranks comes and goes without the leading dimension.
+Defines every movement in differentiable tensor operations; both simulated strategies run it. A
+value that is equal on all ranks has no leading dimension.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,15 +27,15 @@ class Stack:
     num_ranks: int
 
     def every(self) -> Tensor:
-        """All ranks' values along dim 0; a view."""
+        """Returns all ranks' values along dim 0, as a view."""
         return self.value if self.varies else self.value.expand(self.num_ranks, *self.value.shape)
 
     def equal(self, value: Tensor) -> "Stack":
-        """A value that all ranks share."""
+        """Makes the stack of a value that is equal on all ranks."""
         return Stack(value, False, self.num_ranks)
 
     def varying(self, value: Tensor) -> "Stack":
-        """One value per rank along dim 0."""
+        """Makes the stack of one value per rank along dim 0."""
         return Stack(value, True, self.num_ranks)
 
 
@@ -71,7 +71,7 @@ def _gather(c: Collective, x: Stack) -> Stack:
 
 
 def gather(stacked: Tensor, dim: int, tiled: bool, sizes: Sequence[int] | None) -> Tensor:
-    """Joins `[n, *local]` along `dim` of the local shape, or as a new dim there."""
+    """Concatenates `[n, *local]` along `dim` of the local shape, or inserts a new dim there."""
     if sizes is not None:
         parts = [stacked[r].narrow(dim, 0, size) for r, size in enumerate(sizes)]
         return torch.cat(parts, dim)
@@ -80,17 +80,17 @@ def gather(stacked: Tensor, dim: int, tiled: bool, sizes: Sequence[int] | None) 
 
 
 def scatter(
-    whole: Tensor, dim: int, tiled: bool, sizes: Sequence[int] | None, num_ranks: int
+    full: Tensor, dim: int, tiled: bool, sizes: Sequence[int] | None, num_ranks: int
 ) -> Tensor:
-    """Cuts `whole` along `dim` into `[n, *local]`; inverse of `gather`."""
+    """Splits `full` along `dim` into `[n, *local]`; inverse of `gather`."""
     if sizes is not None:
         ends = [sum(sizes[: r + 1]) for r in range(num_ranks)]
         parts = [
-            fill(whole.narrow(dim, end - size, size), dim, max(sizes))
+            fill(full.narrow(dim, end - size, size), dim, max(sizes))
             for end, size in zip(ends, sizes, strict=True)
         ]
         return torch.stack(parts)
-    split = whole.unflatten(dim, (num_ranks, whole.shape[dim] // num_ranks)) if tiled else whole
+    split = full.unflatten(dim, (num_ranks, full.shape[dim] // num_ranks)) if tiled else full
     return split.movedim(dim, 0)
 
 
@@ -122,7 +122,7 @@ def _pad(c: Collective, x: Stack) -> Stack:
 def place(
     local: Tensor, dim: int, tiled: bool, sizes: Sequence[int] | None, rank: int, num_ranks: int
 ) -> Tensor:
-    """Puts a rank's shard at its place among zeros; the transpose of taking it out."""
+    """Pads a rank's shard with zeros to the full size; the transpose of slicing it out."""
     if not tiled:
         local = local.unsqueeze(dim)
     length = local.shape[dim]
@@ -147,8 +147,8 @@ def _exchange(c: Collective, x: Stack) -> Stack:
     if c.tiled and c.dim == c.concat_dim:
         return x.varying(_transpose(x.every(), c.dim + 1, x.num_ranks))
     gather_dim, split_dim = untiled_dims(c) if not c.tiled else (c.concat_dim, c.dim)
-    whole = gather(x.every(), gather_dim, c.tiled, c.concat_sizes)
-    return x.varying(scatter(whole, split_dim, c.tiled, c.sizes, x.num_ranks))
+    full = gather(x.every(), gather_dim, c.tiled, c.concat_sizes)
+    return x.varying(scatter(full, split_dim, c.tiled, c.sizes, x.num_ranks))
 
 
 def _transpose(every: Tensor, dim: int, num_ranks: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Simulated ranks as threads that meet at every collective: what real ranks compute.
+"""Backend of simulated ranks that run as threads, and meet at every collective.
 
-One thread runs at a time and passes the baton on when it has to wait, so a run is deterministic
-(random draws included), and "nobody can go on" is seen at once instead of hanging.
+One thread runs at a time, and hands over when it has to wait. So a run is deterministic, random
+draws included, and a deadlock is found at once instead of hanging.
 """
 
 import contextvars
@@ -85,7 +85,7 @@ class Rendezvous:
                 thread.join()
         except BaseException as error:  # such as KeyboardInterrupt
             self._failure = self._failure or error
-            for turn in self._turns:  # nobody waits for a turn that never comes
+            for turn in self._turns:  # so that no rank waits for a turn that never comes
                 turn.release()
             raise
         if self._failure is not None:
@@ -111,7 +111,7 @@ class Rendezvous:
         finally:
             self._ready.discard(rank)
             self._waiting.pop(rank, None)  # of a collective that has failed on this thread
-            self._pass_baton()
+            self._hand_over()
 
     def _fail(self, error: BaseException, rank: int) -> None:
         if self._failure is None:
@@ -120,7 +120,7 @@ class Rendezvous:
             self._failure = error
 
     def on_operation(self, rank: int, post: Post) -> Tensor:
-        """Brings `post`, waits for the other members, and returns this rank's result."""
+        """Contributes `post`, waits for the other members, and returns this rank's result."""
         if self._failure is not None:
             raise _Aborted
         self._waiting[rank] = post
@@ -129,7 +129,7 @@ class Rendezvous:
             self._resolve(post.members, [p for p in posts if p is not None])
         else:
             self._ready.discard(rank)
-            self._pass_baton()
+            self._hand_over()
             self._turns[rank].acquire()
             if self._failure is not None:
                 raise _Aborted
@@ -149,7 +149,7 @@ class Rendezvous:
             del self._waiting[member]
             self._ready.add(member)
 
-    def _pass_baton(self) -> None:
+    def _hand_over(self) -> None:
         if not self._ready and self._waiting and self._failure is None:
             self._failure = self._mismatch(
                 "No rank can go on: each waits for ranks that have returned or wait elsewhere."
@@ -170,10 +170,10 @@ class Rendezvous:
             yield f"{_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
 
 
-def by_ranks(saying: Mapping[int, str]) -> Iterator[str]:
-    """One line for each different thing said, as in `ranks 0, 2 in all_reduce(...)`."""
-    for what in dict.fromkeys(saying.values()):
-        yield f"{_ranks([rank for rank, other in saying.items() if other == what])} {what}"
+def by_ranks(text_of: Mapping[int, str]) -> Iterator[str]:
+    """Yields a line for each different text, as in `ranks 0, 2 in all_reduce(...)`."""
+    for text in dict.fromkeys(text_of.values()):
+        yield f"{_ranks([rank for rank, other in text_of.items() if other == text])} {text}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -199,8 +199,8 @@ _PAUSES = _Pauses()
 def handing_over(leave: Callable[[], None], back: Callable[[], None]) -> Iterator[None]:
     """Calls `leave` before and `back` after every meeting of this thread's rank.
 
-    Meanwhile other ranks run, with which it shares what torch keeps for the whole process: the
-    random generators.
+    Meanwhile other ranks run, with which it shares the state that torch keeps per process, such as
+    the random generators.
     """
     _PAUSES.stack.append((leave, back))
     try:
@@ -213,7 +213,7 @@ class ThreadBackend(RankBackend):
     """One rank of a rendezvous."""
 
     def __init__(self, mesh: Mesh, rank: int, rendezvous: Rendezvous) -> None:
-        """`rendezvous` changes from the forward run to the backward run; see `attend`."""
+        """Places `rank`; `rendezvous` is replaced for the backward run."""
         super().__init__(mesh, rank)
         self.rendezvous = rendezvous
 
@@ -244,7 +244,7 @@ def show_tensor(x: Tensor) -> str:
 
 
 def _place() -> str:
-    """The user's line; collectives that autograd runs come from none."""
+    """Returns the user's line; for collectives that autograd runs, "the backward pass"."""
     if torch._C._current_graph_task_id() != -1:
         return "the backward pass"
     site = call_site()
@@ -256,13 +256,13 @@ _DEFAULTS: Final = {field.name: field.default for field in fields(Collective)}
 
 
 def _arguments(collective: Collective, move: str) -> str:
-    said = [f"op={move!r}"] * (move != collective.move)
-    said += [
+    texts = [f"op={move!r}"] * (move != collective.move)
+    texts += [
         f"{name}={getattr(collective, name)}"
         for name in _SHOWN
         if getattr(collective, name) != _DEFAULTS[name]
     ]
-    return f" with {', '.join(said)}" if said else ""
+    return f" with {', '.join(texts)}" if texts else ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Simulated ranks as one program under nested `torch.func.vmap`, one level per mesh axis.
+"""Backend of simulated ranks as one program under nested `torch.func.vmap`, a level per mesh axis.
 
 A value is batched at an axis' level exactly when it varies over that axis, so values that are equal
 on all ranks are computed once. Each level has a marker, `arange(size)` batched there alone, and
@@ -25,7 +25,7 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import Partial, R, V
 
 SPREAD: Final = frozenset({(R, V), (R, Partial)})
-"""Types between which a value stays as it is, and may then be written to as one that varies."""
+"""Casts (src, dst) that move no data, but after which ranks may write different values."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Staged:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes whose markers still travel along."""
+        """The axes whose markers are still operands."""
         return self.pending
 
 
 class BatchedBackend:
-    """All ranks at once; `axes` are the vmap levels that are open around the body."""
+    """Backend of all ranks at once; `axes` are the vmap levels that are open around the body."""
 
     def __init__(self, mesh: Mesh, axes: Mapping[str, Tensor]) -> None:
         """`axes` maps each axis name to its marker."""
@@ -58,21 +58,25 @@ class BatchedBackend:
         self.axis_markers = dict(axes)
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
-        """The markers of these axes."""
+        """Returns the markers of these axes."""
         return tuple(self.axis_markers[axis] for axis in axes)
 
     def needs_ranks(self) -> None:
-        """Nothing to do about it: the strategy was asked for."""
+        """Does nothing: the user asked for this strategy."""
 
     def index(self, axes: Sequence[str]) -> Tensor:
-        """Varies over each of `axes`, as a rank's index does."""
+        """Returns the index of each rank along `axes`, which varies over all of them."""
         index = torch.zeros((), dtype=torch.int64)
         for axis in axes:
             index = index * self.mesh.shape[axis] + self.axis_markers[axis]
         return index
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Never reached in the body: the levels are resolved before."""
+        """Raises: in the body the levels are resolved before, so the body has ended.
+
+        Raises:
+            TransformError: always.
+        """
         raise TransformError(
             f"{collective} ran after the batched body had ended, where its ranks exist no more. "
             'Use make_mesh(..., simulate="ranks") for code that runs backward by itself.'
@@ -81,7 +85,7 @@ class BatchedBackend:
     def resolve(
         self, operation: Any, x: Tensor, x_dim: int | None, markers: Sequence[Tensor], level: int
     ) -> tuple[Tensor, int | None]:
-        """Opens one level: the vmap rule of every collective at one of its own axes."""
+        """Opens one level: the vmap rule of a collective at the level of one of its own axes."""
         staged = (
             operation
             if isinstance(operation, Staged)
@@ -106,7 +110,7 @@ class BatchedBackend:
     def _same(
         self, operation: Any, x: Tensor, x_dim: int | None, axis: str, others: Sequence[Tensor]
     ) -> tuple[Tensor, int | None]:
-        """The value itself; one that is equal on all ranks and varies from now on is batched."""
+        """Returns the value itself, batched if it was equal on all ranks and may now vary."""
         if (operation.src, operation.dst) not in SPREAD:
             return unshared(x), x_dim
         if x_dim is None:
@@ -120,7 +124,7 @@ class BatchedBackend:
         return out
 
     def _complete(self, staged: Staged, x: Tensor) -> Tensor:
-        """All levels are open: moves the data of all ranks, in the order of the axes' tuple."""
+        """Moves the data of all ranks once all levels are open, in the order of the axes' tuple."""
         axes: tuple[str, ...] = tuple(staged.operation.axes)
         opened = [axis for axis, _ in staged.opened]
         sizes = [self.mesh.shape[axis] for axis in axes]
@@ -155,17 +159,17 @@ class BatchedBackend:
 
 
 def markers_of(scope: Scope | None) -> tuple[Tensor, ...]:
-    """The markers of all axes that are bound in a batched body; none elsewhere."""
+    """Returns the markers of all axes that are bound in a batched body; none elsewhere."""
     if scope is None or not isinstance(scope.backend, BatchedBackend):
         return ()
     return tuple(scope.backend.axis_markers.values())
 
 
 def rebound(scope: Scope | None, markers: Sequence[Tensor]) -> Scope | None:
-    """The scope with other markers: those of levels that were opened anew.
+    """Returns the scope with other markers: those of levels that were opened anew.
 
-    What runs a body's code again, in backward, passes the markers along as operands and comes here
-    with what arrived: the levels that the first run had opened are gone by then.
+    Code that runs again in a backward takes the markers as operands and rebinds them here, because
+    the levels that the first run had opened are closed by then.
     """
     if scope is None or not isinstance(scope.backend, BatchedBackend):
         return scope

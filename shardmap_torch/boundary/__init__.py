@@ -1,1 +1,1 @@
-"""The boundary of a call: how global arguments become shards, and shards become results."""
+"""The boundary of a call: global arguments become shards, and shards become global results."""

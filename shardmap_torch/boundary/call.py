@@ -1,7 +1,6 @@
 """The boundary of a shard_mapped function: one call of it, and one run of its body.
 
-Every way of running a call goes through `run_body`; what differs between meshes is only how global
-values are cut into local ones and put together again.
+Every runtime calls `run_body`; meshes differ only in how global values are sharded and joined.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,23 +23,23 @@ from shardmap_torch.mesh import Mesh
 
 @dataclass(eq=False)  # not frozen: that would add a microsecond to each call
 class Call:
-    """One call of a shard_mapped function, its arguments checked; nobody changes it.
+    """One call of a shard_mapped function with checked arguments; immutable after construction.
 
     Attributes:
         function: the body.
-        name: what errors call it.
+        name: its name in errors.
         mesh: the mesh of this call.
-        bound: all axes bound in the body, those of outer bodies included.
+        bound: all axes bound in the body, including those of outer bodies.
         mapped: the axes that this call binds.
         leaves: every leaf of the arguments.
-        fit: their paths and specs.
+        match: their paths and specs.
         structure: puts leaves back into `(args, kwargs)`.
         out_specs: prefix tree of the specs of the result.
-        out_fits: remembers how results fitted.
+        out_matches: cache of the matches of results.
         exits: for results by position, conversions to the type that the spec promises, which the
             checker found necessary.
-        follow: makes what compares one run of the body with the checked program; None where the
-            checker has not seen the call, or not by itself.
+        follow: makes the monitor that compares one run of the body with the checked program; None
+            where the checker has not seen the call, or only as part of an outer one.
         draws: whether the checker has seen the body draw from torch's default generator.
     """
 
@@ -105,8 +104,8 @@ def run_body(
             call.match.crossing, call.match.entries, tensors, strict=True
         ):
             values[position] = apply(backend, casts, local)
-        for position, found in _enter(call, monitor).items():
-            values[position] = apply(backend, found, values[position])
+        for position, inferred in _enter(call, monitor).items():
+            values[position] = apply(backend, inferred, values[position])
         args, kwargs = unflatten(call.structure, values)
         out = _apply(call, args, kwargs)
         leaves, structure = flatten(out)
@@ -134,7 +133,7 @@ def _place(call: Call, out: Tree) -> Match:
 
 
 def _monitor(call: Call) -> Monitor | None:
-    """Returns the monitor of the body: an inner body is part of the program around it."""
+    """Returns the monitor of the body; an inner body has that of the program around it."""
     if call.follow is not None:
         return call.follow()
     scope = current_scope()
@@ -181,15 +180,15 @@ def _output_signature(leaf: Any) -> Any:
 
 
 class Untouched:
-    """Sees whether a body wrote into its inputs, which views of a slice would carry outside."""
+    """Detects writes of a body into its inputs, which views of the caller's tensors would show."""
 
     def __init__(self, call: Call, tensors: Sequence[Tensor]) -> None:
-        """Notes the versions of the tensors that cross, before the body runs."""
+        """Records the versions of the input tensors, before the body runs."""
         self._call, self._tensors = call, tensors
         self._versions = _versions(tensors)
 
     def check(self) -> None:
-        """Compares the versions after the body.
+        """Compares the versions after the body has run.
 
         Raises:
             ShardTypeError: names every input that was written to.

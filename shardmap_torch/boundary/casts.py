@@ -1,4 +1,4 @@
-"""Casts at the boundary: the conversions and collectives that a spec stands for."""
+"""Casts at the boundary: the conversions and collectives that a spec implies for a leaf."""
 
 from collections.abc import Sequence
 
@@ -21,29 +21,29 @@ def apply(backend: Backend, operations: Sequence[Operation], x: Tensor) -> Tenso
 
 @memo
 def entry_shards(spec: P) -> tuple[Collective, ...]:
-    """The conversions that cut a value which is whole on every rank, or make it partial."""
-    cuts = [Collective("convert", I, V, axes, dim=dim) for dim, axes in spec.sharded_dims]
+    """Returns the conversions that shard a global value, or make it partial."""
+    conversions = [Collective("convert", I, V, axes, dim=dim) for dim, axes in spec.sharded_dims]
     partial = tuple(sorted(spec.partial))
     if partial:
-        cuts.append(Collective("convert", I, Partial, partial))
-    return tuple(cuts)
+        conversions.append(Collective("convert", I, Partial, partial))
+    return tuple(conversions)
 
 
 def entry_casts(spec: P) -> tuple[Collective, ...]:
-    """The conversion that makes an invariant value replicate."""
+    """Returns the conversion that makes an invariant argument replicate, if the spec says so."""
     axes = tuple(sorted(spec.replicate))
     return (Collective("convert", I, R, axes),) if axes else ()
 
 
 def exit_casts(spec: P) -> tuple[Collective, ...]:
-    """The conversion that makes a replicate result invariant."""
+    """Returns the conversion that makes a replicate result invariant, if the spec says so."""
     axes = tuple(sorted(spec.replicate))
     return (Collective("convert", R, I, axes),) if axes else ()
 
 
 @memo
 def exit_joins(spec: P) -> tuple[Collective, ...]:
-    """The collectives that make a result whole on every rank."""
+    """Returns the collectives that make a result global on every rank."""
     joins = [
         Collective("all_gather", V, I, axes, dim=dim) for dim, axes in reversed(spec.sharded_dims)
     ]

@@ -1,4 +1,4 @@
-"""Crossing between local tensors and DTensors; the one file that touches DTensor's internals.
+"""Converts between DTensors and local tensors; the one file that touches DTensor's internals.
 
 `DTensor.from_local` costs 27 us, its constructor with a spec that is already known a few.
 """
@@ -49,34 +49,34 @@ def _make_spec(
     sizes = [size * _sharded_by(mesh, spec, dim) for dim, size in enumerate(shape)]
     strides = list(stride)
     for dim, axes in spec.sharded_dims:
-        # Dims that lie outside the cut one in memory move apart by as much as it grows.
-        grown = [
+        # The strides of dims outside the sharded one in memory grow by the number of shards.
+        strides = [
             s * mesh.num_ranks(axes) if s > stride[dim] or (s == stride[dim] and k < dim) else s
             for k, s in enumerate(strides)
         ]
-        strides = grown
     meta = private.TensorMeta(torch.Size(sizes), tuple(strides), dtype)
     return private.DTensorSpec(mesh.device_mesh, placements, tensor_meta=meta)
 
 
 def _sharded_by(mesh: Mesh, spec: P, dim: int) -> int:
-    return next((mesh.num_ranks(axes) for cut, axes in spec.sharded_dims if cut == dim), 1)
+    return next((mesh.num_ranks(axes) for at, axes in spec.sharded_dims if at == dim), 1)
 
 
 def wrap(mesh: Mesh, spec: P, local: Tensor) -> DTensor:
-    """A DTensor of this rank's value."""
+    """Makes a DTensor of this rank's value."""
     local = local.detach()
     # `__init__` does nothing but step out of Dynamo, which costs as much as all the rest.
     return DTensor.__new__(DTensor, local, _dtensor_spec(mesh, spec, local), requires_grad=False)
 
 
 def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
-    """This rank's value of a DTensor, redistributed first if it lies otherwise.
+    """Returns this rank's value of a DTensor, redistributed first if its placements differ.
 
-    Where `spec` is partial and the DTensor is not, the value is whole over that axis; see `_added`.
+    Where `spec` is partial and the DTensor is not, the value is replicated on that axis; see
+    `_added`.
 
     Raises:
-        MeshError: it lives on another mesh.
+        MeshError: it is on another mesh.
     """
     if x.device_mesh != mesh.device_mesh:
         raise MeshError(
@@ -94,19 +94,19 @@ def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
 
 
 def _by_placements(mesh: Mesh, x: DTensor) -> DTensor:
-    """The same DTensor without an order that its placements do not say."""
+    """Returns the DTensor with placements that express its shard order, if it has one."""
     order = getattr(x._spec, "shard_order", None) or ()
     if all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order):
         return x
     spec = spec_of(x, mesh)
-    assert isinstance(spec, P)  # what has such an order is cut by plain shards
+    assert isinstance(spec, P)  # a DTensor with such an order has plain shards only
     placements = placements_of(mesh, spec)
     known = private.DTensorSpec(x.device_mesh, placements, tensor_meta=x._spec.tensor_meta)
     return DTensor.__new__(DTensor, x._local_tensor, known, requires_grad=False)
 
 
 def _replicate_unless(expected: Placements, placements: Placements) -> Placements:
-    """Whole where a sum is wanted that is not given: torch does not make any."""
+    """Replaces new Partial placements by Replicate: torch cannot redistribute to Partial."""
     return tuple(
         Replicate() if to.is_partial() and to != placement else to
         for to, placement in zip(expected, placements, strict=True)
@@ -114,7 +114,7 @@ def _replicate_unless(expected: Placements, placements: Placements) -> Placement
 
 
 def _added(mesh: Mesh, spec: P, placements: Placements) -> tuple[Collective, ...]:
-    """Makes a replicated DTensor partial: keeps its value on the first rank."""
+    """Returns the conversion that makes a replicated DTensor partial: rank 0 keeps the value."""
     if not spec.partial:
         return ()
     expected = placements_of(mesh, spec)
@@ -124,7 +124,7 @@ def _added(mesh: Mesh, spec: P, placements: Placements) -> tuple[Collective, ...
 
 
 # The cotangent of a partial sum is R in the body and I outside. The casts between the two move
-# nothing; what they say is how the cotangent is differentiated in its turn.
+# no data; they define how the cotangent is itself differentiated.
 
 
 def _shared(spec: P) -> tuple[Collective, ...]:
@@ -138,17 +138,17 @@ def _finished(spec: P) -> tuple[Collective, ...]:
 
 
 class Enter(Linear):
-    """From outside into a body: a DTensor gives its local tensor, a plain tensor its slice.
+    """Operation that brings a value into a body: the local tensor of a DTensor, or a slice.
 
-    Made anew for each call: which of the two it was is seen in `run`, where functorch has
-    unwrapped the value, and decides what the cotangent becomes.
+    Made anew for each call: `run`, where functorch has unwrapped the value, records if it was a
+    DTensor, which decides the form of the cotangent.
     """
 
     axes: tuple[str, ...] = ()
     move = "enter"
 
     def __init__(self, mesh: Mesh, spec: P) -> None:
-        """`spec` says what is local."""
+        """Keeps the spec by which the value is sharded."""
         self._mesh, self._spec = mesh, spec
         self._placements: Placements | None = None
 
@@ -168,7 +168,7 @@ class Enter(Linear):
         return x
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
-        """Wraps the cotangent as what came was, or gathers it: a plain tensor's is global."""
+        """Makes the cotangent a DTensor like the operand, or gathers it for a plain tensor."""
         if self._placements is not None:
             for collective in _finished(self._spec):
                 grad = bind(collective, grad)
@@ -178,21 +178,21 @@ class Enter(Linear):
         return grad
 
     def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        """A tangent enters like its value."""
+        """Brings a tangent in like its value."""
         return bind(Enter(self._mesh, self._spec), tangent)
 
 
 class Leave(Linear):
-    """From a body outside: a DTensor, or the plain value where it is whole on every rank."""
+    """Operation that brings a value out of a body: a DTensor, or a plain tensor if replicated."""
 
     axes: tuple[str, ...] = ()
     move = "leave"
 
     def __init__(self, mesh: Mesh, spec: P, like: Placements | None = None) -> None:
-        """`spec` says how the local values make the global one.
+        """Keeps the spec by which local values make up the global one.
 
-        `beside` makes a DTensor of it that lies as another one, whose cotangent it is: whole where
-        that one is partial.
+        `like`: placements of the DTensor whose cotangent this is; the result is a DTensor with
+        these placements, replicated where they are partial.
         """
         self._mesh, self._spec, self._like = mesh, spec, like
 
@@ -201,7 +201,7 @@ class Leave(Linear):
         return not (self._spec.sharded_dims or self._spec.partial)
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Wraps."""
+        """Makes the DTensor, or returns the plain value."""
         if self._like is None:
             if not self._is_replicated:
                 return wrap(self._mesh, self._spec, x)
@@ -214,14 +214,14 @@ class Leave(Linear):
         return wrapped.redistribute(placements=expected)
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
-        """Enters the cotangent; that of a partial sum is the same on all ranks."""
+        """Brings the cotangent in; that of a partial sum is the same on all ranks."""
         grad = bind(Enter(self._mesh, P(*self._spec.entries)), grad)
         for collective in _shared(self._spec):
             grad = bind(collective, grad)
         return grad
 
     def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        """A tangent leaves like its value.
+        """Brings a tangent out like its value.
 
         Raises:
             TransformError: torch has no plain forward mode for DTensors; batched, as in jacfwd, the
@@ -261,16 +261,15 @@ def leave(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
 
 
 class Crossings:
-    """The DTensors of one signature, leaf by leaf, when they last crossed.
+    """Cache of the DTensorSpecs of one signature, leaf by leaf, from the last call.
 
-    A training step hands the same specs in and out each time. A leaf that no gradient crosses, and
-    whose DTensorSpec is the very object that was found to lie right, is its local tensor; one of
-    the shape, strides and dtype of last time leaves with the DTensorSpec of last time. A leaf costs
-    a sixth so.
+    A training step passes the same specs in and out each time. An argument without gradient whose
+    DTensorSpec is the same object as last time is unwrapped directly; a result with the shape,
+    strides and dtype of last time gets the DTensorSpec of last time. That costs a sixth per leaf.
     """
 
     def __init__(self, mesh: Mesh, specs: Sequence[P]) -> None:
-        """`specs` of the leaves that cross; nothing is known yet."""
+        """Starts empty, for leaves with these specs."""
         self.mesh, self._specs = mesh, specs
         self._entered: list[private.DTensorSpec | None] = [None] * len(specs)
         self._exited: list[tuple[Any, ...] | None] = [None] * len(specs)
@@ -291,7 +290,7 @@ class Crossings:
                     result.append(local.detach())
                     continue
             result.append(enter(backend, mesh, specs[at], x))
-            known[at] = _spec_that_lies(mesh, specs[at], x)
+            known[at] = _matching_spec(mesh, specs[at], x)
         return result
 
     def leave(self, backend: Backend, values: Sequence[Tensor]) -> list[Tensor]:
@@ -315,8 +314,8 @@ class Crossings:
         return result
 
 
-def _spec_that_lies(mesh: Mesh, spec: P, x: Tensor) -> private.DTensorSpec | None:
-    """The DTensorSpec of a value that has entered as it lay; None where something was done."""
+def _matching_spec(mesh: Mesh, spec: P, x: Tensor) -> private.DTensorSpec | None:
+    """Returns the DTensorSpec of a value that needs no redistribution for `spec`, else None."""
     if type(x) is not DTensor or spec.partial or _by_placements(mesh, x) is not x:
         return None
     return x._spec if x._spec.placements == placements_of(mesh, spec) else None

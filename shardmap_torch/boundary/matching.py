@@ -1,4 +1,4 @@
-"""Arguments and results held against their specs, leaf by leaf."""
+"""Matches the leaves of arguments and results with their specs, and reports every mismatch."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ Spec = P | None
 
 
 def crosses(leaf: Placed[Spec]) -> bool:
-    """Returns whether the leaf is a tensor that is cut by a spec, rather than static."""
+    """Returns whether the leaf is a tensor with a spec, rather than static."""
     return leaf.spec is not None and isinstance(leaf.value, Tensor)
 
 
 def spec_of(leaf: Placed[Spec]) -> P:
-    """The spec of a leaf that crosses."""
+    """Returns the spec of a leaf that crosses."""
     assert leaf.spec is not None
     return leaf.spec
 
@@ -42,14 +42,14 @@ def is_spec(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """The leaves of a tree held against their specs; one object for all calls of one signature.
+    """The leaves of a tree with their specs; one object for all calls of one signature.
 
     Attributes:
-        paths: where each leaf stands, by the caller's names.
-        specs: how each leaf crosses.
-        crossing: positions of the leaves that are tensors and cross by a spec.
+        paths: the path of each leaf, in the caller's names.
+        specs: the spec of each leaf; None for static ones.
+        crossing: positions of the leaves that are tensors and have a spec.
         static: positions of those that are no tensors.
-        crossings: by mesh, what a runtime remembers of the leaves that have crossed.
+        crossings: caches of runtimes, by mesh.
     """
 
     paths: tuple[str, ...]
@@ -60,7 +60,7 @@ class Match:
 
     @staticmethod
     def of(placed: Sequence[Placed[Spec]]) -> "Match":
-        """Keeps all but the values."""
+        """Makes one from placed leaves, without their values."""
         return Match(
             tuple(leaf.path for leaf in placed),
             tuple(leaf.spec for leaf in placed),
@@ -69,19 +69,19 @@ class Match:
         )
 
     def spec(self, position: int) -> P:
-        """The spec of a leaf that crosses."""
+        """Returns the spec of a leaf that crosses."""
         spec = self.specs[position]
         assert spec is not None
         return spec
 
     @lazy
     def entries(self) -> "tuple[tuple[Collective, ...], ...]":
-        """The conversions of each leaf that crosses, where these are arguments."""
+        """The casts of each leaf that crosses, if these are arguments."""
         return tuple(entry_casts(self.spec(position)) for position in self.crossing)
 
     @lazy
     def exits(self) -> "tuple[tuple[Collective, ...], ...]":
-        """The same where these are results."""
+        """The casts of each leaf that crosses, if these are results."""
         return tuple(exit_casts(self.spec(position)) for position in self.crossing)
 
     def place(self, leaves: Sequence[Any]) -> tuple[Placed[Spec], ...]:
@@ -96,19 +96,19 @@ def place_arguments(
     kwargs: Mapping[str, Any],
     in_specs: Tree,
 ) -> list[Placed[Spec] | Mismatch]:
-    """Gives every argument leaf its path, by the caller's names, and its spec."""
-    found: list[Placed[Spec] | Mismatch] = []
+    """Finds the path, in the caller's names, and the spec of every argument leaf."""
+    leaves: list[Placed[Spec] | Mismatch] = []
     names = _positional_names(signature, len(args))
     if isinstance(in_specs, tuple) and len(in_specs) < len(args) and not kwargs:
-        found.append(Mismatch("in_specs", f"has {len(in_specs)} specs for {len(args)} arguments"))
-        return found
+        leaves.append(Mismatch("in_specs", f"has {len(in_specs)} specs for {len(args)} arguments"))
+        return leaves
     for position, (name, value) in enumerate(zip(names, args, strict=True)):
-        found += _place(in_specs, position, name, value)
+        leaves += _place(in_specs, position, name, value)
     positions = {name: i for i, name in enumerate(signature.parameters)} if signature else {}
     for name in sorted(kwargs):
-        found += _place(in_specs, positions.get(name), name, kwargs[name])
-    found += _unused(in_specs, signature, len(args), kwargs)
-    return found
+        leaves += _place(in_specs, positions.get(name), name, kwargs[name])
+    leaves += _unused(in_specs, signature, len(args), kwargs)
+    return leaves
 
 
 def _place(
@@ -144,7 +144,7 @@ def _unused(
     num_args: int,
     kwargs: Mapping[str, Any],
 ) -> list[Mismatch]:
-    """Specs of arguments that were not passed and have no default."""
+    """Reports specs of arguments that were not passed and have no default."""
     if not isinstance(in_specs, tuple) or signature is None:
         return []
     parameters = list(signature.parameters.values())[: len(in_specs)]
@@ -156,14 +156,14 @@ def _unused(
         and p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     ]
     extra = len(in_specs) - max(len(parameters), num_args)
-    found = [Mismatch(name, "has a spec, but was not passed") for name in missing]
+    problems = [Mismatch(name, "has a spec, but was not passed") for name in missing]
     if extra > 0 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        found.append(Mismatch("in_specs", f"has {extra} more specs than there are arguments"))
-    return found
+        problems.append(Mismatch("in_specs", f"has {extra} more specs than there are arguments"))
+    return problems
 
 
 def input_signature(leaf: Any) -> Any:
-    """All that a leaf brings to `check_inputs` and to the checker, but for values of no tensor."""
+    """Returns the properties of a leaf that `check_inputs` and the checker depend on."""
     if not isinstance(leaf, Tensor):
         return type(leaf)
     try:
@@ -176,16 +176,16 @@ def check_inputs(
     name: str,
     mesh: Mesh,
     mapped: Sequence[str],
-    found: Sequence[Placed[Spec] | Mismatch],
+    leaves: Sequence[Placed[Spec] | Mismatch],
     infers: bool = False,
 ) -> tuple[Placed[Spec], ...]:
-    """Requires that every leaf fits its spec; `infers` says that a checker types unnamed axes.
+    """Requires that every leaf matches its spec; with `infers` a checker types unnamed axes.
 
     Raises:
         SpecError: names every offender.
     """
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
-    placed = tuple(leaf for leaf in found if isinstance(leaf, Placed))
+    problems = [str(leaf) for leaf in leaves if isinstance(leaf, Mismatch)]
+    placed = tuple(leaf for leaf in leaves if isinstance(leaf, Placed))
     device = mesh.device
     for leaf in placed:
         problems += [f"{leaf.path}: {p}" for p in _leaf_problems(leaf, mesh, mapped)]
@@ -219,8 +219,8 @@ def _leaf_problems(leaf: Placed[Spec], mesh: Mesh, mapped: Sequence[str]) -> lis
         odd = _unsupported(leaf.value)
         return odd or mismatches(leaf.spec, tuple(leaf.value.shape), mesh.shape)
     if isinstance(leaf.value, Number):
-        cut = [f"is a number, which {leaf.spec!r} cannot shard"]
-        return cut if leaf.spec.sharded_dims or leaf.spec.partial else []
+        problem = [f"is a number, which {leaf.spec!r} cannot shard"]
+        return problem if leaf.spec.sharded_dims or leaf.spec.partial else []
     kind = type(leaf.value).__name__
     instead = _INSTEAD.get(kind, "mark static arguments with None in in_specs")
     return [f"is a {kind}, not a tensor; {instead}"]
@@ -234,7 +234,7 @@ _INSTEAD: Final = {
 
 
 def _unsupported(x: Tensor) -> list[str]:
-    """Why a tensor cannot be sharded, whatever its spec."""
+    """Returns why a tensor cannot be sharded by any spec."""
     x = x if torch.compiler.is_dynamo_compiling() else base_of(x)
     if _is_stray_fake(x):
         return ["is a fake tensor whose FakeTensorMode has ended; it has no values"]
@@ -254,7 +254,7 @@ def _is_stray_fake(x: Tensor) -> bool:
 
 
 def _require_named(name: str, mapped: Sequence[str], placed: Sequence[Placed[Spec]]) -> None:
-    """Requires a type on every axis of what can receive a gradient.
+    """Requires a type on every axis of a leaf that can receive a gradient.
 
     Whether its gradient has to be summed over an unmentioned axis depends on the body.
     """
@@ -294,14 +294,14 @@ def can_receive_gradient(value: Any) -> bool:
 def place_results(
     name: str, mesh: Mesh, mapped: Sequence[str], out_specs: Tree, out: Tree
 ) -> Match:
-    """Gives every leaf of the result its spec.
+    """Matches every leaf of the result with its spec.
 
     Raises:
         SpecError: names every offender.
     """
-    found = list(broadcast_prefix(out_specs, out, "out", is_spec))
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
-    placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+    leaves = list(broadcast_prefix(out_specs, out, "out", is_spec))
+    problems = [str(leaf) for leaf in leaves if isinstance(leaf, Mismatch)]
+    placed = [leaf for leaf in leaves if isinstance(leaf, Placed)]
     for leaf in placed:
         problems += [f"{leaf.path}: {p}" for p in _result_problems(leaf, mapped)]
     if problems:

@@ -1,8 +1,8 @@
-"""Partition specs as the placements of DTensor, and back.
+"""Converts partition specs to placements of DTensor, and back.
 
-Placements cut a dim by one mesh axis after the other, in mesh order. Where a spec names a later
-axis before an earlier one, the earlier is a strided shard, which leaves room for the blocks of the
-later. DTensor could say the same by its `shard_order`, but loses it in views, sums and `detach`.
+Placements shard a dim by one mesh axis after the other, in mesh order. Where a spec names a later
+axis before an earlier one, the earlier axis is a strided shard. DTensor's `shard_order` could
+express the same, but is lost in views, sums and `detach`.
 """
 
 from typing import TypeAlias
@@ -21,7 +21,7 @@ Placements: TypeAlias = tuple[Placement, ...]
 
 @memo
 def placements_of(mesh: Mesh, spec: P) -> Placements:
-    """One placement per mesh axis.
+    """Returns the placements of a spec, one per mesh axis.
 
     Raises:
         SpecError: this torch has no strided shards, and the spec needs one.
@@ -59,7 +59,7 @@ def _shard(mesh: Mesh, spec: P, dim: int, major: tuple[str, ...], axis: str) -> 
 def spec_of(x: DTensor, mesh: Mesh) -> P | Placement:
     """Returns the spec of a DTensor, or the placement that no spec can express."""
     axes_by_dim: list[list[str]] = [[] for _ in x.shape]
-    # From the last axis on, so that those for which an earlier one leaves room are there.
+    # From the last axis on, since a strided shard is inserted before those of later axes.
     for axis, placement in reversed(list(zip(mesh.axis_names, x.placements, strict=True))):
         if isinstance(placement, Replicate | Partial):
             continue
@@ -77,12 +77,12 @@ def spec_of(x: DTensor, mesh: Mesh) -> P | Placement:
 
 
 def _insertion_index(mesh: Mesh, axes_by_dim: list[list[str]], placement: Placement) -> int | None:
-    """Counts the blocks of the axes that shard the dim before this axis does."""
+    """Returns the index in the dim's tuple at which an axis is inserted; None if there is none."""
     if isinstance(placement, Shard):
         return 0
     blocks: int | None = getattr(placement, "split_factor", None)
     if blocks is None:
         return None
     axes = axes_by_dim[placement.dim]  # type: ignore[attr-defined]  # it is a strided shard
-    found = range(len(axes) + 1)
-    return next((k for k in found if mesh.num_ranks(axes[:k]) == blocks), None)
+    indices = range(len(axes) + 1)
+    return next((k for k in indices if mesh.num_ranks(axes[:k]) == blocks), None)

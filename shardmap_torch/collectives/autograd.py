@@ -1,4 +1,4 @@
-"""The autograd Functions that make operations differentiable under every transform."""
+"""Autograd Functions that make collectives differentiable under every torch.func transform."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +48,7 @@ def is_identity(backend: Backend, operation: Operation) -> bool:
 
 
 def issue(scope: Scope, operation: Operation, x: Tensor) -> Tensor:
-    """Runs an operation that the code of a body asks for; `bind` runs those that follow from it."""
+    """Runs an operation that the user's code calls, and reports it to the monitor; see `bind`."""
     scope.on_operation(operation, x)
     return bind(scope.backend, operation, x)
 
@@ -63,7 +63,7 @@ def is_transformed() -> bool:
 
 @constant
 def _reject_transforms() -> None:
-    """Dynamo calls it while it traces, since it would trace the forward of a Function only.
+    """Rejects torch.func transforms while Dynamo traces: it would trace the forward only.
 
     Raises:
         TransformError: a torch.func transform is active.
@@ -90,7 +90,7 @@ class EagerForm(TypedFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, operation: Operation, backend: Backend) -> Tensor:
-        """Runs it, and keeps the backend: backward may come after the body or on another thread."""
+        """Runs the operation; keeps the backend, as backward may run later on another thread."""
         ctx.set_materialize_grads(False)
         ctx.operation, ctx.backend = operation, backend
         if not torch.compiler.is_dynamo_compiling():
@@ -113,7 +113,7 @@ class EagerForm(TypedFunction):
 
 
 def unshared(y: Tensor) -> Tensor:
-    """A copy in forward mode: torch wants a view of the tangent there, which nested levels lose."""
+    """Copies in forward mode: torch needs a view of the tangent there, which nested levels lose."""
     return y.clone() if forward_ad._current_level >= 0 else y
 
 
@@ -136,7 +136,7 @@ class FunctorchForm(TypedFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keeps what backward and forward mode need."""
+        """Saves the tensors that backward and forward mode need."""
         x, operation, backend, *markers = inputs
         ctx.set_materialize_grads(False)
         ctx.operation, ctx.backend, ctx.num_markers = operation, backend, len(markers)
@@ -172,7 +172,7 @@ class FunctorchForm(TypedFunction):
         backend: Any,
         *markers: Tensor,
     ) -> tuple[Tensor, int | None]:
-        """Resolves the mesh's own level, or passes somebody else's batching through."""
+        """Resolves a level of the mesh, or passes another vmap's batch dim through."""
         x_dim, _, _, *marker_dims = in_dims
         own = [level for level, dim in enumerate(marker_dims) if dim is not None]
         if own:

@@ -1,7 +1,7 @@
-"""Sums of the tensors of a tree, sent as one message.
+"""Bundles: all-reduces of a tree's small tensors, sent as one message.
 
 A parameter tree that is converted from I to R has one all-reduce for each leaf in its backward, and
-small messages cost their latency. On processes the tensors of a tree travel in flat buffers, one
+small messages cost their latency. On processes the tensors of a tree are sent in flat buffers, one
 for each dtype. Each keeps its own type, and a checker sees each by itself.
 
 Source: the gradient buckets of `torch.nn.parallel.DistributedDataParallel`, Li et al. 2020.
@@ -26,7 +26,7 @@ from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.storage import spare, unviewed
 
 SMALL: Final = 2**20
-"""Bytes; a larger tensor travels by itself, since its copy costs more than a message."""
+"""Bytes above which a tensor is sent by itself, since its copy costs more than a message."""
 
 _ADDING: Final = ("same", "sum")
 
@@ -42,7 +42,7 @@ def issue_all(
     before: Callable[[Tensor], Tensor] = _unchanged,
     after: Callable[[Tensor], Tensor] = _unchanged,
 ) -> list[Tensor]:
-    """Runs one operation that the code of a body asks for on several tensors; see `issue`.
+    """Runs one operation that the user's code calls on several tensors; see `issue`.
 
     `before` and `after` are applied to each of them before it and after it.
     """
@@ -72,23 +72,23 @@ def bind_all(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> l
     if is_transformed():  # in a backward that a transform outside differentiates
         return [bind(backend, operation, x) for x in xs]
     tracked = torch.is_grad_enabled()
-    moving = [place for place, x in enumerate(xs) if tracked and x.requires_grad]
-    resting = [place for place, x in enumerate(xs) if not (tracked and x.requires_grad)]
+    differentiable = [place for place, x in enumerate(xs) if tracked and x.requires_grad]
+    others = [place for place, x in enumerate(xs) if not (tracked and x.requires_grad)]
     results: list[Tensor] = list(xs)
-    if moving:
-        found = _apply(operation, backend, *[xs[place] for place in moving])
-        _put(results, moving, found)
-    _put(results, resting, _run(backend, operation, [xs[place] for place in resting]))
+    if differentiable:
+        outputs = _apply(operation, backend, *[xs[place] for place in differentiable])
+        _put(results, differentiable, outputs)
+    _put(results, others, _run(backend, operation, [xs[place] for place in others]))
     return results
 
 
-def _put(results: list[Tensor], places: Sequence[int], found: Sequence[Tensor]) -> None:
-    for place, y in zip(places, found, strict=True):
+def _put(results: list[Tensor], places: Sequence[int], outputs: Sequence[Tensor]) -> None:
+    for place, y in zip(places, outputs, strict=True):
         results[place] = y
 
 
 def _run(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The values alone: small tensors of one dtype together."""
+    """Runs the operation without autograd: small tensors of one dtype together."""
     results: list[Tensor] = list(xs)
     if operation.move == "same":
         return results
@@ -116,7 +116,7 @@ def _together(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> 
 
 
 class _Bundle(TypedFunction):
-    """One operation on several tensors, under plain reverse-mode autograd; as `EagerForm`."""
+    """Autograd Function of one operation on several tensors; like `EagerForm`."""
 
     @staticmethod
     def forward(

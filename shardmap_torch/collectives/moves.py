@@ -1,4 +1,4 @@
-"""Data movements: one record each of what it does to shapes and of what its results are.
+"""Data movements: a record of each with its shape rule and the properties of its result.
 
 Rows of the table name their movement; backends implement movements by name. A movement that some
 part lacks fails `tests/collectives/test_moves.py`, which names the part.
@@ -17,7 +17,7 @@ ShapeRule: TypeAlias = Callable[[Any, Shape, int], Shape]
 
 
 def untiled_dims(c: Any) -> tuple[int, int]:
-    """Returns the position of the new dim while the split one is there, and then of that one."""
+    """Returns the dims, after the new dim is inserted, of the new one and of the split one."""
     if c.concat_dim <= c.dim:
         return c.concat_dim, c.dim + 1
     return c.concat_dim + 1, c.dim
@@ -64,13 +64,13 @@ class Move:
     """One movement of data between the ranks of some axes.
 
     Attributes:
-        name: by which rows and backends know it.
+        name: its name in rows and backends.
         shape: its shape rule.
         adds: whether it adds values of different ranks, so that the precision of sums matters.
         extremum: whether it takes a maximum or minimum over the ranks.
         equal: whether its result is equal on all ranks.
         sends: whether it only sends, so that a simulated result may be a view of its operand.
-        local: whether each rank does it alone.
+        local: whether it needs no communication.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Collective calls, and how cotangents and tangents pass them."""
+"""Operations: collective calls with their arguments, pull-backs and push-forwards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ Bind: TypeAlias = Callable[["Operation", Tensor], Tensor]
 
 
 class Mover(Protocol):
-    """Moves data between ranks; a backend is one."""
+    """Anything that moves data between ranks, such as a backend."""
 
     def run(self, move: str, collective: "Collective", x: Tensor) -> Tensor:
-        """Moves the data of one collective, with no autograd; `move` is that of its row."""
+        """Moves the data of one collective without autograd; `move` is the movement's name."""
         ...
 
 
 class Operation(Protocol):
-    """A differentiable step: a forward, and how cotangents and tangents pass it."""
+    """A differentiable step: a forward, a pull-back of cotangents, a push-forward of tangents."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -134,9 +134,9 @@ class Collective(Linear):
 def collective_of(
     name: str, src: AxisType, dst: AxisType, axes: tuple[str, ...], **arguments: Any
 ) -> Collective:
-    """The same object for the same arguments: its row and transpose are looked up once.
+    """Makes a collective, the same object for the same arguments: its row is looked up once.
 
-    Where each run is compared with the checked program, it is known by its identity.
+    Monitors compare collectives of a run with those of the checked program by identity.
     """
     return _interned(name, src, dst, axes, tuple(arguments.items()))
 
@@ -174,13 +174,13 @@ class Extremum:
         return mover.run(self.move, self.total, x)
 
     def saved(self, x: Tensor, y: Tensor) -> Saved:
-        """Selects the operand and the result, which say who holds the extremum."""
+        """Selects the operand and the result, which show the ranks that have the extremum."""
         return x, y
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Shares the cotangent among the ranks that hold the extremum."""
-        whole = bind(self.total.transpose, grad)
-        own = bind(Collective("reinterpret", R, V, self.axes), whole)
+        total = bind(self.total.transpose, grad)
+        own = bind(Collective("reinterpret", R, V, self.axes), total)
         return own * self._share(bind, saved, own.dtype)
 
     def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:

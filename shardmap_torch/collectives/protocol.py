@@ -1,4 +1,4 @@
-"""Protocols between operations, the meshes that run them, and what monitors a run."""
+"""Protocols of backends, checkers, monitors and drawings, which operations depend on."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ class Backend(Mover, Protocol):
     mesh: Mesh
 
     def index(self, axes: Sequence[str]) -> Tensor:
-        """This rank's position along `axes` (first is major): an int64 scalar."""
+        """Returns this rank's position along `axes` (first is major): an int64 scalar."""
         ...
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
-        """Values that vary over exactly one of `axes` each, where a batched body needs them."""
+        """Returns, in a batched body, values that vary over exactly one of `axes` each."""
         ...
 
     def needs_ranks(self) -> None:
-        """Hears that the body does what is only right where each rank runs by itself."""
+        """Reports that the body is right only if each rank runs it by itself, unbatched."""
         ...
 
 
@@ -44,9 +44,9 @@ class Checker(Backend, Protocol):
         composition: Form,
         operands: Sequence[Tensor],
     ) -> None:
-        """Hears that a run may have `own`, with a backward of its own, for a composition.
+        """Checks that `own`, with its own backward, has the types of the composition it replaces.
 
-        `what` tells the two forms: a name, and all else that they depend on.
+        `what` identifies the two forms: a name, and all else that they depend on.
 
         Raises:
             ShardTypeError: its results or gradients are not typed as those of the composition.
@@ -60,7 +60,7 @@ def is_checker(backend: Backend) -> TypeGuard[Checker]:
 
 
 def sends_bundles(backend: Backend) -> bool:
-    """Returns whether the small tensors of a tree go in one message: it has a latency to save."""
+    """Returns whether the small tensors of a tree are sent as one message, to save latency."""
     return hasattr(backend, "bundles")
 
 
@@ -69,12 +69,12 @@ class Edge:
     """One side of the boundary of a shard_map in the body of another: its inputs or its results.
 
     Attributes:
-        name: the inner function, as errors call it.
+        name: name of the inner function in errors.
         axes: the axes that it binds.
         values: all leaves, in order.
-        paths: their places in the arguments or results.
-        specs: their specs; None for what does not cross.
-        positions: those of the leaves that are tensors and cross by a spec.
+        paths: their paths in the arguments or results.
+        specs: their specs; None for static leaves.
+        positions: positions of the leaves that are tensors and have a spec.
     """
 
     name: str
@@ -92,12 +92,12 @@ class Edge:
 
 
 Casts: TypeAlias = Mapping[int, Sequence[Operation]]
-"""Operations that values go through at a boundary, by position."""
+"""Operations applied to leaves at a boundary, by position."""
 
 
 @dataclass
 class Note:
-    """Something that a run asks for and only the checker can find out; it writes it down.
+    """An answer that a run needs and only the checker can find: the checker writes, runs read.
 
     Attributes:
         value: an answer of yes or no.
@@ -109,10 +109,10 @@ class Note:
 
 
 class Monitor(Protocol):
-    """Sees what the code of a body asks of its mesh, in order.
+    """Observes the operations of a body in order.
 
-    While a body is checked it records; at run time it compares with the record. What autograd
-    derives does not come here: it follows from what does.
+    While a body is checked it records; at run time it compares with the record. Operations of the
+    derived backward are not reported, since they follow from the reported ones.
     """
 
     @property
@@ -121,49 +121,49 @@ class Monitor(Protocol):
         ...
 
     def on_operation(self, what: object, x: Tensor | None) -> None:
-        """Sees an operation before it runs: the operation itself, or a tuple that describes it."""
+        """Observes an operation before it runs: itself, or a tuple that describes it."""
         ...
 
     def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
-        """Sees that the types of `x` along `axes` are asked for, and returns them."""
+        """Observes a query for the types of `x` along `axes`, and returns them."""
         ...
 
     def note(self, what: object) -> Note:
-        """Returns what the checker found out at this step, or the place to write it."""
+        """Returns the note of this step: the checker's answer, or the place to write it."""
         ...
 
     def enter(self, what: object, edge: Edge) -> Casts:
-        """Sees that an inner function begins, and returns the casts of its inputs."""
+        """Observes the start of an inner function, and returns the casts of its inputs."""
         ...
 
     def leave(self, what: object, edge: Edge) -> Casts:
-        """Sees that an inner function ends, and returns the casts of its results."""
+        """Observes the end of an inner function, and returns the casts of its results."""
         ...
 
     def fork(self, what: object) -> "Monitor":
-        """Sees the start of code that runs again in a backward.
+        """Returns a monitor for code that starts here and will run again in a backward.
 
-        The fork sees what comes before that, just as this one does.
+        Until then the fork observes the same operations as this one.
         """
         ...
 
     def rerun(self, key: Hashable) -> "Monitor | None":
-        """On a fork, returns the monitor of one such run; None for what was not checked.
+        """Returns, on a fork, the monitor of one such run; None for code that was not checked.
 
-        `key` tells apart what may differ from one backward to the next.
+        `key` distinguishes runs that may differ from one backward to the next.
         """
         ...
 
     def end(self, leaves: Sequence[object] = ()) -> None:
-        """Sees that the code has ended, with these results."""
+        """Observes the end of the code, with these results."""
         ...
 
 
 class Drawing(Protocol):
-    """Seeds what a body draws from torch's default generator, as the checker has typed it."""
+    """Seeds a body's draws from torch's default generator, according to their types."""
 
     def enter(self, monitor: Monitor | None) -> None:
-        """Seeds what is drawn from here on; `monitor` says how ranks share it."""
+        """Seeds the draws from here on; `monitor` has their types."""
         ...
 
     def leave(self) -> None:
@@ -171,13 +171,13 @@ class Drawing(Protocol):
         ...
 
     def fork(self) -> "LaterDrawing":
-        """Returns what serves code that will run again, in a backward."""
+        """Returns the drawing for code that will run again in a backward."""
         ...
 
 
 class LaterDrawing(Drawing, Protocol):
-    """The same for code that will run again."""
+    """Drawing of code that will run again in a backward."""
 
     def rerun(self, key: Hashable) -> Drawing:
-        """Returns what serves one such run; that of a checkpoint draws what its first run drew."""
+        """Returns the drawing of one such run; a checkpoint's repeats its first run's draws."""
         ...

@@ -23,8 +23,8 @@ class Scope:
     Attributes:
         backend: runs its collectives.
         axes: bound in it.
-        monitor: compares it with the checked program; None where there is none.
-        drawing: seeds what it draws; None where it draws nothing, or is not checked.
+        monitor: compares it with the checked program; None if it is not checked.
+        drawing: seeds its random draws; None if it draws nothing, or is not checked.
     """
 
     backend: Backend
@@ -33,23 +33,23 @@ class Scope:
     drawing: Drawing | None = None
 
     def on_operation(self, what: object, x: Tensor | None = None) -> None:
-        """Shows an operation to the monitor, if there is one."""
+        """Reports an operation to the monitor, if there is one."""
         if self.monitor is not None:
             self.monitor.on_operation(what, x)
 
     def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...] | None:
-        """The types of `x` along `axes`, as the checker found them; None where it has not."""
+        """Returns the types of `x` along `axes` that the checker found; None without a checker."""
         return None if self.monitor is None else self.monitor.types_of(axes, x)
 
     def fork(self, what: object) -> "Scope":
-        """For what will call the user's code again, in a backward; see `Monitor.fork`."""
+        """Returns the scope to keep for code that a backward will run again; see `Monitor.fork`."""
         if self.monitor is None:
             return self
         drawing = None if self.drawing is None else self.drawing.fork()
         return Scope(self.backend, self.axes, self.monitor.fork(what), drawing)
 
     def rerun(self, key: Hashable) -> "Scope":
-        """The scope of that code, from the one that `fork` gave."""
+        """Returns the scope of one such run, on a scope that `fork` returned."""
         if self.monitor is None:
             return self
         drawing: LaterDrawing | None = self.drawing  # type: ignore[assignment]  # by `fork`
@@ -57,7 +57,7 @@ class Scope:
         return Scope(self.backend, self.axes, self.monitor.rerun(key), later)
 
     def end(self) -> None:
-        """Ends what `again` began."""
+        """Ends a run that `rerun` began."""
         if self.monitor is not None:
             self.monitor.end()
 
@@ -71,7 +71,7 @@ _SCOPES = _Scopes()
 
 
 def current_scope() -> Scope | None:
-    """The scope of the innermost body that runs on this thread, or None."""
+    """Returns the scope of the innermost body that runs on this thread, or None."""
     return _SCOPES.stack[-1] if _SCOPES.stack else None
 
 
@@ -79,25 +79,25 @@ class enter_scope:  # noqa: N801 - used as a function; a generator would cost ea
     """Makes `scope` the current one on this thread; None is the scope outside of any body."""
 
     def __init__(self, scope: Scope | None) -> None:
-        """Nothing changes before the block is entered."""
+        """Keeps the scope until the block is entered."""
         self._scope = scope
 
     def __enter__(self) -> None:
-        """Enters it."""
+        """Makes the scope current, and starts its drawing."""
         scope = self._scope
         _SCOPES.stack.append(scope)
         if scope is not None and scope.drawing is not None:
             scope.drawing.enter(scope.monitor)
 
     def __exit__(self, *error: object) -> None:
-        """Leaves it, whatever happened."""
+        """Restores the scope before, also after an error."""
         _SCOPES.stack.pop()
         if self._scope is not None and self._scope.drawing is not None:
             self._scope.drawing.leave()
 
 
 def scope_of(name: str, axes: Sequence[str]) -> Scope:
-    """The current scope, after checking that `axes` may be used in it.
+    """Returns the current scope, after checking that `axes` may be used in it.
 
     Raises:
         CollectiveError: outside a body, or an axis is unknown, unbound or named twice.

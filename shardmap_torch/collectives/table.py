@@ -1,8 +1,8 @@
-"""The specification of the collectives, as one table.
+"""Table of the collectives: types, data movement, transpose and bytes sent of each.
 
-Each row says what a collective does to the type along its axes, how the data moves, and which row
-is its transpose. Functions, documentation and tests are driven by this table; nothing else knows
-a backward.
+Each row has the types before and after along its axes, the data movement, and the key of its
+transpose. Functions, documentation and tests are driven by this table; no other place defines a
+backward.
 
 Source of the pairs: the types of `jax.shard_map` with `check_vma` and of meta-pytorch/spmd_types.
 """
@@ -46,7 +46,7 @@ class Row:
             transposes.
         src: type of the operand along the axes.
         dst: type of the result along the axes.
-        move: what happens to the data; the backends' name for it.
+        move: name of the data movement.
         transpose: name and types of the row that carries cotangents back.
         turn: how the arguments change in the transpose, by its name in `TURNS`.
         sent: bytes that each of n ranks sends, in units of the operand's bytes, as a formula in n.
@@ -62,11 +62,11 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """Name and types, by which the table finds the row."""
+        """Name and types: the row's key in the table."""
         return self.name, self.src, self.dst
 
     def sent_by(self, num_ranks: int) -> Fraction:
-        """The value of `sent` for that many ranks.
+        """Evaluates `sent` for a number of ranks.
 
         Example:
             >>> TABLE["all_gather", V, R].sent_by(4)
@@ -116,7 +116,7 @@ ROWS: Final = (
     Row("reinterpret", R, V, "same", ("reinterpret", V, Partial)),
     Row("reinterpret", V, Partial, "same", ("reinterpret", R, V)),
     Row("reinterpret", R, Partial, "same", ("reinterpret", R, Partial)),
-    # Not a function of the sum that is meant: every addend has a cotangent of its own.
+    # Not a function of the pending sum: every addend has a cotangent of its own.
     Row("reinterpret", Partial, V, "same", ("reinterpret", V, V)),
     Row("reinterpret", V, V, "same", ("reinterpret", V, V)),
 )
@@ -125,10 +125,10 @@ TABLE: Final[Mapping[Key, Row]] = {row.key: row for row in ROWS}
 
 
 def lookup(name: str, src: AxisType, dst: AxisType) -> Row:
-    """The row of that name and types.
+    """Returns the row of that name and types.
 
     Raises:
-        CollectiveError: there is none; the message lists those that there are.
+        CollectiveError: there is none; the message lists the rows of that name.
     """
     row = TABLE.get((name, src, dst))
     if row is None:

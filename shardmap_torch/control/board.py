@@ -1,7 +1,7 @@
-"""The board: each rank posts where it stands in the store, and reads where the others stand.
+"""Board: each rank posts its progress to the store, and reads the progress of the others.
 
 Only a thread of its own talks to the store. A store whose host is frozen or unreachable blocks that
-thread and nobody else: whoever waits for the board waits for a limited time.
+thread only: callers of the board wait for a limited time.
 """
 
 import threading
@@ -20,7 +20,7 @@ BEAT: Final = 1.0
 
 _PAUSE: Final = 0.05
 _FLUSH: Final = 1.0
-"""Seconds that a process that exits takes at most to say so."""
+"""Seconds that an exiting process takes at most to post that."""
 
 
 class Board:
@@ -45,24 +45,24 @@ class Board:
         self._thread.start()
 
     def touch(self) -> None:
-        """Has the thread post where this rank stands now; returns at once."""
+        """Makes the thread post this rank's progress now; returns at once."""
         with self._wake:
             self._touched += 1
             self._wake.notify_all()
 
     def look(self, patience: float) -> Mapping[int, Stand]:
-        """Reads the posts of all ranks; what is known of old, where the store does not answer."""
+        """Reads the posts of all ranks; returns older ones if the store does not answer in time."""
         end = monotonic() + patience
         with self._wake:
             self._requests += 1
-            mine = self._requests
+            request = self._requests
             self._wake.notify_all()
-            while self._answered < mine and (left := end - monotonic()) > 0:
-                self._wake.wait(left)
+            while self._answered < request and (remaining := end - monotonic()) > 0:
+                self._wake.wait(remaining)
             return dict(self._seen)
 
     def silence(self, rank: int) -> float:
-        """Returns the seconds for which nothing new of a rank has been read."""
+        """Returns the seconds since the last new post of a rank was read."""
         return monotonic() - self._changed_at.get(rank, monotonic())
 
     def pause(self) -> None:
@@ -86,15 +86,15 @@ class Board:
                 closing, request, touched = self._closing, self._requests, self._touched
             try:
                 self._store.set(_key(self._rank), self._stand().to_json())
-                found = self._read() if request > self._answered else {}
+                posts = self._read() if request > self._answered else {}
                 self.failure = ""
             except Exception as error:  # the store is gone, or its host is
-                found, self.failure = {}, f"{type(error).__name__}: {error}".splitlines()[0]
+                posts, self.failure = {}, f"{type(error).__name__}: {error}".splitlines()[0]
                 if not closing:
                     threading.Event().wait(BEAT / 4)
             with self._wake:
                 self._posted = touched
-                for rank, stand in found.items():
+                for rank, stand in posts.items():
                     if self._seen.get(rank) != stand:
                         self._seen[rank], self._changed_at[rank] = stand, monotonic()
                 self._answered = request
@@ -105,16 +105,16 @@ class Board:
 
     def _read(self) -> dict[int, Stand]:
         keys = [_key(rank) for rank in range(self._size)]
-        there = [key for key in keys if self._store.check([key])] if not self._seen else keys
+        present = [key for key in keys if self._store.check([key])] if not self._seen else keys
         if self._reads_many:
-            texts = self._store.multi_get(there)
+            texts = self._store.multi_get(present)
         else:
-            texts = [self._store.get(key) for key in there]
-        found = dict(zip(there, texts, strict=True))
+            texts = [self._store.get(key) for key in present]
+        texts_of = dict(zip(present, texts, strict=True))
         return {
-            rank: read(found[_key(rank)].decode())
+            rank: read(texts_of[_key(rank)].decode())
             for rank in range(self._size)
-            if _key(rank) in found
+            if _key(rank) in texts_of
         }
 
 

@@ -1,4 +1,4 @@
-"""Texts of errors about ranks."""
+"""Texts of errors about ranks, and of the first difference between their programs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,37 +11,37 @@ def describe_error(error: BaseException) -> str:
 
 
 def _site_of(error: BaseException) -> str:
-    frame, found = error.__traceback__, ""
+    frame, site = error.__traceback__, ""
     while frame is not None:
         name = frame.tb_frame.f_code.co_filename
-        found, frame = f"{name.rsplit('/', 1)[-1]}:{frame.tb_lineno}", frame.tb_next
-    return found
+        site, frame = f"{name.rsplit('/', 1)[-1]}:{frame.tb_lineno}", frame.tb_next
+    return site
 
 
 def shorten(text: str) -> str:
-    """Cuts what libraries say at length."""
+    """Truncates long texts of other libraries to 300 characters."""
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Formats it as `ranks 0, 2`; the first 16 of many."""
+    """Formats it as `ranks 0, 2`; lists at most 16."""
     shown = ", ".join(map(str, sorted(ranks)[:16]))
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + shown + more
 
 
 def without_sites(text: str) -> str:
-    """Leaves out where in the source each line stands."""
+    """Removes the source location from each line."""
     return "\n".join(line.split("  # ")[0] for line in text.splitlines())
 
 
 def difference(name: str, texts: Mapping[int, str], sites: Mapping[int, str]) -> str:
-    """Tells the first lines that differ; where they stand in the source does not count.
+    """Explains the first lines that differ between ranks, source locations apart.
 
     Args:
         name: of the function.
-        texts: what each rank has, in lines.
-        sites: the line of the user's code at which each stands.
+        texts: the program of each rank, in lines.
+        sites: the line of the user's code at which each rank is.
     """
     places = "; ".join(f"{ranks_text(ranks)} at {site}" for site, ranks in _by_text(sites).items())
     plain = {rank: without_sites(text) for rank, text in texts.items()}
@@ -79,7 +79,7 @@ def _first_difference(one: str, two: str) -> tuple[str, str]:
 
 
 def _by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank in sorted(texts):
-        found.setdefault(texts[rank] or "an unknown line", []).append(rank)
-    return found
+        ranks_of.setdefault(texts[rank] or "an unknown line", []).append(rank)
+    return ranks_of

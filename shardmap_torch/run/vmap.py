@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.boundary.call import Call, Result, Untouched, is_checked, run_body
 from shardmap_torch.boundary.matching import spec_of
-from shardmap_torch.boundary.shards import cut, join
+from shardmap_torch.boundary.shards import join, split
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.tree import Placed, Tree
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
@@ -35,7 +35,7 @@ def run(call: Call) -> Tree:
     batching: list[In] = []
     for position in call.crossing:
         leaf = call.inputs[position]
-        pieces, varying = cut(leaf.value, spec_of(leaf), call.mesh)
+        pieces, varying = split(leaf.value, spec_of(leaf), call.mesh)
         operands.append(pieces)
         batching.append({axis: 0 if axis in varying else None for axis in axes})
     device = operands[0].device if operands else call.mesh.device

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmap_torch import Mesh, P, make_mesh
-from shardmap_torch.boundary.shards import cut, global_of, join, locals_of
+from shardmap_torch.boundary.shards import global_of, join, locals_of, split
 
 NAMES = ("a", "b", "c")
 
@@ -39,8 +39,8 @@ def piece(x: torch.Tensor, spec: P, mesh: Mesh, rank: int) -> torch.Tensor:
         index = 0
         for axis in axes:
             index = index * mesh.shape[axis] + place[axis]
-        pieces = np.split(array, prod(mesh.shape[axis] for axis in axes), axis=dim)
-        array = pieces[index]
+        shards = np.split(array, prod(mesh.shape[axis] for axis in axes), axis=dim)
+        array = shards[index]
     later = any(place[axis] > 0 for axis in spec.partial)
     return torch.from_numpy(np.zeros_like(array) if later else array)
 
@@ -56,8 +56,8 @@ def test_each_rank_gets_its_piece_of_the_global_tensor(case: tuple[Mesh, P, torc
 def test_joining_undoes_cutting(case: tuple[Mesh, P, torch.Tensor]) -> None:
     mesh, spec, x = case
     assert torch.equal(global_of(locals_of(x, spec, mesh), spec, mesh), x)
-    pieces, axes = cut(x, spec, mesh)
-    assert torch.equal(join(pieces, spec, mesh, axes), x)
+    shards, axes = split(x, spec, mesh)
+    assert torch.equal(join(shards, spec, mesh, axes), x)
     assert list(axes) == [axis for axis in mesh.axis_names if axis in axes]
 
 

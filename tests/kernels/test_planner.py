@@ -18,7 +18,7 @@ from shardmap_torch.kernels.algorithms import (
     scatter_backward,
     scatter_forward,
 )
-from shardmap_torch.kernels.calibrate import _doubtful, measure
+from shardmap_torch.kernels.calibrate import _pessimistic, measure
 from shardmap_torch.kernels.planner import (
     MAX_PARTS,
     MIN_GAIN,
@@ -214,7 +214,7 @@ def test_required_overlap_that_is_impossible_raises_with_the_reason() -> None:
 def test_a_share_of_overlap_that_scatters_is_taken_at_its_lower_quartile(
     shares: list[float], expected: float
 ) -> None:
-    assert _doubtful(shares) == expected
+    assert _pessimistic(shares) == expected
 
 
 def measured() -> tuple[Fabric, Fabric]:

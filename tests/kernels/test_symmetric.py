@@ -21,7 +21,7 @@ from shardmap_torch.kernels import (
 )
 from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
 from shardmap_torch.kernels.planning.cost import ASSUMED_GPU
-from shardmap_torch.kernels.symmetric import SIGNATURES, Place, accepts
+from shardmap_torch.kernels.symmetric import SIGNATURES, GpuId, accepts
 from tests.kernels.support.calls import body, normal, values_and_gradients
 from tests.kernels.support.symmetric import gather_of, scatter_of
 from tests.support.pool import Gloo
@@ -218,7 +218,7 @@ def answers() -> list[object]:
             mock.patch.object(symmetric, "lacking", check("lacking")),
             mock.patch.object(symmetric, "unreachable", check("unreachable")),
             mock.patch.object(symmetric, "failing", check("failing")),
-            mock.patch.object(Place, "of", return_value=Place("host", "gpu")),
+            mock.patch.object(GpuId, "of", return_value=GpuId("host", "gpu")),
         ):
             found += [symmetric.refusal(group, torch.device("cuda", 0)), tuple(asked)]
     return found
@@ -232,26 +232,26 @@ def test_all_ranks_give_the_answer_of_the_one_that_refuses_and_none_goes_on(gloo
     assert gloo(3).run(answers) == [[*expected, None, checks]] * 3
 
 
-HERE = Place("here", "a")
+HERE = GpuId("here", "a")
 
 
 @pytest.mark.parametrize(
     ("peer", "allowed", "why"),
     [
-        (Place("here", "b"), None, None),
-        (Place("there", "b"), None, "ranks 0 and 1 are on different hosts"),
-        (Place("here", "unseen"), None, "rank 0 does not see the GPU of rank 1"),
-        (Place("here", "c"), None, "the GPU of rank 0 cannot read that of rank 1"),
+        (GpuId("here", "b"), None, None),
+        (GpuId("there", "b"), None, "ranks 0 and 1 are on different hosts"),
+        (GpuId("here", "unseen"), None, "rank 0 does not see the GPU of rank 1"),
+        (GpuId("here", "c"), None, "the GPU of rank 0 cannot read that of rank 1"),
         (
-            Place("here", "a"),
+            GpuId("here", "a"),
             None,
             "ranks 0 and 1 share a GPU, and TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is not 1",
         ),
-        (Place("here", "a"), "1", None),
+        (GpuId("here", "a"), "1", None),
     ],
 )
 def test_a_gpu_that_cannot_be_read_is_named(
-    monkeypatch: pytest.MonkeyPatch, peer: Place, allowed: str | None, why: str | None
+    monkeypatch: pytest.MonkeyPatch, peer: GpuId, allowed: str | None, why: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(symmetric, "_gpu", lambda index: "abc"[index])

@@ -170,7 +170,7 @@ CASES: list[tuple[Callable[[Tensor], Any], str]] = [
     ),
     (
         lambda x: all_gather(x, "tp", sizes=(1, 3), dst=I),
-        "all_gather: dim has size 2, not 3, the largest of sizes=(1, 3); uneven pieces are padded "
+        "all_gather: dim has size 2, not 3, the largest of sizes=(1, 3); uneven shards are padded "
         "to it.",
     ),
     (

@@ -167,7 +167,7 @@ def test_positions_over_several_axes_count_the_first_as_major(kind: str, gloo: G
 
 
 def tuple_axes_out_of_order(mesh: Mesh) -> None:
-    """Over ("b", "a") pieces stand in the order of that tuple, on every kind of mesh."""
+    """Over ("b", "a") shards stand in the order of that tuple, on every kind of mesh."""
     x = random((8, 4), 0)
     spec = P(("b", "a"))
 

@@ -1,4 +1,4 @@
-"""reshard: for any two specs the result is the global tensor cut by the second, gradients too."""
+"""reshard: for any two specs the result is the global tensor sharded by the second."""
 
 from fractions import Fraction
 from math import lcm, prod
@@ -34,7 +34,7 @@ MESH = make_mesh((2, 4, 2, 2), AXES, kind="simulated")
 
 @st.composite
 def specs(draw: st.DrawFn, axes: tuple[str, ...], num_dims: int) -> P:
-    """Any spec: every axis cuts a dim, at any place of its tuple, or has a type."""
+    """Any spec: every axis shards a dim, at any place of its tuple, or has a type."""
     cuts: list[list[str]] = [[] for _ in range(num_dims)]
     typed: dict[str, list[str]] = {"replicate": [], "partial": [], "invariant": []}
     for axis in draw(st.permutations(axes)):

@@ -279,27 +279,27 @@ def test_a_rank_hears_from_one_other_at_each_step(
 
 
 @pytest.mark.parametrize(
-    ("length", "num_pieces"), [(0, 3), (7, 1), (7, 2), (7, 7), (5, 8), (39, 8)]
+    ("length", "num_blocks"), [(0, 3), (7, 1), (7, 2), (7, 7), (5, 8), (39, 8)]
 )
 def test_pieces_cover_the_length_in_order_and_differ_by_at_most_one(
-    length: int, num_pieces: int
+    length: int, num_blocks: int
 ) -> None:
-    pieces = split(length, num_pieces)
-    assert [row for piece in pieces for row in range(piece.start, piece.stop)] == list(
+    blocks = split(length, num_blocks)
+    assert [row for block in blocks for row in range(block.start, block.stop)] == list(
         range(length)
     )
-    sizes = [piece.stop - piece.start for piece in pieces]
+    sizes = [block.stop - block.start for block in blocks]
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize(("length", "num_ranks", "num_parts"), [(24, 3, 4), (10, 4, 3), (7, 2, 1)])
-def test_chunks_cut_blocks_first_and_then_parts(
+def test_a_matrix_is_split_into_blocks_first_and_then_into_parts(
     length: int, num_ranks: int, num_parts: int
 ) -> None:
     rows = chunk_rows(length, num_ranks, num_parts)
     assert list(rows) == all_chunks(num_ranks, num_parts)
-    assert [row for piece in rows.values() for row in range(piece.start, piece.stop)] == list(
+    assert [row for block in rows.values() for row in range(block.start, block.stop)] == list(
         range(length)
     )
     for owner, block in enumerate(split(length, num_ranks)):
