@@ -1,4 +1,4 @@
-"""Every exception that shardmap_torch raises on purpose.
+"""Exceptions of shardmap_torch, and helpers that format their messages.
 
 None derives from TypeError: raised inside `a + b`, Python replaces a TypeError by
 "unsupported operand type(s)", and the message is lost.
@@ -17,14 +17,14 @@ class MeshError(ShardMapError):
 
 
 class SpecError(ShardMapError):
-    """Specs and values do not fit: tree, rank, divisibility, axis names, device."""
+    """Specs and values do not match: tree, rank, divisibility, axis names, device."""
 
 
 class ShardTypeError(ShardMapError):
-    """A value's type along a mesh axis does not fit where it is used.
+    """A value's type along a mesh axis is not valid where it is used.
 
     Attributes:
-        findings: every single thing that is wrong, where the message groups them.
+        findings: every single problem, where the message groups them.
     """
 
     findings: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class LayerError(ShardMapError):
 
 
 class OptimizerError(ShardMapError):
-    """An optimizer cannot be made, or cannot update what it was given."""
+    """An optimizer cannot be made, or cannot update its arguments."""
 
 
 class PostmortemError(ShardMapError):
@@ -70,7 +70,7 @@ _MAX_SHOWN: Final = 500
 
 
 def show(value: object) -> str:
-    """Prints a value in an error: shortened where it is long, its type where `repr` fails.
+    """Formats a value for an error: shortened if it is long, its type if `repr` fails.
 
     Example:
         >>> show("tp"), len(show(list(range(1000))))
@@ -101,8 +101,8 @@ def listing(head: str, problems: Sequence[str]) -> str:
     """Joins a headline and its offenders, one line each.
 
     Example:
-        >>> print(listing("2 specs do not fit:", ["x: too long", "y: too short"]))
-        2 specs do not fit:
+        >>> print(listing("2 specs do not match:", ["x: too long", "y: too short"]))
+        2 specs do not match:
           x: too long
           y: too short
     """

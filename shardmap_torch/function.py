@@ -1,9 +1,9 @@
-"""`Function`: an autograd.Function whose backward may call collectives.
+"""`Function`: a torch.autograd.Function whose backward may call collectives.
 
 Backward runs after the body has ended, or on another thread, where no mesh is current. A `Function`
-notes in forward which mesh and axes it ran under, and enters them again for backward. In a batched
-body the axes are vmap levels, gone by then: there the markers of the axes travel as operands, and
-torch's generated vmap rule opens levels for them anew.
+records in forward the scope (mesh and axes) that it runs under, and enters it again for backward.
+In a batched body the axes are vmap levels, which are closed by then: there the markers of the axes
+are operands, and torch's generated vmap rule opens levels for them anew.
 """
 
 import threading
@@ -37,10 +37,10 @@ class Function(torch.autograd.Function):
     always differentiate it from outside: there autograd adds the cotangents of an equal value by
     itself, and a collective in backward that would add them again is an error.
 
-    What backward returns must have the type that fits the input's: for an invariant input an
-    invariant cotangent, for a replicate one a partial. Strategy "ranks" shows where that is wrong.
+    The cotangent that backward returns must have the type that belongs to the input's: invariant
+    for an invariant input, partial for a replicate one. Strategy "ranks" shows if that is wrong.
 
-    Shape, types, bytes: what it is written to do.
+    Shape, types, bytes: those of its methods.
 
     Raises:
         TransformError: in a batched body, if it has no `setup_context`; in backward after that
@@ -72,13 +72,13 @@ class Function(torch.autograd.Function):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Makes the methods of a subclass note and enter the scope."""
+        """Wraps the methods of a subclass so that they record and enter the scope."""
         super().__init_subclass__(**kwargs)
         own = cls.__dict__
         if "setup_context" in own:
-            _replace(cls, "setup_context", _noting)
+            _replace(cls, "setup_context", _recording)
         elif "forward" in own and not _has_setup(cls):
-            _replace(cls, "forward", _noting)
+            _replace(cls, "forward", _recording)
         for name in _BACKWARD:
             if name in own:
                 _replace(cls, name, _entering)
@@ -91,7 +91,7 @@ class Function(torch.autograd.Function):
             TransformError: without `setup_context`, in a batched body.
         """
         scope = current_scope()
-        if scope is None or _LEVELS.left_by(cls):
+        if scope is None or _LEVELS.is_second_apply(cls):
             return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         scope.backend.needs_ranks()
         scope = scope.fork(("Function", cls.__name__))
@@ -122,10 +122,10 @@ def keeping_scope(function: type[torch.autograd.Function]) -> type[Function]:
 
 
 class _Levels(threading.local):
-    """The Function that functorch is about to apply once more, below its levels.
+    """Tracks the Function that functorch is about to apply a second time, below its levels.
 
-    Under a transform torch calls `apply` twice: as the user did, and then on unwrapped values. The
-    second is part of the first, and no step of the program: without a transform there is none.
+    Under a transform torch calls `apply` twice: for the user, and then on unwrapped values. The
+    second is part of the first, and must not be reported as a step of the program.
     """
 
     def __init__(self) -> None:
@@ -133,15 +133,15 @@ class _Levels(threading.local):
 
     @contextmanager
     def applying(self, cls: type) -> Iterator[None]:
-        """Notes that `cls` is applied by the user."""
+        """Marks that the user applies `cls`."""
         self._entered = cls if torch._C._are_functorch_transforms_active() else None
         try:
             yield
         finally:
             self._entered = None
 
-    def left_by(self, cls: type) -> bool:
-        """Tells whether this is the second time; what runs below is the user's code again."""
+    def is_second_apply(self, cls: type) -> bool:
+        """Returns whether this is torch's second call; resets the mark, as user code follows."""
         is_second = self._entered is cls and not torch._C._are_functorch_transforms_active()
         if is_second:
             self._entered = None
@@ -161,13 +161,13 @@ def _replace(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
     setattr(cls, name, staticmethod(wrapper(function)))
 
 
-def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
+def _recording(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def noting(ctx: Any, *args: Any) -> Any:
+    def recording(ctx: Any, *args: Any) -> Any:
         ctx.shardmap_scope = current_scope()
         return method(ctx, *args)
 
-    return noting
+    return recording
 
 
 def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,12 +176,12 @@ def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
         scope = ctx.shardmap_scope
         if scope is None:
             return method(ctx, *args)
-        # What is asked for may differ from one backward to the next, and with it what it does.
+        # The needed gradients may differ from one backward to the next, and so may its operations.
         again = scope.rerun((method.__name__, ctx.needs_input_grad, *[g is None for g in args]))
         with enter_scope(again):
-            found = method(ctx, *args)
+            gradients = method(ctx, *args)
         again.end()
-        return found
+        return gradients
 
     return entering
 
@@ -212,10 +212,10 @@ class _Batched(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         own = _reopened(ctx)
         function = ctx.shardmap_function
-        other = function.vjp is not torch.autograd.Function.vjp  # torch's second name for it
-        found = (function.vjp if other else function.backward)(own, *grads)
-        found = found if isinstance(found, tuple) else (found,)
-        return (*[None] * own.num_before, *found)
+        other = function.vjp is not torch.autograd.Function.vjp  # torch's second name for backward
+        gradients = (function.vjp if other else function.backward)(own, *grads)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        return (*[None] * own.num_before, *gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -231,19 +231,19 @@ def _reopened(ctx: Any) -> "_Context":
     scope = ctx.shardmap_first
     markers = ctx.saved_tensors[: len(markers_of(scope))]
     own = _Context(ctx, scope, markers)
-    # The context that torch's generated rule makes for levels which it has opened anew.
+    # The type of the context under torch's generated rule, which opens the levels anew.
     if isinstance(ctx, CtxWithSavedTensors):
-        backend = _Late(scope.backend.mesh, scope.backend.axis_markers, markers)
+        backend = _AfterBody(scope.backend.mesh, scope.backend.axis_markers, markers)
         backend.function = ctx.shardmap_function.__name__
         object.__setattr__(own, "shardmap_scope", Scope(backend, scope.axes, scope.monitor))
     return own
 
 
-class _Late(BatchedBackend):
-    """Runs the collectives of a backward from outside of the body.
+class _AfterBody(BatchedBackend):
+    """Runs the collectives of a backward from outside of a batched body, which has ended.
 
-    A cotangent that is equal on all ranks may be one that each has, or the sum of theirs: autograd
-    adds those of a value that was not batched. What depends on which it is, is refused.
+    A cotangent that is equal on all ranks may be that of each rank, or already the sum of theirs:
+    autograd adds those of a value that was not batched. Moves that depend on which are refused.
     """
 
     def __init__(self, mesh: Mesh, names: Iterable[str], markers: Sequence[Tensor]) -> None:
@@ -266,7 +266,7 @@ class _Late(BatchedBackend):
 
 
 _KNOWN: Final = frozenset({"same", "slice", "mask", "max", "min"})
-"""Moves that mean the same of a value that is equal on all ranks, whatever it is."""
+"""Moves whose result does not depend on that."""
 
 
 class _Context:

@@ -30,13 +30,13 @@ TORCHRUN_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass
 class _State:
-    """The mutable state of a mesh: its groups may be closed and made anew.
+    """The mutable state of a mesh, whose groups may be closed and made anew.
 
     Attributes:
         closed: whether `close` has been called.
-        epoch: how often the run had recovered when its groups were made.
-        remade: whether its groups are no longer those of the DeviceMesh it was made with.
-        forget: what else has to forget the groups.
+        epoch: number of recoveries of the run before its groups were made.
+        remade: whether its groups differ from those of the DeviceMesh it was made with.
+        forget: callbacks that drop other references to the groups.
     """
 
     closed: bool = False
@@ -55,7 +55,7 @@ class Mesh:
         axis_names: one name per axis, major first.
         axis_sizes: ranks along each axis.
         kind: how its ranks run; see `make_mesh`.
-        device: where values live; None takes any one device that the inputs share.
+        device: device of the values; None takes any one device that the inputs share.
         simulate: the strategy of a simulated mesh.
         device_mesh: torch's mesh underneath; process-group meshes only.
         debug: "collectives" compares every collective on all ranks before it begins.
@@ -77,12 +77,12 @@ class Mesh:
     _sizes: dict[str, int] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     def __post_init__(self) -> None:
-        """Keeps the sizes by name, which each call of a collective asks for."""
+        """Stores the sizes by name, which each call of a collective reads."""
         self._sizes.update(zip(self.axis_names, self.axis_sizes, strict=True))
 
     @property
     def shape(self) -> Mapping[str, int]:
-        """Axis name to axis size, in order.
+        """Mapping of axis names to axis sizes, in order.
 
         Example:
             >>> make_mesh((2, 4), ("dp", "tp"), kind="simulated").shape["tp"]
@@ -105,7 +105,7 @@ class Mesh:
         return dist.get_rank() if self.device_mesh is not None else 0
 
     def num_ranks(self, axes: Sequence[str]) -> int:
-        """The number of ranks along several axes together."""
+        """Returns the number of ranks along several axes together."""
         sizes = self._sizes
         if len(axes) == 1:
             return sizes[axes[0]]
@@ -124,28 +124,28 @@ class Mesh:
         return {axis: place[axis] for axis in self.axis_names}
 
     def rank_at(self, place: Mapping[str, int]) -> int:
-        """The rank that stands at these coordinates; inverse of `coordinates`."""
+        """Returns the rank at these coordinates; inverse of `coordinates`."""
         rank = 0
         for axis, size in zip(self.axis_names, self.axis_sizes, strict=True):
             rank = rank * size + place[axis]
         return rank
 
     def index(self, axes: Sequence[str], place: Mapping[str, int]) -> int:
-        """The position along several axes together, the first of them major."""
+        """Returns the position along several axes together, the first of them major."""
         sizes, index = self._sizes, 0
         for axis in axes:
             index = index * sizes[axis] + place[axis]
         return index
 
     def peers(self, axes: Sequence[str], place: Mapping[str, int]) -> tuple[int, ...]:
-        """The ranks that differ from `place` along `axes` only, in the order of `index`."""
+        """Returns the ranks that differ from `place` along `axes` only, in the order of `index`."""
         places = [dict(place)]
         for axis in axes:
             places = [{**p, axis: i} for p in places for i in range(self.shape[axis])]
         return tuple(self.rank_at(p) for p in places)
 
     def group(self, axes: Sequence[str], purpose: str = "collectives") -> dist.ProcessGroup:
-        """The process group along `axes`, its members in mesh order whatever the order of `axes`.
+        """Returns the process group along `axes`; its members are in mesh order.
 
         One group per set of axes and purpose. The group of one axis exists already; others are
         made at first use, which each member must reach, as it does when all ranks run one program.
@@ -170,21 +170,21 @@ class Mesh:
             return device_mesh.get_group(axes[0])
         members = self.peers(axes, self.coordinates(dist.get_rank()))
         named = (dist.group.WORLD, *map(device_mesh.get_group, axes))
-        made = dist.new_group(
+        group = dist.new_group(
             list(members),
             timeout=_shortest_timeout([group for group in named if group is not None]),
             use_local_synchronization=True,
             group_desc=f"{axes} {purpose}",
         )
-        assert isinstance(made, dist.ProcessGroup)  # this rank is a member
-        return made
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        return group
 
     def recover(self) -> None:
-        """Goes on after an error of communication: all ranks agree, and make new groups.
+        """Recovers from an error of communication: all ranks agree, and make new groups.
 
-        After such an error nobody knows which messages are still under way, and every call raises a
-        MeshError. Catch the error on all ranks and call this on all of them: it waits for them, at
-        most for twice the timeout. Where a process is gone it raises; start the processes anew
+        After such an error messages may still be in flight, and every call raises a MeshError.
+        Catch the error on all ranks and call this on all of them: it waits for them, at most for
+        twice the timeout. Where a process is gone it raises; start the processes anew
         then, as `torchrun --max-restarts` does. On a mesh of one process it does nothing.
 
         Raises:
@@ -200,7 +200,7 @@ class Mesh:
             within(3 * control.timeout, "recover()", control.recover)
         self._forget()
         self._state.epoch, self._state.remade = control.epoch, True
-        # DTensors that lie on the mesh use the same groups.
+        # DTensors on the mesh use the same groups.
         names = within(
             control.timeout,
             "recover()",
@@ -233,14 +233,14 @@ class Mesh:
         self._state.forget.clear()
 
     def when_groups_change(self, forget: Callable[[], object]) -> None:
-        """Has `forget` called once, when the groups are closed or made anew."""
+        """Registers `forget`, to be called once when the groups are closed or made anew."""
         self._state.forget.append(forget)
 
     def require_open(self) -> None:
         """Requires that its groups can be used.
 
         Raises:
-            MeshError: it is closed, or its groups are of before a `recover` of another mesh.
+            MeshError: it is closed, or its groups were made before a `recover` of another mesh.
         """
         control = current()
         if self._state.closed:
@@ -255,7 +255,7 @@ class Mesh:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Closes it."""
+        """Closes the mesh."""
         self.close()
 
     def __str__(self) -> str:
@@ -297,9 +297,8 @@ def make_mesh(
             programs known to be right. "auto": "vmap" for a function whose signature the checker
             accepted, else "ranks".
         timeout: seconds, or a timedelta: how long a rank of a process-group mesh waits for others
-            at most, in whatever it waits. By default the timeout of torch's process group, which is
-            30 minutes on gloo. With one axis the group is torch's default group, whose timeout it
-            becomes.
+            at most. By default the timeout of torch's process group, 30 minutes on gloo. With one
+            axis the group is torch's default group, whose timeout it becomes.
         debug: "collectives" compares every collective on all ranks of a process-group mesh before
             it begins, which costs a round trip each. By default calls are compared, and backwards
             at their first collective.
@@ -308,7 +307,7 @@ def make_mesh(
     has (gloo on CPU, NCCL on CUDA) and makes one group per axis, so every rank must call it.
 
     Raises:
-        MeshError: sizes, names, world size or environment do not fit.
+        MeshError: sizes, names, world size or environment do not match.
         CollectiveMismatchError: the processes make different meshes.
         CommunicationError: a process did not come in time.
 
@@ -324,7 +323,7 @@ def make_mesh(
         raise MeshError(f"debug={show(debug)} is neither None nor 'collectives'.")
     limit = _limit(timeout)
     if isinstance(shape, DeviceMesh):
-        return _adopt(shape, axis_names, simulate, limit, debug)
+        return _from_device_mesh(shape, axis_names, simulate, limit, debug)
     names, sizes = _check_layout(shape, axis_names)
     kind = kind if kind is not None else _default_kind()
     if not isinstance(kind, str) or kind not in get_args(Kind):
@@ -344,7 +343,7 @@ def _make_device_mesh(
     def make() -> DeviceMesh:
         return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
-    if device.type != "cpu":  # the device is one of this thread
+    if device.type != "cpu":  # the current device is a state of this thread
         return make()
     world = dist.group.WORLD
     assert world is not None  # it has been initialised
@@ -360,7 +359,7 @@ def _limit(timeout: float | timedelta | None) -> timedelta | None:
 
 
 def _agree(names: tuple[str, ...], sizes: tuple[int, ...], limit: timedelta | None) -> None:
-    """Requires that all processes make the same mesh, which else wait for each other in groups."""
+    """Requires that all processes make the same mesh; otherwise making groups would hang."""
     world = dist.group.WORLD
     assert world is not None  # it has been initialised
     shortest = _shortest_timeout([world])
@@ -382,7 +381,7 @@ def _agree(names: tuple[str, ...], sizes: tuple[int, ...], limit: timedelta | No
 
 
 def _with_groups(mesh: Mesh, limit: timedelta | None) -> Mesh:
-    """Makes the groups of its axes, which torch gives 30 minutes, as patient as the default one."""
+    """Makes the groups of a mesh's axes, with the timeout of the default group."""
     world = dist.group.WORLD
     assert world is not None  # it has been initialised
     patience = limit or _shortest_timeout([world])
@@ -474,7 +473,7 @@ def _check_world(names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
         )
 
 
-def _adopt(
+def _from_device_mesh(
     device_mesh: DeviceMesh,
     axis_names: Sequence[str] | None,
     simulate: Strategy,
@@ -527,15 +526,15 @@ def use_mesh(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
 
 
 def current_mesh() -> Mesh | None:
-    """The mesh of the innermost `use_mesh` on this thread, or None."""
+    """Returns the mesh of the innermost `use_mesh` on this thread, or None."""
     return _AMBIENT.meshes[-1] if _AMBIENT.meshes else None
 
 
-_ADOPTED: dict[int, Mesh] = {}
+_FROM_DEVICE_MESH: dict[int, Mesh] = {}
 
 
 def as_mesh(mesh: Mesh | DeviceMesh | None) -> Mesh:
-    """Returns `mesh` as ours, or the current one for None.
+    """Converts a DeviceMesh to a Mesh; returns the current mesh for None.
 
     Raises:
         MeshError: there is none, or it is no mesh.
@@ -543,13 +542,13 @@ def as_mesh(mesh: Mesh | DeviceMesh | None) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, DeviceMesh):
-        known = _ADOPTED.get(id(mesh))
+        known = _FROM_DEVICE_MESH.get(id(mesh))
         if known is None or known.device_mesh is not mesh:
-            known = _ADOPTED[id(mesh)] = make_mesh(mesh)
+            known = _FROM_DEVICE_MESH[id(mesh)] = make_mesh(mesh)
         return known
     if mesh is not None:
         raise MeshError(f"A mesh is made by make_mesh or is a DeviceMesh, not {show(mesh)}.")
-    found = current_mesh()
-    if found is None:
+    current = current_mesh()
+    if current is None:
         raise MeshError("No mesh: pass mesh=..., or enter one with `with use_mesh(mesh):`.")
-    return found
+    return current

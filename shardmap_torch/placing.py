@@ -1,4 +1,4 @@
-"""Putting whole trees of values on a mesh, and taking them off again."""
+"""`device_put`, `from_local` and `full`: place trees of values on a mesh, and gather them."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -28,11 +28,11 @@ X = TypeVar("X")
 def device_put(
     tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree, *, as_dtensor: bool = False
 ) -> X:
-    """Places global values on the mesh: each rank keeps its piece.
+    """Places global values on the mesh: each rank keeps its shard.
 
-    On a process-group mesh every rank passes the same values, and cut ones become DTensors; on a
-    simulated mesh the values stay global. Either way they move to the mesh's device. Nothing is
-    communicated. Gradients come back global.
+    On a process-group mesh every rank passes the same values, and sharded ones become DTensors; on
+    a simulated mesh the values stay global. On both they move to the mesh's device. Nothing is
+    communicated. Gradients are global.
 
     Args:
         tree: pytree of tensors, or DTensors, which are redistributed.
@@ -56,8 +56,8 @@ def device_put(
     """
     on = as_mesh(mesh)
     moved: X = map_leaves(lambda leaf: _to_device(leaf, on), tree)
-    found = list(broadcast_prefix(specs, moved, "tree", is_spec))
-    placed = check_inputs("device_put", on, on.axis_names, found, infers=True)
+    leaves = list(broadcast_prefix(specs, moved, "tree", is_spec))
+    placed = check_inputs("device_put", on, on.axis_names, leaves, infers=True)
     runtime = runtime_of(on)
 
     def put(leaf: Placed[P | None]) -> Tensor:
@@ -67,10 +67,10 @@ def device_put(
 
 
 def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
-    """Makes global values of those that each process holds, as after reading its own batch.
+    """Makes global values from the local ones of each process, as after reading its own batch.
 
-    On a process-group mesh a leaf is this rank's piece and becomes a DTensor without communication.
-    On a simulated mesh the one process holds everything, so its values are global already.
+    On a process-group mesh a leaf is this rank's shard and becomes a DTensor without communication.
+    On a simulated mesh the one process has all values, so they are global already.
 
     Args:
         tree: pytree of local tensors, of the same shapes on all ranks.
@@ -78,7 +78,7 @@ def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
         specs: pytree prefix of specs.
 
     Raises:
-        SpecError: names every leaf whose spec does not fit.
+        SpecError: names every leaf whose spec does not match.
 
     Source: `jax.make_array_from_process_local_data`; `DTensor.from_local`.
 
@@ -89,17 +89,17 @@ def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
         tensor([0, 1, 2, 3])
     """
     on = as_mesh(mesh)
-    found = list(broadcast_prefix(specs, tree, "tree", is_spec))
+    leaves = list(broadcast_prefix(specs, tree, "tree", is_spec))
     runtime = runtime_of(on)
     if not runtime.is_distributed:
-        check_inputs("from_local", on, on.axis_names, found, infers=True)
+        check_inputs("from_local", on, on.axis_names, leaves, infers=True)
         return tree
-    placed = _check_local(on, found)
+    placed = _check_local(on, leaves)
     return _replace(tree, placed, lambda leaf: runtime.join(on, spec_of(leaf), leaf.value))
 
 
 def full(tree: X) -> X:
-    """Gathers DTensors to plain tensors that are whole on every rank; leaves other values alone.
+    """Gathers DTensors to plain global tensors on every rank; leaves other values alone.
 
     Sends (n-1) times the local bytes per rank for a value sharded over n ranks.
 
@@ -111,8 +111,8 @@ def full(tree: X) -> X:
         >>> full({"x": torch.ones(2)})
         {'x': tensor([1., 1.])}
     """
-    whole: X = map_leaves(lambda leaf: leaf.full_tensor() if is_dtensor(leaf) else leaf, tree)
-    return whole
+    gathered: X = map_leaves(lambda leaf: leaf.full_tensor() if is_dtensor(leaf) else leaf, tree)
+    return gathered
 
 
 def _to_device(leaf: object, mesh: Mesh) -> object:
@@ -121,10 +121,10 @@ def _to_device(leaf: object, mesh: Mesh) -> object:
 
 
 def _check_local(
-    mesh: Mesh, found: list[Placed[P | None] | Mismatch]
+    mesh: Mesh, leaves: list[Placed[P | None] | Mismatch]
 ) -> tuple[Placed[P | None], ...]:
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
-    placed = tuple(leaf for leaf in found if isinstance(leaf, Placed))
+    problems = [str(leaf) for leaf in leaves if isinstance(leaf, Mismatch)]
+    placed = tuple(leaf for leaf in leaves if isinstance(leaf, Placed))
     for leaf in placed:
         if not crosses(leaf):
             continue

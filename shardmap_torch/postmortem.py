@@ -9,11 +9,11 @@ from shardmap_torch.errors import PostmortemError
 
 
 def compare(dumps: Sequence[Dump]) -> str:
-    """Merges the dumps of the ranks, and points at the first collective in which they differ.
+    """Compares the dumps of the ranks, and reports the first collective in which they differ.
 
     Returns:
         A report of a few lines: the last collective that all ranks have in common, the first
-        difference with the line of each rank, and what each rank said when it failed.
+        difference with the line of each rank, and the error of each rank.
 
     Example:
         >>> from shardmap_torch.control.recorder import Dump, Entry
@@ -32,7 +32,7 @@ def compare(dumps: Sequence[Dump]) -> str:
     by_rank = {dump.rank: {entry.seq: entry for entry in dump.entries} for dump in dumps}
     last = max((seq for entries in by_rank.values() for seq in entries), default=0)
     lines = [f"ranks {_ranges(list(by_rank))}, {last} collectives"]
-    # Older entries have been dropped, by some ranks earlier than by others.
+    # Ranks may have dropped different numbers of old entries.
     first = max((min(entries, default=0) for entries in by_rank.values()), default=0)
     for seq in range(first, last + 1):
         at = {rank: entries.get(seq) for rank, entries in by_rank.items()}
@@ -59,7 +59,7 @@ def _described(
 
 
 def _by_text(texts: Mapping[int, str]) -> list[str]:
-    """One line for each text, with the ranks that have it."""
+    """Formats one line for each text, with the ranks that have it."""
     lines = []
     for text in dict.fromkeys(texts.values()):
         ranks = [rank for rank, other in texts.items() if other == text]

@@ -19,13 +19,13 @@ def _entry_axes(entry: Entry) -> tuple[str, ...]:
 class P:
     """One entry per tensor dimension: None, an axis name, or a tuple of names (first is major).
 
-    Trailing dimensions may be left out; they are not cut. Axes that no dimension mentions may be
-    typed by keyword: `replicate=` (each rank uses the value in its own way, gradients are summed
+    Trailing dimensions may be left out; they are not sharded. Axes that no dimension mentions may
+    be typed by keyword: `replicate=` (each rank uses the value in its own way, gradients are summed
     over the axis), `invariant=` (one computation repeated) and `partial=` (the value is the sum
     over the ranks). A value type: immutable, hashable, equal by content, a leaf to pytrees.
 
     Raises:
-        SpecError: an entry is no axis name, or an axis stands in two places.
+        SpecError: an entry is no axis name, or an axis is named twice.
 
     Source: `jax.sharding.PartitionSpec`, with its `unreduced=` named `partial=`.
 
@@ -52,10 +52,10 @@ class P:
     partial: Final[frozenset[str]]
 
     sharded_dims: Final[tuple[tuple[int, tuple[str, ...]], ...]]
-    """The dimensions that are cut, with the axes that cut them, major first."""
+    """The sharded dimensions, with the axes that shard them, major first."""
 
     mentioned: Final[tuple[str, ...]]
-    """The axes that cut some dimension."""
+    """The axes that shard some dimension."""
 
     def __init__(
         self,
@@ -82,13 +82,13 @@ class P:
         object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:
-        """Equal when entries and keywords are."""
+        """Compares entries and keywords."""
         if not isinstance(other, P):
             return NotImplemented
         return self is other or (self._hash == other._hash and self._key() == other._key())
 
     def __hash__(self) -> int:
-        """Agrees with equality."""
+        """Hashes entries and keywords, once."""
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -106,7 +106,7 @@ class P:
         return self.entries, self.replicate, self.invariant, self.partial
 
     def typed(self) -> Iterator[tuple[str, frozenset[str]]]:
-        """The keywords that name at least one axis."""
+        """Yields the keywords that name at least one axis, with their axes."""
         for name in ("replicate", "invariant", "partial"):
             axes: frozenset[str] = getattr(self, name)
             if axes:
@@ -114,12 +114,12 @@ class P:
 
     @property
     def named(self) -> frozenset[str]:
-        """All axes that stand anywhere in the spec."""
+        """All axes that the spec names, in entries or keywords."""
         return frozenset(self.mentioned) | self.replicate | self.invariant | self.partial
 
     @property
     def types(self) -> Mapping[str, AxisType]:
-        """The type along each named axis.
+        """Types along each named axis.
 
         Example:
             >>> P("dp", replicate={"tp"}).types
@@ -127,7 +127,7 @@ class P:
         """
         types = {axis: S(dim) for dim, axes in self.sharded_dims for axis in axes}
         keywords = ((self.replicate, R), (self.invariant, I), (self.partial, Partial))
-        return types | {axis: kind for axes, kind in keywords for axis in sorted(axes)}
+        return types | {axis: type_ for axes, type_ in keywords for axis in sorted(axes)}
 
 
 def is_partition(value: object) -> bool:
@@ -165,10 +165,10 @@ def _reject_repeats(spec: P) -> None:
 
 
 def mismatches(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
-    """Says how `spec` fails to cut a tensor of global `shape` over axes of these `sizes`.
+    """Explains why `spec` cannot shard a tensor of global `shape` over axes of these `sizes`.
 
     Returns:
-        One sentence per problem, none when it fits.
+        One sentence per problem, none when it matches.
 
     Example:
         >>> mismatches(P("tp"), (10,), {"tp": 4})

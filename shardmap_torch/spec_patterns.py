@@ -1,4 +1,4 @@
-"""Specs for a tree of parameters, written as patterns over the paths of its leaves."""
+"""`match_specs`: specs for a tree of parameters, as patterns over the paths of its leaves."""
 
 import difflib
 import re
@@ -14,7 +14,7 @@ from shardmap_torch.spec import P
 
 
 def match_specs(tree: Tree, patterns: Mapping[str, P], *, default: P | None = None) -> Tree:
-    """Gives every leaf of `tree` the spec of the one pattern that matches its path.
+    """Makes a tree of specs: each leaf of `tree` gets that of the one pattern matching its path.
 
     The path of a leaf is its keys, indices and attribute names joined by dots, as in
     `layers.0.wq`. In a pattern `*` stands for any characters within one name, `**` for any number
@@ -50,12 +50,12 @@ def match_specs(tree: Tree, patterns: Mapping[str, P], *, default: P | None = No
     leaves, structure = flatten(tree)
     paths = leaf_paths(tree)
     matches = [[each for each in patterns if _regex(each).fullmatch(path)] for path in paths]
-    used = {pattern for found in matches for pattern in found}
+    used = {pattern for matching in matches for pattern in matching}
     problems = [_unused(pattern, paths) for pattern in patterns if pattern not in used]
     specs = []
-    for path, leaf, found in zip(paths, leaves, matches, strict=True):
-        spec = patterns[found[0]] if found else default
-        problems += _leaf_problems(path, leaf, spec, found)
+    for path, leaf, matching in zip(paths, leaves, matches, strict=True):
+        spec = patterns[matching[0]] if matching else default
+        problems += _leaf_problems(path, leaf, spec, matching)
         specs.append(spec)
     if problems:
         raise SpecError(listing("match_specs: patterns and leaves do not match:", problems))
@@ -108,9 +108,9 @@ def _unused(pattern: str, paths: Sequence[str]) -> str:
     )
 
 
-def _leaf_problems(path: str, leaf: Any, spec: P | None, found: Sequence[str]) -> Iterable[str]:
-    if len(found) > 1:
-        yield f"leaf {path!r}: matched by {' and '.join(map(repr, found))}"
+def _leaf_problems(path: str, leaf: Any, spec: P | None, patterns: Sequence[str]) -> Iterable[str]:
+    if len(patterns) > 1:
+        yield f"leaf {path!r}: matched by {' and '.join(map(repr, patterns))}"
     elif spec is None:
         yield f"leaf {path!r}: no pattern matches"
     elif (shape := getattr(leaf, "shape", None)) is not None and len(spec.entries) > len(shape):

@@ -1,4 +1,4 @@
-"""`shard_map`: a per-rank function becomes a function of global values."""
+"""`shard_map`: maps a per-rank function over the ranks of a mesh."""
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
@@ -81,7 +81,7 @@ def shard_map(
 
     Use it as a function or as a decorator. The result takes and returns global values: on a
     simulated mesh plain tensors, on a process-group mesh plain tensors that are equal on all ranks
-    or DTensors, and a result is a DTensor unless it is whole on every rank.
+    or DTensors, and a result is a DTensor unless it is replicated on every rank.
 
     Args:
         f: the per-rank function, of any pytrees of tensors.
@@ -96,7 +96,7 @@ def shard_map(
         mesh: the mesh; by default that of the enclosing body, or else of `use_mesh`. It is looked
             up in each call.
         axis_names: the axes that this function is mapped over; by default all that the enclosing
-            body has not bound. Over the others its values are whole.
+            body has not bound. Over the others its values are global.
         check: verify, before a signature runs for the first time, that the body is well-typed and
             that the backward which autograd derives computes right gradients: "local", or True.
             "global" requires in addition that the forward is that of the same program on one
@@ -107,7 +107,7 @@ def shard_map(
             functions: 1 compares always, 0 never.
 
     Raises:
-        SpecError: in a call, if arguments or results do not fit the specs, or if plain inputs
+        SpecError: in a call, if arguments or results do not match the specs, or if plain inputs
             differ between processes; names all offenders.
         MeshError: in a call, if there is no mesh.
         ShardTypeError: in a call, if the program is not well-typed or would compute wrong
@@ -151,13 +151,13 @@ def shard_map(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return body.run(args, kwargs)
 
-    # How `check_program` and its like reach the checker.
+    # `check_program` and its like call the checker by this.
     mapped._shardmap_verdict = body.verdict_on  # type: ignore[attr-defined]
     return mapped
 
 
 class _Body:
-    """A function with its specs, and what has been found out about it."""
+    """A function with its specs, the cached matches of its signatures, and its verdicts."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Body:
         self._name = getattr(function, "__name__", type(function).__name__)
         self._in_specs, self._out_specs = in_specs, out_specs
         self._mesh, self._axis_names, self._check = mesh, axis_names, bool(check)
-        # Annotated, since Dynamo cannot call the generic alias Memo[Fit].
+        # Annotated, since Dynamo cannot call the generic alias Memo[Match].
         self._in_matches: Memo[Match] = Memo()
         self._out_matches: Memo[Match] = Memo()
         strictness: Strictness = "global" if check == "global" else "local"
@@ -189,7 +189,7 @@ class _Body:
             if scope is None and not torch.compiler.is_compiling():
                 return run_unchecked(call, _run_alone)
             return _run(call, scope, batches=False)
-        # Dynamo may have given the call up, for want of a named axis, and look into what runs then.
+        # Dynamo may have given up the call, for lack of a named axis, and would trace what is run.
         if get_eval_frame_callback() is not None:
             uncompiled = torch.compiler.disable(self._run_checked)
             return uncompiled(args, kwargs)
@@ -207,7 +207,7 @@ class _Body:
     def verdict_on(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], strictness: Strictness | None = None
     ) -> Verdict:
-        """Checks without running."""
+        """Checks a call without running it."""
         args, kwargs = stand_ins((args, kwargs))
         return self._checked.verdict(self._call(None, args, kwargs, infers=True), strictness)
 
@@ -221,8 +221,8 @@ class _Body:
         leaves, structure = flatten((args, kwargs))
 
         def match() -> Match:
-            found = place_arguments(self._function, self._signature, args, kwargs, self._in_specs)
-            return Match.of(check_inputs(self._name, mesh, axes, found, infers))
+            placed = place_arguments(self._function, self._signature, args, kwargs, self._in_specs)
+            return Match.of(check_inputs(self._name, mesh, axes, placed, infers))
 
         key = (structure, mesh, axes, infers, *map(input_signature, leaves))
         return Call(
@@ -278,10 +278,10 @@ def _resolve_axes(
 
 
 def _read_axis_names(name: str, axis_names: Collection[str]) -> tuple[str, ...]:
-    found = read_names(axis_names)
-    if found is None:
+    names = read_names(axis_names)
+    if names is None:
         raise SpecError(f"{name}: axis_names takes axis names, not {show(axis_names)}.")
-    return found
+    return names
 
 
 def _run_alone(call: Call, batches: bool) -> Tree:
@@ -289,7 +289,7 @@ def _run_alone(call: Call, batches: bool) -> Tree:
 
 
 def _run(call: Call, scope: Scope | None, batches: bool) -> Tree:
-    """Runs a call on its mesh; `batches`: the checker found that one batched program can do it."""
+    """Runs a call on its mesh; with `batches` a simulated mesh may run one batched program."""
     if scope is None:
         return runtime_of(call.mesh).run(call, batches)
     if isinstance(scope.backend, BatchedBackend):

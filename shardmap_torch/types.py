@@ -1,7 +1,7 @@
-"""Types of a value along one mesh axis: I, R, V, S(i), Partial, K and Z.
+"""AxisType: the type of a value along one mesh axis, one of I, R, V, S(i), Partial, K and Z.
 
-A value in the body of a shard_mapped function has one type per mesh axis. Types describe; they
-are not carried at run time, where every value is a plain tensor.
+A value in the body of a shard_mapped function has one type per mesh axis. Types exist in the
+checker only: at run time every value is a plain tensor.
 
 Source: JAX calls them invariant, reduced, varying and unreduced (`jax.shard_map`, `jax.typeof`);
 S(i) is DTensor's `Shard(i)`.
@@ -19,7 +19,7 @@ class AxisType:
     """The type of a value along one mesh axis.
 
     Attributes:
-        kind: one letter, as it is printed; P for Partial, which prints as `Partial`.
+        kind: the letter of the type; P for Partial, which prints as `Partial`.
         dim: the tensor dimension that the shards concatenate along; S(i) only.
 
     Example:
@@ -31,7 +31,7 @@ class AxisType:
     dim: int | None = None
 
     def __hash__(self) -> int:
-        """Of the letter alone: types are parts of many keys."""
+        """Hashes the letter alone, for speed: types are parts of many keys."""
         return hash(self.kind)
 
     def __repr__(self) -> str:
@@ -42,7 +42,7 @@ class AxisType:
 
     @property
     def varies(self) -> bool:
-        """Returns whether the ranks of the axis may hold different values: V, S(i) and P."""
+        """Returns whether the ranks of the axis may have different values: V, S(i) and Partial."""
         return self.kind in ("V", "S", "P")
 
 
@@ -53,18 +53,18 @@ R = AxisType("R")
 V = AxisType("V")
 """Varying: may differ between the ranks."""
 Partial = AxisType("P")
-"""Partial: the value meant is the sum over the ranks."""
+"""Partial: the global value is the sum over the ranks, which is pending."""
 K = AxisType("K")
 """Uncommitted: equal on all ranks, neither I nor R yet."""
 Z = AxisType("Z")
-"""Zero on every rank, which matches any type."""
+"""Zero on every rank, which is valid as any type."""
 
 COTANGENT: Final[Mapping[AxisType, AxisType]] = {I: I, R: Partial, V: V, Partial: R}
 """The type of the cotangent of a value, by the type of the value."""
 
 
 def S(dim: int) -> AxisType:  # noqa: N802 - reads as the type it makes, like DTensor's Shard(dim)
-    """A varying value whose global value is the concatenation of the shards along `dim`.
+    """Makes the type of a varying value whose shards concatenate along `dim` to the global value.
 
     Example:
         >>> S(0)

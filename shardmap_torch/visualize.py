@@ -1,4 +1,4 @@
-"""A small coloured table that shows which ranks hold which piece of a value."""
+"""`visualize_sharding`: prints a coloured table of the ranks that have each shard of a value."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
@@ -28,7 +28,7 @@ COLORS: Final = (
     "dark_orange3",
 )
 MAX_SHOWN: Final = 8
-"""So many ranks of a cell, or pieces along a dim, are shown; of more, the first and the last."""
+"""Number of ranks of a cell, or of shards along a dim, up to which all are shown."""
 
 
 def visualize_sharding(
@@ -38,20 +38,20 @@ def visualize_sharding(
     spec: P | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints which ranks hold which piece of `x`: one cell a piece, one colour a set of ranks.
+    """Prints the ranks that have each shard of `x`: a cell per shard, a colour per set of ranks.
 
-    Ranks that hold the same piece share its cell: `0, 4`. Where the value is a sum over ranks that
-    is still pending, they stand as `0 + 1`. Headers name the indices that a row or column holds;
-    dims that are not cut do not show.
+    Ranks with the same shard share its cell: `0, 4`. Where the value is a pending sum over ranks,
+    they are shown as `0 + 1`. Headers are the indices of a row or column; dims that are not sharded
+    are not shown.
 
     Args:
         x: a DTensor, which knows how it is sharded; or a tensor or a global shape with `spec`.
         mesh: the mesh of `spec`; by default that of `use_mesh`.
-        spec: how `x` is cut. For a DTensor by default as it lies.
+        spec: the spec of `x`; for a DTensor by default that of its placements.
         console: where to print; by default the standard output.
 
     Raises:
-        SpecError: no spec, one that does not fit the shape, or more than two dims that are cut.
+        SpecError: no spec, one that does not match the shape, or more than two sharded dims.
         MeshError: no mesh.
 
     Source: `jax.debug.visualize_array_sharding`.
@@ -70,22 +70,22 @@ def visualize_sharding(
         └───────┴─────────┴─────────┴─────────┘
     """
     shape = _shape_of(x)
-    on, cut = _layout(x, mesh, spec)
-    unknown = sorted(cut.named - set(on.axis_names))
+    on, layout = _layout(x, mesh, spec)
+    unknown = sorted(layout.named - set(on.axis_names))
     if unknown:
         names = ", ".join(map(repr, unknown))
         raise SpecError(
-            f"visualize_sharding: {cut!r} names {names}, but the axes are {on.axis_names}."
+            f"visualize_sharding: {layout!r} names {names}, but the axes are {on.axis_names}."
         )
-    problems = mismatches(cut, shape, on.shape)
+    problems = mismatches(layout, shape, on.shape)
     if problems:
         raise SpecError(
             f"visualize_sharding: {shape} does not match its spec: {'; '.join(problems)}"
         )
-    rows, columns = _shown_dims(cut, shape)
+    rows, columns = _shown_dims(layout, shape)
     out = console if console is not None else Console()
-    out.print(f"{shape} sharded by {cut!r} on {on}", highlight=False, soft_wrap=True)
-    out.print(_table(shape, on, cut, rows, columns))
+    out.print(f"{shape} sharded by {layout!r} on {on}", highlight=False, soft_wrap=True)
+    out.print(_table(shape, on, layout, rows, columns))
 
 
 def _shape_of(x: Tensor | Sequence[int]) -> tuple[int, ...]:
@@ -109,14 +109,14 @@ def _layout(x: Tensor | Sequence[int], mesh: Mesh | None, spec: P | None) -> tup
 
 
 def _spec_of(x: DTensor, mesh: Mesh) -> P:
-    found = spec_of(x, mesh)
-    if isinstance(found, P):
-        return found
-    raise SpecError(f"visualize_sharding: cannot show the placement {found}.")
+    spec = spec_of(x, mesh)
+    if isinstance(spec, P):
+        return spec
+    raise SpecError(f"visualize_sharding: cannot show the placement {spec}.")
 
 
 def _shown_dims(spec: P, shape: tuple[int, ...]) -> tuple[int | None, int | None]:
-    """The dims that run down and across; a single cut runs across where its dim is the last."""
+    """Returns the dims of rows and of columns; a single one is of columns if it is the last."""
     dims = sorted(dim for dim, _ in spec.sharded_dims)
     if len(dims) > 2:
         raise SpecError(
@@ -134,11 +134,11 @@ def _table(
     shape: tuple[int, ...], mesh: Mesh, spec: P, down: int | None, across: int | None
 ) -> Table:
     axes = dict(spec.sharded_dims)
-    holders: dict[tuple[int, int], list[int]] = {}
+    ranks_of: dict[tuple[int, int], list[int]] = {}
     for rank in range(mesh.size):
         place = mesh.coordinates(rank)
         row, column = (_index(mesh, axes, dim, place) for dim in (down, across))
-        holders.setdefault((row, column), []).append(rank)
+        ranks_of.setdefault((row, column), []).append(rank)
     row_heads, column_heads = (_heads(shape, mesh, axes, dim) for dim in (down, across))
     shown = _shown(range(len(column_heads)))
     table = Table(box=box.SQUARE, show_header=across is not None, show_lines=True)
@@ -149,7 +149,7 @@ def _table(
         table.add_column(head, justify="center", no_wrap=True)
     for i in _shown(range(len(row_heads))):
         head = "…" if i is None else row_heads[i]
-        cells = [_cell(mesh, spec, i, j, holders) for j in shown]
+        cells = [_cell(mesh, spec, i, j, ranks_of) for j in shown]
         table.add_row(*([] if down is None else [head]), *cells)
     return table
 
@@ -159,12 +159,12 @@ def _cell(
     spec: P,
     row: int | None,
     column: int | None,
-    holders: Mapping[tuple[int, int], Sequence[int]],
+    ranks_of: Mapping[tuple[int, int], Sequence[int]],
 ) -> Text:
     if row is None or column is None:
         return Text("…")
     color = COLORS[(3 * row + column) % len(COLORS)]
-    return Text(_names(mesh, spec, holders[row, column]), style=f"bold white on {color}")
+    return Text(_names(mesh, spec, ranks_of[row, column]), style=f"bold white on {color}")
 
 
 def _index(
@@ -176,16 +176,16 @@ def _index(
 def _heads(
     shape: tuple[int, ...], mesh: Mesh, axes: Mapping[int, tuple[str, ...]], dim: int | None
 ) -> list[str]:
-    """The indices that each piece holds, as slices."""
+    """Formats the indices of each shard, as slices."""
     if dim is None:
         return [""]
-    num_pieces = mesh.num_ranks(axes[dim])
-    length = shape[dim] // num_pieces
-    return [f"{i * length}:{(i + 1) * length}" for i in range(num_pieces)]
+    num_shards = mesh.num_ranks(axes[dim])
+    length = shape[dim] // num_shards
+    return [f"{i * length}:{(i + 1) * length}" for i in range(num_shards)]
 
 
 def _names(mesh: Mesh, spec: P, ranks: Sequence[int]) -> str:
-    """The ranks of one piece: copies set apart by commas, addends by plus signs."""
+    """Formats the ranks of one shard: copies with commas, addends with plus signs."""
     copies: dict[tuple[int, ...], list[int]] = {}
     for rank in ranks:
         place = mesh.coordinates(rank)
@@ -196,7 +196,7 @@ def _names(mesh: Mesh, spec: P, ranks: Sequence[int]) -> str:
 
 
 def _shown(items: Sequence[T]) -> list[T | None]:
-    """Those to show; None stands for what is left out."""
+    """Returns the items to show; None in place of those left out."""
     if len(items) <= MAX_SHOWN:
         return list(items)
     return [*items[:2], None, items[-1]]

@@ -1,8 +1,7 @@
-"""Waiting for a message from or to one process on gloo.
+"""PeerWatch: waits on gloo for a message from or to one process, and ends waits that are stuck.
 
-gloo lets a wait for a collective be given up and taken up again. A wait for one peer it does not:
-what ends that early ends the connection. So it is ended, by another thread, only when the program
-is lost anyway.
+gloo can time out of a wait for a collective and resume it. A wait for one peer it cannot: a timeout
+closes the connection. So another thread ends it, and only when the peer can never arrive.
 """
 
 import threading
@@ -15,10 +14,10 @@ from shardmap_torch.control.run import PATIENCE, Control, StuckError
 
 
 class PeerWatch:
-    """A thread that looks whether a wait for a peer can end, while this process waits."""
+    """A thread that checks if a wait for a peer can end, while this process waits."""
 
     def __init__(self, control: Control) -> None:
-        """Starts the thread at the first wait."""
+        """Keeps the control; the first wait starts the thread."""
         self._control = control
         self._thread: threading.Thread | None = None
         self._waiting: dist.Work | None = None
@@ -26,10 +25,10 @@ class PeerWatch:
         self._leaving = threading.Event()
 
     def wait(self, work: dist.Work) -> None:
-        """Waits.
+        """Waits for a transfer.
 
         Raises:
-            StuckError: the peer can never come.
+            StuckError: the peer can never arrive.
             RuntimeError: the transfer has failed, or taken longer than the group's timeout.
         """
         if self._thread is None:

@@ -1,4 +1,4 @@
-"""The flight recorder: the last collectives of this rank, written to a file when something fails.
+"""Flight recorder: the last collectives of this rank, written to a file when something fails.
 
 Source: NCCL's flight recorder in PyTorch (`TORCH_NCCL_DUMP_ON_TIMEOUT`), for every backend.
 """
@@ -36,7 +36,7 @@ class Entry:
 
     @property
     def what(self) -> tuple[object, ...]:
-        """All in which the ranks must agree."""
+        """The fields that must be equal on all ranks."""
         return self.seq, self.call, self.function, self.operation, self.axes, self.operand
 
     def __str__(self) -> str:
@@ -60,26 +60,26 @@ class Recorder:
     """The last collectives of this process; a call of `begin` costs about half a microsecond."""
 
     def __init__(self) -> None:
-        """Holds nothing."""
+        """Starts empty."""
         self._entries: deque[tuple[int, int, str, Any, Any, Any]] = deque(maxlen=_LENGTH)
         self.seq = 0
         self.done = 0
 
     def begin(self, call: int, function: str, operation: Any, operand: Any, site: Any) -> None:
-        """Notes that a collective begins; texts are made when they are needed."""
+        """Records that a collective begins; its text is formatted only when needed."""
         self.seq += 1
         self._entries.append((self.seq, call, function, operation, operand, site))
 
     def end(self) -> None:
-        """Notes that it is done."""
+        """Records that the newest collective is done."""
         self.done = self.seq
 
     def entries(self) -> Iterator[Entry]:
-        """Yields what is known, oldest first."""
+        """Yields the recorded collectives, oldest first."""
         return map(self._entry, list(self._entries))
 
     def last(self) -> Entry | None:
-        """Returns the newest one."""
+        """Returns the newest collective, or None."""
         return self._entry(self._entries[-1]) if self._entries else None
 
     def _entry(self, raw: tuple[int, int, str, Any, Any, Any]) -> Entry:
@@ -91,7 +91,7 @@ class Recorder:
         return Entry(seq, call, function, str(operation), axes, operand, line, state)
 
     def write(self, rank: int, reason: str) -> Path | None:
-        """Writes the dump of this rank; None where the folder cannot be written."""
+        """Writes the dump of this rank; returns its path, None if the folder cannot be written."""
         lines = [f"rank\t{rank}", *(f"reason\t{line}" for line in reason.splitlines())]
         lines.append("\t".join(COLUMNS))
         for entry in self.entries():
@@ -118,7 +118,7 @@ def dump_folder() -> Path:
 
 
 def read_dump(path: Path) -> Dump:
-    """Reads what `Recorder.write` wrote.
+    """Reads a dump that `Recorder.write` wrote.
 
     Raises:
         PostmortemError: the file is no dump.

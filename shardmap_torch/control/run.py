@@ -1,8 +1,8 @@
-"""This process' part in a run over several: the check of each call, waits that end, and errors.
+"""Control: checks that all processes make the same calls, bounds waits, and explains failures.
 
-Before a call's first collective all ranks compare a hash of all that they have done so far: the
-function, its arguments, its checked program, and every collective since. It is one exchange of 32
-bytes a call, which travels while the body computes. A backward from outside is compared at its
+Before a call's first collective all ranks compare a hash of their history: the functions called,
+their arguments and checked programs, and every collective since. It is one exchange of 32 bytes a
+call, in flight while the body computes. A backward from outside is compared at its
 first collective. So no rank sends what another does not expect, which would be wrong numbers, or,
 where sizes differ, the end of the process by gloo.
 """
@@ -36,26 +36,26 @@ from shardmap_torch.errors import (
 )
 
 PATIENCE: Final = timedelta(seconds=1)
-"""Time that a rank waits before it checks whether the wait can end."""
+"""Time that a rank waits before it checks if the wait can end."""
 
 _GATHER: Final = 3.0
-"""Seconds that an error waits for what the other ranks say."""
+"""Seconds that an error waits for the posts of the other ranks."""
 
 _FACTOR: Final = 0x5851F42D4C957F2D
 _MODULUS: Final = (1 << 61) - 1
 
 
 class StuckError(Exception):
-    """The ranks that this one waits for can never come."""
+    """The ranks that this one waits for can never arrive."""
 
     def __init__(self, path: Sequence[int], stands: Mapping[int, Stand]) -> None:
-        """`path` and `stands` are as in `find_deadlock`."""
+        """Keeps the result and the argument of `find_deadlock`."""
         super().__init__(f"waits for ever for rank {path[0]}")
         self.path, self.stands = path, stands
 
     @property
     def is_disagreement(self) -> bool:
-        """Returns whether all are there, and wait in different places."""
+        """Returns whether all ranks are alive, and wait in different operations."""
         return self.stands[self.path[-1]].state in ("waits", "disagrees")
 
 
@@ -106,7 +106,7 @@ class Control:
         """Counts a call of a shard_mapped function.
 
         Raises:
-            MeshError: an error before has left the groups in a state that nobody knows.
+            MeshError: an earlier error has left the groups in an unknown state.
         """
         if self.broken:
             raise MeshError(
@@ -118,7 +118,7 @@ class Control:
         self._function, self._raised, self.in_call = function, "", True
 
     def end_call(self, error: BaseException | None = None) -> None:
-        """Ends it; what it has raised is passed on to the ranks that wait for this one.
+        """Ends the call; its error is posted for the ranks that wait for this one.
 
         Raises:
             CollectiveMismatchError: the other ranks have made another call.
@@ -133,13 +133,13 @@ class Control:
             self.in_call = False
 
     def check(self, digest: int, text: Callable[[], str], doing: str, now: bool) -> None:
-        """Starts to compare with the other ranks all that has been done, and `digest`.
+        """Starts to compare the history, extended by `digest`, with that of the other ranks.
 
         Args:
-            digest: of what comes next.
-            text: makes what errors show of it.
-            doing: the same in a few words.
-            now: waits for the result; else `settle` does.
+            digest: hash of the next call.
+            text: makes its text for errors.
+            doing: its short description.
+            now: waits for the result; else `resolve` does.
 
         Raises:
             CollectiveMismatchError: the ranks differ.
@@ -160,7 +160,7 @@ class Control:
             self.resolve()
 
     def resolve(self) -> None:
-        """Waits for the comparison that is under way, if one is.
+        """Waits for the pending comparison, if there is one.
 
         Raises:
             CollectiveMismatchError: the ranks differ.
@@ -193,18 +193,18 @@ class Control:
         members: tuple[int, ...],
         every: bool,
     ) -> None:
-        """Notes a collective that is about to begin, after what must come before it.
+        """Records a collective that is about to begin, after the checks that precede it.
 
         Args:
-            operation: with `axes`, and a string that tells all about it.
+            operation: has `axes`, and a string that identifies it.
             x: its operand.
             site: the user's line, if it is known.
             group: a name for its group, the same on all members.
             members: the ranks of the group.
-            every: compare it with the other ranks before it begins.
+            every: whether to compare it with the other ranks before it begins.
 
         Raises:
-            CollectiveMismatchError: the other ranks do something else.
+            CollectiveMismatchError: the other ranks run something else.
             CommunicationError: a rank is gone.
         """
         if self._pending is not None:
@@ -214,7 +214,7 @@ class Control:
             known = self._key(operation, x)
         key, made_in = known[1], 0
         task = -1 if self.in_call else torch._C._current_graph_task_id()
-        if task != -1:  # in a backward: whose, is what the ranks must agree on as well
+        if task != -1:  # in a backward: the ranks must also agree on the call that it belongs to
             made_in = getattr(torch._C._current_autograd_node(), "call", 0)
             key += made_in << 32
         if every or task not in (-1, self._task):
@@ -226,7 +226,7 @@ class Control:
         self.recorder.begin(self.call, self._function, operation, (x.dtype, x.shape), site)
 
     def end(self) -> None:
-        """Notes that the collective is done."""
+        """Records that the collective is done."""
         self.recorder.done = self.recorder.seq
         self._group_name, self._members = "", ()
 
@@ -252,10 +252,10 @@ class Control:
         self.check(key, lambda: doing, doing, now=True)
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for an operation on gloo, as long as those that it needs may still come.
+        """Waits for an operation on gloo, as long as the ranks that it needs may still arrive.
 
         Raises:
-            StuckError: they cannot.
+            StuckError: they cannot arrive.
             RuntimeError: the operation has failed, or taken longer than the group's timeout.
         """
         while True:
@@ -263,20 +263,20 @@ class Control:
                 work.wait(PATIENCE)
                 break
             except RuntimeError:
-                if work.is_completed():  # it has failed; what has not may be waited for again
+                if work.is_completed():  # it has failed; otherwise the wait may be resumed
                     raise
             self.look_out()
         if self._blocked:
             self.unblock()
 
     def look_out(self) -> None:
-        """Says that this rank waits, and looks whether that can end.
+        """Posts that this rank waits, and checks if the wait can end.
 
         Raises:
-            StuckError: it cannot, as seen twice: a rank may go on while it is looked at.
+            StuckError: it cannot, by two checks in a row: a rank may go on during the first.
         """
         if not self._blocked:
-            self._say_blocked()
+            self._post_blocked()
         stands = {**self._board.look(PATIENCE.total_seconds()), self.rank: self.stand()}
         path = find_deadlock(self.rank, stands)
         seen = tuple((r, stands[r].post, stands[r].call, stands[r].state) for r in path)
@@ -284,7 +284,7 @@ class Control:
             raise StuckError(path, stands)
         self._suspect = seen
 
-    def _say_blocked(self) -> None:
+    def _post_blocked(self) -> None:
         site = call_site()
         if self._group_name == CHECK and site is not None:
             self._doing += f" at {site.place}"
@@ -294,18 +294,18 @@ class Control:
 
     @property
     def is_blocked(self) -> bool:
-        """Returns whether this rank has said that it waits."""
+        """Returns whether this rank has posted that it waits."""
         return self._blocked
 
     def unblock(self) -> None:
-        """Says that the wait is over."""
+        """Posts that the wait is over."""
         self._blocked, self._suspect = False, ()
         self._board.touch()
 
-    # What the others see, and errors.
+    # The posts of this rank, and errors.
 
     def stand(self) -> Stand:
-        """Describes where this rank stands; called on any thread."""
+        """Describes the progress of this rank; called on any thread."""
         self._beat += 1
         state, what = self._state()
         return Stand(
@@ -339,15 +339,15 @@ class Control:
         return "runs", f"runs, in or after {where}{before}"
 
     def fail(self, what: str, error: Exception) -> NoReturn:
-        """Raises what has become of an operation, with where each rank stands, and writes a dump.
+        """Raises the error of a failed operation, with the progress of each rank; writes a dump.
 
         Raises:
             CollectiveMismatchError: the ranks wait for each other in different operations.
             CommunicationError: a rank is gone, has raised an error of its own, or is too late.
         """
         if not self._blocked:
-            self._say_blocked()
-        # Others notice a little later that they wait.
+            self._post_blocked()
+        # The other ranks post a little later that they wait.
         stands = {**self._read_all(error), self.rank: self.stand()}
         mine = stands[self.rank]
         missing = [
@@ -379,7 +379,7 @@ class Control:
         self.recorder.write(self.rank, text)
 
     def fail_quietly(self, error: BaseException) -> None:
-        """Notes an error of messages that others have raised: the kernels' transfers."""
+        """Records an error that was raised elsewhere: in the kernels' transfers."""
         if not self.broken:
             self._break(f"{error}".splitlines()[0], f"{error}", disagree=False)
 
@@ -414,7 +414,7 @@ class Control:
         return lines
 
     def _differ(self, text: str, is_clean: bool) -> NoReturn:
-        """Raises what differs; each rank shows the others what it has."""
+        """Posts this rank's text, collects those of the others, and raises their difference."""
         number = self._counts[CHECK]
         site = call_site()
         self._ballot = number, "" if site is None else site.place, text
@@ -428,7 +428,7 @@ class Control:
             self._board.pause()
         texts = {rank: ballot[2] for rank, ballot in ballots.items()}
         message = difference(self._function, texts, {r: b[1] for r, b in ballots.items()})
-        if is_clean:  # nothing is under way, and every rank knows
+        if is_clean:  # no message is in flight, and every rank knows
             self._hash = self._moves = self.call = 0
             self.recorder.write(self.rank, message)
         else:
@@ -438,7 +438,7 @@ class Control:
     # Going on, and ending.
 
     def recover(self) -> None:
-        """Waits for all ranks to do the same, and starts anew with a group of its own.
+        """Waits until all ranks call it, and starts anew with a new group.
 
         Raises:
             CommunicationError: a rank did not come in time; names it.
@@ -467,7 +467,7 @@ class Control:
         self.broken = ""
 
     def exit(self, error: BaseException | None = None) -> None:
-        """Says that this process is about to end, and for which error."""
+        """Posts that this process is about to end, and because of which error."""
         if error is not None:
             self._raised = self._raised or describe_error(error)
             return

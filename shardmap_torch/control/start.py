@@ -1,4 +1,4 @@
-"""The one `Control` of this process."""
+"""Starts and stops the one `Control` of this process."""
 
 import atexit
 import sys
@@ -33,23 +33,23 @@ def current() -> Control | None:
 
 
 def call_number() -> int:
-    """Returns the number of the newest call, which its backward carries along; 0 without any."""
+    """Returns the number of the newest call, which its backward keeps; 0 before the first."""
     control = _CURRENT.control
     return 0 if control is None else control.call
 
 
 def peers() -> PeerWatch | None:
-    """Returns what waits for peers, as `current`."""
+    """Returns the watch over waits for single peers; None before the first mesh over it."""
     return _CURRENT.peers
 
 
 def start(timeout: timedelta) -> Control | None:
-    """Starts it, or shortens its deadline; every rank must call it. None without gloo."""
+    """Starts the control, or shortens its deadline; every rank must call it. None without gloo."""
     world = dist.group.WORLD
     if _CURRENT.control is not None and _CURRENT.world is world:
         _CURRENT.control.set_timeout(timeout)
         return _CURRENT.control
-    # torch's backend "fake" is for trying a program alone: the other processes do not exist.
+    # torch's backend "fake" runs a program on one process: the other ranks do not exist.
     if not dist.is_gloo_available() or dist.get_backend() == "fake":
         return None
     if _CURRENT.control is not None:
@@ -58,17 +58,18 @@ def start(timeout: timedelta) -> Control | None:
     _CURRENT.world = world
     _CURRENT.peers = PeerWatch(_CURRENT.control)
     _pass_on_uncaught_errors()
-    # Before torch's own: a thread that comes back from C++ in an interpreter that ends aborts it.
+    # Runs before torch's own handlers: a thread that returns from C++ while the interpreter exits
+    # aborts the process.
     atexit.register(stop)
     return _CURRENT.control
 
 
 def within(limit: timedelta | None, what: str, make: Callable[[], T]) -> T:
-    """Runs what blocks in torch's store, on a thread of its own, for a limited time.
+    """Runs a function that may block in torch's store on its own thread, for a limited time.
 
     Raises:
         CommunicationError: it has not ended in time: the store is frozen or unreachable, or a rank
-            does not do the same.
+            has not called it.
     """
     done: list[T] = []
     errors: list[BaseException] = []
@@ -95,7 +96,7 @@ def within(limit: timedelta | None, what: str, make: Callable[[], T]) -> T:
 
 
 def stop() -> None:
-    """Says to the others that this process ends, and ends the threads."""
+    """Posts that this process ends, and ends the threads."""
     control, watch = _CURRENT.control, _CURRENT.peers
     _CURRENT.control = _CURRENT.peers = _CURRENT.world = None
     atexit.unregister(stop)

@@ -1,4 +1,4 @@
-"""Positions of ranks, and detection of those that wait for one another forever."""
+"""Deadlock detection: the posted progress of each rank, and the ranks that wait for ever."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,20 +13,20 @@ CHECK: Final = "check"
 
 @dataclass(frozen=True)
 class Stand:
-    """The position of a rank, as its peers see it.
+    """The progress of a rank, as it posts it for its peers.
 
     Attributes:
-        state: it runs, waits for others, has raised an error in its newest call, has failed since
-            a rank is gone, or since ranks disagree, or has exited.
+        state: it runs, waits for others, has raised an error in its newest call, has failed because
+            a rank is gone ("broken") or because ranks disagree, or has exited.
         call: the number of its newest call of a shard_mapped function.
-        what: what it does or did last, with the line of the user's code.
+        what: its current or last operation, with the line of the user's code.
         group: the name of the group that it waits on.
         members: the ranks of that group.
-        counts: how many operations it has begun on each group.
+        counts: number of operations begun on each group.
         post: differs between any two waits of one rank.
-        beat: grows while the rank's process is alive.
-        epoch: how often it has recovered.
-        ballot: what it had in the check that differed, if one did: number, line, text.
+        beat: counter that grows while the rank's process is alive.
+        epoch: number of its recoveries.
+        ballot: number, line and text of its call in the check that failed, if one did.
     """
 
     state: State = "runs"
@@ -41,18 +41,18 @@ class Stand:
     ballot: tuple[int, str, str] | None = None
 
     def to_json(self) -> str:
-        """Writes it for the store; `read` is the inverse."""
+        """Serialises it for the store; `read` is the inverse."""
         return json.dumps(asdict(self))
 
     def will_never_join(self, waiting: "Stand") -> bool:
-        """Says whether it will not come to where `waiting` waits: it has left that call, or all."""
+        """Returns whether it cannot join the operation of `waiting`: it has left that call."""
         if self.state == "raised":  # and may go on with the next call
             return self.call >= waiting.call
         return self.state in ("broken", "disagrees", "exited")
 
 
 def read(text: str) -> Stand:
-    """Reads what `to_json` wrote."""
+    """Parses the result of `to_json`."""
     raw = json.loads(text)
     raw["members"] = tuple(raw["members"])
     raw["ballot"] = None if raw["ballot"] is None else tuple(raw["ballot"])
@@ -60,13 +60,13 @@ def read(text: str) -> Stand:
 
 
 def lacks(waiting: Stand, other: Stand) -> bool:
-    """Says whether `other` has not begun the operation that `waiting` waits in."""
+    """Returns whether `other` has not begun the operation that `waiting` waits in."""
     begun = other.counts.get(waiting.group, 0)
     return begun < waiting.counts.get(waiting.group, 0)
 
 
 def find_deadlock(rank: int, stands: Mapping[int, Stand]) -> Sequence[int]:
-    """Finds ranks that `rank` waits for, directly or through others, and that can never come.
+    """Finds ranks that `rank` waits for, directly or through others, and that can never arrive.
 
     A rank waits for the members of its group that have not begun the operation. It waits for ever
     if one of these has ended, or waits for ever itself: the wait-for graph has a cycle (Knapp 1987,
@@ -74,7 +74,7 @@ def find_deadlock(rank: int, stands: Mapping[int, Stand]) -> Sequence[int]:
 
     Returns:
         The ranks from the first that `rank` waits for to the one that closes the cycle or has
-        ended; empty where all may still come.
+        ended; empty if all may still arrive.
     """
     done: set[int] = set()
 

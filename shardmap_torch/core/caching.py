@@ -1,7 +1,7 @@
-"""Remembering results in ways that torch.compile can trace.
+"""Caches that torch.compile can trace: lazy attributes, memoised functions, constants.
 
 Dynamo warns of functools.lru_cache, cannot trace the lock of functools.cached_property in Python
-3.11, and allows a Function no side effects. So nothing is remembered while it traces.
+3.11, and allows a Function no side effects. So nothing is cached while it traces.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ class lazy(Generic[O_, T]):  # noqa: N801 - a decorator, like property
     """An attribute that is computed when it is first read."""
 
     def __init__(self, compute: Callable[[O_], T]) -> None:
-        """Takes the name and the documentation of `compute`."""
+        """Takes the name and the docstring of `compute`."""
         self._compute = compute
         self.__doc__ = compute.__doc__
 
     def __get__(self, instance: O_, owner: type[O_]) -> T:
-        """Reached only while the instance has no attribute of that name."""
+        """Computes and stores the value; called only while the instance has none of that name."""
         value = self._compute(instance)
         if not torch.compiler.is_dynamo_compiling():
             instance.__dict__[self._compute.__name__] = value
@@ -39,7 +39,7 @@ _UNKNOWN = _Unknown()
 
 
 class Memo(Generic[T]):
-    """The results of the latest keys; for a key that cannot be hashed, none.
+    """Cache of the results of the latest keys; keys that cannot be hashed are not cached.
 
     Example:
         >>> squares = Memo[int]()
@@ -48,12 +48,12 @@ class Memo(Generic[T]):
     """
 
     def __init__(self, limit: int = 1024) -> None:
-        """Forgets the oldest result when it would grow above `limit`."""
+        """Makes a cache that drops the oldest result above `limit`."""
         self._limit = limit
         self._known: dict[Any, T] = {}
 
     def get(self, key: Any, make: Callable[[], T]) -> T:
-        """The result of this key, made if it is not known; what `make` raises is not kept."""
+        """Returns the result of this key, made by `make` if not cached; errors are not cached."""
         if torch.compiler.is_dynamo_compiling():
             return make()
         try:
@@ -62,19 +62,19 @@ class Memo(Generic[T]):
             return make()
         if not isinstance(known, _Unknown):
             return known
-        made = make()
+        result = make()
         if len(self._known) >= self._limit:
             self._known.pop(next(iter(self._known)), None)
-        self._known[key] = made
-        return made
+        self._known[key] = result
+        return result
 
     def forget(self, key: Any) -> None:
-        """The result of this key is made anew when it is asked for next."""
+        """Drops the result of this key."""
         self._known.pop(key, None)
 
 
 def memo(function: F) -> F:
-    """Makes a function of hashable positional arguments remember its results.
+    """Decorates a function of hashable positional arguments so that its results are cached.
 
     Example:
         >>> @memo
@@ -95,9 +95,9 @@ def memo(function: F) -> F:
 
 
 def constant(function: F) -> F:
-    """Lets Dynamo call the function rather than trace it, and take its result as a constant.
+    """Decorates a function so that Dynamo calls it instead of tracing it: its result is a constant.
 
-    What torch.compiler.assume_constant_result does, without importing Dynamo, which takes a second.
+    Does what torch.compiler.assume_constant_result does, without the second to import Dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

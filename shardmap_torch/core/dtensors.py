@@ -1,4 +1,4 @@
-"""Recognition of DTensors without importing `torch.distributed.tensor`, which takes a second."""
+"""Recognises DTensors without importing `torch.distributed.tensor`, which takes a second."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
@@ -22,7 +22,7 @@ def _dtensor_class() -> type:
 
 
 def is_dtensor(x: object) -> "TypeGuard[DTensor]":
-    """Tells whether `x` is a DTensor.
+    """Returns whether `x` is a DTensor.
 
     Example:
         >>> import torch

@@ -50,13 +50,13 @@ class Site:
 
 
 def error_site(error: BaseException) -> Site | None:
-    """The innermost line of the user's own code that an exception came through."""
+    """Finds the innermost line of the user's code in an exception's traceback."""
     lines = [Site(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     return next((site for site in reversed(lines) if not site.file.startswith(_OWN)), None)
 
 
 def call_site() -> Site | None:
-    """The innermost line that belongs neither to this package nor to what it runs in."""
+    """Finds the innermost line on the stack that is neither in this package nor in torch."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

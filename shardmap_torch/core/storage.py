@@ -1,4 +1,4 @@
-"""Detection of tensors that share memory."""
+"""Tensors' memory: keys of storages, and buffers that a collective may overwrite."""
 
 import threading
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ _SPARE = _Spare()
 
 @contextmanager
 def spare(buffer: Tensor) -> Iterator[None]:
-    """In here a collective may write its result over `buffer`, which nobody reads again."""
-    if torch.compiler.is_compiling():  # functional collectives write over nothing
+    """Allows a collective in this context to overwrite `buffer`, which is not read again."""
+    if torch.compiler.is_compiling():  # functional collectives overwrite nothing
         yield
         return
     _SPARE.tensor = buffer
@@ -44,7 +44,7 @@ def memory_of(x: Tensor) -> int | None:
 
 
 def unviewed(x: Tensor) -> Tensor:
-    """`x` itself, a view of a buffer that nobody else has, as a tensor of its own.
+    """Returns a view of an unshared buffer as a tensor that is no view.
 
     Autograd forbids to write into a view that a Function returns.
     """

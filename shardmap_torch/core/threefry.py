@@ -1,4 +1,4 @@
-"""The counter-based generator under `shardmap_torch.random`: Threefry-2x32 with 20 rounds.
+"""Threefry-2x32 with 20 rounds: the counter-based generator under `shardmap_torch.random`.
 
 A draw is a pure function of a key and a counter, so that a rank computes its own slice of a global
 draw and nothing else. It is one operator, which the checker types in one step, `torch.func.vmap`
@@ -19,10 +19,10 @@ _PARITY: Final = 0x1BD11BDA
 _ROTATIONS: Final = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 _CHUNK: Final = 1 << 16
-"""Entries that are drawn at a time, so that they stay in cache for all of the 120 operations."""
+"""Number of entries drawn at a time, so that they stay in cache for all of the 120 operations."""
 
 _FEW: Final = 32
-"""Up to so many entries Python is faster than 120 calls of torch: 15 us each."""
+"""Number of entries up to which Python is faster than 120 calls of torch, 15 us each."""
 
 
 def threefry_of_ints(key: int, counter: int) -> int:
@@ -92,7 +92,7 @@ def _encrypt_all(key: Tensor, counter: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _encrypt(key: Tensor, counter: Tensor) -> Tensor:
-    """One chunk, in int32 and in place: half the memory of int64, and no masks after sums."""
+    """Encrypts one chunk in int32 and in place: half the memory of int64, no masks after sums."""
     keys = _words(key)
     schedule = (*keys, keys[0] ^ keys[1] ^ _PARITY)
     high, low = _words(counter)
@@ -101,7 +101,7 @@ def _encrypt(key: Tensor, counter: Tensor) -> Tensor:
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             high.add_(low)
-            # The shift of a negative number repeats its sign, which the mask takes away.
+            # The shift of a negative number repeats its sign bit, which the mask clears.
             torch.bitwise_right_shift(low, 32 - rotation, out=carried)
             carried.bitwise_and_((1 << rotation) - 1)
             low.bitwise_left_shift_(rotation).bitwise_or_(carried).bitwise_xor_(high)
@@ -136,7 +136,7 @@ def _batched(
 
 
 def _led(operand: Tensor, dim: int, num_dims: int) -> Tensor:
-    """The batch dim in front, and `num_dims` dims behind it."""
+    """Moves the batch dim to the front, with `num_dims` dims behind it."""
     operand = operand.movedim(dim, 0)
     missing = num_dims - (operand.ndim - 1)
     return operand.reshape(operand.shape[0], *[1] * missing, *operand.shape[1:])

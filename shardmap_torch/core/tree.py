@@ -1,4 +1,4 @@
-"""Pytrees: flattening, and spreading a prefix tree of specs over the leaves of a value."""
+"""Pytrees: flattening, and broadcasting a prefix tree of specs to the leaves of a value."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Traced:
     children: "tuple[Traced, ...]" = ()
 
     def unflatten(self, leaves: Iterator[Any]) -> Tree:
-        """Takes as many leaves as there are below."""
+        """Rebuilds the tree from the next leaves of the iterator."""
         if self.rebuild is None:
             return next(leaves)
         return self.rebuild([child.unflatten(leaves) for child in self.children])
@@ -44,10 +44,10 @@ Structure: TypeAlias = optree.PyTreeSpec | Traced
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Structure]:
-    """The leaves of `tree` and its structure; None is an empty node."""
+    """Returns the leaves of `tree` and its structure; None is an empty node."""
     if torch.compiler.is_dynamo_compiling():
-        found: list[Any] = []
-        return found, _trace(tree, found)
+        traced: list[Any] = []
+        return traced, _trace(tree, traced)
     try:
         leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     except RecursionError:
@@ -58,18 +58,18 @@ def flatten(tree: Tree) -> tuple[list[Any], Structure]:
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
-    """Puts `leaves` into the places of those that `flatten` found."""
+    """Rebuilds a tree with `leaves` in the order of `flatten`."""
     if isinstance(structure, Traced):
         return structure.unflatten(iter(leaves))
     return optree.tree_unflatten(structure, leaves)
 
 
-def _trace(tree: Tree, found: list[Any]) -> Traced:
+def _trace(tree: Tree, leaves: list[Any]) -> Traced:
     if optree.tree_is_leaf(tree, namespace=NAMESPACE):
-        found.append(tree)
+        leaves.append(tree)
         return Traced(None)
     level = _open(tree)
-    return Traced(level.rebuild, tuple(_trace(child, found) for child in level.children))
+    return Traced(level.rebuild, tuple(_trace(child, leaves) for child in level.children))
 
 
 def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -79,7 +79,7 @@ def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class Placed(Generic[T]):
-    """A leaf value, where it stands, and the spec that a prefix tree gives it."""
+    """A leaf value with its path and the spec that a prefix tree gives it."""
 
     path: str
     value: Any
@@ -88,7 +88,7 @@ class Placed(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A place where the prefix tree and the value tree part ways."""
+    """A path at which the prefix tree and the value tree differ, and the reason."""
 
     path: str
     reason: str
@@ -101,14 +101,14 @@ class Mismatch:
 def broadcast_prefix(
     prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
 ) -> Iterator[Placed[Any] | Mismatch]:
-    """Yields every leaf of `tree` with the spec that stands above it in `prefix`.
+    """Yields every leaf of `tree` with the spec of its ancestor (or itself) in `prefix`.
 
     Leaves come in the order of `flatten`. Where `is_spec` holds, the spec covers all leaves below.
 
     Example:
         >>> prefix = {"a": 1, "b": 2}
-        >>> found = broadcast_prefix(prefix, {"a": (10, 11), "b": 12}, "x", lambda s: s in (1, 2))
-        >>> [(leaf.path, leaf.spec) for leaf in found]
+        >>> leaves = broadcast_prefix(prefix, {"a": (10, 11), "b": 12}, "x", lambda s: s in (1, 2))
+        >>> [(leaf.path, leaf.spec) for leaf in leaves]
         [("x['a'][0]", 1), ("x['a'][1]", 1), ("x['b']", 2)]
     """
     leaf = optree.tree_is_leaf(tree, namespace=NAMESPACE)
@@ -126,13 +126,13 @@ def broadcast_prefix(
         yield from _broadcast_node(prefix, tree, path, is_spec)
 
 
-_SPREAD: Final = Memo[tuple[tuple[str, Any], ...] | None]()
+_BROADCASTS: Final = Memo[tuple[tuple[str, Any], ...] | None]()
 
 
 def broadcast_prefix_all(
     prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
 ) -> list[Placed[Any] | Mismatch]:
-    """Broadcasts specs like `broadcast_prefix`; remembers the result by structures and specs.
+    """Broadcasts specs like `broadcast_prefix`; caches the result by structures and specs.
 
     `is_spec` must be one function for all calls, and specs must be hashable.
     """
@@ -144,7 +144,7 @@ def broadcast_prefix_all(
         placed = [leaf for leaf in found if isinstance(leaf, Placed)]
         return tuple((p.path, p.spec) for p in placed) if len(placed) == len(found) else None
 
-    known = _SPREAD.get((path, structure, outline, tuple(specs), is_spec), find)
+    known = _BROADCASTS.get((path, structure, outline, tuple(specs), is_spec), find)
     if known is None:
         return list(broadcast_prefix(prefix, tree, path, is_spec))
     return [Placed(name, leaf, spec) for leaf, (name, spec) in zip(leaves, known, strict=True)]
@@ -165,7 +165,7 @@ def _broadcast_node(
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A node: what is below it, by which names, and how others take their places."""
+    """A node opened by one level: its children, their keys, and how to rebuild it."""
 
     children: list[Any]
     entries: tuple[Any, ...]

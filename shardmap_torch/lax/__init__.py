@@ -2,14 +2,14 @@
 
 As in `jax.shard_map` with `check_vma=True`, an operand that is equal on all ranks is cast to a
 varying one first, so that `psum` of it is n times the value. These are the only implicit casts in a
-body. What a cast does to gradients depends on the type that was cast. Values carry no type at run
-time; the checker finds it, and each run takes it from the checked program. With `check=False`
-nobody knows: then `src=` says it, and by default operands vary. Types are I, R, V, Partial or
-JAX's words for them: "invarying", "reduced", "varying", "unreduced".
+body. The gradient of a cast depends on the type before it. Values carry no type at run time; the
+checker finds it, and each run reads it from the checked program. With `check=False` it is given by
+`src=`, and by default operands vary. Types are I, R, V, Partial or JAX's words for them:
+"invarying", "reduced", "varying", "unreduced".
 
 `axis_index_groups` splits an axis into groups of equal size, each with its own result. The result
-therefore varies over the axis, whatever it would be without groups. It is made of one `ppermute`
-for each member but one: as many bytes as the data needs, in g-1 messages.
+therefore varies over the axis, also where it would be equal without groups. It is computed by one
+`ppermute` for each member but one: the minimum of bytes, in g-1 messages.
 """
 
 from shardmap_torch.lax.cast import pcast, pvary

@@ -1,4 +1,4 @@
-"""Arguments of the functions of this package: axes, groups, and the operand's type."""
+"""Reads the arguments of the `lax` functions: axes, groups, and the operand's type."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ EQUAL_OR_VARYING: Final = (I, R, V)
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments that all functions share, read.
+    """The checked arguments that all functions share.
 
     Attributes:
         name: of the function.
         axes: the axes as a tuple.
         scope: in which they are bound.
-        groups: the groups as tuples; none at all where the axis is whole.
-        src: the type that is said of the operand; None where nothing is.
+        groups: the groups as tuples; empty where the axis is not split.
+        src: the type of the operand that the user gives; None without one.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Arguments:
         return self.scope.backend.mesh.num_ranks(axes)
 
     def source(self, x: Tensor) -> "Source":
-        """The type of an operand: as it is said, or else as the checker found it, or else V."""
+        """Returns the type of an operand: the user's, else the checker's, else V."""
         if self.src is not None:
             return Source(self.axes, (self.src,) * len(self.axes))
-        found = self.scope.types_of(self.axes, x)
-        return Source(self.axes, (V,) * len(self.axes) if found is None else found)
+        types = self.scope.types_of(self.axes, x)
+        return Source(self.axes, (V,) * len(self.axes) if types is None else types)
 
     def varying(self, x: Tensor) -> Tensor:
-        """The operand, cast to a varying one along all axes."""
+        """Casts an operand to V along all axes."""
         return vary(x, self.source(x))
 
 
@@ -78,16 +78,16 @@ class Source:
     """The type of an operand along each of some axes."""
 
     axes: tuple[str, ...]
-    kinds: tuple[AxisType, ...]
+    types: tuple[AxisType, ...]
 
-    def where(self, *kinds: AxisType) -> tuple[str, ...]:
-        """The axes along which it has one of these types."""
-        pairs = zip(self.axes, self.kinds, strict=True)
-        return tuple(axis for axis, kind in pairs if kind in kinds)
+    def where(self, *types: AxisType) -> tuple[str, ...]:
+        """Returns the axes along which it has one of these types."""
+        pairs = zip(self.axes, self.types, strict=True)
+        return tuple(axis for axis, type_ in pairs if type_ in types)
 
     @property
     def equal(self) -> tuple[str, ...]:
-        """The axes along which all ranks hold the same."""
+        """The axes along which all ranks have the same value."""
         return self.where(I, R, K)
 
     @property
@@ -105,7 +105,7 @@ def vary(x: Tensor, source: Source) -> Tensor:
 
 
 def agree(x: Tensor, source: Source) -> Tensor:
-    """Casts what was R, and still is, to I."""
+    """Casts to I along the axes over which `x` is R."""
     replicate = source.where(R)
     return ops.convert(x, replicate, src=R, dst=I) if replicate else x
 
@@ -117,26 +117,26 @@ def read(
     allowed: Sequence[AxisType],
     groups: Groups | None = None,
 ) -> Arguments:
-    """Reads and checks the arguments; `allowed` are the types that `src` may say."""
+    """Reads and checks the arguments; `allowed` are the types that `src` may have."""
     axes, scope = read_axes(name, axis_name)
-    kind = None if src is None else read_type(name, "src", src, allowed)
+    source_type = None if src is None else read_type(name, "src", src, allowed)
     num_ranks = scope.backend.mesh.num_ranks(axes)
-    return Arguments(name, axes, scope, _read_groups(name, groups, axes, num_ranks), kind)
+    return Arguments(name, axes, scope, _read_groups(name, groups, axes, num_ranks), source_type)
 
 
 def read_type(name: str, word: str, value: TypeLike, allowed: Sequence[AxisType]) -> AxisType:
     """Reads a type by our name or by JAX's."""
-    for kind in allowed:
-        if value == kind or value in (kind.kind, WORDS[kind]):
-            return kind
-    known = ", ".join(WORDS[kind] for kind in allowed)
+    for type_ in allowed:
+        if value == type_ or value in (type_.kind, WORDS[type_]):
+            return type_
+    known = ", ".join(WORDS[type_] for type_ in allowed)
     raise CollectiveError(f"{name}: {word}={show(value)} is none of {known}.")
 
 
 def each_leaf_or_number(
     name: str, x: X, on_tensor: Callable[[Tensor], Tensor], on_number: Callable[[Any], Any]
 ) -> X:
-    """Applies one of the functions to every leaf."""
+    """Applies `on_tensor` or `on_number` to every leaf."""
 
     def one(leaf: Any) -> Any:
         return on_number(leaf) if isinstance(leaf, Number) else each_leaf(name, leaf, on_tensor)

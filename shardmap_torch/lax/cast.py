@@ -1,4 +1,4 @@
-"""Changing the type of a value and not the value, by JAX's names."""
+"""Casts of `jax.lax`: pcast and pvary change the type of a value, not the value."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -61,26 +61,27 @@ def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: TypeLike | None = None) -
         tensor(6.)
     """
     target = read_type("pcast", "to", to, (V, R, Partial))
-    given = read("pcast", axis_name, src, ANY)
+    arguments = read("pcast", axis_name, src, ANY)
 
     def one(leaf: Tensor) -> Tensor:
-        source = _source_of_cast(given, target, leaf)
-        for kind in dict.fromkeys(source.kinds):
-            leaf = _cast(leaf, source.where(kind), kind, target)
+        source = _source_of_cast(arguments, target, leaf)
+        for type_ in dict.fromkeys(source.types):
+            leaf = _cast(leaf, source.where(type_), type_, target)
         return leaf
 
     return each_leaf("pcast", x, one)
 
 
-def _source_of_cast(given: Arguments, target: AxisType, x: Tensor) -> Source:
-    """Casts a value that is neither I nor R yet to the type that commits less."""
-    found = None if given.src is not None else given.scope.types_of(given.axes, x)
-    if found is None:
-        kind = given.src or (V if target == Partial else I)
-        return Source(given.axes, (kind,) * len(given.axes))
+def _source_of_cast(arguments: Arguments, target: AxisType, x: Tensor) -> Source:
+    """Returns the type before a cast; an uncommitted value gets the type that commits less."""
+    types = None if arguments.src is not None else arguments.scope.types_of(arguments.axes, x)
+    if types is None:
+        type_ = arguments.src or (V if target == Partial else I)
+        return Source(arguments.axes, (type_,) * len(arguments.axes))
     uncommitted = R if target == V else I
-    kinds = (uncommitted if kind in (K, Z) else kind for kind in found)
-    return Source(given.axes, tuple(V if kind.dim is not None else kind for kind in kinds))
+    committed = (uncommitted if type_ in (K, Z) else type_ for type_ in types)
+    plain = tuple(V if type_.dim is not None else type_ for type_ in committed)
+    return Source(arguments.axes, plain)
 
 
 def _cast(x: Tensor, axes: tuple[str, ...], src: AxisType, dst: AxisType) -> Tensor:

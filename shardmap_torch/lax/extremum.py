@@ -1,4 +1,4 @@
-"""The largest and the smallest value over the ranks of an axis, by JAX's names."""
+"""Extrema of `jax.lax`: pmax and pmin over the ranks of an axis."""
 
 from typing import Literal, TypeVar
 
@@ -89,13 +89,13 @@ def _extremum(
     axis_index_groups: Groups | None,
     src: TypeLike | None,
 ) -> X:
-    given = read(f"p{op}", axis_name, src, EQUAL_OR_VARYING, axis_index_groups)
+    arguments = read(f"p{op}", axis_name, src, EQUAL_OR_VARYING, axis_index_groups)
 
     def one(leaf: Tensor) -> Tensor:
-        if given.groups:
-            every = gather_groups(given.varying(leaf), given.axes, given.groups)
+        if arguments.groups:
+            every = gather_groups(arguments.varying(leaf), arguments.axes, arguments.groups)
             return every.amax(0) if op == "max" else every.amin(0)
-        source = given.source(leaf)
+        source = arguments.source(leaf)
         if source.varying:
             leaf = ops.all_reduce(leaf, source.varying, dst=I, op=op)
         return agree(leaf, source)

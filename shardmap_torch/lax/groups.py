@@ -1,4 +1,4 @@
-"""Collectives among groups of the ranks of an axis, made of permutations of all of them."""
+"""Collectives within groups of an axis' ranks, built from permutations of all of its ranks."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from shardmap_torch.ops.index import axis_index
 
 
 def gather_groups(x: Tensor, axes: tuple[str, ...], groups: tuple[tuple[int, ...], ...]) -> Tensor:
-    """The values of the group's members along a new leading dim, in the group's order."""
+    """Stacks the values of the group's members along a new leading dim, in the group's order."""
     size = len(groups[0])
     arrived = [x, *(ops.ppermute(x, axes, _round(groups, step)) for step in range(1, size))]
     return _in_group_order(arrived, axes, groups)
@@ -21,7 +21,7 @@ def gather_groups(x: Tensor, axes: tuple[str, ...], groups: tuple[tuple[int, ...
 def exchange_groups(
     parts: Tensor, axes: tuple[str, ...], groups: tuple[tuple[int, ...], ...]
 ) -> Tensor:
-    """From `parts[j]`, meant for the group's member j, to what each member meant for this rank."""
+    """Sends `parts[j]` to the group's member j; returns the parts for this rank, by member."""
     size = len(groups[0])
     position = _position(axes, groups, parts.device)
     arrived = []
@@ -32,7 +32,7 @@ def exchange_groups(
 
 
 def _round(groups: tuple[tuple[int, ...], ...], step: int) -> list[tuple[int, int]]:
-    """Every member sends to the one `step` places on."""
+    """Returns the pairs of one round: every member sends to the one `step` positions on."""
     size = len(groups[0])
     return [(group[j], group[(j + step) % size]) for group in groups for j in range(size)]
 
@@ -40,7 +40,7 @@ def _round(groups: tuple[tuple[int, ...], ...], step: int) -> list[tuple[int, in
 def _in_group_order(
     arrived: Sequence[Tensor], axes: tuple[str, ...], groups: tuple[tuple[int, ...], ...]
 ) -> Tensor:
-    """`arrived[k]` came from k places before this rank; one order for all makes sums equal."""
+    """Orders `arrived[k]`, from k positions before this rank, by member, so that sums are equal."""
     size, device = len(groups[0]), arrived[0].device
     steps = (_position(axes, groups, device) - torch.arange(size, device=device)) % size
     return torch.stack(list(arrived))[steps]
@@ -49,7 +49,7 @@ def _in_group_order(
 def _position(
     axes: tuple[str, ...], groups: tuple[tuple[int, ...], ...], device: torch.device
 ) -> Tensor:
-    """This rank's place in its group."""
+    """Returns this rank's position in its group."""
     places = {rank: place for group in groups for place, rank in enumerate(group)}
     table = torch.tensor([places[rank] for rank in range(len(places))], device=device)
     return table[axis_index(axes).reshape(1)].squeeze(0)
@@ -64,7 +64,7 @@ def split(
     groups: tuple[tuple[int, ...], ...],
     tiled: bool,
 ) -> Tensor:
-    """Cuts `dim` into a leading dim of one part for each member."""
+    """Splits `dim` into a new leading dim, one part for each member."""
     size, length = len(groups[0]), x.shape[dim]
     if length % size or (not tiled and length != size):
         need = "a multiple of" if tiled else "exactly"
@@ -77,6 +77,6 @@ def split(
 
 
 def join(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
-    """Puts the leading dim at `dim`, or into it."""
+    """Moves the leading dim to `dim`, or merges it into it."""
     placed = stacked.movedim(0, dim)
     return placed.flatten(dim, dim + 1) if tiled else placed

@@ -1,4 +1,4 @@
-"""Collectives that move values without adding them, by JAX's names."""
+"""Collectives of `jax.lax` that move values without adding them: all_gather, ppermute, ..."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -26,7 +26,7 @@ def all_gather(
     to: TypeLike = "varying",
     src: TypeLike | None = None,
 ) -> X:
-    """Joins the values of all ranks of `axis_name`; every rank gets the whole.
+    """Concatenates or stacks the values of all ranks of `axis_name`; every rank gets the result.
 
     Shape: a new dim of size n stands at `axis`; with `tiled=True` the dim `axis`, of size d,
     becomes n*d. Types: V becomes `to`. Backward: reduce_scatter; for "invarying" the rank's own
@@ -36,8 +36,8 @@ def all_gather(
         x: a tensor or a pytree of tensors.
         axis_name: an axis name, or several that act as one.
         axis_index_groups: positions along the axis, in groups of equal size.
-        axis: where to join.
-        tiled: whether to join along a dim that exists.
+        axis: the dim to concatenate along, or the position of the new dim.
+        tiled: whether to concatenate along an existing dim; otherwise stacks along a new one.
         to: "varying" (the ranks use their copies in different ways), "reduced" (the same, and the
             copies are known to be equal) or "invarying" (all repeat one computation).
         src: the type of x along the axis; the checker knows it, and V is taken without one.
@@ -57,8 +57,8 @@ def all_gather(
         tensor([[0., 1.],
                 [2., 3.]])
     """
-    given = read("all_gather", axis_name, src, EQUAL_OR_VARYING, axis_index_groups)
-    axes, groups = given.axes, given.groups
+    arguments = read("all_gather", axis_name, src, EQUAL_OR_VARYING, axis_index_groups)
+    axes, groups = arguments.axes, arguments.groups
     target = read_type("all_gather", "to", to, (V, R, I))
     if groups and target != V:
         raise CollectiveError(
@@ -67,14 +67,14 @@ def all_gather(
         )
 
     def one(leaf: Tensor) -> Tensor:
-        leaf = given.varying(leaf)
+        leaf = arguments.varying(leaf)
         if groups:
             at = read_dim("all_gather", "axis", axis, leaf.ndim + (not tiled))
             return join(gather_groups(leaf, axes, groups), at, tiled)
         if target != V:
             return ops.all_gather(leaf, axes, dim=axis, dst=target, tiled=tiled)
-        whole = ops.all_gather(leaf, axes, dim=axis, dst=R, tiled=tiled)
-        return ops.reinterpret(whole, axes, src=R, dst=V)
+        copies = ops.all_gather(leaf, axes, dim=axis, dst=R, tiled=tiled)
+        return ops.reinterpret(copies, axes, src=R, dst=V)
 
     return each_leaf("all_gather", x, one)
 
@@ -89,7 +89,7 @@ def all_to_all(
     tiled: bool = False,
     src: TypeLike | None = None,
 ) -> X:
-    """Splits each rank's value along `split_axis`, sends piece j to rank j, joins what arrives.
+    """Splits each rank's value along `split_axis`, sends block j to rank j, joins what arrives.
 
     Shape: `split_axis` must be n, the number of ranks (or of a group's members), and goes away; a
     new dim of size n stands at `concat_axis` of the result. With `tiled=True` `split_axis` d
@@ -100,7 +100,7 @@ def all_to_all(
         x: a tensor or a pytree of tensors.
         axis_name: an axis name, or several that act as one.
         split_axis: dim to split.
-        concat_axis: dim to join along.
+        concat_axis: dim to concatenate along.
         axis_index_groups: positions along the axis, in groups of equal size.
         tiled: whether the dims stay.
         src: the type of x along the axis; the checker knows it, and V is taken without one.
@@ -121,11 +121,11 @@ def all_to_all(
         tensor([[0., 1.],
                 [2., 3.]])
     """
-    given = read("all_to_all", axis_name, src, EQUAL_OR_VARYING, axis_index_groups)
-    axes, groups, num_ranks = given.axes, given.groups, given.num_ranks
+    arguments = read("all_to_all", axis_name, src, EQUAL_OR_VARYING, axis_index_groups)
+    axes, groups, num_ranks = arguments.axes, arguments.groups, arguments.num_ranks
 
     def one(leaf: Tensor) -> Tensor:
-        leaf = given.varying(leaf)
+        leaf = arguments.varying(leaf)
         at = read_dim("all_to_all", "split_axis", split_axis, leaf.ndim)
         concat = read_dim("all_to_all", "concat_axis", concat_axis, leaf.ndim)
         if groups:
@@ -140,7 +140,7 @@ def all_to_all(
 def ppermute(
     x: X, axis_name: Axis, perm: Sequence[tuple[int, int]], *, src: TypeLike | None = None
 ) -> X:
-    """Sends the value of rank s to rank t for every pair (s, t); who is no target gets zeros.
+    """Sends the value of rank s to rank t for every pair (s, t); other ranks get zeros.
 
     Shape: unchanged. Types: V stays V. Backward: ppermute by the inverse pairs. A rank that is a
     source sends x.nbytes.
@@ -165,9 +165,9 @@ def ppermute(
         >>> shard_map(f, mesh=mesh, in_specs=P("pp"), out_specs=P("pp"))(torch.arange(1.0, 4.0))
         tensor([0., 1., 2.])
     """
-    given = read("ppermute", axis_name, src, EQUAL_OR_VARYING)
+    arguments = read("ppermute", axis_name, src, EQUAL_OR_VARYING)
     return each_leaf(
-        "ppermute", x, lambda leaf: ops.ppermute(given.varying(leaf), given.axes, perm)
+        "ppermute", x, lambda leaf: ops.ppermute(arguments.varying(leaf), arguments.axes, perm)
     )
 
 
@@ -196,17 +196,17 @@ def pshuffle(x: X, axis_name: Axis, perm: Sequence[int], *, src: TypeLike | None
         >>> shard_map(f, mesh=mesh, in_specs=P("pp"), out_specs=P("pp"))(torch.arange(3.0))
         tensor([2., 0., 1.])
     """
-    given = read("pshuffle", axis_name, src, EQUAL_OR_VARYING)
+    arguments = read("pshuffle", axis_name, src, EQUAL_OR_VARYING)
     sources = read_items("pshuffle", "perm", perm)
     numbers = all(isinstance(rank, int) for rank in sources)
-    if not numbers or sorted(sources) != list(range(given.num_ranks)):
+    if not numbers or sorted(sources) != list(range(arguments.num_ranks)):
         raise CollectiveError(
-            f"pshuffle: perm={show(list(sources))} is no permutation of the {given.num_ranks} "
-            f"ranks of {shown(given.axes)}."
+            f"pshuffle: perm={show(list(sources))} is no permutation of the {arguments.num_ranks} "
+            f"ranks of {shown(arguments.axes)}."
         )
     pairs = [(source, target) for target, source in enumerate(sources)]
     return each_leaf(
-        "pshuffle", x, lambda leaf: ops.ppermute(given.varying(leaf), given.axes, pairs)
+        "pshuffle", x, lambda leaf: ops.ppermute(arguments.varying(leaf), arguments.axes, pairs)
     )
 
 
@@ -275,10 +275,10 @@ def pbroadcast(x: X, axis_name: Axis, source: int, *, src: TypeLike | None = Non
         >>> shard_map(f, mesh=mesh, in_specs=P("pp"), out_specs=P("pp"))(torch.arange(3.0))
         tensor([2., 2., 2.])
     """
-    given = read("pbroadcast", axis_name, src, EQUAL_OR_VARYING)
+    arguments = read("pbroadcast", axis_name, src, EQUAL_OR_VARYING)
 
     def one(leaf: Tensor) -> Tensor:
-        copies = ops.broadcast(given.varying(leaf), given.axes, source, dst=R)
-        return ops.reinterpret(copies, given.axes, src=R, dst=V)
+        copies = ops.broadcast(arguments.varying(leaf), arguments.axes, source, dst=R)
+        return ops.reinterpret(copies, arguments.axes, src=R, dst=V)
 
     return each_leaf("pbroadcast", x, one)

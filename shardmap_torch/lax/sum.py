@@ -1,4 +1,4 @@
-"""Sums and means over the ranks of an axis, by JAX's names."""
+"""Sums and means of `jax.lax`: psum, pmean and psum_scatter over the ranks of an axis."""
 
 from typing import TypeVar
 
@@ -48,21 +48,21 @@ def psum(
         >>> mean(torch.arange(8.0))
         tensor(3.5000)
     """
-    given = read("psum", axis_name, src, ANY, axis_index_groups)
+    arguments = read("psum", axis_name, src, ANY, axis_index_groups)
 
     def one(leaf: Tensor) -> Tensor:
         leaf = leaf.to(torch.int64) if leaf.dtype == torch.bool else leaf
-        if given.groups:
-            every = gather_groups(given.varying(leaf), given.axes, given.groups)
+        if arguments.groups:
+            every = gather_groups(arguments.varying(leaf), arguments.axes, arguments.groups)
             return every.sum(0, dtype=leaf.dtype)
-        source = given.source(leaf)
-        # n copies of what is equal; a sum of what is not.
-        total = leaf * given.num_along(source.equal) if source.equal else leaf
+        source = arguments.source(leaf)
+        # Along axes with equal values n copies are added by a product, along the others by a sum.
+        total = leaf * arguments.num_along(source.equal) if source.equal else leaf
         if source.varying:
             total = ops.all_reduce(total, source.varying, dst=I)
         return agree(total, source)
 
-    return each_leaf_or_number("psum", x, one, lambda number: number * given.num_members)
+    return each_leaf_or_number("psum", x, one, lambda number: number * arguments.num_members)
 
 
 def pmean(
@@ -107,7 +107,7 @@ def psum_scatter(
     tiled: bool = False,
     src: TypeLike | None = None,
 ) -> X:
-    """Sums `x` over the ranks of `axis_name` and leaves each its piece of `scatter_dimension`.
+    """Sums `x` over the ranks of `axis_name` and leaves each its shard along `scatter_dimension`.
 
     Shape: `scatter_dimension` must be n, the number of ranks (or of a group's members), and goes
     away; with `tiled=True` its size d becomes d/n. Types: V or P becomes V. Backward: all_gather.
@@ -134,11 +134,11 @@ def psum_scatter(
         >>> shard_map(f, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(torch.arange(4.0))
         tensor([2., 4.])
     """
-    given = read("psum_scatter", axis_name, src, ANY, axis_index_groups)
-    axes, groups = given.axes, given.groups
+    arguments = read("psum_scatter", axis_name, src, ANY, axis_index_groups)
+    axes, groups = arguments.axes, arguments.groups
 
     def one(leaf: Tensor) -> Tensor:
-        leaf = given.varying(leaf.to(torch.int64) if leaf.dtype == torch.bool else leaf)
+        leaf = arguments.varying(leaf.to(torch.int64) if leaf.dtype == torch.bool else leaf)
         if not groups:
             return ops.reduce_scatter(leaf, axes, dim=scatter_dimension, tiled=tiled)
         at = read_dim("psum_scatter", "scatter_dimension", scatter_dimension, leaf.ndim)
