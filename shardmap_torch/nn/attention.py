@@ -1,4 +1,4 @@
-"""Attention of the heads that a rank holds."""
+"""Attention over the heads of one rank, with grouped queries."""
 
 import math
 
@@ -43,7 +43,7 @@ def attention(
         causal: whether query i sees only keys 0 to i + offset.
         mask: booleans that broadcast to [..., h, t, s]; true where a query may see a key.
         offset: the position of the first query among the keys, an integer tensor or a number;
-            by default 0. For decoding with a cache, where queries come after what is cached.
+            by default 0. For decoding with a cache, where queries follow the cached positions.
         scale: of the scores; by default 1 / sqrt(d).
 
     Raises:
@@ -67,13 +67,13 @@ def attention(
     if _has_kernel() and mask is None and (is_square or not causal):
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=is_square, scale=scale)
     else:
-        seen = _seen(q, k, causal, mask, offset)
-        y = _in_full(q, k, v, seen, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        visible = _visible_keys(q, k, causal, mask, offset)
+        y = _unfused(q, k, v, visible, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return y.transpose(-2, -3)
 
 
 def own_kv_heads(kv: Tensor, axis: Axis, num_heads: int) -> Tensor:
-    """Gives each rank the key or value heads of its query heads, where ranks outnumber the former.
+    """Selects the key or value heads of each rank's query heads, if there are fewer than ranks.
 
     The weights of keys and values are then equal on all ranks, which compute all of their heads;
     use `column_linear(..., src=R)` or a plain matmul with weights of type R.
@@ -112,7 +112,7 @@ def own_kv_heads(kv: Tensor, axis: Axis, num_heads: int) -> Tensor:
 
 
 def selected_heads(axis: Axis, num_heads: int) -> PerRank:
-    """Makes the per-rank choice of `own_kv_heads`."""
+    """Makes the per-rank function of `own_kv_heads`."""
 
     @per_rank("...gd->...hd", over={"h": axis})
     def key_heads_of_own_queries(kv: Tensor) -> Tensor:
@@ -132,10 +132,10 @@ def _repeated(kv: Tensor, groups: int) -> Tensor:
 
 
 def _has_kernel() -> bool:
-    """Says whether torch's fused kernels are used, which keep no scores in memory.
+    """Returns whether torch's fused kernels are used, which keep no scores in memory.
 
     On simulated ranks they are not: torch has no batching rule for them and would run them rank by
-    rank, with a warning. With a mask they are not known to global strictness.
+    rank, with a warning. With a mask global strictness has no rule for them.
     """
     scope = current_scope()
     if scope is None or is_checker(scope.backend):
@@ -143,10 +143,10 @@ def _has_kernel() -> bool:
     return scope.backend.mesh.kind != "simulated"
 
 
-def _seen(
+def _visible_keys(
     q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, offset: Tensor | int | None
 ) -> Tensor | None:
-    """Says which keys each query sees; None: all."""
+    """Returns the mask of the keys that each query sees; None if it sees all."""
     if not causal:
         return mask
     queries = torch.arange(q.shape[-2], device=q.device) + (0 if offset is None else offset)
@@ -154,13 +154,13 @@ def _seen(
     return past if mask is None else past & mask
 
 
-def _in_full(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    """Computes what `scaled_dot_product_attention` does, with all scores at once."""
+def _unfused(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
+    """Computes `scaled_dot_product_attention` with all scores in memory."""
     scores: Tensor = (q @ k.mT) * scale
-    if seen is None:
+    if visible is None:
         return scores.softmax(-1) @ v
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1).masked_fill(~seen, 0.0)  # a query that sees nothing gets zeros
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1).masked_fill(~visible, 0.0)  # a query that sees nothing gets zeros
     return weights @ v
 
 

@@ -9,7 +9,7 @@ from shardmap_torch.errors import LayerError
 def kv_update(
     cache: Tensor, new: Tensor, position: Tensor | int | None = None, *, dim: int = -3
 ) -> Tensor:
-    """Returns a cache with new keys or values in it; the cache that it is given stays as it is.
+    """Returns a copy of a cache with new keys or values in it.
 
     With a position the cache keeps its length: one program serves all positions if these are
     tensors, where a Python number or a growing cache is a new program for each value.
@@ -19,12 +19,12 @@ def kv_update(
     is equal on all ranks. Sends nothing. Reads and writes all of the cache.
 
     Args:
-        cache: of all positions; without a position, of those so far.
-        new: at `position` and the ones after it.
-        position: an integer tensor of one element, or a number. Beyond what the cache has room for
-            a number is an error, and a tensor makes the new rows NaN: it cannot raise an error
-            without waiting for the device.
-        dim: that of the positions.
+        cache: keys or values of all positions; without `position`, of those so far.
+        new: keys or values at `position` and the ones after it.
+        position: an integer tensor of one element, or a number. Out of the cache's range a number
+            is an error, and a tensor makes the new rows NaN: it cannot raise an error without
+            waiting for the device.
+        dim: the dimension of the positions.
 
     Raises:
         LayerError: shapes that do not match, or a number out of range.
@@ -55,7 +55,7 @@ def kv_update(
 
 
 def _check_shapes(cache: Tensor, new: Tensor, dim: int) -> int:
-    """Counts `dim` from the front."""
+    """Checks the shapes; returns `dim` counted from the front."""
     if cache.ndim == new.ndim and -cache.ndim <= dim < cache.ndim:
         at = dim % cache.ndim
         others = [size for i, size in enumerate(cache.shape) if i != at]

@@ -21,14 +21,14 @@ def chunked_nats(axis: Axis, chunk_size: int, smoothing: float, z_loss: float) -
         nats, _ = _Nats.apply(
             x.flatten(0, -2), weight, targets.flatten(), axis, chunk_size, smoothing, z_loss
         )
-        found: Tensor = nats.reshape(targets.shape)
-        return found
+        result: Tensor = nats.reshape(targets.shape)
+        return result
 
     return nats_by_chunks
 
 
 class _Nats(Function):
-    """x [n, d], weight [d, v/r], targets [n] -> nats [n], logsumexp [n]."""
+    """Autograd Function: x [n, d], weight [d, v/r], targets [n] -> nats [n], logsumexp [n]."""
 
     @staticmethod
     def forward(
@@ -41,7 +41,7 @@ class _Nats(Function):
         z_loss: float,
     ) -> tuple[Tensor, Tensor]:
         num_classes = weight.shape[1] * axis_size(axis)
-        found = []
+        chunks = []
         for rows, ids in zip(x.split(chunk_size), targets.split(chunk_size), strict=True):
             logits = _logits(rows, weight)
             largest = all_reduce(logits.amax(-1), axis, op="max", dst=R)
@@ -52,10 +52,10 @@ class _Nats(Function):
             score = score * (1 - smoothing) + logits.sum(-1) * (smoothing / num_classes)
             nats = log_total - all_reduce(score, axis, dst=I)
             log_total = log_total + largest
-            found.append((nats + z_loss * log_total.square(), log_total))
-        if not found:
+            chunks.append((nats + z_loss * log_total.square(), log_total))
+        if not chunks:
             return _logits(x, weight).sum(-1), _logits(x, weight).sum(-1)
-        by_chunk = list(zip(*found, strict=True))
+        by_chunk = list(zip(*chunks, strict=True))
         return torch.cat(by_chunk[0]), torch.cat(by_chunk[1])
 
     @staticmethod
@@ -65,22 +65,22 @@ class _Nats(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_log_total: Tensor) -> tuple[Tensor | None, ...]:
-        """Each rank has its columns of the logits' gradient, which is softmax - targets.
+        """Computes the gradients from this rank's columns of the logits', softmax - targets.
 
-        A second derivative comes back through the logsumexp that was saved: hence its gradient.
+        A second derivative flows through the saved logsumexp, which therefore has a gradient.
         """
         x, weight, targets, log_totals = ctx.saved_tensors
-        # Each rank uses them for its own columns.
+        # Each rank uses the cotangents for its own columns.
         grad, grad_log_total = convert((grad, grad_log_total), ctx.axis, src=I, dst=R)
         num_classes = weight.shape[1] * axis_size(ctx.axis)
         d_rows, d_weight = [], torch.zeros_like(weight)
         parts = x, targets, log_totals, grad, grad_log_total
         chunks = zip(*(each.split(ctx.chunk_size) for each in parts), strict=True)
         for rows, ids, log_total, g, g_log_total in chunks:
-            chances = (_logits(rows, weight) - log_total.unsqueeze(-1)).exp()
+            probabilities = (_logits(rows, weight) - log_total.unsqueeze(-1)).exp()
             scale = g * (1 + 2 * ctx.z_loss * log_total) + g_log_total
-            local, owned = own_rows(ids, weight.shape[1], ctx.axis, chances.dtype)
-            d_logits = chances * scale.unsqueeze(-1) - (
+            local, owned = own_rows(ids, weight.shape[1], ctx.axis, probabilities.dtype)
+            d_logits = probabilities * scale.unsqueeze(-1) - (
                 g * (ctx.smoothing / num_classes)
             ).unsqueeze(-1)
             d_target = (g * owned * (1 - ctx.smoothing)).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is sharded: keys travel in a ring, or heads are exchanged."""
+"""Attention over a sharded sequence (context parallelism): ring attention and Ulysses."""
 
 import math
 
@@ -16,7 +16,7 @@ from shardmap_torch.types import R
 
 
 def head_tail_order(length: int, num_ranks: int) -> Tensor:
-    """Orders positions so that shards of equal size do equal work in causal attention.
+    """Returns the order of positions in which equal shards do equal work in causal attention.
 
     The sequence is divided into 2n chunks, and rank r of n gets chunks r and 2n - 1 - r: one that
     sees little and one that sees much. Apply it outside of the body, to tokens and targets alike
@@ -54,16 +54,16 @@ def ring_attention(
     balanced: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attends over a sequence whose positions are sharded; keys and values go round in a ring.
+    """Attends over a sequence whose positions are sharded; keys and values pass through a ring.
 
-    Each rank keeps its queries. In n steps it meets the keys and values of all n ranks, and adds up
-    what they contribute under the softmax of all of them. The backward goes round once more, with
-    the gradients of keys and values on board.
+    Each rank keeps its queries. In n steps it receives the keys and values of all n ranks, and
+    accumulates the softmax over all of them online. The backward passes through the ring again, and
+    sends the gradients of keys and values along.
 
     Shape: q [..., t/n, h, d], k [..., t/n, g, d], v [..., t/n, g, e], g dividing h, gives
     [..., t/n, h, e]. Types: all are sharded over `axis` along dimension -3, as is the result.
-    Memory: what the arguments and the result take, and the scores of one step, [..., h, t/n, t/n],
-    of a quarter of them where balanced. Backward: 2n - 1 steps of the ring. Sends (n-1) times the
+    Memory: the arguments, the result and the scores of one step, [..., h, t/n, t/n], or a quarter
+    of these if balanced. Backward: 2n - 1 steps of the ring. Sends (n-1) times the
     bytes of k and v forward, and about twice as much backward.
 
     Args:
@@ -75,9 +75,9 @@ def ring_attention(
         positions: [t/n] integers: the global position of each of this rank's, where the sequence is
             not in order.
         balanced: whether the sequence was sharded by `head_tail_order`, whose `positions` are then
-            needed. Each step then computes only the half that is not masked, on every rank; without
-            it a causal mask wastes about half of the work. The result is NaN if the positions are
-            not in that order.
+            required. Each step then computes only the half that is not masked, on every rank;
+            without it a causal mask wastes about half of the work. The result is NaN if the
+            positions are not in that order.
         scale: of the scores; by default 1 / sqrt(d).
 
     Raises:
@@ -102,8 +102,8 @@ def ring_attention(
         )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     region = ring_region(axis, causal, balanced, scale, positions is not None)
-    found: Tensor = region(q, k, v, *([] if positions is None else [positions]))
-    return found
+    y: Tensor = region(q, k, v, *([] if positions is None else [positions]))
+    return y
 
 
 def ring_region(
@@ -131,10 +131,10 @@ def ulysses_attention(
     positions: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attends over a sequence whose positions are sharded, by exchanging them for heads.
+    """Attends over a sequence whose positions are sharded, by resharding it over the heads.
 
-    Each rank gives away its positions of other ranks' heads and gets all positions of its own,
-    attends, and exchanges back. The number of ranks is limited by that of the key heads.
+    An all-to-all gives each rank all positions of its heads; it attends, and an all-to-all restores
+    the sharding. The number of ranks must divide that of the key heads.
 
     Shape: q [..., t/n, h, d], k [..., t/n, g, d], v [..., t/n, g, e] gives [..., t/n, h, e], n
     dividing g and g dividing h. Types: all are sharded over `axis` along dimension -3, as is the
@@ -147,7 +147,8 @@ def ulysses_attention(
         v: values of this rank's positions.
         axis: the axis over which the sequence is sharded.
         causal: whether a position sees only itself and those before.
-        positions: as in `ring_attention`; needs no balance, since each rank has all positions.
+        positions: as in `ring_attention`; work is balanced anyway, since each rank has all
+            positions.
         scale: of the scores; by default 1 / sqrt(d).
 
     Raises:

@@ -1,4 +1,4 @@
-"""Lookups in a table whose rows are sharded."""
+"""Embedding whose table is sharded by rows over an axis (vocabulary parallelism)."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def vocab_parallel_embedding(
 ) -> Tensor:
     """Looks up rows of a table whose rows (the vocabulary) are sharded over `axis`.
 
-    Each rank looks up the ids whose rows it holds, and the ranks' results are summed. The gradient
+    Each rank looks up the ids whose rows it has, and the ranks' results are summed. The gradient
     of the table stays sharded and is not communicated.
 
     Shape: ids [...], table [v/r, d] gives [..., d] on each of r ranks; for `dst=S(i)` dimension i
@@ -31,8 +31,8 @@ def vocab_parallel_embedding(
             raise an error for a value without waiting for the device.
         table: this rank's rows.
         axis: the axis, or several that act as one, over which the rows are sharded.
-        dst: I or R where every rank gets the sum, S(i) where it gets its part along dimension i
-            (sequence parallelism), Partial to leave the sum to the caller.
+        dst: I or R if every rank gets the sum, S(i) for its shard along dimension i (sequence
+            parallelism), Partial to leave the sum to the caller.
 
     Raises:
         LayerError: ids that are no integers, a table that is no matrix, or another `dst`.
@@ -57,8 +57,8 @@ def vocab_parallel_embedding(
             f"vocab_parallel_embedding takes integer ids and a table [v/r, d], not ids of "
             f"{ids.dtype} and a table {list(table.shape)}."
         )
-    found: Tensor = own_embeddings(axis)(ids, table)
-    return found if layout == Partial else redistribute(found, axis, src=Partial, dst=layout)
+    rows: Tensor = own_embeddings(axis)(ids, table)
+    return rows if layout == Partial else redistribute(rows, axis, src=Partial, dst=layout)
 
 
 def own_embeddings(axis: Axis) -> PerRank:
@@ -76,9 +76,8 @@ def own_rows(ids: Tensor, num_rows: int, axis: Axis, dtype: torch.dtype) -> tupl
     """Finds ids among the rows of this rank.
 
     Returns:
-        The position of each id among this rank's rows, 0 where another rank has its row; and the
-        weight of that position: 1 where this rank has the row, 0 where another has it, NaN where
-        there is no such row.
+        The index of each id among this rank's rows, 0 if another rank has its row; and the weight
+        of that row: 1 if this rank has it, 0 if another has it, NaN if it does not exist.
     """
     local = ids - axis_index(axis) * num_rows
     owned = (local >= 0) & (local < num_rows)

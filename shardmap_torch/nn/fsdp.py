@@ -1,4 +1,4 @@
-"""Parameters that are sharded over a data axis, and gathered where they are used."""
+"""FSDP: parameters sharded over a data axis, and gathered where they are used."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,10 +21,11 @@ Y = TypeVar("Y")
 
 
 def fsdp_gather(params: X, axis: str, specs: Any) -> X:
-    """Gathers the shards of parameters over a data axis, in one collective.
+    """Gathers the shards of parameters over a data axis, in flat buffers.
 
-    One for each dtype and set of other axes that shard them. Gradients come back reduce-scattered,
-    together as well: each rank of `axis` has used the parameters on its own part of the batch.
+    Issues one all-gather for each dtype and set of other axes that shard them. Gradients are
+    reduce-scattered in the same buffers: each rank of `axis` has used the parameters on its own
+    shard of the batch.
     Parameters that `axis` does not shard are converted to R, so that their gradients are summed.
 
     Shape: each leaf gets back the dimension that `axis` divides. Types: sharded over `axis` (S(i))
@@ -36,10 +37,10 @@ def fsdp_gather(params: X, axis: str, specs: Any) -> X:
         params: a pytree of shards, as of one layer.
         axis: the data axis.
         specs: a pytree prefix of `params` with a `P` for each: the specs by which they entered. In
-            an entry of several axes `axis` must be the last, as in ("tp", "fsdp").
+            an entry of several axes `axis` must come last, as in ("tp", "fsdp").
 
     Raises:
-        LayerError: a leaf without a spec, or one that `axis` shards from the outside.
+        LayerError: a leaf without a spec, or one in whose entry `axis` is not the last.
         CollectiveError: outside a body, or an unknown axis.
 
     Source: Rajbhandari et al. 2020, "ZeRO" (stage 3); Zhao et al. 2023, "PyTorch FSDP".
@@ -59,7 +60,7 @@ def fsdp_gather(params: X, axis: str, specs: Any) -> X:
     leaves, structure = flatten(params)
     placed = _placed(params, axis, specs)
     dims = [_dim_of(leaf.spec, axis) for leaf in placed]
-    # Beside a leaf that varies over another axis, one that is equal there would come out varying.
+    # In one buffer with a leaf that varies over another axis, an equal leaf would become varying.
     keys = [
         (leaf.dtype, frozenset(p.spec.mentioned)) for leaf, p in zip(leaves, placed, strict=True)
     ]
@@ -73,15 +74,15 @@ def fsdp_gather(params: X, axis: str, specs: Any) -> X:
     converted = to_replicate([leaves[i] for i in kept], axis) if kept else []
     for i, leaf in zip(kept, converted, strict=True):
         leaves[i] = leaf
-    found: X = unflatten(structure, leaves)
-    return found
+    result: X = unflatten(structure, leaves)
+    return result
 
 
 def fsdp_layer(function: Callable[..., Y], params: Any, *args: Any, axis: str, specs: Any) -> Y:
-    """Calls `function(gathered params, *args)`, keeping only shards and arguments for backward.
+    """Calls `function(gathered params, *args)`, and saves only shards and arguments for backward.
 
-    The backward gathers the parameters once more and computes the layer again: between forward and
-    backward neither gathered parameters nor intermediate values are held.
+    The backward gathers the parameters again and recomputes the layer: between forward and backward
+    neither gathered parameters nor intermediate values are in memory.
 
     Shape and types: as `function`. Backward: one all-gather and one reduce-scatter of the
     parameters, and what `function` sends. Sends one all-gather and what `function` sends forward.
@@ -136,7 +137,7 @@ def gathered_shards(axis: str, dims: Sequence[int]) -> PerRank:
 def _gathered_types(
     layouts: Sequence[P], ranks: Sequence[int], axis: str, dims: Sequence[int]
 ) -> Types:
-    """Takes the axis out of each layout, from the place where it has to be."""
+    """Computes the types of the gather: each layout with `axis` last in its entry, and without."""
     ins, outs = [], []
     for layout, ndim, dim in zip(layouts, ranks, dims, strict=True):
         entries: list[Entry] = [*layout.entries, *[None] * (ndim - len(layout.entries))]
@@ -147,10 +148,10 @@ def _gathered_types(
 
 
 def _placed(params: Any, axis: str, specs: Any) -> list[Placed[P]]:
-    """Gives each leaf its spec, in which the axis must stand last."""
-    found = list(broadcast_prefix(specs, params, "params", lambda leaf: isinstance(leaf, P)))
+    """Matches each leaf with its spec, in which the axis must be last in its entry."""
+    leaves = list(broadcast_prefix(specs, params, "params", lambda leaf: isinstance(leaf, P)))
     problems = []
-    for leaf in found:
+    for leaf in leaves:
         if not isinstance(leaf, Placed):
             problems.append(str(leaf))
             continue
@@ -162,7 +163,7 @@ def _placed(params: Any, axis: str, specs: Any) -> list[Placed[P]]:
             )
     if problems:
         raise LayerError(listing(f"fsdp_gather over {axis!r}: the specs do not match:", problems))
-    return [leaf for leaf in found if isinstance(leaf, Placed)]
+    return [leaf for leaf in leaves if isinstance(leaf, Placed)]
 
 
 def _dim_of(spec: P, axis: str) -> int | None:

@@ -60,8 +60,8 @@ def column_linear(
 ) -> Tensor | tuple[Tensor, ...]:
     """Multiplies by a weight whose columns (output features) are sharded over `axis`.
 
-    A fused weight, as of q, k and v or of gate and up, has its chunks in a dimension of its own, so
-    that sharding another one gives each rank its part of every chunk: qkv [d, h, 3, k] is
+    A fused weight, as of q, k and v or of gate and up, has its parts in a dimension of its own, so
+    that sharding another one gives each rank its shard of every part: qkv [d, h, 3, k] is
     `P(None, "tp")`, gate_up [d, 2, f] is `P(None, None, "tp")`, and the result is `unbind`ed.
 
     Shape: x [..., d], weight [d, n/r, ...] gives [..., n/r, ...] on each of r ranks; with
@@ -76,8 +76,8 @@ def column_linear(
         weight: [d, ...], or several that share one gather of x, as of q, k and v.
         axis: the axis, or several that act as one, over which weights are sharded.
         bias: as the weight without its first dimension, sharded in the same way.
-        src: I where all ranks hold the same x (tensor parallelism), R where somebody converts it
-            for several layers, S(i) where dimension i is sharded (sequence parallelism).
+        src: I if x is equal on all ranks (tensor parallelism), R if the caller has converted it for
+            several layers, S(i) if dimension i is sharded (sequence parallelism).
         overlap: whether the gather of `src=S(i)` overlaps with the matmul; see
             `shardmap_torch.kernels.all_gather_matmul`.
 
@@ -109,15 +109,15 @@ def column_linear(
     flat = [each.flatten(1) for each in weights]
     addends = [None if each is None else each.flatten() for each in biases]
     if dim is not None:
-        found = all_gather_matmul(x, flat, axis, gather_dim=dim, bias=addends, overlap=overlap)
+        outs = all_gather_matmul(x, flat, axis, gather_dim=dim, bias=addends, overlap=overlap)
     else:
         x = to_replicate(x, axis) if layout == I else x
         products = (x @ each for each in flat)
         pairs = zip(products, addends, strict=True)
-        found = tuple(y if b is None else y + b for y, b in pairs)
+        outs = tuple(y if b is None else y + b for y, b in pairs)
     split = tuple(
         y if each.ndim == 2 else y.unflatten(-1, each.shape[1:])
-        for y, each in zip(found, weights, strict=True)
+        for y, each in zip(outs, weights, strict=True)
     )
     return split[0] if isinstance(weight, Tensor) else split
 
@@ -145,12 +145,12 @@ def row_linear(
 
     Args:
         x: input features, those of this rank.
-        weight: the matching rows, [features of x ..., d].
+        weight: the rows of these features, [features of x ..., d].
         axis: the axis, or several that act as one, over which both are sharded.
         bias: [d], equal on all ranks.
-        dst: I or R where every rank gets the sum, S(i) where it gets its part along dimension i
-            (sequence parallelism), Partial to leave the sum to the caller.
-        bias_type: I, or R where somebody has converted all weights at once.
+        dst: I or R if every rank gets the sum, S(i) for its shard along dimension i (sequence
+            parallelism), Partial to leave the sum to the caller.
+        bias_type: I, or R if the caller has converted all weights at once.
         overlap: whether the sum overlaps with the matmul; see
             `shardmap_torch.kernels.matmul_reduce_scatter`.
 
@@ -172,8 +172,8 @@ def row_linear(
     """
     layout = read_layout("row_linear", "dst", dst, "IRSP")
     _check_matrix("row_linear", weight)
-    given = read_layout("row_linear", "bias_type", bias_type, "IR")
-    if layout == I and given == R:
+    bias_layout = read_layout("row_linear", "bias_type", bias_type, "IR")
+    if layout == I and bias_layout == R:
         raise LayerError("row_linear: with dst=I the bias is I as well, not bias_type=R.")
     x, matrix = x.flatten(x.ndim - weight.ndim + 1), weight.flatten(0, -2)
     check_inner("row_linear", x, matrix.shape[0], weight, "weight")
@@ -184,16 +184,18 @@ def row_linear(
         y = x @ matrix
     else:
         y = matmul_all_reduce(x, matrix, axis, dst=layout, overlap=overlap)
-    return y if bias is None else y + _bias_after(bias, axis, layout, given, y.ndim)
+    return y if bias is None else y + _bias_after(bias, axis, layout, bias_layout, y.ndim)
 
 
-def _bias_after(bias: Tensor, axis: Axis, layout: AxisType, given: AxisType, ndim: int) -> Tensor:
-    """Converts the bias of a row-parallel layer to what can be added to its result."""
+def _bias_after(
+    bias: Tensor, axis: Axis, layout: AxisType, bias_layout: AxisType, ndim: int
+) -> Tensor:
+    """Converts the bias of a row-parallel layer to the type of its result."""
     if layout.dim is not None and layout.dim % ndim == ndim - 1:
-        return shard_of(bias, axis, given, "row_linear")
+        return shard_of(bias, axis, bias_layout, "row_linear")
     if layout == Partial:
-        return convert(bias, axis, src=given, dst=Partial)
-    return bias if layout == I else as_used(bias, axis, given, "row_linear")
+        return convert(bias, axis, src=bias_layout, dst=Partial)
+    return bias if layout == I else as_used(bias, axis, bias_layout, "row_linear")
 
 
 def _biases(
@@ -202,12 +204,12 @@ def _biases(
     if bias is None:
         return [None] * len(weights)
     shapes = [None if each is None else list(each.shape) for each in bias]
-    wanted = [list(each.shape[1:]) for each in weights]
+    expected = [list(each.shape[1:]) for each in weights]
     if len(bias) != len(weights) or any(
-        have not in (None, want) for have, want in zip(shapes, wanted, strict=True)
+        have not in (None, shape) for have, shape in zip(shapes, expected, strict=True)
     ):
         raise LayerError(
-            f"column_linear: biases have the shapes {shapes}, and the weights need {wanted}."
+            f"column_linear: biases have the shapes {shapes}, and the weights need {expected}."
         )
     return bias
 

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is sharded."""
+"""Cross-entropy losses whose classes (the vocabulary) are sharded over an axis."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -41,7 +41,7 @@ def vocab_parallel_cross_entropy(
     two scalars.
 
     Args:
-        logits: this rank's part of the vocabulary; computed in float32 or better.
+        logits: those of this rank's classes; computed in float32 or better.
         targets: global class numbers, from 0 to v - 1, or `ignore_index`. The loss of another
             number is NaN: ranks cannot raise an error for a value without waiting for the device.
         axis: the axis, or several that act as one, over which the vocabulary is sharded.
@@ -108,10 +108,10 @@ def vocab_parallel_linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Computes the cross-entropy of `x @ weight` without ever holding all logits.
+    """Computes the cross-entropy of `x @ weight` without all logits in memory.
 
-    A chunk of positions at a time has its logits computed, reduced and forgotten; the backward
-    computes them once more and needs no collective for them.
+    The logits of a chunk of positions are computed, reduced and freed; the backward recomputes
+    them, and needs no collective for them.
 
     Shape: x [..., d], weight [d, v/r], targets [...] of integers gives [...] for
     `reduction="none"`, else a scalar. Memory: chunk_size * v/r logits in place of all. Types:
@@ -191,25 +191,25 @@ class _Options:
             raise LayerError(f"{self.name}: z_loss={self.z_loss} is negative.")
 
     def kept(self, targets: Tensor) -> Tensor | None:
-        """Says which positions count; None: all."""
+        """Returns the mask of the positions that are not ignored; None if all count."""
         return None if self.ignore_index is None else targets != self.ignore_index
 
     def smoothed(self, own: Tensor, shifted: Tensor, axis: Axis) -> Tensor:
-        """Mixes the score of the targets with that of all classes alike."""
+        """Mixes the score of the targets with the mean over all classes."""
         if not self.smoothing:
             return own
         share = self.smoothing / (shifted.shape[-1] * axis_size(axis))
         return own * (1 - self.smoothing) + shifted.sum(-1) * share
 
     def weighted(self, log_total: Tensor, weight: Tensor | None) -> Tensor:
-        """Scales by the sum of each position's probabilities, where these were given."""
+        """Scales by the sum of each position's probabilities, if targets are probabilities."""
         if weight is None:
             return log_total
         return log_total * (weight * (1 - self.smoothing) + self.smoothing)
 
 
 def own_scores(axis: Axis) -> PerRank:
-    """Makes the per-rank choice of the targets' logits: a pending sum, zero on the other ranks."""
+    """Makes the per-rank lookup of the targets' logits: a pending sum, zero on the other ranks."""
 
     @per_rank("...v,...->...", over={"v": axis}, partial=axis)
     def logits_of_own_targets(logits: Tensor, targets: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def own_scores(axis: Axis) -> PerRank:
 
 
 def _reduced(nats: Tensor, kept: Tensor | None, reduction: Reduction, batch_axis: Axis) -> Tensor:
-    """Sums or averages over the global batch what is not ignored."""
+    """Sums or averages, over the global batch, the positions that are not ignored."""
     nats = nats if kept is None else nats.where(kept, 0)
     if reduction == "none":
         return nats

@@ -1,4 +1,4 @@
-"""A mixture of experts, which are sharded over the axis that shards the batch."""
+"""Mixture of experts, sharded over the axis that shards the batch (expert parallelism)."""
 
 import math
 from collections.abc import Callable
@@ -27,11 +27,11 @@ def moe(
     capacity_factor: float | None = 1.25,
     batch_axis: Axis = (),
 ) -> tuple[Tensor, Tensor]:
-    """Sends each position to the experts that a router selects, and adds up what these make of it.
+    """Sends each position to the experts that a router selects, and sums their weighted results.
 
     Sequences are routed one by one: an expert takes at most C positions of a sequence, the first
-    choices first, then in order; what is beyond is dropped from that expert's sum. Whether a
-    position is dropped so depends on its sequence alone and not on the number of ranks. With
+    choices first, then in order; positions beyond that get nothing from that expert. Dropping thus
+    depends on the sequence alone and not on the number of ranks. With
     `capacity_factor=None` C is the length of the sequence and nothing is dropped, at the cost of
     e / num_selected times the work and the bytes (dropless by padding; `dropless_moe` needs none).
 
@@ -46,9 +46,10 @@ def moe(
         router: scores of the experts.
         experts: a pytree of this rank's experts.
         axis: over which the experts and the sequences are sharded.
-        expert: takes `experts` and what is sent to them, [e/n, b * C, d], and returns as much.
-        num_selected: experts a position.
-        capacity_factor: room over an even distribution; None: for everything.
+        expert: takes `experts` and the positions sent to them, [e/n, b * C, d], and returns a
+            tensor of that shape.
+        num_selected: experts per position.
+        capacity_factor: capacity relative to an even distribution; None drops nothing.
         batch_axis: other axes over which the sequences are sharded, so that the loss is that of the
             global batch. The router and the experts must be R over them.
 
@@ -76,22 +77,22 @@ def moe(
     """
     num_experts = router.shape[-1]
     check_experts("moe", x, router, experts, axis, num_selected)
-    chances = (x @ to_replicate(router, axis)).softmax(-1)  # [b/n, t, e]
-    values, chosen = chances.topk(num_selected, -1)
-    picks = one_hot(chosen, num_experts, x.dtype)  # [b/n, t, k, e]
-    room = x.shape[1]
+    probabilities = (x @ to_replicate(router, axis)).softmax(-1)  # [b/n, t, e]
+    values, chosen = probabilities.topk(num_selected, -1)
+    choices = one_hot(chosen, num_experts, x.dtype)  # [b/n, t, k, e]
+    capacity = x.shape[1]
     if capacity_factor is not None:
-        room = min(room, math.ceil(capacity_factor * num_selected * room / num_experts))
-    slots = _slots(picks, room)  # [b/n, t, k, e, C]
+        capacity = min(capacity, math.ceil(capacity_factor * num_selected * capacity / num_experts))
+    slots = _slots(choices, capacity)  # [b/n, t, k, e, C]
     shares = values / values.sum(-1, keepdim=True)
-    sent = _places(slots.sum(2)).mT @ x  # [b/n, e * C, d]
-    sent = sent.unflatten(1, (num_experts, room)).transpose(0, 1)
-    own = all_to_all(sent, axis, split_dim=0, concat_dim=1)  # [e/n, b, C, d]
-    made = expert(experts, own.flatten(1, 2)).unflatten(1, own.shape[1:3])
-    back = all_to_all(made, axis, split_dim=1, concat_dim=0)  # [e, b/n, C, d]
+    dispatched = _places(slots.sum(2)).mT @ x  # [b/n, e * C, d]
+    dispatched = dispatched.unflatten(1, (num_experts, capacity)).transpose(0, 1)
+    own = all_to_all(dispatched, axis, split_dim=0, concat_dim=1)  # [e/n, b, C, d]
+    results = expert(experts, own.flatten(1, 2)).unflatten(1, own.shape[1:3])
+    returned = all_to_all(results, axis, split_dim=1, concat_dim=0)  # [e, b/n, C, d]
     weights = (slots * shares[..., None, None]).sum(2)
-    y: Tensor = _places(weights) @ back.transpose(0, 1).flatten(1, 2)
-    return y, balance_loss(chances, picks, (axis, *axes_of(batch_axis)))
+    y: Tensor = _places(weights) @ returned.transpose(0, 1).flatten(1, 2)
+    return y, balance_loss(probabilities, choices, (axis, *axes_of(batch_axis)))
 
 
 def one_hot(numbers: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -100,20 +101,20 @@ def one_hot(numbers: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _places(slots: Tensor) -> Tensor:
-    """Numbers the places of all experts: [b, t, e, C] -> [b, t, e * C]."""
+    """Flattens the slots of all experts: [b, t, e, C] -> [b, t, e * C]."""
     return slots.flatten(2)
 
 
-def _slots(picks: Tensor, room: int) -> Tensor:
-    """Gives each choice a place at its expert: [b, t, k, e] -> one-hot [b, t, k, e, C].
+def _slots(picks: Tensor, capacity: int) -> Tensor:
+    """Assigns each choice a slot of its expert: [b, t, k, e] -> one-hot [b, t, k, e, C].
 
-    Nowhere where there is no room: first choices come before second ones, and then positions in
-    order.
+    Choices beyond the capacity get none: first choices come before second ones, and then positions
+    in order.
     """
     by_choice = picks.transpose(1, 2).flatten(1, 2)  # [b, k * t, e]
-    place = by_choice.cumsum(1) - 1
-    order = place.unflatten(1, (picks.shape[2], picks.shape[1])).transpose(1, 2)
-    free: Tensor = order.unsqueeze(-1) == torch.arange(room, device=picks.device)
+    order_of_arrival = by_choice.cumsum(1) - 1
+    order = order_of_arrival.unflatten(1, (picks.shape[2], picks.shape[1])).transpose(1, 2)
+    free: Tensor = order.unsqueeze(-1) == torch.arange(capacity, device=picks.device)
     return picks.unsqueeze(-1) * free
 
 

@@ -20,8 +20,8 @@ def rms_norm(
     """Divides each position by the root mean square of its features, and scales these.
 
     With `axis` the positions are sharded over it (sequence parallelism). Each rank then scales
-    other positions, so that the gradient of the weight is summed over the ranks. Statistics are
-    taken in float32 or better.
+    different positions, so that the gradient of the weight is summed over the ranks. Statistics are
+    computed in float32 or better.
 
     Shape: x [..., d], weight [d] gives [..., d]. Types: the result has the types of x; with `axis`
     x is sharded over it along any dimension but the last, and the weight is `weight_type`.
@@ -33,8 +33,8 @@ def rms_norm(
         weight: the scale of each feature.
         axis: over which positions are sharded; None where every rank has all of x.
         eps: added to the mean square.
-        weight_type: type of the weight over `axis`; R where somebody has converted all weights of
-            a model at once.
+        weight_type: type of the weight over `axis`; R if the caller has converted all weights of a
+            model at once.
 
     Raises:
         LayerError: shapes that do not match.

@@ -39,7 +39,7 @@ def pipeline_value_and_grad(
 ) -> tuple[Tensor, Any, Tensor]:
     """Computes the loss of all microbatches and its gradients, layers being sharded over `axis`.
 
-    Rank r holds the r-th part of the layers. Microbatches pass from rank to rank, and their
+    Rank r has the r-th part of the layers. Microbatches pass from rank to rank, and their
     cotangents back, in the order of the schedule; the gradients do not depend on it.
 
     Shape: x [m, ...] has m microbatches, as have the targets; every leaf of `params` has the layers
@@ -48,17 +48,17 @@ def pipeline_value_and_grad(
     its ranks; the loss and the gradient of x are I, the other gradients sharded as `params`. Over
     an axis that shards x the loss and the gradients of `params` are pending sums, and `params` are
     R. Memory: the inputs of `num_saved(schedule)` microbatches (m for GPipe, at most 2n - 1 for
-    1F1B) and the activations of one stage for one microbatch, which are computed again in its
-    backward. All ranks run one program: where one goes forward and another back in the same tick,
-    each computes both and keeps its own. Sends one microbatch in each tick and direction that has
-    work, and all-reduces the loss and the gradient of x.
+    1F1B) and the activations of one stage for one microbatch, which are recomputed in its backward.
+    All ranks run one program: if one runs forward and another backward in the same tick, each
+    computes both and keeps its own. Sends one microbatch in each tick and direction that has work,
+    and all-reduces the loss and the gradient of x.
 
     Args:
         stage: `stage(params, x)` applies the layers of one rank; the result has the shape of x.
-        loss: `loss(y, targets)` of one microbatch, a scalar; the sum over microbatches counts.
+        loss: `loss(y, targets)` of one microbatch, a scalar; microbatches are summed.
         params: a pytree of this rank's layers.
         x: inputs of the first layer.
-        targets: what `loss` compares with.
+        targets: second argument of `loss`.
         axis: over which the layers are sharded.
         schedule: takes the numbers of ranks and microbatches; `gpipe_schedule`,
             `one_forward_one_backward_schedule`, or one of your own.
@@ -120,7 +120,7 @@ def pipeline_region(
 
 
 def _types(layouts: Sequence[P], ranks: Sequence[int], axis: str) -> Types:
-    """Makes what depends on the parameters a pending sum over the axes that shard x."""
+    """Computes the types: results of all positions are pending sums over the axes that shard x."""
     batch = [a for entry in layouts[0].entries if entry is not None for a in axes_of(entry)]
     params = [P(axis, *layout.entries[1:]) for layout in layouts[2:]]
     sums = tuple(P(*each.entries, partial=batch) for each in params)
@@ -129,7 +129,7 @@ def _types(layouts: Sequence[P], ranks: Sequence[int], axis: str) -> Types:
 
 
 class _Run:
-    """The state of one rank: what it has saved, received and added up."""
+    """State of one rank during a schedule: saved inputs, received messages, accumulated results."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Run:
         self.grads = map_leaves(torch.zeros_like, params)
 
     def go_forward(self, row: Row) -> None:
-        """Applies the stage to a microbatch, saves its input and sends the result on."""
+        """Applies the stage to a microbatch, saves its input and sends the result onward."""
         if all(m is None for m in row):
             return
         m, works = self._own(row)
@@ -170,7 +170,7 @@ class _Run:
         self._received = shift(y, self._axis, 1, wrap=False)
 
     def go_back(self, row: Row) -> None:
-        """Pulls a cotangent back through the stage, adds up gradients and sends the rest back."""
+        """Pulls a cotangent back through the stage, adds gradients and sends it backward."""
         if all(m is None for m in row):
             return
         m, works = self._own(row)
@@ -189,12 +189,12 @@ class _Run:
         self._cotangent = shift(d_x, self._axis, -1, wrap=False)
 
     def _own(self, row: Row) -> tuple[Tensor, Tensor]:
-        """This rank's microbatch, and whether it has one."""
+        """Returns this rank's microbatch, and whether it has one."""
         known = torch.tensor([-1 if m is None else m for m in row], device=self._x.device)
         m = known.index_select(0, self._rank.reshape(1))
         return m.clamp(min=0), m.squeeze(0) >= 0
 
     def _place(self, m: Tensor, count: int, works: Tensor) -> Tensor:
-        """Says which of `count` rows is this rank's, if it has work."""
+        """Returns the mask of this rank's row among `count`, empty if it has no work."""
         at = (torch.arange(count, device=m.device) == m) & works
         return at.reshape(-1, *[1] * (self._x.ndim - 1))

@@ -1,4 +1,4 @@
-"""Rotary positions, at global positions of a sequence that may be sharded."""
+"""Rotary position embedding, at the global positions of a sequence that may be sharded."""
 
 import torch
 from torch import Tensor
@@ -17,14 +17,14 @@ def positions(
     offset: Tensor | int = 0,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Counts the global positions of this rank's part of a sequence.
+    """Returns the global positions of this rank's shard of a sequence.
 
     Shape: int64 [length], or with `axis` [length/r] on each of r ranks. Types: equal on all ranks,
     or with `axis` S(0). Sends nothing.
 
     Args:
         length: of the sequence on all ranks together.
-        axis: over which the sequence is sharded, in order; None where it is not.
+        axis: over which the sequence is sharded, in order; None if it is not.
         offset: added to each, an integer tensor or a number; for decoding with a cache.
         device: of the result.
 
@@ -45,7 +45,7 @@ def positions(
 
 
 def own_positions(length: int, axis: Axis, device: torch.device | str | None = None) -> PerRank:
-    """Makes the per-rank count of `positions`."""
+    """Makes the per-rank function of `positions`."""
 
     @per_rank("->t", over={"t": axis})
     def positions_of_own_shard() -> Tensor:
@@ -63,7 +63,7 @@ def rotary_tables(
     frequencies: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the cosines and sines by which `rotary` turns, once for all layers.
+    """Computes the cosines and sines of `rotary`'s angles, once for all layers.
 
     Shape: positions [..., t] gives twice [..., t, 1, width/2]. Types: those of positions. Sends
     nothing.
@@ -98,18 +98,18 @@ def rotary_tables(
 def rotary(
     x: Tensor, positions: Tensor | tuple[Tensor, Tensor], *, interleaved: bool = False
 ) -> Tensor:
-    """Turns each pair of features by an angle that grows with the position.
+    """Rotates each pair of features by an angle that grows with the position.
 
     Computed in float32 or better.
 
     Shape: x [..., t, h, d], positions [t] or [..., t] gives [..., t, h, d]; d is even and not
-    sharded. Types: those of x, along whose t positions are sharded; nothing flows to positions.
+    sharded. Types: those of x; positions are sharded like its dimension t, and get no gradient.
     Sends nothing, forward and backward.
 
     Args:
         x: queries or keys.
-        positions: the global position of each, as `positions` counts them; with a sharded or
-            permuted sequence those of this rank. Or `rotary_tables` of these, for other wave
+        positions: the global positions, as `positions` returns them; with a sharded or permuted
+            sequence those of this rank. Or `rotary_tables` of these, for other wave
             lengths than powers of 10,000.
         interleaved: whether a pair is features 2j and 2j + 1 (Su et al., GGUF) and not j and
             j + d/2 (GPT-NeoX, Hugging Face).
@@ -131,20 +131,20 @@ def rotary(
     cos, sin = positions
     pairs = x.to(wide).unflatten(-1, (-1, 2) if interleaved else (2, -1))
     first, second = pairs.unbind(-1 if interleaved else -2)
-    turned = [first * cos - second * sin, first * sin + second * cos]
-    return torch.stack(turned, -1 if interleaved else -2).flatten(-2).to(x.dtype)
+    rotated = [first * cos - second * sin, first * sin + second * cos]
+    return torch.stack(rotated, -1 if interleaved else -2).flatten(-2).to(x.dtype)
 
 
 def _check_positions(x: Tensor, positions: Tensor | tuple[Tensor, Tensor]) -> None:
     if isinstance(positions, tuple):
         expected = (*x.shape[-3:-2], 1, x.shape[-1] // 2)
         alike = all(table.shape[-3:] == expected for table in positions)
-        given = f"tables {[list(table.shape) for table in positions]}"
+        found = f"tables {[list(table.shape) for table in positions]}"
     else:
         alike = positions.shape[-1:] == x.shape[-3:-2]
-        given = f"positions {list(positions.shape)}"
+        found = f"positions {list(positions.shape)}"
     if x.ndim < 3 or x.shape[-1] % 2 or not alike:
         raise LayerError(
             "rotary takes x [..., t, h, d] with an even d and positions [..., t], or their tables, "
-            f"not x {list(x.shape)} and {given}."
+            f"not x {list(x.shape)} and {found}."
         )

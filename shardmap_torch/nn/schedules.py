@@ -1,4 +1,4 @@
-"""Schedules of a pipeline, as data: which rank does what in each tick."""
+"""Schedules of a pipeline, as data: the microbatch of each rank in each tick."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Schedule: TypeAlias = tuple[Tick, ...]
 
 
 def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Goes forward with all microbatches, and then back with all.
+    """Makes a schedule that runs all microbatches forward, and then all backward.
 
     Each rank saves the inputs of all m microbatches. It has 2(m + n - 1) ticks, of which each rank
     is idle in 2(n - 1).
@@ -47,7 +47,7 @@ def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def one_forward_one_backward_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Goes back with a microbatch as soon as it has come to the last rank.
+    """Makes a schedule that runs a microbatch backward as soon as it has reached the last rank.
 
     Rank r of n saves the inputs of at most 2(n - r) - 1 microbatches, however many there are. It
     has m + 2(n - 1) ticks, in most of which a rank does one forward and one backward.
@@ -73,7 +73,7 @@ def _within(microbatch: int, count: int) -> int | None:
 
 
 def num_saved(schedule: Schedule) -> int:
-    """Counts the microbatches whose inputs the fullest rank holds at once.
+    """Counts the microbatches whose inputs a rank saves at once, on the rank with the most.
 
     Example:
         >>> num_saved(gpipe_schedule(2, 8)), num_saved(one_forward_one_backward_schedule(2, 8))
@@ -81,27 +81,27 @@ def num_saved(schedule: Schedule) -> int:
     """
     most = 0
     for rank in range(len(schedule[0].forward)):
-        held = 0
+        saved = 0
         for tick in schedule:
-            held += tick.forward[rank] is not None
-            most = max(most, held)
-            held -= tick.backward[rank] is not None
+            saved += tick.forward[rank] is not None
+            most = max(most, saved)
+            saved -= tick.backward[rank] is not None
     return most
 
 
 def check_schedule(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
-    """Requires that every rank does every microbatch once each way, as soon as its message comes.
+    """Requires that every rank runs every microbatch once in each direction, on arrival.
 
     Raises:
         LayerError: it does not; lists every problem.
     """
     problems: list[str] = []
     for rank in range(num_ranks):
-        for way in ("forward", "backward"):
-            done = [m for row in _rows(schedule, way) if (m := row[rank]) is not None]
+        for direction in ("forward", "backward"):
+            done = [m for row in _rows(schedule, direction) if (m := row[rank]) is not None]
             if done != list(range(num_microbatches)):
                 problems.append(
-                    f"rank {rank} goes {way} with {done}, not 0 to {num_microbatches - 1}"
+                    f"rank {rank} goes {direction} with {done}, not 0 to {num_microbatches - 1}"
                 )
     if not problems:
         for rank in range(num_ranks):
@@ -111,19 +111,19 @@ def check_schedule(schedule: Schedule, num_ranks: int, num_microbatches: int) ->
         raise LayerError(listing("This schedule cannot run:", problems))
 
 
-def _rows(schedule: Schedule, way: str) -> Sequence[Row]:
-    return [getattr(tick, way) for tick in schedule]
+def _rows(schedule: Schedule, direction: str) -> Sequence[Row]:
+    return [getattr(tick, direction) for tick in schedule]
 
 
 def _early_or_late(schedule: Schedule, rank: int, m: int, num_ranks: int) -> list[str]:
-    def at(way: str, who: int) -> int:
-        return next(t for t, row in enumerate(_rows(schedule, way)) if row[who] == m)
+    def at(direction: str, peer: int) -> int:
+        return next(t for t, row in enumerate(_rows(schedule, direction)) if row[peer] == m)
 
-    found = []
+    problems = []
     if rank and at("forward", rank) != at("forward", rank - 1) + 1:
-        found.append(f"rank {rank} goes forward with {m} not one tick after rank {rank - 1}")
+        problems.append(f"rank {rank} goes forward with {m} not one tick after rank {rank - 1}")
     if rank < num_ranks - 1 and at("backward", rank) != at("backward", rank + 1) + 1:
-        found.append(f"rank {rank} goes back with {m} not one tick after rank {rank + 1}")
+        problems.append(f"rank {rank} goes back with {m} not one tick after rank {rank + 1}")
     if at("backward", rank) < at("forward", rank):
-        found.append(f"rank {rank} goes back with {m} before it has gone forward")
-    return found
+        problems.append(f"rank {rank} goes back with {m} before it has gone forward")
+    return problems

@@ -1,4 +1,4 @@
-"""Optimizers on pytrees of local tensors, and what training on shards needs around them.
+"""Optimizers on pytrees of local tensors, gradient sums, clipping, and ZeRO.
 
 All functions are pure and run in the body of a shard_mapped function, where values are plain local
 tensors; `adamw`, `sgd`, `global_norm` and `clip_by_global_norm` take trees of DTensors and plain

@@ -28,7 +28,7 @@ def adamw(
 
     Args:
         lr: the learning rate, or a function of the step such as `warmup_cosine(...)`.
-        betas: how much of the moments each step keeps.
+        betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: each step multiplies parameters by 1 - lr * weight_decay.
         decays: which parameters decay: a function of the parameter, as `lambda p: p.ndim > 1`, or a
@@ -82,7 +82,7 @@ class _AdamW(Elementwise):
 
 
 def decay(params: Tensors, at: Step) -> Tensors:
-    """Returns params * (1 - lr * decay), touching only those that decay."""
+    """Returns params * (1 - lr * decay), and parameters that do not decay as they are."""
     places = [place for place, amount in enumerate(at.decays) if amount]
     if not places:
         return params

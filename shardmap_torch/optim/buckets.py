@@ -1,9 +1,8 @@
-"""Many small collectives as few large ones: leaves travel together in flat buffers.
+"""Buckets: collectives of many small leaves run as few large ones, in flat buffers.
 
 A leaf is laid out as a matrix with one row per rank that its rows go to, or one row in all, and the
-matrices of a bucket stand side by side. Under check="global" a bucket is a `local_region`: that a
-buffer holds several leaves concerns one rank, and each leaf comes out as its own collective would
-give it.
+matrices of a bucket are concatenated by columns. Under check="global" a bucket is a `local_region`:
+packing is per-rank code, and each leaf has the type and value that its own collective would give.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +30,11 @@ class Transfer:
     """The collective that takes one leaf from `src` to `dst`.
 
     Attributes:
-        name: which; "slice" communicates nothing.
-        axes: over which.
+        name: name of the collective; "slice" communicates nothing.
+        axes: the axes that it runs over.
         dim: the dim that is gathered, scattered or sliced; None for all_reduce.
-        src: how the leaf lies before.
-        dst: how it lies after.
+        src: spec of the leaf before.
+        dst: spec of the leaf after.
     """
 
     name: Kind
@@ -69,7 +68,7 @@ def transfer_all(
     bucket_bytes: int,
     comm_dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """Runs one transfer for each leaf that has one, those that can in common buffers."""
+    """Runs the transfer of each leaf that has one, in common buffers where possible."""
     result = list(leaves)
     for places in _groups(leaves, transfers):
         some = [transfer for place in places if (transfer := transfers[place]) is not None]
@@ -87,13 +86,11 @@ def transfer_all(
 
 
 def _groups(leaves: Sequence[Tensor], transfers: Sequence[Transfer | None]) -> Iterator[list[int]]:
-    """Groups the places of leaves whose values may stand in one buffer.
+    """Groups the indices of leaves whose values may share a buffer.
 
-    They go over the same axes, have one dtype, and vary over the same axes before and after:
-    beside a leaf that varies, one that is equal on all ranks would come out as varying.
-
-    Sizes do not count here, so that one device, which the program is held against, has the same
-    groups.
+    They are transferred over the same axes, have one dtype, and vary over the same axes before and
+    after: in one buffer with a leaf that varies, an equal leaf would become varying. Sizes do not
+    count, so that the one-device program of the checker has the same groups.
     """
     groups: dict[object, list[int]] = {}
     for place, (leaf, transfer) in enumerate(zip(leaves, transfers, strict=True)):
@@ -126,7 +123,7 @@ def _move_group(
 
 
 def _filled(sizes: Sequence[int], capacity: int) -> Iterator[list[int]]:
-    """Distributes places of these sizes, in order, over buckets."""
+    """Distributes indices of leaves of these sizes, in order, over buckets."""
     bucket: list[int] = []
     total = 0
     for place, size in enumerate(sizes):
@@ -143,7 +140,7 @@ def _move_bucket(
     leaves: Sequence[Tensor],
     comm_dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """Packs the leaves side by side, moves the buffer, and unpacks what each has become."""
+    """Packs the leaves into one buffer, moves it, and unpacks the results."""
     name, axes = transfers[0].name, transfers[0].axes
     num_before, num_after = (axis_size(axes) if per_rank else 1 for per_rank in _ROWS[name])
     fronts = [
@@ -159,8 +156,8 @@ def _move_bucket(
         shape = list(front.shape)
         if name != "all_reduce":
             shape[0] = shape[0] * num_after // num_before
-        whole = part.reshape(shape)
-        result.append(whole.movedim(0, transfer.dim or 0) if whole.ndim else whole)
+        leaf = part.reshape(shape)
+        result.append(leaf.movedim(0, transfer.dim or 0) if leaf.ndim else leaf)
     return result
 
 

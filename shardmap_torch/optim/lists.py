@@ -1,4 +1,4 @@
-"""Arithmetic on lists of tensors, position by position, in one fused call where torch has it."""
+"""Element-wise arithmetic on lists of tensors, by torch's fused `_foreach` operators."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -35,9 +35,9 @@ def each(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: flo
 def each_own(
     name: str, own: Tensors, *operands: Sequence[Tensor] | Tensor | float, **scalars: float
 ) -> Tensors:
-    """Maps like `each`, reusing the memory of the first operand, which nobody else has.
+    """Maps like `each`, in place in the first operand, whose memory must not be shared.
 
-    New memory costs more than the arithmetic of an optimizer: the kernel has to clear its pages.
+    New memory costs more than the arithmetic of an optimizer: the OS kernel has to clear its pages.
     """
     if not own or _is_transformed((own, *operands)):
         return each(name, own, *operands, **scalars)
@@ -47,7 +47,7 @@ def each_own(
 
 
 def _is_transformed(operands: Sequence[Sequence[Tensor] | Tensor | float]) -> bool:
-    """Returns whether a functorch transform is at work; Dynamo traces plain tensors only."""
+    """Returns whether an operand is under a functorch transform; never while Dynamo traces."""
     if torch.compiler.is_dynamo_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor

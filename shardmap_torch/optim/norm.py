@@ -1,4 +1,4 @@
-"""The norm over a whole tree of sharded tensors, and clipping by it."""
+"""Global norm of a tree of sharded tensors, and clipping by it."""
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -35,15 +35,15 @@ def global_norm(tree: Tree, specs: Tree | None = None, *, ord: float = 2.0) -> T
     """Computes the norm of all entries of all leaves, each counted once, equal on all ranks.
 
     In a body, the powers of a leaf's shards are summed over the axes that its spec mentions, and
-    over no other: there every rank holds the same. One scalar is reduced for each distinct set of
-    axes, none for replicated leaves. Outside of a body the leaves are DTensors and plain tensors,
-    mixed as they come, and `specs` is not needed.
+    over no other, where all ranks have the same value. One scalar is reduced for each distinct set
+    of axes, none for replicated leaves. Outside of a body the leaves are any mix of DTensors and
+    plain tensors, and `specs` is not needed.
 
     Shape: a scalar, of the widest dtype of the leaves, float32 at least. Types: each leaf's S
     becomes I. Sends a scalar for each distinct set of axes.
 
     Args:
-        tree: pytree of complete gradients, or of anything else; pending sums are an error.
+        tree: pytree of complete gradients, or of other tensors; pending sums are an error.
         specs: pytree prefix of their specs; in a body only.
         ord: the order of the norm, at least 1; `math.inf` for the largest magnitude.
 
@@ -84,8 +84,8 @@ def clip_by_global_norm(
     """Scales all leaves so that their global norm is at most `max_norm`.
 
     Works where `global_norm` does, and sends what it sends. The scale is min(1, max_norm / norm):
-    a tree whose norm is smaller comes back as it is, bit for bit. A norm that is no finite number
-    makes every leaf nan or zero, as with `torch.nn.utils.clip_grad_norm_`; look at the norm.
+    a tree whose norm is smaller is returned unchanged, bit for bit. A norm that is no finite number
+    makes every leaf nan or zero, as with `torch.nn.utils.clip_grad_norm_`; check the norm.
 
     Args:
         tree: pytree of complete gradients.
@@ -121,7 +121,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips the gradients of parameters in place by their global norm, DTensors and plain mixed.
+    """Clips gradients in place by their global norm; DTensors and plain tensors may be mixed.
 
     To be called outside of a body, after `.backward()`. Sends a scalar for each distinct set of
     axes over which gradients are sharded.
@@ -191,13 +191,13 @@ def _op(ord: float) -> Op:
 
 
 def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
-    """One amount, equal on all ranks, for each distinct set of axes."""
+    """Computes one amount, equal on all ranks, for each distinct set of axes."""
     if specs is None:
-        raise SpecError("global_norm: in a body it needs specs=: shards do not tell how they lie.")
-    found = broadcast_prefix_all(specs, tree, "tree", is_partition)
-    if problems := [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]:
+        raise SpecError("global_norm: in a body it needs specs=: local tensors have no sharding.")
+    matched = broadcast_prefix_all(specs, tree, "tree", is_partition)
+    if problems := [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]:
         raise SpecError(listing("global_norm: the specs do not match the tree:", problems))
-    placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+    placed = [leaf for leaf in matched if isinstance(leaf, Placed)]
     if ord == math.inf:
         return list(_largest(placed))
     amounts = ((tuple(sorted(leaf.spec.mentioned)), _amount(leaf.value, ord)) for leaf in placed)
@@ -208,9 +208,9 @@ def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
 
 
 def _largest(placed: Sequence[Placed[P]]) -> Iterator[Tensor]:
-    """The largest magnitude of each group of leaves.
+    """Computes the largest magnitude of each group of leaves.
 
-    A region, since the checker follows maxima of shards through views only.
+    Runs as a region, since the checker supports maxima of shards through views only.
     """
     groups: dict[tuple[str, ...], list[Placed[P]]] = {}
     for leaf in placed:
@@ -225,7 +225,7 @@ def _largest(placed: Sequence[Placed[P]]) -> Iterator[Tensor]:
         yield local_region(largest, in_types=types, out_types=P())(*(x.value for x in leaves))
 
 
-# Outside of a body DTensors tell how they lie, and torch does the communication.
+# Outside of a body DTensors have placements, and torch does the communication.
 
 
 def _outside(tree: Tree, ord: float) -> list[Tensor]:
@@ -235,7 +235,7 @@ def _outside(tree: Tree, ord: float) -> list[Tensor]:
 
 
 def _resolved(x: Tensor) -> Tensor:
-    """A DTensor that is a sum over some ranks, summed."""
+    """Sums a DTensor that is a pending sum."""
     if not isinstance(x, DTensor) or not any(p.is_partial() for p in x.placements):
         return x
     return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])

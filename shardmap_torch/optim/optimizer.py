@@ -1,4 +1,4 @@
-"""Optimizers as three pure functions on trees."""
+"""Optimizer: base class with three pure functions on trees, and its element-wise subclass."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from shardmap_torch.spec import P
 from shardmap_torch.spec_patterns import leaf_paths
 
 State: TypeAlias = Any
-"""A dict: "step", and for each kind of moment a tree like the parameters."""
+"""A dict with "step", and for each moment a tree like the parameters."""
 
 Decays: TypeAlias = Callable[[Tensor], bool] | Tree
 """Parameters that decay: a function of the parameter, or a pytree prefix of bools."""
@@ -42,7 +42,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def init(self, params: Tree) -> State:
-        """Returns the state before the first step; moments lie on the mesh as `params` do."""
+        """Returns the state before the first step; moments are sharded like `params`."""
 
     @abstractmethod
     def specs(self, params: Tree) -> State:
@@ -55,11 +55,11 @@ class Optimizer(ABC):
 
 @dataclass(frozen=True)
 class Elementwise(Optimizer):
-    """An optimizer that treats every entry by itself, and so every shard as it comes.
+    """An optimizer that updates every entry by itself, so that it runs on shards unchanged.
 
     Attributes:
         lr: the learning rate, or a function of the step.
-        weight_decay: how much of a parameter each step takes away.
+        weight_decay: coefficient of the weight decay.
         decays: which parameters decay.
         state_dtype: the dtype of moments and of the update; None takes each parameter's.
     """
@@ -94,7 +94,7 @@ class Elementwise(Optimizer):
         return {"step": step, **{name: zeros() for name in self.kept}}
 
     def specs(self, params: Tree) -> State:
-        """Returns specs by which moments lie as their parameters do; the step is replicated."""
+        """Returns the specs of the state: the parameters' for moments, a replicated step."""
         return {"step": P(), **dict.fromkeys(self.kept, params)}
 
     def update(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
@@ -129,12 +129,12 @@ class Elementwise(Optimizer):
         if callable(self.decays):
             chosen = [bool(self.decays(leaf)) for leaf in leaves]
         else:
-            found = list(
+            matched = list(
                 broadcast_prefix(self.decays, params, "params", lambda v: isinstance(v, bool))
             )
-            if problems := [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]:
+            if problems := [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]:
                 raise OptimizerError(listing("decays= does not match the parameters:", problems))
-            chosen = [leaf.spec for leaf in found if isinstance(leaf, Placed)]
+            chosen = [leaf.spec for leaf in matched if isinstance(leaf, Placed)]
         return [self.weight_decay if each else 0.0 for each in chosen]
 
 
@@ -182,8 +182,8 @@ def _reject_complex(params: Tree) -> None:
 def _like(tree: Tree, params: Tree) -> Tensors:
     """Returns the leaves of a tree that must have the structure and shapes of `params`."""
     leaves, structure = flatten(tree)
-    expected, wanted = flatten(params)
-    if structure == wanted and all(
+    expected, expected_structure = flatten(params)
+    if structure == expected_structure and all(
         x.shape == p.shape for x, p in zip(leaves, expected, strict=True)
     ):
         return leaves

@@ -1,4 +1,4 @@
-"""Learning rates that depend on the number of the step."""
+"""Learning-rate schedules: functions of the number of the step."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
-"""From the number of the step, a float64 scalar that starts at 1, to the learning rate."""
+"""Maps the number of the step, a float64 scalar that starts at 1, to the learning rate."""
 
 Rate: TypeAlias = float | Schedule
 

@@ -29,10 +29,10 @@ def sgd(
 
     Args:
         lr: the learning rate, or a function of the step such as `warmup_cosine(...)`.
-        momentum: how much of the buffer each step keeps.
-        dampening: how much of the gradient does not go into the buffer, from the second step on.
-        nesterov: whether to look ahead; needs momentum, and no dampening.
-        weight_decay: times the parameter, is added to its gradient.
+        momentum: momentum factor of the buffer.
+        dampening: share of the gradient left out of the buffer, from the second step on.
+        nesterov: whether to use Nesterov momentum; needs momentum, and no dampening.
+        weight_decay: coefficient of the parameter that is added to its gradient.
         decays: which parameters decay; see `adamw`.
         state_dtype: the dtype of the buffer and of the arithmetic; by default each parameter's.
 
@@ -85,7 +85,7 @@ class _SGD(Elementwise):
         return each("sub", params, each("mul", change, at.lr)), moments
 
     def _dampened(self, grads: Tensors, at: Step) -> Tensors:
-        """The first step takes all of the gradient, as torch's does."""
+        """Scales gradients by 1 - dampening, except in the first step, like torch's SGD."""
         if not self.dampening:
             return grads
         return each("mul", grads, torch.where(at.number == 1, 1.0, 1 - self.dampening))

@@ -1,4 +1,4 @@
-"""Gradients summed, parameters sharded and gathered: whole trees moved in flat buckets."""
+"""Moves trees in flat buckets: sums gradients over ranks, shards and gathers parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
@@ -39,14 +39,14 @@ def sync_gradients(
 ) -> X:
     """Sums the pending gradients of all leaves over the ranks, in flat buckets.
 
-    A gradient that is taken in the body, of parameters that every rank of an axis uses on other
-    data, is one rank's addend. Each leaf is summed over those of `axis` that its spec neither
+    A gradient taken in the body is one rank's addend, if every rank of an axis uses the parameter
+    on different data. Each leaf is summed over those of `axis` that its spec neither
     mentions nor names in `invariant=`, and over those that it names in `replicate=`, as the scales
     of norms under sequence parallelism do over "tp". Leaves that are summed over the same axes and
-    sharded over the same ones travel together.
+    sharded over the same ones share buckets.
 
-    With `into`, the specs of ZeRO's shards that `shard_over` gives, gradients are reduce-scattered:
-    a rank receives the sum of its own shard only, and what is left is all-reduced.
+    With `into`, the specs of ZeRO's shards as `shard_over` returns them, gradients are
+    reduce-scattered: a rank receives the sum of its own shard only; the other sums are all-reduced.
 
     Shape: unchanged, or that of the shard. Types: P over those axes becomes I, or S(dim). Sends
     2(n-1)/n of the bytes of the leaves per rank over n ranks, or (n-1)/n with `into`; ceil(bytes /
@@ -58,7 +58,7 @@ def sync_gradients(
         axis: the axes over which gradients are pending, such as "dp" or ("dp", "cp").
         into: pytree prefix of the specs of the shards.
         bucket_bytes: the largest buffer; one leaf may be larger.
-        comm_dtype: dtype in which gradients travel and are added.
+        comm_dtype: dtype in which gradients are sent and added.
 
     Raises:
         SpecError: specs that do not match the gradients, or each other.
@@ -94,7 +94,7 @@ def sync_gradients(
 
 
 def shard_params(params: X, specs: Tree, into: Tree) -> X:
-    """Takes each rank's own shard of parameters that all ranks of an axis hold.
+    """Slices each rank's shard out of parameters that all ranks of an axis have.
 
     Shape: a dim of size d becomes d/n over n ranks. Types: I becomes S(dim). Sends nothing.
 
@@ -136,7 +136,7 @@ def gather_params(
         specs: pytree prefix of the specs of the shards, as `shard_over` gives.
         into: pytree prefix of the specs of the gathered parameters.
         bucket_bytes: the largest buffer, of shards; one leaf may be larger.
-        comm_dtype: dtype in which the values travel.
+        comm_dtype: dtype in which the values are sent.
 
     Raises:
         SpecError: specs that do not match the parameters, or each other.
@@ -156,7 +156,7 @@ def gather_params(
 
 
 Make: TypeAlias = Callable[[P, P], Transfer | None]
-"""From the specs of a leaf and of its shard, what takes the one to the other."""
+"""Makes the transfer between a leaf and its shard, from the specs of both."""
 
 
 def _reshard(
@@ -204,12 +204,12 @@ def _placed(name: str, what: str, specs: Tree, tree: Tree) -> list[Placed[P]]:
 
 @memo
 def added(spec: P, shard: P) -> tuple[int, tuple[str, ...]] | None:
-    """Returns the dim that `shard` shards further than `spec` does, and by which axes.
+    """Returns the dim that `shard` shards over more axes than `spec`, and these axes.
 
-    None where both shard alike.
+    None if both shard alike.
 
     Raises:
-        ValueError: they differ in more than further axes at the end of one dim.
+        ValueError: they differ in more than additional axes at the end of one dim.
 
     Example:
         >>> added(P("tp"), P(("tp", "dp")))
@@ -239,7 +239,7 @@ def _check_added(name: str, leaves: Sequence[Placed[P]], targets: Sequence[Place
 def _check_scattered(
     leaves: Sequence[Placed[P]], targets: Sequence[Placed[P]], pending: Sequence[tuple[str, ...]]
 ) -> None:
-    """Requires that what is scattered is a sum: else each rank would get its own addend only."""
+    """Requires that a scattered leaf is a sum: else each rank would get its own addend only."""
     problems = []
     for leaf, target, axes in zip(leaves, targets, pending, strict=True):
         extra = added(leaf.spec, target.spec)
@@ -252,20 +252,20 @@ def _check_scattered(
 
 
 def _check_types(leaves: Sequence[Placed[P]], pending: Sequence[tuple[str, ...]]) -> None:
-    """While the body is checked: that each leaf is a sum over its axes, and over no other."""
+    """Requires, under the checker, that each leaf is a pending sum over its axes and no others."""
     if current_interpreter() is None:
         return
     problems = []
     for leaf, axes in zip(leaves, pending, strict=True):
-        types = {axis: plain(kind) for axis, kind in typeof(leaf.value).items()}
+        types = {axis: plain(type_) for axis, type_ in typeof(leaf.value).items()}
         complete = [axis for axis in axes if types.get(axis) in (I, R, K)]
         done = (*axes, *leaf.spec.mentioned)
-        forgotten = [axis for axis, kind in types.items() if kind.varies and axis not in done]
+        also_pending = [axis for axis, type_ in types.items() if type_.varies and axis not in done]
         if complete:
             names = ", ".join(map(repr, complete))
             problems.append(f"{leaf.path}: is equal on all ranks of {names}, complete already")
-        if forgotten:
-            names = ", ".join(map(repr, forgotten))
+        if also_pending:
+            names = ", ".join(map(repr, also_pending))
             problems.append(
                 f"{leaf.path}: is pending over {names} too; name it in axis=, or in replicate= of "
                 f"its spec, {leaf.spec!r}"
@@ -283,7 +283,7 @@ def _pending(spec: P, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _bare(spec: P, partial_: Sequence[str] = ()) -> P:
-    """The spec without types of axes that do not shard."""
+    """Returns the spec's entries alone, with other partial axes."""
     return P(*spec.entries, partial=partial_)
 
 

@@ -1,4 +1,4 @@
-"""ZeRO: optimizer state, and the update, sharded over the ranks that hold the same parameters."""
+"""ZeRO: optimizer state and update sharded over the ranks that have the same parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from shardmap_torch.spec import Entry, P
 
 
 def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
-    """Shards every parameter further, over `axis`, along the dim that it divides best.
+    """Makes specs that shard every parameter over `axis` too, along its largest divisible dim.
 
-    That is the largest dim which divides evenly over the axes that shard it already and `axis`;
-    `axis` comes last in its tuple. A leaf without such a dim stays as it is, on every rank. The
-    result is for ZeRO's shards (`zero`), and for FSDP, whose parameters lie so between steps.
+    That is the largest dim that divides evenly over the axes that shard it already and `axis`;
+    `axis` comes last in its tuple. A leaf without such a dim keeps its spec. The result is for
+    ZeRO's shards (`zero`), and for FSDP, whose parameters are sharded so between steps.
 
     Args:
         specs: pytree prefix of the specs of the parameters.
@@ -49,9 +49,9 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
         {'w': P('dp', 'tp'), 'v': P('tp', 'dp'), 'scale': P()}
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    found = list(broadcast_prefix(specs, params, "params", lambda spec: isinstance(spec, P)))
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
-    placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+    matched = list(broadcast_prefix(specs, params, "params", lambda spec: isinstance(spec, P)))
+    problems = [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]
+    placed = [leaf for leaf in matched if isinstance(leaf, Placed)]
     for leaf in placed:
         twice = [each for each in axes if each in leaf.spec.mentioned]
         if twice:
@@ -63,20 +63,20 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
 
 
 def _sharded(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int]) -> P:
-    cuts = dict(spec.sharded_dims)
+    axes_by_dim = dict(spec.sharded_dims)
     num_ranks = prod(sizes[axis] for axis in axes)
 
     def local(dim: int) -> int:
-        return shape[dim] // prod(sizes[axis] for axis in cuts.get(dim, ()))
+        return shape[dim] // prod(sizes[axis] for axis in axes_by_dim.get(dim, ()))
 
-    fitting = [dim for dim in range(len(shape)) if local(dim) and local(dim) % num_ranks == 0]
-    if not fitting:
+    divisible = [dim for dim in range(len(shape)) if local(dim) and local(dim) % num_ranks == 0]
+    if not divisible:
         return P(*spec.entries)
     # Of equal dims an unsharded one, then the first.
-    best = max(fitting, key=lambda dim: (local(dim), dim not in cuts, -dim))
+    best = max(divisible, key=lambda dim: (local(dim), dim not in axes_by_dim, -dim))
     entries: list[Entry] = [*spec.entries, *[None] * (len(shape) - len(spec.entries))]
-    together = (*cuts.get(best, ()), *axes)
-    entries[best] = together[0] if len(together) == 1 else together
+    entry = (*axes_by_dim.get(best, ()), *axes)
+    entries[best] = entry[0] if len(entry) == 1 else entry
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
@@ -92,7 +92,7 @@ def zero(
     bucket_bytes: int = BUCKET_BYTES,
     comm_dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """Makes an optimizer whose state is sharded over `axis`, where all hold the same parameters.
+    """Makes an optimizer whose state is sharded over `axis`, whose ranks have equal parameters.
 
     Its `update` takes pending gradients, reduce-scatters them, updates each rank's shard of the
     parameters and all-gathers the new ones: the bytes of data parallelism's all-reduce, in two
@@ -103,13 +103,13 @@ def zero(
     mesh of another size.
 
     Args:
-        optimizer: treats every entry by itself, as `adamw` and `sgd` do.
+        optimizer: updates every entry by itself, as `adamw` and `sgd` do.
         axis: over which gradients are pending; shards are over one or more of these axes.
         specs: pytree prefix of the specs of the parameters.
         shards: the specs of the shards, as `shard_over(specs, params, axis, mesh)` gives them.
         max_norm: clips gradients by their global norm, after they are summed.
         bucket_bytes: the largest buffer of gradients, and of shards; see `sync_gradients`.
-        comm_dtype: dtype in which gradients travel and are added.
+        comm_dtype: dtype in which gradients are sent and added.
 
     Source: Rajbhandari et al. 2020 (ZeRO, stages 1 and 2);
     `torch.distributed.optim.ZeroRedundancyOptimizer`; Megatron-LM's distributed optimizer.
@@ -121,8 +121,8 @@ def zero(
         >>> mesh, params = make_mesh((2,), ("dp",), kind="simulated"), {"w": torch.ones(4)}
         >>> specs = {"w": P()}
         >>> optimizer = zero(sgd(0.1), "dp", specs, shard_over(specs, params, "dp", mesh))
-        >>> lies = (specs, optimizer.specs(specs))
-        >>> @shard_map(mesh=mesh, in_specs=(*lies, P("dp")), out_specs=lies, check="global")
+        >>> both = (specs, optimizer.specs(specs))
+        >>> @shard_map(mesh=mesh, in_specs=(*both, P("dp")), out_specs=both, check="global")
         ... def step(params, state, x):
         ...     loss = lambda p: all_reduce((x @ p["w"]).sum(), "dp", dst=I)
         ...     return optimizer.update(params, torch.func.grad(loss)(params), state)

@@ -1,4 +1,4 @@
-"""For people who have modules: pure functions of them, and plans in torch's words."""
+"""Support for torch.nn.Module: pure functions of modules, and parallel plans in torch's words."""
 
 from shardmap_torch.parallel.loss import loss_parallel
 from shardmap_torch.parallel.module import parallelize

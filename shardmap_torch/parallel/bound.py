@@ -1,8 +1,8 @@
-"""A module bound to other tensors: shallow copies, so that the module itself is never touched.
+"""BoundModule: a module bound to other tensors, as shallow copies that leave the module unchanged.
 
-`torch.func.functional_call` puts the tensors into the module while it runs, which threads (the
-ranks of a simulated mesh) would do to each other. A copy costs some microseconds a module, needs no
-restoring after an exception, and shows afterwards whether the forward wrote to itself.
+`torch.func.functional_call` puts the tensors into the module while it runs, where threads (the
+ranks of a simulated mesh) would overwrite each other's. A copy costs some microseconds per module,
+needs no restoring after an exception, and shows afterwards if the forward has set attributes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardmap_torch.errors import SpecError, listing
 
 Adapt = Callable[[str, nn.Module], None]
-"""Changes the copy of the module at a path."""
+"""Function that changes the copy of the module at a path."""
 
 _OWN: Final = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
@@ -46,7 +46,7 @@ class BoundModule:
         """Copies the tree of modules.
 
         Args:
-            module: what to copy.
+            module: the module to copy.
             parameters: by the names of `named_parameters`; a shared one under its first name.
             buffers: by the names of `named_buffers`; None keeps the module's own.
             adapt: called with each copy once the modules below it are copied.
@@ -106,8 +106,8 @@ class BoundModule:
             owner: Any = value.__self__
             return MethodType(value.__func__, self._copy(owner))
         if type(value) in (list, tuple):
-            found = [self._counterpart(item) for item in value]
-            return value if all(map(is_, found, value)) else type(value)(found)
+            items = [self._counterpart(item) for item in value]
+            return value if all(map(is_, items, value)) else type(value)(items)
         if type(value) is dict:
             table = {key: self._counterpart(item) for key, item in value.items()}
             return value if all(map(is_, table.values(), value.values())) else table

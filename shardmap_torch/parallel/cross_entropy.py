@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose class dim is sharded, which are never gathered."""
+"""CrossEntropy: the per-rank body of `loss_parallel`, for logits sharded over their classes."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -61,7 +61,7 @@ class CrossEntropy:
     def _weighted(
         self, logits: Tensor, target: Tensor, weight: Tensor, own_weight: Tensor
     ) -> Tensor:
-        """The loss where each class has a weight: of its targets, and of its part in smoothing."""
+        """Computes the loss with class weights, which scale targets and label smoothing."""
         x = logits.to(torch.promote_types(logits.dtype, torch.float32))
         x = x - all_reduce(x.detach().amax(-1), self.axis, op="max", dst=R).unsqueeze(-1)
         log_total = all_reduce(x.exp().sum(-1), self.axis, dst=I).log()
@@ -84,7 +84,7 @@ class CrossEntropy:
         return total
 
     def _add_up(self, x: Tensor) -> Tensor:
-        """The sum over the positions of all ranks."""
+        """Sums over the positions of all ranks."""
         axes = self._batch_axes
         total: Tensor = x.sum()
         return all_reduce(total, axes, dst=I) if axes else total

@@ -1,4 +1,4 @@
-"""The inputs and outputs of a parallelized module: their specs, and what they are outside."""
+"""Inputs and outputs of a parallelized module: their specs, conversions from and to DTensors."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +34,10 @@ from shardmap_torch.spec import P
 
 
 class UnknownDimsError(Exception):
-    """Ends the first run of a body whose output layouts count dims from the end."""
+    """Stops the first run of a body whose output layouts count dims from the end."""
 
     def __init__(self, num_dims: tuple[int, ...]) -> None:
-        """`num_dims` has the dims of each output."""
+        """Keeps the number of dims of each output."""
         super().__init__(num_dims)
         self.num_dims = num_dims
 
@@ -46,13 +46,13 @@ class Inputs:
     """Specs and casts of the inputs of a parallelized module."""
 
     def __init__(self, mesh: Mesh, plan: Plan, in_specs: Tree, names: Sequence[str]) -> None:
-        """`in_specs` as for `shard_map`, or None: by the root's style; `names` of the inputs."""
+        """Keeps `in_specs` as for `shard_map`, or None for the root style's layouts."""
         self._mesh, self._axis, self._names = mesh, plan.axis, names
         self._in_specs = in_specs
         self._layouts, self._named = _input_layouts(plan.root)
 
     def specs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tree, Tree]:
-        """The spec of every leaf; None for what is no tensor.
+        """Returns the spec of every leaf; None for a leaf that is no tensor.
 
         Raises:
             SpecError: names every input that has no spec, or another structure than its spec.
@@ -71,17 +71,17 @@ class Inputs:
         return tuple(positional), named
 
     def enter(self, tree: Tree, specs: Tree) -> Tree:
-        """Makes DTensors of this rank's plain tensors, where the plan says that they are shards."""
+        """Makes DTensors of plain tensors that are this rank's shards by the plan."""
         if self._mesh.kind != "process_group" or self._in_specs is not None:
             return tree
         leaves, structure = flatten(tree)
-        found = [
+        entered = [
             from_local(leaf, self._mesh, spec)
             if isinstance(spec, P) and spec.named and not isinstance(leaf, DTensor)
             else leaf
             for leaf, spec in zip(leaves, _spec_leaves(specs, tree), strict=True)
         ]
-        return unflatten(structure, found)
+        return unflatten(structure, entered)
 
     def _path(self, position: int) -> str:
         return self._names[position] if position < len(self._names) else f"input {position}"
@@ -90,7 +90,7 @@ class Inputs:
         return self._names.index(name) if name in self._names else -1
 
     def _prefix(self, position: int, name: str, value: Any) -> Tree:
-        """The spec tree of one input; a Misfit where there is none."""
+        """Returns the spec tree of one input; a Mismatch if there is none."""
         specs = self._in_specs
         if specs is None:
             return self._by_layout(position, name, value)
@@ -111,13 +111,13 @@ class Inputs:
         return spec_of(normalized(layout, value.ndim, name), self._axis)
 
     def _expand(self, name: str, value: Any, prefix: Tree, problems: list[str]) -> Tree:
-        found = (
+        leaves = (
             [prefix]
             if isinstance(prefix, Mismatch)
             else broadcast_prefix(prefix, value, name, is_spec)
         )
         specs = []
-        for leaf in found:
+        for leaf in leaves:
             if isinstance(leaf, Mismatch):
                 problems.append(str(leaf))
             else:
@@ -129,26 +129,26 @@ class Outputs:
     """Specs and casts of the outputs of a parallelized module."""
 
     def __init__(self, mesh: Mesh, plan: Plan, out_specs: Tree) -> None:
-        """`out_specs` as for `shard_map`, or None: by the root's style."""
+        """Keeps `out_specs` as for `shard_map`, or None for the root style's layouts."""
         self._mesh, self._axis, self._out_specs = mesh, plan.axis, out_specs
         self._layouts = _output_layouts(plan.root)
         self._is_local = out_specs is None and _returns_local(plan.root)
 
     def check_dims(self, out: Tree, num_dims: tuple[int, ...] | None) -> None:
-        """Asks for the dims of the outputs, where the specs depend on them and they are unknown.
+        """Stops the run if the specs depend on the outputs' numbers of dims and these differ.
 
         Raises:
-            UnknownDimsError: tells them.
+            UnknownDimsError: has the numbers of dims.
         """
         from_end = any(isinstance(x, Shard) and x.dim < 0 for x in self._layouts)
         if self._out_specs is None and from_end:
             outputs = out if isinstance(out, tuple) else (out,)
-            found = tuple(x.ndim if isinstance(x, Tensor) else 0 for x in outputs)
-            if found != num_dims:
-                raise UnknownDimsError(found)
+            actual = tuple(x.ndim if isinstance(x, Tensor) else 0 for x in outputs)
+            if actual != num_dims:
+                raise UnknownDimsError(actual)
 
     def specs(self, num_dims: tuple[int, ...] | None) -> Tree:
-        """The specs for `shard_map`; `num_dims` has the dims of each output, where known."""
+        """Returns the specs for `shard_map`, given the outputs' numbers of dims if known."""
         if self._out_specs is not None:
             return self._out_specs
         dims = num_dims or (1,) * len(self._layouts)
@@ -159,7 +159,7 @@ class Outputs:
         return specs if len(specs) > 1 else (*specs, P())[0]
 
     def leave(self, out: Tree) -> Tree:
-        """Gives DTensors or this rank's tensors, as the plan says."""
+        """Converts outputs to DTensors or to this rank's tensors, as the plan says."""
         if self._mesh.kind != "process_group" or self._out_specs is not None:
             return out
         return map_leaves(self._to_local if self._is_local else self._to_dtensor, out)
@@ -179,7 +179,7 @@ class Outputs:
 
 
 def input_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the positional inputs of a forward."""
+    """Returns the names of the positional inputs of a forward."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(forward).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)

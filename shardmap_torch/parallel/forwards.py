@@ -1,4 +1,4 @@
-"""The forwards of the modules of a plan, as they run in the body, on this rank's values."""
+"""Forwards of a plan's modules in the body: each style's collectives around the own forward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ from shardmap_torch.types import AxisType, I, R
 
 
 def style_forward(plan: Plan, path: str, module: nn.Module) -> None:
-    """Gives the bound copy of the module at `path` the forward that its style asks for."""
+    """Replaces the forward of the bound copy of the module at `path` by that of its style."""
     style = plan.styles.get(path)
     if style is not None:
         run = next(run for types, run in _FORWARDS if isinstance(style, types))
@@ -34,14 +34,14 @@ def style_forward(plan: Plan, path: str, module: nn.Module) -> None:
 
 
 class _Styled:
-    """One module of the plan in the body.
+    """A module of the plan in the body.
 
     Attributes:
         axis: the mesh axis of the plan.
-        name: what errors call the module.
-        module: the bound copy of it.
-        forward: its own.
-        replicate: what its inputs become that are to be replicated.
+        name: its name in errors.
+        module: its bound copy.
+        forward: its own forward.
+        replicate: type of its replicated inputs, R or I.
     """
 
     def __init__(self, plan: Plan, path: str, module: nn.Module) -> None:
@@ -52,7 +52,7 @@ class _Styled:
         self.replicate = R if plan.splits_below(path) else I
 
     def first(self, args: tuple[Any, ...]) -> Any:
-        """The positional input that the style is about."""
+        """Returns the first positional input, which the style is for."""
         if not args:
             raise SpecError(f"{self.name}: pass the input by position, as its style needs it.")
         return args[0]
@@ -60,7 +60,7 @@ class _Styled:
     def relayout(
         self, x: object, src: Placement, dst: Placement, replicate: AxisType, what: str
     ) -> Tensor:
-        """Takes an input or output of the module from one placement to another."""
+        """Redistributes an input or output of the module between placements."""
         name = f"{what} of {self.name}"
         if not isinstance(x, Tensor):
             raise SpecError(f"{name}: the plan says {src!r}, but it is a {type(x).__name__}.")
@@ -88,7 +88,7 @@ def _rowwise(style: RowwiseParallel, own: _Styled, *args: Any) -> Tensor:
 
 def _add_bias(y: Tensor, bias: Tensor, own: _Styled, layout: Placement) -> Tensor:
     """Adds the bias once, to the finished sum, or to the addend of one rank."""
-    bias = bias.to(y.dtype)  # autocast has made y another one
+    bias = bias.to(y.dtype)  # autocast may have changed the dtype of y
     layout = normalized(layout, y.ndim, own.name)
     if layout == Shard(y.ndim - 1):
         layout = Shard(0)
@@ -105,9 +105,9 @@ def _embed(ids: Tensor, table: Tensor, axis: str, padding: int | None) -> Tensor
 
 def _sequence(style: SequenceParallel, own: _Styled, *args: Any, **kwargs: Any) -> Tensor:
     x, sharded = own.first(args), Shard(style.sequence_dim)
-    # torch takes a plain tensor for a shard; here it is known what the value is.
-    found = Replicate() if isinstance(x, Tensor) and is_replicated(own.axis, x) else sharded
-    x = own.relayout(x, found, sharded, I, "the input")
+    # torch assumes that a plain tensor is a shard; here the type of the value is known.
+    source = Replicate() if isinstance(x, Tensor) and is_replicated(own.axis, x) else sharded
+    x = own.relayout(x, source, sharded, I, "the input")
     y = own.forward(x, *args[1:], **kwargs)
     return own.relayout(y, sharded, sharded, I, "the output")
 
@@ -169,4 +169,4 @@ _FORWARDS: Final[tuple[tuple[type[ParallelStyle], Callable[..., Any]], ...]] = (
     (PrepareModuleOutput, _prepare_output),
     (PrepareModuleInputOutput, _prepare_both),
 )
-"""Forwards of modules, by their style."""
+"""Forwards by style."""

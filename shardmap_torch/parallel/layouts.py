@@ -1,4 +1,4 @@
-"""DTensor placements inside a body: what they are as types, and how a value goes between them."""
+"""DTensor placements inside a body: their types, and redistribution between them."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -18,7 +18,7 @@ _ACCEPTED: Final[Mapping[str, frozenset[AxisType]]] = {
     "Shard": frozenset({V, Z}),
     "Partial": frozenset({V, Partial, Z}),  # local strictness cannot tell an addend from V
 }
-"""The types of a value along the axis that lies as a placement says."""
+"""The types that a value of each placement may have along the axis."""
 
 _REPAIRS: Final[Mapping[AxisType, str]] = {
     I: "Replicate()",
@@ -30,7 +30,7 @@ _REPAIRS: Final[Mapping[AxisType, str]] = {
 
 
 def check_placement(placement: object, name: str) -> None:
-    """Requires a placement that a type can say.
+    """Requires a placement that corresponds to a type.
 
     Raises:
         SpecError: it is none of Shard, Replicate and Partial("sum").
@@ -43,7 +43,7 @@ def check_placement(placement: object, name: str) -> None:
 
 
 def normalized(placement: Placement, ndim: int, name: str) -> Placement:
-    """The placement with its dim counted from the front.
+    """Returns the placement with its dim counted from the front.
 
     Raises:
         SpecError: the tensor has no such dim.
@@ -56,18 +56,18 @@ def normalized(placement: Placement, ndim: int, name: str) -> Placement:
 
 
 def spec_of(placement: Placement, axis: str) -> P:
-    """The partition spec that says the same; of a Shard whose dim is counted from the front."""
+    """Converts a placement, with its dim counted from the front, to a partition spec."""
     if isinstance(placement, Shard):
         return P(*[None] * placement.dim, axis)
     return P(partial=(axis,) if isinstance(placement, PartialPlacement) else ())
 
 
 def type_along(axis: str, x: Tensor) -> AxisType:
-    """The type of `x` along `axis`, as the checker found it; V, I, R, K, Z or Partial."""
+    """Returns the type of `x` along `axis` that the checker found: V, I, R, K, Z or Partial."""
     scope = current_scope()
-    found = None if scope is None else scope.types_of((axis,), x)
-    assert found is not None  # a parallelized module is always checked
-    return V if found[0].dim is not None else found[0]
+    types = None if scope is None else scope.types_of((axis,), x)
+    assert types is not None  # a parallelized module is always checked
+    return V if types[0].dim is not None else types[0]
 
 
 def is_replicated(axis: str, x: Tensor) -> bool:
@@ -78,33 +78,33 @@ def is_replicated(axis: str, x: Tensor) -> bool:
 def relayout(
     x: Tensor, axis: str, src: Placement, dst: Placement, replicate: AxisType, name: str
 ) -> Tensor:
-    """Takes a value from one placement to another, by the one typed collective that does.
+    """Redistributes a value from one placement to another, by one typed collective.
 
     Args:
         x: the local value.
         axis: the mesh axis.
-        src: how it lies, by the plan; held against its type.
-        dst: how it shall lie.
-        replicate: what a replicated result becomes: R for what the ranks will use differently, I
-            for what all of them go on with in the same manner.
-        name: what errors call the value.
+        src: its placement by the plan; checked against its type.
+        dst: the placement of the result.
+        replicate: type of a replicated result: R if the ranks use it differently, I if all repeat
+            one computation.
+        name: name of the value in errors.
 
     Raises:
-        ShardTypeError: the value does not lie as `src` says.
+        ShardTypeError: the type of the value is not that of `src`.
         SpecError: it has no such dim.
     """
     src, dst = (normalized(placement, x.ndim, name) for placement in (src, dst))
-    found = type_along(axis, x)
+    type_ = type_along(axis, x)
     kind = _kind(src)
-    if found not in _ACCEPTED[kind]:
+    if type_ not in _ACCEPTED[kind]:
         raise ShardTypeError(
             f"{name}: the plan says {src!r}, but over {axis!r} the value is "
-            f"{'equal on all ranks' if found in (I, R, K) else f'of type {found}'}.\n"
-            f"Fix: say {_REPAIRS[found]} there, or change the layout of what computes it."
+            f"{'equal on all ranks' if type_ in (I, R, K) else f'of type {type_}'}.\n"
+            f"Fix: say {_REPAIRS[type_]} there, or change the layout of what computes it."
         )
-    if found == Z:  # zeros lie in any manner but for their shape
-        found = _ZERO[kind]
-    return _MOVES[kind, _kind(dst)](x, axis, found, src, dst, replicate)
+    if type_ == Z:  # zeros have any placement of their shape
+        type_ = _ZERO[kind]
+    return _MOVES[kind, _kind(dst)](x, axis, type_, src, dst, replicate)
 
 
 def _kind(placement: Placement) -> str:
@@ -117,31 +117,32 @@ _Move = Callable[[Tensor, str, AxisType, Placement, Placement, AxisType], Tensor
 
 
 def _keep(
-    x: Tensor, axis: str, found: AxisType, src: Placement, dst: Placement, replicate: AxisType
+    x: Tensor, axis: str, type_: AxisType, src: Placement, dst: Placement, replicate: AxisType
 ) -> Tensor:
-    return reinterpret(x, axis, src=V, dst=Partial) if found == V else x
+    return reinterpret(x, axis, src=V, dst=Partial) if type_ == V else x
 
 
 def _retype(
-    x: Tensor, axis: str, found: AxisType, src: Placement, dst: Placement, replicate: AxisType
+    x: Tensor, axis: str, type_: AxisType, src: Placement, dst: Placement, replicate: AxisType
 ) -> Tensor:
-    """A value that stays replicated becomes R where the ranks will use it differently."""
-    flows = x.is_floating_point() or x.is_complex()
-    return convert(x, axis, src=I, dst=R) if flows and replicate == R and found != R else x
+    """Keeps a replicated value, converted to R if the ranks will use it differently."""
+    is_differentiable = x.is_floating_point() or x.is_complex()
+    needs_cast = is_differentiable and replicate == R and type_ != R
+    return convert(x, axis, src=I, dst=R) if needs_cast else x
 
 
 def _split(
-    x: Tensor, axis: str, found: AxisType, src: Placement, dst: Placement, replicate: AxisType
+    x: Tensor, axis: str, type_: AxisType, src: Placement, dst: Placement, replicate: AxisType
 ) -> Tensor:
-    """From replicated to a shard, or to one addend of a sum."""
+    """Converts a replicated value to a shard, or to an addend of a sum."""
     target = S(dst.dim) if isinstance(dst, Shard) else Partial
-    return redistribute(x, axis, src=R if found == R else I, dst=target)
+    return redistribute(x, axis, src=R if type_ == R else I, dst=target)
 
 
 def _collect(
-    x: Tensor, axis: str, found: AxisType, src: Placement, dst: Placement, replicate: AxisType
+    x: Tensor, axis: str, type_: AxisType, src: Placement, dst: Placement, replicate: AxisType
 ) -> Tensor:
-    """From a shard or an addend to any other placement."""
+    """Converts a shard or an addend to any other placement."""
     source = S(src.dim) if isinstance(src, Shard) else Partial
     targets = {"Replicate": replicate, "Partial": Partial}
     target = S(dst.dim) if isinstance(dst, Shard) else targets[_kind(dst)]
@@ -159,4 +160,4 @@ _MOVES: Final[Mapping[tuple[str, str], _Move]] = {
     ("Partial", "Shard"): _collect,
     ("Partial", "Partial"): _keep,
 }
-"""Functions that move a value from one placement to another."""
+"""Functions that redistribute a value, by source and target placement."""

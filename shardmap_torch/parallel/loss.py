@@ -41,9 +41,9 @@ def loss_parallel(
     all-reduces of one number per position, backward nothing; two scalars per sharded batch.
 
     Args:
-        mesh: with it plain logits are taken for global ones, to be sharded over `axis`; so a
-            simulated mesh runs what processes would run. Without it they are left to torch.
-        axis: the axis of the classes for plain logits; may be left out where the mesh has one.
+        mesh: with it plain logits are global ones, to be sharded over `axis`, so that a simulated
+            mesh runs what processes would run. Without it they are left to torch.
+        axis: the axis of the classes for plain logits; may be left out if the mesh has one axis.
 
     Raises:
         SpecError: in `cross_entropy`: logits whose class dim is not sharded over one axis, targets
@@ -82,14 +82,14 @@ class _CrossEntropyMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is functional.cross_entropy and current_scope() is None:
-            given = _SIGNATURE.bind(*args, **kwargs)
-            given.apply_defaults()
-            logits = given.arguments["input"]
+            bound = _SIGNATURE.bind(*args, **kwargs)
+            bound.apply_defaults()
+            logits = bound.arguments["input"]
             if isinstance(logits, DTensor):
-                return _cross_entropy(**given.arguments, **_layout_of(logits))
+                return _cross_entropy(**bound.arguments, **_layout_of(logits))
             if self._mesh is not None and isinstance(logits, Tensor):
                 spec = _with_classes(logits, self._axis)
-                return _cross_entropy(**given.arguments, mesh=self._mesh, spec=spec)
+                return _cross_entropy(**bound.arguments, mesh=self._mesh, spec=spec)
         return func(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""`parallelize`: a module runs as one checked per-rank program, by a plan."""
+"""`parallelize`: runs a module as one checked per-rank program, by a plan."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,7 @@ M = TypeVar("M", bound=nn.Module)
 Check = Literal["local", "global"]
 
 _VERDICT: Final = "_shardmap_verdict"
-"""The attribute by which `check_program` and its like reach the checker."""
+"""The attribute by which `check_program` and its like call the checker."""
 
 
 def parallelize(
@@ -48,10 +48,10 @@ def parallelize(
 
     A call of the module runs its whole forward as the body of one `shard_map`, on this rank's
     shards of the parameters; the modules of the plan change layouts by typed collectives before
-    and after their own forward. So all that happens in the module, between the styles too, is
-    checked before it first runs, and `check_program`, `explain` and `trace` take the module. Types
-    are known in the body: where the plan says Shard(1) and the value is replicated, there is an
-    error, and not another result.
+    and after their own forward. So all code of the module, between the styles too, is checked
+    before it first runs, and `check_program`, `explain` and `trace` take the module. Types are
+    known in the body: if the plan says Shard(1) and the value is replicated, that is an error, not
+    a wrong result.
 
     On a process-group mesh every parameter becomes a DTensor parameter, placed as the plan says
     and replicated where it says nothing (buffers stay plain tensors), so `state_dict`, optimizers
@@ -78,11 +78,11 @@ def parallelize(
         mesh: the mesh; None takes that of `use_mesh`.
         plan: a style for the module itself, or styles by module name, as `"layers.*.w1"`; each part
             of a name may have wildcards. "" is the module itself.
-        axis: the mesh axis of the plan's layouts; may be left out where the mesh has one axis.
+        axis: the mesh axis of the plan's layouts; may be left out if the mesh has one axis.
         in_specs: as for `shard_map`, of the inputs of the forward, in place of the root's
             layouts: also over other axes of the mesh. Plain tensors are then global values.
         out_specs: the same for the outputs, which are then DTensors unless they are replicated.
-        check: how strict the checker is. "global": the program is that of the module on one device.
+        check: strictness of the checker. "global": the program is that of the module on one device.
             "local": only that gradients are right, for code that is per-rank by nature.
         src_data_rank: the rank along the axis whose parameters and buffers are kept; None keeps
             each rank's own, without communication.
@@ -147,7 +147,7 @@ class _ParallelCall:
     def verdict_on(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], strictness: Any = None
     ) -> Any:
-        """Checks without running."""
+        """Checks a call without running it."""
 
         def check(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:
             return mapped._shardmap_verdict(values, {}, strictness)  # type: ignore[attr-defined]
@@ -230,7 +230,7 @@ def _body(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """The module on one rank: on its shards of the parameters, with the forwards of the plan."""
+    """Runs the module on one rank: on its shards of the parameters, with the plan's forwards."""
 
     def adapt(path: str, copy: nn.Module) -> None:
         if path == ROOT:
@@ -246,14 +246,14 @@ def _body(
 
 def _rebound(original: Callable[..., Any] | None, copy: nn.Module) -> Callable[..., Any]:
     function = type(copy).forward if original is None else getattr(original, "__func__", None)
-    if function is None:  # a function that somebody has put there
+    if function is None:  # a function that was assigned to the instance
         assert original is not None
         return original
     return MethodType(function, copy)
 
 
 def resolve_axis(name: str, mesh: Mesh, axis: str | None) -> str:
-    """The axis that is meant: the named one, or the only one.
+    """Returns the named axis, or the only one of the mesh.
 
     Raises:
         SpecError: the mesh has no such axis, or several and none is named.
@@ -280,7 +280,7 @@ def _reject_parallel(module: nn.Module) -> None:
 
 
 def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:
-    """Makes DTensors of all parameters; one that is shared stays shared."""
+    """Replaces all parameters by DTensors; a shared one stays shared."""
 
     def put(value: Tensor, spec: P) -> DTensor:
         placements = placements_of(mesh, spec)

@@ -1,4 +1,4 @@
-"""A plan held against a module: which style each module has, and how each parameter is sharded."""
+"""Plan: the style of each module below a root, and the spec of each parameter."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ _SPECS: Final[Mapping[tuple[type, type], Mapping[str, Callable[[str], P]]]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one module.
+    """The resolved plan of one module.
 
     Attributes:
         axis: the mesh axis of its placements.
         styles: by the path of the module.
-        specs: of the parameters, by name; a shared one has its first.
+        specs: specs of the parameters, by name; a shared one is under its first name.
     """
 
     axis: str
@@ -48,7 +48,7 @@ class Plan:
         return self.styles.get(ROOT)
 
     def splits_below(self, path: str) -> bool:
-        """Tells how the modules below go on with what is replicated: all of them differently."""
+        """Returns whether the modules below use a replicated input differently on each rank."""
         below = [
             style
             for name, style in self.styles.items()
@@ -68,14 +68,14 @@ def make_plan(
     styles: "ParallelStyle | Mapping[str, ParallelStyle]",
     axis: str,
 ) -> Plan:
-    """Finds the module of each entry, and the spec of each parameter.
+    """Resolves the module of each entry, and the spec of each parameter.
 
     Raises:
         SpecError: names all entries that match nothing, or modules they cannot parallelize; or all
-            parameters that do not divide, or are shared between modules that shard them otherwise.
+            parameters that do not divide, or that modules share but shard differently.
     """
-    found = _resolve(module, styles)
-    specs = _parameter_specs(module, found, axis)
+    resolved = _resolve(module, styles)
+    specs = _parameter_specs(module, resolved, axis)
     problems = [
         f"{name}: {problem}"
         for name, value in module.named_parameters()
@@ -84,7 +84,7 @@ def make_plan(
     if problems:
         head = f"parallelize: these parameters cannot be sharded on the {mesh}:"
         raise SpecError(listing(head, problems))
-    return Plan(axis, MappingProxyType(found), MappingProxyType(specs))
+    return Plan(axis, MappingProxyType(resolved), MappingProxyType(specs))
 
 
 def _resolve(
@@ -93,7 +93,7 @@ def _resolve(
     if isinstance(styles, ParallelStyle):
         styles = {ROOT: styles}
     _check_entries(styles)
-    found: dict[str, ParallelStyle] = {}
+    resolved: dict[str, ParallelStyle] = {}
     keys: dict[str, str] = {}
     problems: list[str] = []
     paths = {id(target): path for path, target in module.named_modules()}
@@ -106,12 +106,12 @@ def _resolve(
             if keys.get(path, key) != key:
                 problems.append(f"{path!r} is matched by {keys[path]!r} and by {key!r}")
             problems += [f"{key!r}: {problem}" for problem in _unsupported(style, path, target)]
-            found[path], keys[path] = style, key
+            resolved[path], keys[path] = style, key
     if problems:
         raise SpecError(
             listing(f"parallelize: the plan does not match {type(module).__name__}:", problems)
         )
-    return found
+    return resolved
 
 
 def _check_entries(styles: object) -> None:
@@ -131,7 +131,7 @@ def _check_entries(styles: object) -> None:
 
 
 def _matches(module: nn.Module, key: str) -> Iterator[nn.Module]:
-    """The modules that a key names; each part of it may have wildcards, as torch's."""
+    """Yields the modules that a key matches; each part of it may have wildcards, as in torch."""
     if key == ROOT:
         yield module
         return
@@ -143,7 +143,7 @@ def _matches(module: nn.Module, key: str) -> Iterator[nn.Module]:
 
 
 def _hint(module: nn.Module, key: str) -> str:
-    """The names that stand where the key goes wrong."""
+    """Lists the names of modules at the level where a key stops matching."""
     tokens = key.split(".")
     for length in range(len(tokens) - 1, -1, -1):
         path = ".".join(tokens[:length])
@@ -154,7 +154,7 @@ def _hint(module: nn.Module, key: str) -> str:
 
 
 def _unsupported(style: ParallelStyle, path: str, module: nn.Module) -> Iterator[str]:
-    """Why a style cannot parallelize a module."""
+    """Yields reasons for which a style cannot parallelize a module."""
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return
     name, kind = type(style).__name__, type(module).__name__

@@ -1,4 +1,4 @@
-"""The entries of a plan: by torch's names, with torch's arguments."""
+"""Styles, the entries of a plan: ColwiseParallel and others, with torch's names and arguments."""
 
 from collections.abc import Mapping
 from typing import Final, TypeAlias
@@ -42,16 +42,16 @@ class _Linear(ParallelStyle):
 class ColwiseParallel(_Linear):
     """Shards the output features of an `nn.Linear` or the features of an `nn.Embedding`.
 
-    The weight of a Linear is sharded on dim 0 (so is its bias), that of an Embedding on dim 1. The
-    input is gathered where it is sharded; each rank computes its own features.
+    The weight of a Linear is sharded on dim 0 (so is its bias), that of an Embedding on dim 1. A
+    sharded input is gathered; each rank computes its own features.
 
     Moves: for `input_layouts=Shard(dim)` an all_gather of the input, backward a reduce_scatter; for
     Replicate() nothing, backward an all_reduce; for `output_layouts` other than Shard(-1) what
     `redistribute` moves.
 
     Args:
-        input_layouts: how the input lies; Replicate() by default.
-        output_layouts: how the output shall lie; Shard(-1) by default.
+        input_layouts: placement of the input; Replicate() by default.
+        output_layouts: placement of the output; Shard(-1) by default.
         use_local_output: for the root of the plan, return this rank's tensor (True, the default)
             or a DTensor. Below the root values are always local.
 
@@ -88,9 +88,9 @@ class RowwiseParallel(_Linear):
     reduce_scatter, backward an all_gather; for Partial() nothing.
 
     Args:
-        input_layouts: how the input lies; Shard(-1) by default. For an Embedding, whose ids are
-            gathered where they are sharded, say Replicate().
-        output_layouts: how the output shall lie; Replicate() by default.
+        input_layouts: placement of the input; Shard(-1) by default. For an Embedding, whose ids
+            are gathered if they are sharded, use Replicate().
+        output_layouts: placement of the output; Replicate() by default.
         use_local_output: as in `ColwiseParallel`.
 
     Raises:
@@ -149,15 +149,15 @@ class SequenceParallel(ParallelStyle):
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Changes how the inputs of a module lie, before its forward.
+    """Redistributes the inputs of a module, before its forward.
 
     Moves: what `redistribute` moves between the two layouts of each input.
 
     Args:
-        input_layouts: how each positional input lies; None for one that is to be left alone.
-        desired_input_layouts: how each shall lie.
-        input_kwarg_layouts: the same for keyword inputs, by name; those not named are left alone.
-        desired_input_kwarg_layouts: how each of these shall lie.
+        input_layouts: placement of each positional input; None for one that is not changed.
+        desired_input_layouts: placement of each after it.
+        input_kwarg_layouts: the same for keyword inputs, by name; those not named are not changed.
+        desired_input_kwarg_layouts: placement of each of these after it.
         use_local_output: accepted as torch's; inside the module values are local in any case.
 
     Raises:
@@ -201,13 +201,13 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Changes how the outputs of a module lie, after its forward.
+    """Redistributes the outputs of a module, after its forward.
 
     Moves: what `redistribute` moves between the two layouts of each output.
 
     Args:
-        output_layouts: how each output lies; None for one that is to be left alone.
-        desired_output_layouts: how each shall lie.
+        output_layouts: placement of each output; None for one that is not changed.
+        desired_output_layouts: placement of each after it.
         use_local_output: as in `ColwiseParallel`.
 
     Raises:
@@ -310,11 +310,11 @@ def _several(
 ) -> tuple[Placement | None, ...] | None:
     if layouts is None:
         return None
-    found = tuple(layouts) if isinstance(layouts, tuple | list) else (layouts,)
-    for layout in found:
+    placements = tuple(layouts) if isinstance(layouts, tuple | list) else (layouts,)
+    for layout in placements:
         if layout is not None:
             check_placement(layout, f"{type(style).__name__}: {name}")
-    return found
+    return placements
 
 
 def _named(

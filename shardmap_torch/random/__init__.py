@@ -1,4 +1,4 @@
-"""Random numbers from explicit keys: equal on every mesh, and what ranks share is a type.
+"""Random numbers from explicit keys: equal on every mesh, and typed like other values.
 
 A key is an int64 scalar tensor. Draws from a key of type K are equal on all ranks; from one that
 `fold_axis` has folded over an axis they vary over it; with `spec=` each rank draws its own shard of

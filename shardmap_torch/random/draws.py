@@ -30,7 +30,7 @@ def bits(
     spec: P | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Draws 64 random bits an entry; all other draws are made of these.
+    """Draws 64 random bits per entry; all other draws are computed from these.
 
     Shape: int64 of `shape`; with `spec` of the shape of a shard. The types are those of the key,
     and S(i) over the axes of `spec`. Sends nothing.
@@ -69,17 +69,17 @@ def _fractions(
     spec: P | None,
     device: torch.device | str | None,
 ) -> Tensor:
-    """Equally distributed in [0, 1): a multiple of 2**-d, of d bits, exact in the dtype."""
+    """Draws uniformly from [0, 1): multiples of 2**-d with d bits, exact in the dtype."""
     dtype = dtype or torch.get_default_dtype()
     digits = _DIGITS.get(dtype)
     if digits is None:
         raise ShardMapError(f"Random numbers are drawn in a real floating dtype, not in {dtype}.")
     drawn = bits(key, shape, spec=spec, device=device)
     if digits > 32:
-        whole = drawn >> 64 - digits & (1 << digits) - 1
+        numerators = drawn >> 64 - digits & (1 << digits) - 1
     else:
-        whole = ((drawn >> 32) ^ drawn & _WORD) >> 32 - digits & (1 << digits) - 1
-    return whole.to(dtype) * 2.0**-digits
+        numerators = ((drawn >> 32) ^ drawn & _WORD) >> 32 - digits & (1 << digits) - 1
+    return numerators.to(dtype) * 2.0**-digits
 
 
 def uniform(

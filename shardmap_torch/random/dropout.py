@@ -1,4 +1,4 @@
-"""Dropout from a key: ranks share a mask exactly as the key and the spec say."""
+"""Dropout with an explicit key: the types of the mask are those of the key and the spec."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def dropout(
 
     Args:
         key: draw from it once; a key of type K gives equal masks on all ranks, one that is folded
-            over an axis gives other masks there.
+            over an axis gives each of its ranks another mask.
         x: of a floating dtype.
         p: probability that an entry is dropped.
         spec: how `x` is sharded: the mask is this rank's shard of the mask for the global `x`, as

@@ -1,4 +1,4 @@
-"""Keys: where random numbers come from, and how one key becomes several."""
+"""Keys of random numbers: made from a seed, split, and folded with numbers or axes."""
 
 import zlib
 from typing import Final, TypeAlias
@@ -40,7 +40,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Key:
 
 
 def split(key: Key, num: int = 2) -> Tensor:
-    """Makes `num` independent keys of one, which itself is not to be used again.
+    """Makes `num` independent keys from one, which must not be used again.
 
     Shape: int64 scalar -> int64 [num]. The types are those of the key. Sends nothing.
 
@@ -58,7 +58,7 @@ def split(key: Key, num: int = 2) -> Tensor:
 
 
 def fold_in(key: Key, data: int | Tensor) -> Key:
-    """Makes the key that belongs to a number, such as that of a step or a layer.
+    """Makes a key from a key and a number, such as that of a step or a layer.
 
     Shape: int64 scalar -> int64 scalar, or the shape of `data`. The types are those of the key,
     joined with those of `data`. Sends nothing.
@@ -84,11 +84,11 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
 
 
 def fold_axis(key: Key, axis: Axis) -> Key:
-    """Makes a key of each rank's own along `axis`; what is drawn from it varies over `axis`.
+    """Makes another key for each rank of `axis`; draws from it vary over `axis`.
 
     Shape: int64 scalar -> int64 scalar. K becomes V over `axis`, other axes keep their type. Sends
-    nothing. The draws are no shards of a draw on one device, so `check="global"` refuses what is
-    made of them; use `spec=` of the draws there.
+    nothing. The draws are no shards of a draw on one device, so `check="global"` refuses them; use
+    `spec=` of the draws there.
 
     Args:
         key: the key to derive from.
@@ -112,13 +112,13 @@ def fold_axis(key: Key, axis: Axis) -> Key:
     """
     index = axis_index(axis).to(key.device)
     names = axis if isinstance(axis, str) else ",".join(axis)
-    # Above all counters of draws and all numbers that are folded in.
+    # A domain above all counters of draws and all numbers that are folded in.
     domain = 1 << 30 | zlib.crc32(names.encode()) >> 2
     return threefry(check_key("fold_axis", key), index + (domain << 32))
 
 
 def check_key(function: str, key: Tensor) -> Key:
-    """Requires that `key` is one, or several.
+    """Requires that `key` is a key, or several.
 
     Raises:
         ShardMapError: it is another tensor, or none.

@@ -16,7 +16,7 @@ from shardmap_torch.spec import P, mismatches
 def positions(
     shape: Sequence[int], spec: P | None = None, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Numbers the entries of a tensor in row-major order: those of this rank's shard of it.
+    """Returns the row-major indices, in a global tensor, of the entries of this rank's shard.
 
     Shape: int64 of the shape of a shard: `shape`, divided along each dim by the ranks of the axes
     that shard it. S(i) over the axes of `spec`, K over all others. Sends nothing.
@@ -48,7 +48,7 @@ def positions(
     _check(shape, spec)
     numbered = partial(_numbered, shape, spec, device)
     numbered.__name__ = "random.positions"  # type: ignore[attr-defined]  # what reports call it
-    # Of its own rank by nature, and on one device all positions: check="global" takes it for that.
+    # Per-rank code whose result is S(i): check="global" replaces it by all positions on one device.
     return local_region(numbered, in_types=(), out_types=P(*spec.entries))()
 
 
@@ -63,11 +63,11 @@ def _check(shape: tuple[int, ...], spec: P) -> None:
 
 def _numbered(shape: tuple[int, ...], spec: P, device: torch.device | str | None) -> Tensor:
     axes_of = dict(spec.sharded_dims)
-    found = torch.zeros((), dtype=torch.int64, device=device)
+    numbers = torch.zeros((), dtype=torch.int64, device=device)
     for dim, size in enumerate(shape):
         along = torch.arange(size, device=device)
         if axes := axes_of.get(dim):
             length = size // axis_size(axes)
             along = along[:length] + axis_index(axes).to(along.device) * length
-        found = found.unsqueeze(-1) * size + along
-    return found
+        numbers = numbers.unsqueeze(-1) * size + along
+    return numbers

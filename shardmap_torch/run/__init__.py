@@ -1,1 +1,1 @@
-"""Runs of checked calls: on this rank's process, on threads, or batched."""
+"""Runtimes that run calls on each kind of mesh, and the verdicts of checked calls."""

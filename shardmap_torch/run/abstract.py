@@ -1,4 +1,4 @@
-"""Calls on an abstract mesh, which has no data: they are checked, and return shapes."""
+"""Runtime of abstract meshes, which have no data: calls are checked, and return shapes."""
 
 from typing import Final
 
@@ -24,15 +24,15 @@ def run(call: Call, batches: bool) -> Tree:
 
 
 def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
-    """Returns the value as it is: only its shape counts."""
+    """Returns the value: it is used for its shape only."""
     return x
 
 
 def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
-    """Returns the value as it is: only its shape counts."""
+    """Returns the value: it is used for its shape only."""
     return x
 
 
 def gather(mesh: Mesh, x: Tensor) -> Tensor:
-    """Stacks that of the one process."""
+    """Stacks the one process's tensor."""
     return x.unsqueeze(0)

@@ -1,7 +1,7 @@
 """Agreement of processes on a call before any of its data is sent.
 
 Processes that make different calls would wait for one another in collectives until a time limit,
-and then know nothing about why; or would add numbers that do not belong together.
+without knowing why; or would add numbers that do not belong together.
 """
 
 import zlib
@@ -24,17 +24,17 @@ from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardMapError
 
 _PLAIN: Final = (bool, int, float, str, type(None))
-"""Types of static arguments that are compared: what others print may differ between processes."""
+"""Types of static arguments that are compared: the `repr` of others may differ by process."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """One process's finding about a call.
+class Description:
+    """One process's description of a call and its checked program.
 
     Attributes:
         name: of the function.
-        text: what errors show, line by line; "  # " begins what is not compared.
-        digest: of all that is compared.
+        text: its lines, for errors; text from "  # " on is not compared.
+        digest: hash of all that is compared.
     """
 
     name: str
@@ -42,20 +42,20 @@ class Found:
     digest: int
 
     @staticmethod
-    def of(name: str, lines: Sequence[str], fingerprint: str = "") -> "Found":
-        """Makes it of lines; `fingerprint` stands for what follows them."""
+    def of(name: str, lines: Sequence[str], fingerprint: str = "") -> "Description":
+        """Makes one from lines; `fingerprint` is that of a program that follows them."""
         compared = "\n".join([*(line.split("  # ")[0] for line in lines), fingerprint])
-        return Found(name, "\n".join(lines), zlib.crc32(compared.encode()))
+        return Description(name, "\n".join(lines), zlib.crc32(compared.encode()))
 
 
-def found_in(call: Call, verdict: Verdict | None) -> Found:
+def describe(call: Call, verdict: Verdict | None) -> Description:
     """Describes a call: its arguments, its specs, and its program if it has been checked."""
     site = call_site()
     head = f"{call.name} on the {call.mesh}" + (f"  # {site}" if site is not None else "")
     lines = [head, *_arguments(call)]
     if verdict is None:
         specs, _ = flatten(call.out_specs)
-        return Found.of(call.name, [*lines, f"  unchecked, out_specs: {specs!r}"])
+        return Description.of(call.name, [*lines, f"  unchecked, out_specs: {specs!r}"])
     match = verdict.result.match
     lines += [
         f"  {path}: {spec!r}" for path, spec in zip(match.paths, match.specs, strict=True) if spec
@@ -63,15 +63,15 @@ def found_in(call: Call, verdict: Verdict | None) -> Found:
     program = program_of(verdict)
     lines += [_collective(equation) for equation in program.collectives]
     _, *equations = str(program).splitlines()
-    found = Found.of(call.name, lines, program.fingerprint)
-    return Found(call.name, "\n".join([found.text, *equations]), found.digest)
+    head_only = Description.of(call.name, lines, program.fingerprint)
+    return Description(call.name, "\n".join([head_only.text, *equations]), head_only.digest)
 
 
 _DEFAULTS: Final = {field.name: field.default for field in fields(Collective)}
 
 
 def _collective(equation: Equation) -> str:
-    """A collective with its arguments, of which a program's text has only the types."""
+    """Formats a collective with its arguments, which the program's text leaves out."""
     collective = equation.collective
     words = [
         f"{name}={getattr(collective, name)}"
@@ -92,34 +92,34 @@ def _arguments(call: Call) -> Iterator[str]:
             yield f"  {path} = {leaf!r}"
 
 
-def refused(name: str, error: Exception) -> Found:
-    """Describes a call that cannot be checked: for an error, the checker's or the body's own."""
+def refused(name: str, error: Exception) -> Description:
+    """Describes a call that the checker has rejected, or whose body raised an error."""
     known = isinstance(error, ShardMapError)
     why = f"is rejected: {error}" if known else f"raises {type(error).__name__}: {error}"
-    return Found(name, f"{name} {why}", zlib.crc32(f"{name} rejected".encode()))
+    return Description(name, f"{name} {why}", zlib.crc32(f"{name} rejected".encode()))
 
 
-def agree(found: Found, left: Difference | None = None, now: bool = True) -> None:
-    """Requires that every process has found the same about a call, at the same step.
+def agree(own: Description, departure: Difference | None = None, now: bool = True) -> None:
+    """Requires that every process has the same description of a call, at the same step.
 
     Args:
-        found: what this process has found.
-        left: where the newest run has left its program; None before it starts.
-        now: waits for the others; else the first collective, or the end of the call, does.
+        own: this process's description.
+        departure: difference of the newest run from its program; None before it starts.
+        now: waits for the others; otherwise the first collective, or the end of the call, does.
 
     Raises:
-        CollectiveMismatchError: another process has found something else, or waits in a collective;
-            shows the first difference of both, on every process.
+        CollectiveMismatchError: another process has another description, or waits in a collective;
+            shows the first difference, on every process.
         CommunicationError: another process is gone.
     """
     control = current()
     if control is None:
         return
-    digest, text, doing = found.digest, found.text, _doing(control, found.name)
-    if left is not None:
-        come = f"comes to {left.found}, where the program has {left.expected}"
-        digest = zlib.crc32(f"{digest} {left.depth}".encode())
-        text, doing = f"{come}\n{text}", f"{doing}, where it {come}"
+    digest, text, doing = own.digest, own.text, _doing(control, own.name)
+    if departure is not None:
+        difference = f"comes to {departure.found}, where the program has {departure.expected}"
+        digest = zlib.crc32(f"{digest} {departure.depth}".encode())
+        text, doing = f"{difference}\n{text}", f"{doing}, where it {difference}"
     control.check(digest, lambda: text, doing, now)
 
 

@@ -1,9 +1,9 @@
-"""Checked calls: a verdict for each signature, and runs that follow the program it is about.
+"""Checked: the verdicts of a function's signatures, and runs compared with the checked program.
 
-A run that leaves its program, before anything of the difference is sent, is unwound, checked anew
-and started again: bodies are pure, and on processes all ranks compare that each of them stands at
-the same step, so that what they have sent matches. Once is enough where something has changed since
-the check; what changes from run to run is an error.
+A run that departs from its program is unwound before it sends anything different, checked anew and
+started again: bodies are pure, and on processes all ranks compare that they depart at the same
+step, so that what they have sent matches. One new check suffices if something has changed since the
+last one; a program that changes from run to run is an error.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run.agree import Found, agree, found_in, refused
+from shardmap_torch.run.agree import Description, agree, describe, refused
 from shardmap_torch.run.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.guarded import guarded
@@ -32,7 +32,7 @@ from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.purity import verify_purely
 
 Run = Callable[[Call, bool], Tree]
-"""Runs a call; the flag says whether a batched body can do it."""
+"""Runs a call; the flag says if it may run as one batched program."""
 
 _RUNS: Final = 2
 
@@ -49,7 +49,7 @@ _LATE: Final = (
 
 
 class Checked:
-    """The checker's findings about one function."""
+    """The checker's verdicts on one function, by signature."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Checked:
         strictness: Strictness,
         debug: bool = False,
     ) -> None:
-        """Nothing is looked at before the first call; `debug` compares plain inputs in each."""
+        """Starts without verdicts; with `debug` each call compares its plain inputs."""
         self._name, self._strictness = name, strictness
         self._surroundings = Surroundings(function)
         self._verdicts: Memo[_Known] = Memo()
@@ -66,7 +66,7 @@ class Checked:
         self._inputs = PlainInputs(debug)
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
-        """Checks a call, or remembers that it has been checked; in another strictness for once.
+        """Returns the verdict of a call's signature; one in another strictness is not cached.
 
         Raises:
             ShardTypeError: the program is not well-typed, or would compute wrong gradients.
@@ -85,10 +85,10 @@ class Checked:
         self._calls += 1
         key = signature(call, self._surroundings)
         if runtime_of(call.mesh).is_distributed:
-            return guarded(call.mesh, self._name, lambda: self._follow(key, call, run, True))
-        return self._follow(key, call, run, False)
+            return guarded(call.mesh, self._name, lambda: self._run_checked(key, call, run, True))
+        return self._run_checked(key, call, run, False)
 
-    def _follow(self, key: Signature, call: Call, run: Run, processes: bool) -> Tree:
+    def _run_checked(self, key: Signature, call: Call, run: Run, processes: bool) -> Tree:
         difference: Difference | None = None
         for _ in range(_RUNS):
             known = self._agreed(key, call, difference) if processes else self._find(key, call)
@@ -107,11 +107,11 @@ class Checked:
         self._stop(processes, _CHANGING, difference)
 
     def refuse(self, mesh: Mesh, error: ShardMapError) -> NoReturn:
-        """Raises the error of a call that cannot be checked, where the others may be checking it.
+        """Raises the error of a call that cannot be checked, after comparing it on all processes.
 
         Raises:
-            ShardMapError: the error, if all processes have met one.
-            CollectiveMismatchError: another process has not.
+            ShardMapError: the error, if all processes have one.
+            CollectiveMismatchError: another process has none.
         """
         if runtime_of(mesh).is_distributed:
             guarded(mesh, self._name, lambda: agree(refused(self._name, error)))
@@ -131,17 +131,17 @@ class Checked:
             self._name, self._surroundings, partial(verify, call, self._strictness)
         )
 
-    def _agreed(self, key: Signature, call: Call, left: Difference | None) -> "_Known":
-        """The verdict, while all processes compare what they have found, at the same step."""
+    def _agreed(self, key: Signature, call: Call, departure: Difference | None) -> "_Known":
+        """Returns the verdict, after or while all processes compare their descriptions of it."""
         try:
             known = self._find(key, call)
         except Exception as error:
-            agree(refused(self._name, error), left)
+            agree(refused(self._name, error), departure)
             raise
-        is_new = known.found is None
-        if known.found is None:
-            known.found = found_in(call, known.verdict)
-        agree(known.found, left, now=is_new or left is not None)
+        is_new = known.description is None
+        if known.description is None:
+            known.description = describe(call, known.verdict)
+        agree(known.description, departure, now=is_new or departure is not None)
         return known
 
     def _stop(self, processes: bool, why: tuple[str, str], difference: Difference) -> NoReturn:
@@ -153,7 +153,7 @@ class Checked:
 
 @dataclass(eq=False)
 class _Known:
-    """A verdict, and what the processes compare of it once it has been asked for."""
+    """A verdict, and the description that processes compare, made at its first use."""
 
     verdict: Verdict
-    found: Found | None = None
+    description: Description | None = None

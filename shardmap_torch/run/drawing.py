@@ -1,13 +1,13 @@
-"""Draws from torch's default generator in a body: ranks share them as the checker types them.
+"""Drawing: seeds a body's draws from torch's default generator according to their types.
 
-`torch.rand` or `F.dropout` in a body would give on processes what their seeds happen to say, and
-on simulated ranks what the order of the threads says. In a checked body that draws, each draw is
-seeded anew instead: from one number that the first rank takes from its default generator at the
-first draw of each call, from the number of the draw, and from the rank's place along the axes over
-which the checker has typed the draw V. So ranks agree over all other axes, every mesh gives the
-same numbers, and `torch.manual_seed` before a call decides them.
+`torch.rand` or `F.dropout` in a body would depend on the processes' seeds, and on simulated ranks
+on the order of the threads. In a checked body that draws, each draw is seeded anew instead: from
+one number that the first rank takes from its default generator at the first draw of each call, from
+the number of the draw, and from the rank's position along the axes over which the checker has typed
+the draw V. So ranks agree over all other axes, every mesh gives the same numbers, and
+`torch.manual_seed` before a call decides them.
 
-Which operations draw is seen at the ATen level, by a mode that is on in such bodies only.
+A dispatch mode, active in such bodies only, finds the ATen operations that draw.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,32 +28,32 @@ from shardmap_torch.types import AxisType, I, V
 
 _LARGEST: Final = 1 << 62
 _AGAIN: Final = "again"
-"""The key of the run again of a `checkpoint`, which draws what its first run drew."""
+"""The key of a recomputation by `checkpoint`, which repeats the draws of the first run."""
 
 
 class CallSeed:
-    """The number from which all ranks of one call draw; taken at the first draw."""
+    """The number from which all draws of one call are seeded; taken at the first draw."""
 
     def __init__(self, agree: Callable[[Tensor], Tensor] | None = None) -> None:
-        """`agree` gives all processes the number of the first."""
+        """Keeps `agree`, which sends the first process's number to all."""
         self._agree = agree
         self._seed: int | None = None
 
     def get(self) -> int:
-        """Takes it from the default generator of the CPU, for every device."""
+        """Returns the number, drawn from the default generator of the CPU for every device."""
         if self._seed is None:
-            taken = torch.randint(_LARGEST, (), device="cpu")
-            self._seed = int(taken if self._agree is None else self._agree(taken))
+            own = torch.randint(_LARGEST, (), device="cpu")
+            self._seed = int(own if self._agree is None else self._agree(own))
         return self._seed
 
 
 def agreed(backend: RankBackend) -> CallSeed:
-    """The number of the first process, sent to all at the first draw: 8 bytes a call."""
+    """Makes the seed of a call on processes: rank 0 broadcasts it, 8 bytes per call."""
     mesh = backend.mesh
     collective = Collective("broadcast", V, I, mesh.axis_names)
 
-    def agree(taken: Tensor) -> Tensor:
-        return backend.run("broadcast", collective, taken.to(mesh.device or "cpu"))
+    def agree(own: Tensor) -> Tensor:
+        return backend.run("broadcast", collective, own.to(mesh.device or "cpu"))
 
     return CallSeed(agree)
 
@@ -64,7 +64,7 @@ class Drawing:
     def __init__(
         self, mesh: Mesh, place: Mapping[str, int], seed: Callable[[], int], count: int = 0
     ) -> None:
-        """`place` is the rank's; draws are numbered from `count`."""
+        """Keeps the rank's coordinates; draws are numbered from `count`."""
         self._mesh, self._place = mesh, place
         self._seed = seed
         self.monitor: Monitor | None = None
@@ -72,7 +72,7 @@ class Drawing:
         self._mode, self._depth = _Mode(self), 0
 
     def enter(self, monitor: Monitor | None) -> None:
-        """Seeds what is drawn from here on; may be entered several times."""
+        """Seeds the draws from here on; may be entered several times."""
         if self._depth == 0:
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
             self.monitor = monitor
@@ -85,21 +85,22 @@ class Drawing:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
 
     def fork(self) -> "_Fork":
-        """Notes the place of code that will run again in a backward."""
+        """Records the number of draws before code that will run again in a backward."""
         self._forks += 1
         return _Fork(self, self._count, self._forks)
 
     def later(self, key: object, count: int, fork: int) -> "Drawing":
-        """For that code: the same draws where it is a checkpoint's, else others."""
+        """Returns the drawing of that code: a checkpoint repeats its draws, others draw anew."""
         if key == _AGAIN:
             return Drawing(self._mesh, self._place, self._seed, count)
         domain = 1 << 63 | fork
         return Drawing(self._mesh, self._place, lambda: threefry_of_ints(self._seed(), domain))
 
     def seed(self, types: tuple[AxisType, ...] | None) -> int:
-        """The seed of the next draw, of these types along the axes; None is V along all.
+        """Returns the seed of the next draw, of these types along the axes; None is V along all.
 
-        One number says the place: along each axis 0 where all ranks draw the same, else 1 and up.
+        The rank's position is encoded as one number, with 0 along axes where all ranks draw the
+        same, and 1 and up along the others.
         """
         index = 0
         for at, (axis, size) in enumerate(self._mesh.shape.items()):
@@ -110,7 +111,7 @@ class Drawing:
 
 
 class _Fork:
-    """A `Drawing` as code sees it that will run again."""
+    """The `Drawing` of code that will run again in a backward."""
 
     def __init__(self, origin: Drawing, count: int, fork: int) -> None:
         self._origin, self._count, self._fork = origin, count, fork
@@ -129,7 +130,7 @@ class _Fork:
 
 
 class _Mode(TorchDispatchMode):
-    """Sees every ATen operation, and seeds the generator for those that draw from it."""
+    """Dispatch mode that seeds the generators for the operations that draw from them."""
 
     supports_higher_order_operators = True
 
@@ -159,13 +160,13 @@ class _Mode(TorchDispatchMode):
 
 
 def _generators(arguments: Mapping[str, Any]) -> list[torch.Generator]:
-    """Those of the CPU and of the device on which is drawn."""
-    found = [torch.default_generator]
+    """Returns the default generators of the CPU and of the device of the draw."""
+    generators = [torch.default_generator]
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     device = torch.device(
         tensors[0].device if tensors else arguments.get("device") or torch.get_default_device()
     )
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        found.append(torch.cuda.default_generators[index])
-    return found
+        generators.append(torch.cuda.default_generators[index])
+    return generators

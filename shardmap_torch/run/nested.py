@@ -7,7 +7,7 @@ from shardmap_torch.core.tree import Tree
 
 
 def run(call: Call, backend: Backend) -> Tree:
-    """Binds more axes in a body: values outside are plain, and whole over these axes."""
+    """Runs an inner call: values outside are plain, and global over the axes that it binds."""
     local = [
         apply(backend, entry_shards(call.match.spec(i)), call.leaves[i]) for i in call.crossing
     ]

@@ -1,4 +1,4 @@
-"""Runs calls on a process-group mesh: this process is one rank."""
+"""Runtime of process-group meshes: this process is one rank."""
 
 from typing import Final
 
@@ -43,15 +43,15 @@ def run(call: Call, batches: bool) -> Tree:
 
 
 def _crossings(mesh: Mesh, match: Match) -> Crossings:
-    """Kept with the match, of which there is one for a signature; equal meshes may differ."""
+    """Returns the cache of a match for a mesh, by identity: equal meshes may have other groups."""
     if not torch.compiler.is_dynamo_compiling():
         known: Crossings | None = match.crossings.get(id(mesh))
         if known is not None and known.mesh is mesh:
             return known
-    made = Crossings(mesh, [match.spec(i) for i in match.crossing])
+    new = Crossings(mesh, [match.spec(i) for i in match.crossing])
     if not torch.compiler.is_dynamo_compiling():
-        match.crossings[id(mesh)] = made
-    return made
+        match.crossings[id(mesh)] = new
+    return new
 
 
 def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
@@ -60,8 +60,8 @@ def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
     local = bind(backend, Enter(mesh, spec), x)
     if spec.sharded_dims or as_dtensor:  # a view would keep the global value, and write into it
         (local,) = apart([local], [x])
-    lies = placements_of(mesh, spec) if as_dtensor and not spec.partial else None
-    return bind(backend, Leave(mesh, spec, lies), local)
+    placements = placements_of(mesh, spec) if as_dtensor and not spec.partial else None
+    return bind(backend, Leave(mesh, spec, placements), local)
 
 
 def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _backend_of(mesh: Mesh) -> ProcessGroupBackend:
     return _BACKENDS[id(mesh)]
 
 
-# A constant, so that Dynamo, which cannot keep what is made while it traces, calls it.
+# A constant, so that Dynamo calls it: it cannot keep an object made while it traces.
 @constant
 def _make_backend(mesh: Mesh) -> None:
     known = _BACKENDS.get(id(mesh))

@@ -1,4 +1,4 @@
-"""Warns of a Python value that is another one in each call, so that each call is checked anew."""
+"""Warns of a Python value that changes in each call, so that each call is checked anew."""
 
 import warnings
 import weakref
@@ -22,17 +22,17 @@ _OTHER: Final = "Pass what is equal from call to call."
 
 @dataclass(frozen=True)
 class _Series:
-    """The values of one thing in successive calls."""
+    """The values of one argument or captured variable in successive calls."""
 
     label: str
     values: Sequence[Any]
 
 
 class Changing:
-    """Hears of every check of one function, and warns once."""
+    """Records every check of one function, and warns once if each call is checked anew."""
 
     def __init__(self, name: str) -> None:
-        """`name` is what warnings call the function."""
+        """Keeps the function's name for the warning."""
         self._name = name
         self._warned = False
         self._number = 0
@@ -40,7 +40,7 @@ class Changing:
         self._series: Mapping[Hashable, _Series] = {}
 
     def checked(self, number: int, parts: Parts) -> None:
-        """The call of that number, of all calls, has to be checked."""
+        """Records that the call of that number, counting all calls, had to be checked."""
         last, is_next = self._last, number == self._number + 1
         self._number, self._last = number, parts
         if self._warned or last is None or not is_next or last.rest != parts.rest:
@@ -52,30 +52,30 @@ class Changing:
             if key in last.values and not _same(last.values[key][1], value)
         }
         if self._series:
-            # What changes now and then is not the reason.
+            # A value that changes only now and then is not the reason.
             changed = {
                 key: _Series(series.label, [*series.values, changed[key].values[-1]])
                 for key, series in self._series.items()
                 if key in changed
             }
         self._series = changed
-        found = next((s for s in changed.values() if len(s.values) >= LIMIT), None)
-        if found is not None:
+        series_to_report = next((s for s in changed.values() if len(s.values) >= LIMIT), None)
+        if series_to_report is not None:
             self._warned = True
-            _warn(self._name, found)
+            _warn(self._name, series_to_report)
 
 
 _ENDED: Final[dict[CodeType, int]] = {}
-"""For the code of a body, how many shard_mapped functions of it have been made and dropped."""
+"""Number of shard_mapped functions made from a body's code object and dropped."""
 
 
 def watch_remaking(owner: object, name: str, function: Callable[..., Any]) -> None:
     """Warns once of a function that is shard_mapped anew for each call, and so checked anew.
 
     Args:
-        owner: ends with the shard_mapped function.
-        name: what warnings call the function.
-        function: the body. A model may have one for each of many layers; these do not end.
+        owner: an object with the lifetime of the shard_mapped function.
+        name: name of the function in warnings.
+        function: the body. A model may have one for each of many layers; these are not dropped.
     """
     code = getattr(function, "__code__", None)
     if code is None:

@@ -17,15 +17,15 @@ class Runtime(Protocol):
     """Runs calls on meshes of one kind; each module named in `MODULES` is one.
 
     Attributes:
-        has_data: whether values have data; where not, a call returns shapes.
-        is_distributed: whether several processes run each call, and have to agree on it.
+        has_data: whether values have data; without data a call returns shapes.
+        is_distributed: whether several processes run each call, and must agree on it.
     """
 
     has_data: bool
     is_distributed: bool
 
     def run(self, call: Call, batches: bool) -> Tree:
-        """Runs a call; `batches` tells that one batched program can do it."""
+        """Runs a call; with `batches` one batched program may run it."""
         ...
 
     def place(self, mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
@@ -33,7 +33,7 @@ class Runtime(Protocol):
         ...
 
     def join(self, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
-        """Makes a global value of local ones; see `from_local`."""
+        """Makes a global value from local ones; see `from_local`."""
         ...
 
     def gather(self, mesh: Mesh, x: Tensor) -> Tensor:

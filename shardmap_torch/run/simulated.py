@@ -1,4 +1,4 @@
-"""Runs calls on a simulated mesh: as one batched program, or with one thread a rank."""
+"""Runtime of simulated meshes: one batched program, or one thread per rank."""
 
 from typing import Final
 
@@ -32,16 +32,16 @@ def run(call: Call, batches: bool) -> Tree:
 
 
 def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
-    """Returns the value as it is: one process holds all of it."""
+    """Returns the value: this one process has all of it."""
     return x
 
 
 def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
-    """Returns the value as it is: one process holds all of it."""
+    """Returns the value: this one process has all of it."""
     return x
 
 
-# A constant, so that Dynamo raises the error itself; one that it traces loses its text.
+# A constant, so that Dynamo calls it: an error raised in traced code loses its text.
 @constant
 def _reject_compiled(name: str) -> None:
     raise TransformError(
@@ -51,5 +51,5 @@ def _reject_compiled(name: str) -> None:
 
 
 def gather(mesh: Mesh, x: Tensor) -> Tensor:
-    """Stacks that of the one process."""
+    """Stacks the one process's tensor."""
     return x.unsqueeze(0)

@@ -1,8 +1,8 @@
-"""Runs a call for all ranks of a simulated mesh as threads, and its backward likewise.
+"""Runs a call, and its backward, with one thread per rank of a simulated mesh.
 
 Autograd outside sees one Function. Inside, every rank has a graph of its own, as every process
-would have; in the backward each rank pulls its cotangents through its own graph, and meets the
-others at the collectives that autograd runs there.
+would have; in the backward each rank pulls its cotangents back through its own graph, and meets the
+others in the collectives that autograd runs there.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from shardmap_torch.spec import P
 
 
 def run(call: Call) -> Tree:
-    """Runs all ranks to their end and joins what they returned."""
+    """Runs all ranks and joins their results."""
     tensors = [call.leaves[i] for i in call.crossing]
     ranks = _Ranks(call, [can_receive_gradient(x) for x in tensors])
     if torch._C._functorch.peek_interpreter_stack() is None:
@@ -37,7 +37,7 @@ def run(call: Call) -> Tree:
     else:
         _reject_wrapped(call)
     outputs = _RanksFunction.apply(ranks, *tensors)
-    ranks.outputs = None  # they lead to the Function, which holds `ranks`: a cycle
+    ranks.outputs = None  # they refer to the Function, which refers to `ranks`: a cycle
     result = ranks.results[0]
     leaves = list(result.leaves)
     for position, value in zip(ranks.joined, outputs, strict=True):
@@ -46,7 +46,7 @@ def run(call: Call) -> Tree:
 
 
 def _reject_wrapped(call: Call) -> None:
-    """On another thread a transform's tensor is an ordinary one: its gradient would be lost."""
+    """Rejects closures over a transform's tensors: on other threads their gradient is lost."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     if any(wrapped(tensor) for tensor in closed_over(call.function)):
         raise TransformError(
@@ -79,11 +79,11 @@ class _Ranks:
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mesh = self.call.mesh
-        cuts = [locals_of(_leaf(x), s, mesh) for x, s in zip(tensors, self.specs, strict=True)]
+        shards = [locals_of(_leaf(x), s, mesh) for x, s in zip(tensors, self.specs, strict=True)]
         self.leaves = [
             [
-                piece[rank].requires_grad_() if wanted else piece[rank]
-                for piece, wanted in zip(cuts, self.differentiable, strict=True)
+                shard[rank].requires_grad_() if needs_grad else shard[rank]
+                for shard, needs_grad in zip(shards, self.differentiable, strict=True)
             ]
             for rank in range(mesh.size)
         ]
@@ -120,14 +120,14 @@ class _Ranks:
         return self.results[0].match.spec(position)
 
     def _reject_different(self) -> None:
-        """The results of all ranks must have one structure, and their tensors one shape."""
+        """Rejects results whose structures or shapes differ between ranks."""
         shown = [_describe(result) for result in self.results]
         if len(set(shown)) > 1:
             head = f"{self.call.name}: the ranks returned different results:"
             raise CollectiveMismatchError(listing(head, list(by_ranks(dict(enumerate(shown))))))
 
     def _reject_unequal(self) -> None:
-        """An output's ranks must agree, up to rounding, over every axis that is not mentioned."""
+        """Rejects results that differ, beyond rounding, over an axis that their spec has equal."""
         mesh, problems = self.call.mesh, []
         for position in self.joined:
             spec, path = self._out_spec(position), self.results[0].match.paths[position]
@@ -147,14 +147,14 @@ class _Ranks:
             raise ShardTypeError(listing(head, problems))
 
     def leading_in(self) -> list[bool]:
-        """For each joined output, whether the ranks' graphs lead from it to an input."""
+        """Returns, for each joined output, whether its value requires a gradient on any rank."""
         return [any(value.requires_grad for value in self._values(i)) for i in self.joined]
 
     def find_closures(self) -> list[Tensor]:
-        """Tensors that the ranks' graphs lead to and that are not the ranks' inputs."""
+        """Finds the leaves of the ranks' graphs that are not the ranks' inputs."""
         own = {id(leaf) for leaves in self.leaves for leaf in leaves}
         roots = [value.grad_fn for i in self.joined for value in self._values(i)]
-        found: dict[int, Tensor] = {}
+        closures: dict[int, Tensor] = {}
         seen: set[Node] = set()
         pending = [node for node in roots if node is not None]
         while pending:
@@ -164,39 +164,39 @@ class _Ranks:
             seen.add(node)
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor) and id(variable) not in own:
-                found[id(variable)] = variable
+                closures[id(variable)] = variable
             pending += [parent for parent, _ in node.next_functions if parent is not None]
-        self.closures = list(found.values())
+        self.closures = list(closures.values())
         return self.closures
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         mesh = self.call.mesh
-        given = [(i, g) for i, g in zip(self.joined, grads, strict=True) if g is not None]
+        present = [(i, g) for i, g in zip(self.joined, grads, strict=True) if g is not None]
         # The cotangent of a partial sum is the same for every addend.
-        cotangents = [(i, locals_of(g, P(*self._out_spec(i).entries), mesh)) for i, g in given]
-        wanted = [i for i, yes in enumerate(self.differentiable) if yes]
+        cotangents = [(i, locals_of(g, P(*self._out_spec(i).entries), mesh)) for i, g in present]
+        differentiable = [i for i, yes in enumerate(self.differentiable) if yes]
         rendezvous = Rendezvous(mesh)
         for backend in self.backends:
             backend.rendezvous = rendezvous
 
         def pull(rank: int) -> tuple[Tensor | None, ...]:
-            pairs = [(self.results[rank].leaves[i], pieces[rank]) for i, pieces in cotangents]
+            pairs = [(self.results[rank].leaves[i], shards[rank]) for i, shards in cotangents]
             pairs = [(y, g) for y, g in pairs if y.requires_grad]
-            into = [self.leaves[rank][i] for i in wanted] + self.closures
+            into = [self.leaves[rank][i] for i in differentiable] + self.closures
             if not pairs or not into:
                 return (None,) * len(into)
             ys, gs = zip(*pairs, strict=True)
             return torch.autograd.grad(ys, into, gs, retain_graph=True, allow_unused=True)
 
         pulled = rendezvous.run(pull)
-        found: list[Tensor | None] = [None] * (len(self.specs) + len(self.closures))
-        for k, i in enumerate(wanted):
-            found[i] = self._global_gradient([grads[k] for grads in pulled], self.specs[i])
+        gradients: list[Tensor | None] = [None] * (len(self.specs) + len(self.closures))
+        for k, i in enumerate(differentiable):
+            gradients[i] = self._global_gradient([grads[k] for grads in pulled], self.specs[i])
         for k in range(len(self.closures)):
-            found[len(self.specs) + k] = self._closure_gradient(
-                [grads[len(wanted) + k] for grads in pulled]
+            gradients[len(self.specs) + k] = self._closure_gradient(
+                [grads[len(differentiable) + k] for grads in pulled]
             )
-        return found
+        return gradients
 
     def _global_gradient(self, grads: Sequence[Tensor | None], spec: P) -> Tensor | None:
         shaped = next((g for g in grads if g is not None), None)
@@ -232,7 +232,7 @@ def _describe(result: Result) -> str:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to rounding: ranks that repeat one computation may still round differently."""
+    """Compares up to rounding: ranks that repeat one computation may round differently."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not (a.is_floating_point() or a.is_complex()):
@@ -247,7 +247,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 class _RanksFunction(TypedFunction):
-    """One call of all ranks, as autograd and first-order torch.func transforms see it."""
+    """Autograd Function of one call of all ranks; first-order reverse mode only."""
 
     @staticmethod
     def forward(ranks: _Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -276,10 +276,10 @@ class _RanksFunction(TypedFunction):
 
 
 class _RanksBackward(TypedFunction):
-    """The backward of `_RanksFunction`: a Function too, so that functorch unwraps its operands.
+    """Backward of `_RanksFunction`: a Function too, so that functorch unwraps its operands.
 
-    It takes the inputs along so that a second derivative comes here, and fails, rather than being
-    silently zero.
+    It has the inputs as operands so that a second derivative reaches it, and fails, rather than
+    being silently zero.
     """
 
     @staticmethod

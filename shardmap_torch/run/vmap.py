@@ -23,11 +23,11 @@ _DRAWS: Final = (
 )
 
 In = dict[str, int | None]
-"""For one operand, its batch dim at each axis' level: 0 or None."""
+"""The batch dim of one operand at each axis' level: 0 or None."""
 
 
 def run(call: Call) -> Tree:
-    """Nests one vmap per mapped axis round the body, and cuts and joins with plain operations."""
+    """Runs the body under one vmap per mapped axis; shards and joins with plain operations."""
     if call.draws:
         raise TransformError(_DRAWS.format(call.name))
     axes = [axis for axis in call.mesh.axis_names if axis in call.mapped]
@@ -35,8 +35,8 @@ def run(call: Call) -> Tree:
     batching: list[In] = []
     for position in call.crossing:
         leaf = call.inputs[position]
-        pieces, varying = split(leaf.value, spec_of(leaf), call.mesh)
-        operands.append(pieces)
+        shards, varying = split(leaf.value, spec_of(leaf), call.mesh)
+        operands.append(shards)
         batching.append({axis: 0 if axis in varying else None for axis in axes})
     device = operands[0].device if operands else call.mesh.device
     for axis in axes:
@@ -78,7 +78,7 @@ def _outer_markers() -> dict[str, Tensor]:
 def _nest(
     body: Callable[..., tuple[Tensor, ...]], axes: Sequence[str], batching: Sequence[In]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The first axis is the outermost level; every level has its batch dim in front."""
+    """Nests vmaps around the body, the first axis outermost; batch dims are leading."""
     mapped: Callable[..., Any] = body
     for axis in reversed(axes):
         in_dims = tuple(levels[axis] for levels in batching)
@@ -89,9 +89,10 @@ def _nest(
 def _reject_varying(
     call: Call, leaves: Sequence[Placed[P | None]], stacked: Sequence[Tensor], axes: Sequence[str]
 ) -> None:
-    """A value is batched exactly where it varies; where it does not, vmap expands it: stride 0.
+    """Rejects results that vary over an axis that their spec says is equal.
 
-    Empty tensors have no such strides, and nothing that could vary.
+    A value is batched exactly where it varies; elsewhere vmap expands it with stride 0. Empty
+    tensors cannot vary.
     """
     problems = []
     for leaf, value in zip(leaves, stacked, strict=True):
@@ -107,7 +108,7 @@ def _reject_varying(
 
 
 def unequal(path: str, spec: P, axis: str) -> str:
-    """Says that an output varies over an axis that its spec does not mention."""
+    """Formats the error of an output that varies over an axis that its spec does not mention."""
     return (
         f"{path}: {spec!r} promises one value on all ranks of {axis!r}, but the result varies over "
         f"it; reduce or gather it over {axis!r}, or name {axis!r} in the spec"

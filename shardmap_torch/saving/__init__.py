@@ -1,4 +1,4 @@
-"""Checkpoints that survive kills: `save`, `load`, `latest`."""
+"""Checkpoints, complete or absent whenever a run is killed: `save`, `load`, `latest`."""
 
 from shardmap_torch.saving.api import latest, load, save
 

@@ -1,4 +1,4 @@
-"""Saving and loading trees of tensors, on any mesh; see `save`."""
+"""`save`, `load` and `latest`: checkpoints of trees of tensors, on any mesh."""
 
 import os
 import warnings
@@ -26,9 +26,9 @@ X = TypeVar("X")
 
 
 def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | None = None) -> Path:
-    """Saves a tree as a new checkpoint, which is there when it is complete and not before.
+    """Saves a tree as a new checkpoint, which appears only when it is complete.
 
-    Every rank writes the shards that it holds, each shard by one of its holders, into a new folder;
+    Every rank writes its shards, each shard by one of the ranks that have it, into a new folder;
     when all have, that folder is renamed to `folder/step-000000012`. A kill at any moment leaves
     either a complete checkpoint or none. Every rank of the run must call it, with the same step,
     and `folder` must be on a file system that all ranks share. Returns on all ranks when the
@@ -37,9 +37,9 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
     The files hold raw bytes and JSON, and no pickles: loading a checkpoint runs no code.
 
     Args:
-        tree: a pytree of tensors, DTensors, numbers and strings. What is no DTensor must be equal
-            on all ranks.
-        folder: of all checkpoints of this run; made where it does not exist.
+        tree: a pytree of tensors, DTensors, numbers and strings. Leaves other than DTensors must
+            be equal on all ranks.
+        folder: folder of all checkpoints of this run; made if it does not exist.
         step: the number of the checkpoint.
         keep: how many checkpoints to keep; older ones are deleted when this one is complete. None
             keeps all.
@@ -89,18 +89,18 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
 def load(
     tree: X, folder: str | os.PathLike[str], step: int | None = None, *, partial: bool = False
 ) -> X:
-    """Loads a checkpoint into a new tree, which lies as `tree` does, on whatever mesh that is.
+    """Loads a checkpoint into a new tree, placed like `tree`, on any mesh.
 
     Every rank reads the bytes that it needs and no others; nothing is gathered. All ranks must call
-    it. The result is bit-equal to what was saved. A checkpoint from others is safe to load: its
+    it. The result is bit-equal to the saved tree. A checkpoint from others is safe to load: its
     JSON is validated and nothing is unpickled. Its numbers are as trustworthy as its source.
 
     Args:
-        tree: a pytree like the saved one; shapes, dtypes and placements are those of its leaves,
-            their values are not used.
-        folder: as given to `save`.
+        tree: a pytree like the saved one, which gives shapes, dtypes and placements; its values are
+            not used.
+        folder: as for `save`.
         step: the checkpoint to load; None takes the newest complete one.
-        partial: allows the checkpoint to have leaves that `tree` has not.
+        partial: allows the checkpoint to have more leaves than `tree`.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is incomplete or damaged, or its leaves are
@@ -112,17 +112,17 @@ def load(
     root = Path(folder)
     chosen = _on_first_rank(lambda: _choose(root, step))
     where = folders.folder_of(root, chosen)
-    found = manifest.read(where)
+    saved = manifest.read(where)
     tensors, values = _by_type(tree)
-    _compare(where, found, tensors, values, partial)
+    _compare(where, saved, tensors, values, partial)
     new = {
         path: torch.empty_like(leaf, requires_grad=leaf.requires_grad)
         for path, leaf in tensors.items()
     }
     with _errors(f"Loading {where} failed"), torch.no_grad():
-        reader = RankFilesReader(where, found)
+        reader = RankFilesReader(where, saved)
         state_dict_loader.load(dict(new), storage_reader=reader, no_dist=_is_alone())
-    leaves: list[Any] = [new.get(path, found.values.get(path)) for path in _paths(tree)]
+    leaves: list[Any] = [new.get(path, saved.values.get(path)) for path in _paths(tree)]
     loaded: X = unflatten(flatten(tree)[1], leaves)
     return loaded
 
@@ -147,8 +147,8 @@ def _choose(root: Path, step: int | None) -> int:
     if chosen is None:
         raise CheckpointError(f"There is no complete checkpoint in {root}.")
     if not folders.folder_of(root, chosen).is_dir():
-        there = sorted(folders.complete_steps(root))
-        raise CheckpointError(f"There is no checkpoint of step {chosen} in {root}, only {there}.")
+        steps = sorted(folders.complete_steps(root))
+        raise CheckpointError(f"There is no checkpoint of step {chosen} in {root}, only {steps}.")
     manifest.read(folders.folder_of(root, chosen))
     return chosen
 
@@ -190,12 +190,12 @@ def _unsaveable(leaf: Any) -> str:
 
 def _compare(
     where: Path,
-    found: Manifest,
+    contents: Manifest,
     tensors: dict[str, Tensor],
     values: dict[str, Value],
     partial: bool,
 ) -> None:
-    saved = {**found.tensors, **found.values}
+    saved = {**contents.tensors, **contents.values}
     problems = [
         f"{path}: not in the checkpoint" for path in [*tensors, *values] if path not in saved
     ]
@@ -241,10 +241,10 @@ def _on_first_rank(compute: Callable[[], T]) -> T:
 
 @contextmanager
 def _errors(head: str) -> Iterator[None]:
-    """Turns what torch raises, a BaseException among it, into errors that name the ranks."""
+    """Turns torch's errors, one of which is a BaseException, into errors that name the ranks."""
     try:
         with warnings.catch_warnings():
-            # One process is fine.
+            # A run without processes is supported.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: `step-000000012`, each there at once or not at all."""
+"""Folders of a run's checkpoints, such as `step-000000012`, which appear and disappear at once."""
 
 import os
 import re
@@ -17,12 +17,12 @@ _UNFINISHED: Final = re.compile(r"step-\d{9,}\.unfinished-[0-9a-f]+")
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Returns where a step is saved."""
+    """Returns the folder of a step."""
     return root / f"step-{step:09}"
 
 
 def begin(root: Path, step: int) -> Path:
-    """Makes a new folder to write a step into, and deletes what kills have left unfinished.
+    """Makes a new folder to write a step into, and deletes unfinished ones of killed runs.
 
     Raises:
         CheckpointError: the step has been saved already.
@@ -33,10 +33,10 @@ def begin(root: Path, step: int) -> Path:
             f"Step {step} has been saved already, in {final}. Delete that folder to save it anew."
         )
     root.mkdir(parents=True, exist_ok=True)
-    for left in root.iterdir():
-        if _UNFINISHED.fullmatch(left.name):
-            shutil.rmtree(left, ignore_errors=True)
-    # A name of its own: a process of an earlier run, if one still writes, does not write here.
+    for path in root.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    # A unique name, so that a process of an earlier run that still writes does not write here.
     unfinished = _unfinished(final)
     unfinished.mkdir()
     return unfinished
@@ -47,10 +47,10 @@ def _unfinished(final: Path) -> Path:
 
 
 def commit(unfinished: Path, root: Path, step: int) -> Path:
-    """Renames a folder that all ranks have written, after a look at what it holds.
+    """Renames a folder that all ranks have written, after validating its contents.
 
     Raises:
-        CheckpointError: a file is missing, as where the folder is not on a shared file system.
+        CheckpointError: a file is missing, such as when the folder is not on a shared file system.
     """
     try:
         manifest.read(unfinished)
@@ -69,12 +69,12 @@ def prune(root: Path, keep: int) -> None:
     """Deletes all complete checkpoints but the newest `keep`."""
     for step in sorted(complete_steps(root))[:-keep]:
         folder = folder_of(root, step)
-        # Renamed first: a kill while it is deleted leaves nothing that looks like a checkpoint.
+        # Renamed first, so that a kill while it is deleted leaves no damaged checkpoint.
         shutil.rmtree(folder.rename(_unfinished(folder)))
 
 
 def complete_steps(root: Path) -> Iterator[int]:
-    """Yields the complete ones; warns of each that is not."""
+    """Yields the steps of complete checkpoints; warns of each incomplete one."""
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     for name in names:
         step = _STEP.fullmatch(name)
@@ -89,7 +89,7 @@ def complete_steps(root: Path) -> Iterator[int]:
 
 
 def _sync(folder: Path) -> None:
-    """Makes the names in a folder durable; where that is not possible, as on Windows, does not."""
+    """Makes the names in a folder durable, where the OS can (not on Windows)."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint, in JSON: which bytes of which file are which part of which tensor.
+"""Manifest of a checkpoint, in JSON: the file and byte range of each chunk of each tensor.
 
-What is read here may come from anybody. So nothing is unpickled, and no name, size or dtype is used
-before it has been validated.
+The file may come from an untrusted source. So nothing is unpickled, and no name, size or dtype is
+used before it has been validated.
 """
 
 import json
@@ -35,10 +35,10 @@ class Chunk:
     """A block of a tensor, stored row-major in a file.
 
     Attributes:
-        offset: where the block begins in the global tensor.
-        shape: of the block.
+        offset: offset of the block in the global tensor.
+        shape: shape of the block.
         file: name of the file.
-        start: the first byte in it.
+        start: offset of its first byte in the file.
         crc: `zlib.crc32` of the bytes.
     """
 
@@ -64,14 +64,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint holds, by the paths of the leaves."""
+    """The contents of a checkpoint, by the paths of the leaves."""
 
     step: int
     tensors: Mapping[str, Entry]
     values: Mapping[str, Value]
 
     def to_json(self) -> str:
-        """Writes it; `read` is the inverse."""
+        """Serialises it; `read` is the inverse."""
         tensors = {
             path: {
                 "dtype": str(entry.dtype).removeprefix("torch."),
@@ -126,27 +126,27 @@ def _incomplete(folder: Path, why: str) -> CheckpointError:
 
 
 def _parse(raw: Any) -> Manifest:
-    found = _dict(raw)
-    _require(found["format"] == _FORMAT, f"its format is {found['format']!r}, not {_FORMAT!r}")
-    order = found["byte_order"]
+    fields = _dict(raw)
+    _require(fields["format"] == _FORMAT, f"its format is {fields['format']!r}, not {_FORMAT!r}")
+    order = fields["byte_order"]
     _require(order == sys.byteorder, f"its bytes are {order}-endian, this machine's are not")
-    tensors = {path: _entry(path, entry) for path, entry in _dict(found["tensors"]).items()}
-    values = _dict(found["values"])
+    tensors = {path: _entry(path, entry) for path, entry in _dict(fields["tensors"]).items()}
+    values = _dict(fields["values"])
     for path, value in values.items():
         _require(isinstance(value, Value), f"{path} is no number or string")
-    return Manifest(_size(found["step"]), tensors, values)
+    return Manifest(_size(fields["step"]), tensors, values)
 
 
 def _entry(path: str, raw: Any) -> Entry:
-    found = _dict(raw)
-    dtype = _DTYPES.get(found["dtype"])
+    fields = _dict(raw)
+    dtype = _DTYPES.get(fields["dtype"])
     if dtype is None:
-        raise ValueError(f"{path} has the unknown dtype {found['dtype']!r}")
-    entry = Entry(dtype, _sizes(found["shape"]), tuple(map(_chunk, found["chunks"])))
+        raise ValueError(f"{path} has the unknown dtype {fields['dtype']!r}")
+    entry = Entry(dtype, _sizes(fields["shape"]), tuple(map(_chunk, fields["chunks"])))
     for chunk in entry.chunks:
         inside = len(chunk.offset) == len(chunk.shape) == len(entry.shape) and all(
-            start + size <= whole
-            for start, size, whole in zip(chunk.offset, chunk.shape, entry.shape, strict=True)
+            start + size <= length
+            for start, size, length in zip(chunk.offset, chunk.shape, entry.shape, strict=True)
         )
         _require(inside, f"{path} of shape {entry.shape} has a chunk outside of it")
     covered = sum(math.prod(chunk.shape) for chunk in entry.chunks)
@@ -155,13 +155,13 @@ def _entry(path: str, raw: Any) -> Entry:
 
 
 def _chunk(raw: Any) -> Chunk:
-    found = _dict(raw)
-    name = found["file"]
-    # A path such as ../x would read what is no part of the checkpoint.
+    fields = _dict(raw)
+    name = fields["file"]
+    # A path such as ../x would read files outside of the checkpoint.
     known = isinstance(name, str) and _DATA_FILE.fullmatch(name) is not None
     _require(known, f"{name!r} is no name of a data file")
-    start, crc = _size(found["start"]), _size(found["crc"])
-    return Chunk(_sizes(found["offset"]), _sizes(found["shape"]), name, start, crc)
+    start, crc = _size(fields["start"]), _size(fields["crc"])
+    return Chunk(_sizes(fields["offset"]), _sizes(fields["shape"]), name, start, crc)
 
 
 def _dict(raw: Any) -> dict[str, Any]:
@@ -182,6 +182,6 @@ def _sizes(raw: Any) -> tuple[int, ...]:
     return tuple(map(_size, raw))
 
 
-def _require(holds: bool, why: str) -> None:
-    if not holds:
+def _require(condition: bool, why: str) -> None:
+    if not condition:
         raise ValueError(why)

@@ -1,6 +1,6 @@
-"""Storage of torch.distributed.checkpoint without pickle: one file of raw bytes per rank, and JSON.
+"""Storage for torch.distributed.checkpoint without pickle: a file of raw bytes per rank, and JSON.
 
-`torch.distributed.checkpoint` plans who writes and who reads what. Its own file format keeps the
+`torch.distributed.checkpoint` plans what each rank writes and reads. Its own file format keeps the
 plan in a pickle, `.metadata`, which runs code when it is loaded.
 """
 
@@ -41,7 +41,7 @@ class RankFiles(StorageWriter):
     """Writes this rank's chunks into a file of its own, and on rank 0 the manifest."""
 
     def __init__(self, folder: Path, step: int, values: Mapping[str, Value]) -> None:
-        """Takes a folder that exists; `values` are the leaves that are no tensors."""
+        """Keeps the folder, which exists; `values` are the leaves that are no tensors."""
         self._folder, self._step, self._values = folder, step, values
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -89,7 +89,7 @@ class RankFiles(StorageWriter):
             stream.flush()
             os.fsync(stream.fileno())
 
-    # The rest of the interface, of which nothing is needed here.
+    # The rest of the interface, which needs no code here.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Keeps the folder."""
@@ -112,14 +112,14 @@ class RankFiles(StorageWriter):
 
 
 class RankFilesReader(StorageReader):
-    """Reads the chunks that a rank needs, of any mesh."""
+    """Reads the chunks that a rank needs, from a checkpoint of any mesh."""
 
-    def __init__(self, folder: Path, found: Manifest) -> None:
-        """`found` is the validated manifest of the folder."""
-        self._folder, self._found = folder, found
+    def __init__(self, folder: Path, contents: Manifest) -> None:
+        """Keeps the folder and its validated manifest."""
+        self._folder, self._manifest = folder, contents
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the manifest as the planner knows it."""
+        """Converts the manifest to the planner's metadata."""
         tensors: dict[str, Any] = {
             path: TensorStorageMetadata(
                 TensorProperties(dtype=entry.dtype),
@@ -129,15 +129,15 @@ class RankFilesReader(StorageReader):
                     for chunk in entry.chunks
                 ],
             )
-            for path, entry in self._found.tensors.items()
+            for path, entry in self._manifest.tensors.items()
         }
         return Metadata(tensors, storage_meta=StorageMeta())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what is planned for this rank, into the tensors of the planner."""
+        """Reads the chunks that are planned for this rank, into the planner's tensors."""
         chunks = {
             (path, chunk.offset): (entry, chunk)
-            for path, entry in self._found.tensors.items()
+            for path, entry in self._manifest.tensors.items()
             for chunk in entry.chunks
         }
         read: dict[MetadataIndex, Tensor] = {}
@@ -172,7 +172,7 @@ class RankFilesReader(StorageReader):
             return torch.empty(chunk.shape, dtype=entry.dtype)
         return torch.frombuffer(data, dtype=torch.uint8).view(entry.dtype).reshape(chunk.shape)
 
-    # The rest of the interface, of which nothing is needed here.
+    # The rest of the interface, which needs no code here.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Keeps the folder."""
@@ -197,6 +197,6 @@ class RankFilesReader(StorageReader):
 
 
 def _bytes_of(x: Tensor) -> bytes:
-    """Returns the values, row-major; torch has no other way to bytes than NumPy, if it is there."""
+    """Returns the values as row-major bytes, without NumPy, which may not be installed."""
     x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""

@@ -1,4 +1,4 @@
-"""`validate_rule`: what was told to the checker, held against numbers on simulated ranks."""
+"""`validate_rule`: tests rules, decompositions and regions with numbers on simulated ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,39 +24,40 @@ def validate_rule(
     seed: int = 0,
     **kwargs: Any,
 ) -> Validation:
-    """Tries what was told to the checker, forward and backward, on simulated ranks.
+    """Tests what users declare to the checker, forward and backward, on simulated ranks.
 
-    The checker believes a rule of `register_rule`, a function of `register_decomposition`, and the
-    types of a `local_region`. This holds them against numbers:
+    The checker trusts a rule of `register_rule`, a function of `register_decomposition`, and the
+    types of a `local_region`. This function compares them with numbers:
 
-    * An operator that has a rule, or a function of local operations that have. For each way to give
-      its tensors the types I, R, V and P, the checker says the types of the results, and those of
-      the gradients for cotangents that the results accept. The ranks then compute both on random
-      values of these types. Where the type is I, R or K they must agree; where it is Z there must
-      be zeros; where it is P the sum must depend on the operands' sums alone, and be what one rank
-      gets from the sums. V, and what the checker refuses, claim nothing. An operator that has a
-      decomposition must also give what that gives; its gradients are its own.
-    * A function wrapped in `local_region`. It must give the same values and the same gradients of
-      all arguments, in float64, whether every axis of its types has one rank or `num_ranks`. What
-      is a sum enters as random addends.
+    * An operator that has a rule, or a function of local operations that have one. For each
+      assignment of the types I, R, V and Partial to its tensors, the checker finds the types of the
+      results, and those of the gradients for cotangents that the results accept. The ranks then
+      compute both on random values of these types. Where the type is I, R or K they must be equal;
+      where it is Z they must be zeros; where it is Partial the sum must depend on the operands'
+      sums alone, and be what one rank computes from the sums. V, and typings that the checker
+      refuses, claim nothing. An operator that has a decomposition must also have its results; its
+      gradients are its own.
+    * A function wrapped in `local_region`. It must have the same values and gradients, in float64,
+      whether every axis of its types has one rank or `num_ranks`. A pending sum enters as random
+      addends.
 
     Args:
         target: an overload, as in `torch.ops.mylib.scale.default`, or a function.
-        args: an example call. Of tensors that an operator gets, only shape, dtype and, for
-            integers, the range of values count. What a region gets are global values, used as they
-            are: draw them at random, since zeros and ones hide errors.
-        num_ranks: how many ranks an axis has, at least 2; several are tried one after the other.
-        seed: of all that is drawn.
+        args: an example call. Of an operator's tensors only shape, dtype and, for integers, the
+            range of values count. A region's arguments are global values, used as they are: draw
+            them at random, since zeros and ones hide errors.
+        num_ranks: number of ranks of an axis, at least 2; several are tried one after the other.
+        seed: seed of all random values.
         kwargs: more of the example call.
 
     Returns:
-        What was tried, the claims that were seen to hold, and the types that are refused. Random
-        values prove nothing, and what has no finite value is not seen.
+        The number of trials, the claims that held, and the types that are refused. Random values
+        prove nothing, and results without finite values are not compared.
 
     Raises:
         ShardTypeError: claims that do not hold, all of them, each with the worst difference; or the
             target has no rule, or the checker refuses it for all types.
-        SpecError: the example has no tensor, does not fit the types of the region, or does not
+        SpecError: the example has no tensor, does not match the types of the region, or does not
             divide over the ranks.
 
     Example:
@@ -95,7 +96,7 @@ def validate_rule(
 
 
 def _name_of(target: Any) -> str:
-    """Returns a name for it.
+    """Returns the name of a target.
 
     Raises:
         ShardTypeError: it cannot be validated.

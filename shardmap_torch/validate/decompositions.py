@@ -1,4 +1,4 @@
-"""Holds what a decomposition computes against what its operator computes."""
+"""Compares the results of a decomposition with those of its operator."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ _DRAWS: Final = 3
 def try_values(
     operation: Operation, meaning: Callable[..., Any], seed: int, findings: Findings
 ) -> None:
-    """Runs both on random operands of the example's shapes, and notes for each result if it fits.
+    """Runs both on random operands of the example's shapes, and records if each result is equal.
 
     Their gradients need not be alike: the checker interprets those that the operator has.
     """
@@ -30,13 +30,13 @@ def try_values(
             _compare(operation.call(operands), other.call(operands), findings)
 
 
-def _compare(made: list[Tensor], meant: list[Tensor], findings: Findings) -> None:
-    if len(made) != len(meant):
-        fault = Fault(f"they give {len(made)} and {len(meant)} tensors", torch.inf, 0)
+def _compare(results: list[Tensor], expected: list[Tensor], findings: Findings) -> None:
+    if len(results) != len(expected):
+        fault = Fault(f"they give {len(results)} and {len(expected)} tensors", torch.inf, 0)
         findings.note("the results are those of the decomposition", fault)
         return
-    for place, (mine, theirs) in enumerate(zip(made, meant, strict=True)):
-        which = f"result[{place}]" if len(made) > 1 else "result"
+    for place, (mine, theirs) in enumerate(zip(results, expected, strict=True)):
+        which = f"result[{place}]" if len(results) > 1 else "result"
         findings.note(f"{which} is that of the decomposition", _differ(mine, theirs))
 
 

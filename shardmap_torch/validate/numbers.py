@@ -1,4 +1,4 @@
-"""Numbers that stand for a type, and what a type claims of the numbers that the ranks compute."""
+"""Random values of a type, and tests of the values that ranks compute against a type."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class Fault:
     """A claim that numbers refute.
 
     Attributes:
-        reason: what does not hold.
+        reason: text of what is wrong.
         worst: the largest difference.
-        scale: the largest value that was expected, which says how bad that is.
+        scale: the largest expected value, to compare `worst` with.
     """
 
     reason: str
@@ -38,7 +38,7 @@ def is_real(value: Any) -> bool:
 
 
 def draw(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Random values of the same kind; integers stay in range, so that indices stay valid."""
+    """Draws random values like a tensor; integers stay in range, so that indices stay valid."""
     if not is_real(like):
         low, high = int(like.min()), int(like.max())
         if low == high:  # 1: some indices count from one
@@ -49,12 +49,12 @@ def draw(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def total(values: Sequence[Tensor]) -> Tensor:
-    """The sum over the ranks."""
+    """Sums over the ranks."""
     return sum(values[1:], values[0])
 
 
 def shifted(values: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-    """Other addends of the same sum."""
+    """Makes other addends of the same sum."""
     by = draw(values[0], generator)
     moved = list(values)
     moved[0], moved[-1] = moved[0] + by, moved[-1] - by
@@ -93,20 +93,20 @@ def refute(
     meant: Tensor | None,
     tolerance: float,
 ) -> Fault | None:
-    """Holds a type against what each rank computed.
+    """Compares a type with the values that each rank computed.
 
-    R, I and K: the ranks agree. Z: they have zeros. P: the sum depends on the operands' sums alone,
-    and is what the operation gives for the sums. V claims nothing.
+    R, I and K: the ranks are equal. Z: they are zero. Partial: the sum depends on the operands'
+    sums alone, and equals the operation on the sums. V claims nothing.
 
     Args:
         claim: the type, along one axis.
         column: the result of each rank.
-        resplit: the same where every P among the operands was another sum of as many addends.
-        meant: what one rank gets from the sums; None where operands vary, which mean no sum.
+        resplit: the same for other addends of each Partial operand's sum; None without one.
+        meant: the result of one rank on the sums; None if operands vary, which have no sum.
         tolerance: as for `differ`.
 
     Returns:
-        The first thing that does not hold; None if all does.
+        The first fault, or None.
 
     Example:
         >>> addends = [torch.tensor(1.0), torch.tensor(3.0)]
@@ -114,21 +114,21 @@ def refute(
         the sum is not the operation on the sums; the worst difference is 0.5, where...
         >>> refute(Partial, addends, None, torch.tensor(4.0), 1e-6)
     """
-    found: list[Fault | None] = []
+    faults: list[Fault | None] = []
     if claim in (I, R, K):
-        found += [unequal(x, column[0], tolerance, "the ranks differ") for x in column[1:]]
+        faults += [unequal(x, column[0], tolerance, "the ranks differ") for x in column[1:]]
     elif claim == Z:
         # Z divided by Z is not a number, on all ranks and in the sum as well.
         seen = [x.nan_to_num(0.0) for x in column]
-        found += [differ(x, torch.zeros_like(x), 0.0, "it is not zero") for x in seen]
+        faults += [differ(x, torch.zeros_like(x), 0.0, "it is not zero") for x in seen]
     elif claim == Partial:
         others = () if resplit is None else (total(resplit),)
         why = "the sum depends on how the operands are split"
-        found += [differ(total(column), other, tolerance, why) for other in others]
-        whole = () if meant is None else (meant,)
+        faults += [differ(total(column), other, tolerance, why) for other in others]
+        expected = () if meant is None else (meant,)
         why = "the sum is not the operation on the sums"
-        found += [differ(total(column), each, tolerance, why) for each in whole]
-    return next((fault for fault in found if fault is not None), None)
+        faults += [differ(total(column), each, tolerance, why) for each in expected]
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def unequal(first: Tensor, second: Tensor, tolerance: float, reason: str) -> Fault | None:

@@ -1,4 +1,4 @@
-"""Holds a `local_region` against its promise: the same value and gradients as with one rank."""
+"""Tests that a `local_region` has the same values and gradients on many ranks as on one."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ Region: TypeAlias = tuple[Callable[..., Any], Tree, Tree]
 """A function, and the types of its arguments and results, as `local_region` keeps them."""
 
 Outcome: TypeAlias = list[tuple[str, Tensor]]
-"""Claims and the values that they are about."""
+"""Claims with the values that they are about."""
 
 
 def try_region(
@@ -40,7 +40,7 @@ def try_region(
     num_ranks: Sequence[int],
     seed: int,
 ) -> Findings:
-    """Compares each number of ranks with one."""
+    """Compares each number of ranks with one rank."""
     function, in_types, out_types = region
     call = _Call(name, partial(function, **kwargs), in_types, out_types, args, seed)
     axes = call.axes()
@@ -50,8 +50,8 @@ def try_region(
         mesh = _mesh(axes, count)
         ranks = " x ".join([str(count)] * len(axes))
         reason = f"with {ranks} ranks it is not what it is with one"
-        for (claim, value), (_, wanted) in zip(call.outcome(mesh), expected, strict=True):
-            findings.note(claim, unequal(value, wanted, _TOLERANCE, reason))
+        for (claim, value), (_, reference) in zip(call.outcome(mesh), expected, strict=True):
+            findings.note(claim, unequal(value, reference, _TOLERANCE, reason))
     return findings
 
 
@@ -80,10 +80,10 @@ class _Call:
         self._specs, self._paths = self._broadcast(in_types, tuple(args))
 
     def _broadcast(self, in_types: Tree, args: tuple[Any, ...]) -> tuple[list[P | None], list[str]]:
-        """The spec and the path of every leaf."""
-        found = list(broadcast_prefix(in_types, args, "argument", _is_spec))
-        problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
-        placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+        """Returns the spec and the path of every leaf."""
+        matched = list(broadcast_prefix(in_types, args, "argument", _is_spec))
+        problems = [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]
+        placed = [leaf for leaf in matched if isinstance(leaf, Placed)]
         problems += [
             f"{leaf.path}: is a tensor, which needs a P"
             for leaf in placed
@@ -104,7 +104,7 @@ class _Call:
             )
 
     def axes(self) -> list[str]:
-        """The names in the types, as they come."""
+        """Returns the axis names in the types, in order of appearance."""
         specs = [*self._specs, *flatten(self._out_types)[0]]
         named = [
             axis for s in specs if isinstance(s, P) for axis in (*s.mentioned, *sorted(s.named))
@@ -114,7 +114,7 @@ class _Call:
         return list(dict.fromkeys(named))
 
     def outcome(self, mesh: Mesh) -> Outcome:
-        """Every result, and the gradient of every floating argument."""
+        """Computes every result, and the gradient of every floating argument."""
         self._check_sizes(mesh)
         generator = torch.Generator().manual_seed(self._seed)
         inputs = [x.detach().requires_grad_() if is_real(x) else x for x in self._leaves]
@@ -124,13 +124,13 @@ class _Call:
         body.__name__ = self._name
         mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=self._out_types)
         with torch.enable_grad():
-            found = broadcast_prefix(self._out_types, mapped(*crossing), "result", _is_spec)
-        results = [y for y in found if isinstance(y, Placed) and isinstance(y.value, Tensor)]
+            matched = broadcast_prefix(self._out_types, mapped(*crossing), "result", _is_spec)
+        results = [y for y in matched if isinstance(y, Placed) and isinstance(y.value, Tensor)]
         values = [(f"{y.path} is {y.spec!r}", y.value.detach()) for y in results]
         return values + self._gradients([y.value for y in results], inputs)
 
     def _check_sizes(self, mesh: Mesh) -> None:
-        """Does the arithmetic before the ranks do, which see stacked arguments."""
+        """Requires that sizes divide, before the ranks do, whose arguments are stacked."""
         placed = zip(self._leaves, self._specs, self._paths, strict=True)
         self._reject(
             [
@@ -142,20 +142,22 @@ class _Call:
         )
 
     def _gradients(self, results: Sequence[Tensor], inputs: Sequence[Any]) -> Outcome:
-        """Behind random cotangents, the same on every mesh."""
+        """Computes gradients for random cotangents, the same on every mesh."""
         generator = torch.Generator().manual_seed(self._seed + 1)
-        smooth = [y for y in results if y.requires_grad]
+        differentiable = [y for y in results if y.requires_grad]
         leaves = zip(self._paths, self._specs, inputs, strict=True)
-        wanted = [(f"gradient of {path}, {spec!r}", x) for path, spec, x in leaves if is_real(x)]
+        inputs_by_claim = [
+            (f"gradient of {path}, {spec!r}", x) for path, spec, x in leaves if is_real(x)
+        ]
         # Drawn for every result: one that has no gradient on one mesh may have it on another.
         drawn = [torch.randn(y.shape, dtype=torch.float64, generator=generator) for y in results]
         cotangents = [c.to(y) for c, y in zip(drawn, results, strict=True) if y.requires_grad]
-        if not smooth or not wanted:
-            return [(claim, torch.zeros_like(x)) for claim, x in wanted]
+        if not differentiable or not inputs_by_claim:
+            return [(claim, torch.zeros_like(x)) for claim, x in inputs_by_claim]
         gradients = torch.autograd.grad(
-            smooth, [x for _, x in wanted], cotangents, materialize_grads=True
+            differentiable, [x for _, x in inputs_by_claim], cotangents, materialize_grads=True
         )
-        return [(claim, g) for (claim, _), g in zip(wanted, gradients, strict=True)]
+        return [(claim, g) for (claim, _), g in zip(inputs_by_claim, gradients, strict=True)]
 
 
 def _is_spec(leaf: Any) -> bool:
@@ -169,14 +171,14 @@ def _widest(leaf: Any) -> Any:
 
 
 def _stacked(spec: P) -> P:
-    """The spec of addends that stand behind one leading dim for each axis of a sum."""
+    """Returns the spec of stacked addends, with one leading dim for each axis of a sum."""
     return P(
         *sorted(spec.partial), *spec.entries, replicate=spec.replicate, invariant=spec.invariant
     )
 
 
 def _split(x: Any, spec: P | None, mesh: Mesh, generator: torch.Generator) -> Any:
-    """Random addends of `x`, one for each rank of the axes of its sum.
+    """Makes random addends of `x`, one for each rank of the axes of its sum.
 
     Each has its own share of the gradient, so that ranks with different gradients do not cancel.
     """
@@ -192,7 +194,7 @@ def _split(x: Any, spec: P | None, mesh: Mesh, generator: torch.Generator) -> An
 def _body_of(
     function: Callable[..., Any], specs: Sequence[P | None], structure: Structure
 ) -> Callable[..., Any]:
-    """The function of stacked leaves, in a body."""
+    """Makes the body that calls the function on stacked leaves."""
 
     def body(*leaves: Any) -> Any:
         local = [_addend(x, spec) for x, spec in zip(leaves, specs, strict=True)]

@@ -1,4 +1,4 @@
-"""Reports of validations."""
+"""Validation, the report of `validate_rule`, and Findings, which collects it."""
 
 from dataclasses import dataclass, field
 
@@ -11,10 +11,10 @@ class Validation:
     """The claims that `validate_rule` tried, and those that hold.
 
     Attributes:
-        name: of what was validated.
-        tried: how many runs on simulated ranks were held against the claims.
-        shown: the claims that numbers were seen to bear out.
-        refused: the types of operands that the checker refuses, about which nothing is claimed.
+        name: name of the target.
+        tried: number of runs on simulated ranks that were compared with the claims.
+        shown: the claims that held.
+        refused: the types of operands that the checker refuses, which have no claims.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Validation:
     refused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """The claims, one a line."""
+        """Formats the claims, one per line."""
         lines = [f"{self.name}: {len(self.shown)} claims hold in {self.tried} runs"]
         lines += [f"  {claim}" for claim in self.shown]
         return "\n".join(lines + [f"  refused: {each}" for each in self.refused])
@@ -34,10 +34,10 @@ class Findings:
     """Collects the outcome of each claim in each run.
 
     Attributes:
-        name: of what is validated.
+        name: name of the target.
         tried: the number of runs so far.
         held: the claims that held, in order.
-        wrong: those that did not, each with the worst that was seen.
+        wrong: those that did not, each with its worst fault.
         refused: as in `Validation`.
     """
 
@@ -48,7 +48,7 @@ class Findings:
     refused: dict[str, None] = field(default_factory=dict)
 
     def note(self, claim: str, fault: Fault | None) -> None:
-        """Takes down what one run says about one claim."""
+        """Records the outcome of one claim in one run."""
         if fault is None:
             self.held[claim] = None
         elif claim not in self.wrong or self.wrong[claim].worst < fault.worst:

@@ -1,7 +1,7 @@
-"""Holds the types that the checker gives to an operation's results against numbers.
+"""Tests the types that the checker infers for an operation's results with numbers.
 
 One trial gives every operand a type. The checker interprets the operation, and its backward with
-cotangents of the types that the results accept, and says the types of results and gradients. Then
+cotangents of the types that the results accept, and infers the types of results and gradients. Then
 simulated ranks run the same, unchecked, on values of those types.
 """
 
@@ -33,9 +33,9 @@ _MAX_PAIRS: Final = 15
 
 _SPECS: Final = {I: P(invariant=AXIS), R: P(replicate=AXIS), V: P(AXIS), Partial: P(partial=AXIS)}
 _COTANGENTS: Final = {I: (I,), R: (Partial, V), V: (V,), Partial: (R,), Z: (V,), K: (I, Partial)}
-"""Cotangent types for a result of each type, one choice a trial.
+"""Cotangent types for a result of each type, one choice per trial.
 
-Where gradients are taken inside the body, what is equal on all ranks is K.
+Where gradients are taken inside the body, a result that is equal on all ranks is K.
 """
 
 Kinds = tuple[AxisType, ...]
@@ -48,12 +48,12 @@ class Operation:
     """A function and an example of its arguments, the tensors of which are the operands.
 
     Attributes:
-        function: of local tensors.
-        name: in messages.
-        leaves: of the arguments.
-        structure: what puts leaves back.
-        places: which leaves are operands.
-        paths: the operands' names.
+        function: a function of local tensors.
+        name: its name in messages.
+        leaves: leaves of the arguments.
+        structure: structure of the arguments.
+        places: indices of the leaves that are operands.
+        paths: names of the operands.
     """
 
     function: Callable[..., Any]
@@ -67,10 +67,10 @@ class Operation:
     def of(
         cls, function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> "Operation":
-        """Takes the arguments apart."""
+        """Makes one from an example call."""
         leaves, structure = flatten((tuple(args), kwargs))
         named = [*zip(_parameters(function, len(args)), args, strict=True), *sorted(kwargs.items())]
-        found = [
+        matched = [
             leaf
             for path, value in named
             for leaf in broadcast_prefix(None, value, path, lambda _: True)
@@ -79,7 +79,7 @@ class Operation:
         places = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.numel() > 0
         ]
-        paths = tuple(found[i].path for i in places)
+        paths = tuple(matched[i].path for i in places)
         return cls(function, name, leaves, structure, tuple(places), paths)
 
     @property
@@ -89,17 +89,17 @@ class Operation:
 
     @property
     def examples(self) -> list[Tensor]:
-        """The operands that were given."""
+        """The operands of the example call."""
         return [self.leaves[i].detach() for i in self.places]
 
     def call(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors among the results. Operands are copied: the function may write into them."""
+        """Returns the tensors among the results; operands are copied, as the function may write."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, operands, strict=True):
             leaves[place] = tensor.clone()
         args, kwargs = unflatten(self.structure, leaves)
-        found = flatten(self.function(*args, **kwargs))[0]
-        return [leaf for leaf in found if isinstance(leaf, Tensor)]
+        results = flatten(self.function(*args, **kwargs))[0]
+        return [leaf for leaf in results if isinstance(leaf, Tensor)]
 
     def shown(self, types: Kinds) -> str:
         """Formats it as `(x: Partial, w: R)`."""
@@ -108,7 +108,7 @@ class Operation:
 
 
 def _parameters(function: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first positional parameters."""
+    """Returns the names of the first positional parameters."""
     numbered = [f"argument[{i}]" for i in range(count)]
     if isinstance(function, OpOverload):
         names = [argument.name for argument in function._schema.arguments]
@@ -123,7 +123,7 @@ def _parameters(function: Callable[..., Any], count: int) -> list[str]:
 
 
 def try_types(operation: Operation, num_ranks: Sequence[int], seed: int) -> Findings:
-    """Every typing of the operands, on each number of ranks."""
+    """Tries every typing of the operands, on each number of ranks."""
     findings, trials = Findings(operation.name), 0
     generator = torch.Generator().manual_seed(seed)
     refusals: list[ShardTypeError] = []
@@ -145,13 +145,13 @@ def try_types(operation: Operation, num_ranks: Sequence[int], seed: int) -> Find
 
 
 def typings(real: Sequence[bool], rng: random.Random) -> Iterator[Kinds]:
-    """All operands alike; one or two not R; all but one P. Integers are R or V.
+    """Yields typings: all operands alike; one or two not R; all but one Partial; integers R or V.
 
     Example:
         >>> list(typings([True], random.Random(0)))
         [(R,), (V,), (Partial,)]
     """
-    found: dict[Kinds, None] = {}
+    distinct: dict[Kinds, None] = {}
     places = range(len(real))
 
     def add(base: AxisType, others: dict[int, AxisType]) -> None:
@@ -159,7 +159,7 @@ def typings(real: Sequence[bool], rng: random.Random) -> Iterator[Kinds]:
         for i in places:
             if not real[i] and types[i] == Partial:
                 types[i] = R
-        found[tuple(types)] = None
+        distinct[tuple(types)] = None
 
     for kind in (R, V, Partial):
         add(kind, {})
@@ -170,19 +170,19 @@ def typings(real: Sequence[bool], rng: random.Random) -> Iterator[Kinds]:
     for pair in rng.sample(pairs, min(len(pairs), _MAX_PAIRS)):
         for two in itertools.product((V, Partial), repeat=2):
             add(R, dict(zip(pair, two, strict=True)))
-    yield from found
+    yield from distinct
 
 
 @dataclass(frozen=True)
 class _Result:
-    """A result or a gradient as the checker sees it: `like.requires_grad` says if it has a seed."""
+    """A result or gradient with its inferred type; `like.requires_grad` if it takes a cotangent."""
 
     kind: AxisType
     like: ShapeDtype
 
 
 def _seeds(results: Sequence[_Result]) -> list[Kinds]:
-    """The types of cotangents to try, for the results that take some."""
+    """Returns the types of cotangents to try, for the results that take some."""
     choices = [_COTANGENTS[result.kind] for result in results if result.like.requires_grad]
     return list(
         dict.fromkeys(
@@ -194,20 +194,20 @@ def _seeds(results: Sequence[_Result]) -> list[Kinds]:
 def _interpret(
     operation: Operation, types: Kinds, cotangents: Sequence[Tensor] = (), seeds: Kinds = ()
 ) -> list[_Result]:
-    """The types of the results, and of the gradients of floating operands where there are seeds.
+    """Infers the types of the results, and of the gradients of floating operands if seeded.
 
     Raises:
         ShardTypeError: the checker refuses it.
     """
     every = (*types, *seeds)
-    found: list[_Result] = []
+    results: list[_Result] = []
 
     def body(*values: Tensor) -> tuple[()]:
         local = [x.squeeze(0) if k == V else x for x, k in zip(values, every, strict=True)]
-        made = _compute(operation, local[: len(types)], local[len(types) :])
-        found[:] = [
+        outputs = _compute(operation, local[: len(types)], local[len(types) :])
+        results[:] = [
             _Result(plain(typeof(y)[AXIS]), ShapeDtype(tuple(y.shape), y.dtype, y.requires_grad))
-            for y in made
+            for y in outputs
         ]
         return ()
 
@@ -219,28 +219,28 @@ def _interpret(
     specs = tuple(_SPECS[kind] for kind in every)
     mesh = make_mesh((2,), (AXIS,), kind="simulated", simulate="ranks")
     check_program(shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()), *stacked)
-    return found
+    return results
 
 
 def _compute(
     operation: Operation, operands: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> list[Tensor]:
-    """In a body: the results, and where there are cotangents the gradients behind them."""
+    """Computes, in a body, the results, and the gradients if there are cotangents."""
     with torch.enable_grad():
         leaves = [x.detach().clone() for x in operands]
         leaves = [x.requires_grad_() if is_real(x) else x for x in leaves]
         results = operation.call(leaves)
         if not cotangents:
             return results
-        smooth = [y for y in results if y.requires_grad]
-        wanted = [x for x in leaves if x.requires_grad]
-        gradients = torch.autograd.grad(smooth, wanted, cotangents, materialize_grads=True)
+        differentiable = [y for y in results if y.requires_grad]
+        inputs = [x for x in leaves if x.requires_grad]
+        gradients = torch.autograd.grad(differentiable, inputs, cotangents, materialize_grads=True)
     return [*results, *gradients]
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """An operation with types for its operands and cotangents, and the types of what it makes."""
+    """An operation with types of its operands and cotangents, and claims about its results."""
 
     operation: Operation
     types: Kinds
@@ -249,7 +249,7 @@ class _Trial:
     cotangents: Sequence[Tensor] = ()
 
     def compare(self, num_ranks: int, generator: torch.Generator, findings: Findings) -> None:
-        """Runs it, and notes for every claim whether it holds."""
+        """Runs the operation, and records for every claim if it holds."""
         claimed = {kind for _, kind in self.claims} - {V}
         if not claimed:
             return
@@ -286,8 +286,8 @@ class _Trial:
 
         def body(*values: Tensor) -> tuple[Tensor, ...]:
             local = [x.squeeze(0) for x in values]
-            made = _compute(self.operation, local[:count], local[count:])
-            return tuple(y.detach().unsqueeze(0) for y in made)
+            outputs = _compute(self.operation, local[:count], local[count:])
+            return tuple(y.detach().unsqueeze(0) for y in outputs)
 
         sizes = (len(columns[0]),)
         mesh = make_mesh(sizes, (AXIS,), kind="simulated", simulate="ranks")
@@ -304,7 +304,7 @@ def _values(
 
 
 def _trials(operation: Operation, types: Kinds, findings: Findings) -> Iterator[_Trial]:
-    """The claims about the results, and about the gradients for each choice of cotangents.
+    """Yields trials with claims about results, and about gradients for each choice of cotangents.
 
     Raises:
         ShardTypeError: the checker refuses the forward.
@@ -325,14 +325,14 @@ def _trials(operation: Operation, types: Kinds, findings: Findings) -> Iterator[
         if result.like.requires_grad
     ]
     forward = _Trial(operation, types, claims)
-    found = [_pulled(forward, cotangents, seeds, findings) for seeds in _seeds(results) if seeds]
-    yield from [trial for trial in found if trial is not None] or [forward]
+    trials = [_pulled(forward, cotangents, seeds, findings) for seeds in _seeds(results) if seeds]
+    yield from [trial for trial in trials if trial is not None] or [forward]
 
 
 def _pulled(
     forward: _Trial, cotangents: Sequence[Tensor], seeds: Kinds, findings: Findings
 ) -> _Trial | None:
-    """The trial with gradients; None where there are none, or the checker refuses the backward."""
+    """Makes the trial with gradients; None without any, or if the checker refuses the backward."""
     operation, claims = forward.operation, forward.claims
     under = f"{operation.shown(forward.types)}, cotangent {', '.join(map(str, seeds))}"
     try:

@@ -249,7 +249,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no specs": (
         lambda: in_a_body(None),
         SpecError,
-        "global_norm: in a body it needs specs=: shards do not tell how they lie.",
+        "global_norm: in a body it needs specs=: local tensors have no sharding.",
     ),
     "other tree": (
         lambda: in_a_body({"v": P()}),

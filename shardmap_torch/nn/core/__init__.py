@@ -1,1 +1,1 @@
-"""The parts that the layers share: arguments, per-rank regions, and the ring of keys."""
+"""Parts that several layers share: arguments, per-rank regions, and ring attention's steps."""

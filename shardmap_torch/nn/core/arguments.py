@@ -1,4 +1,4 @@
-"""Reading and checking the arguments that layers share."""
+"""Reads and checks the arguments that layers share: types, weights, shapes."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -15,36 +15,36 @@ X = TypeVar("X")
 
 
 def read_layout(name: str, word: str, value: TypeLike, allowed: Sequence[str]) -> AxisType:
-    """Reads a type over the axis of a layer, of which `allowed` names the first letters.
+    """Reads a type over the axis of a layer; `allowed` are the first letters of valid ones.
 
     Raises:
-        LayerError: it is none of these.
+        LayerError: it is none of them.
     """
-    found = as_type(value)
-    if found.kind not in allowed:
+    layout = as_type(value)
+    if layout.kind not in allowed:
         known = ", ".join({"S": "S(dim)", "P": "Partial"}.get(each, each) for each in allowed)
-        raise LayerError(f"{name}: {word}={found} is none of {known}.")
-    return found
+        raise LayerError(f"{name}: {word}={layout} is none of {known}.")
+    return layout
 
 
 def to_replicate(x: X, axis: Axis) -> X:
-    """Converts a value from I to R; without gradients the two are the same, and nothing is done."""
+    """Converts a value from I to R; does nothing without gradients, where both are the same."""
     return convert(x, axis, src=I, dst=R) if torch.is_grad_enabled() else x
 
 
 def as_used(weight: Tensor, axis: Axis, weight_type: TypeLike, name: str) -> Tensor:
     """Converts a weight that is equal on all ranks to R, for ranks that use it differently.
 
-    With `weight_type=R` somebody has done so already, as for all weights of a model at once.
+    With `weight_type=R` the caller has done so already, as for all weights of a model at once.
     """
-    found = read_layout(name, "weight_type", weight_type, "IR")
-    return weight if found == R else to_replicate(weight, axis)
+    layout = read_layout(name, "weight_type", weight_type, "IR")
+    return weight if layout == R else to_replicate(weight, axis)
 
 
 def shard_of(weight: Tensor, axis: Axis, weight_type: TypeLike, name: str) -> Tensor:
     """Takes this rank's shard of a vector that is equal on all ranks."""
-    found = read_layout(name, "weight_type", weight_type, "IR")
-    return convert(weight, axis, src=found, dst=V, dim=0)
+    layout = read_layout(name, "weight_type", weight_type, "IR")
+    return convert(weight, axis, src=layout, dst=V, dim=0)
 
 
 def check_inner(name: str, x: Tensor, size: int, weight: Tensor, what: str) -> None:
@@ -61,7 +61,7 @@ def check_inner(name: str, x: Tensor, size: int, weight: Tensor, what: str) -> N
 
 
 def num_ranks(name: str, axis: Axis) -> int:
-    """The number of ranks along an axis, in a body."""
+    """Returns the number of ranks along an axis, in a body."""
     axes, scope = read_axes(name, axis)
     return scope.backend.mesh.num_ranks(axes)
 

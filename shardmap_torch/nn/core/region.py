@@ -1,9 +1,9 @@
-"""Per-rank code of a layer as a `local_region`, whatever axes the rest of the program has.
+"""`per_rank`: declares code of a layer as a `local_region`, with the types of other axes inferred.
 
 A layer knows the axis that it communicates over and not the others: its batch may be sharded over
-"dp", or over none. A `local_region` states the types over all axes. Here the types over the axes
-that the layer does not know are those that its arguments have, carried from dimension to dimension
-by letters, as in `torch.einsum`: "...,vd->...d" is a lookup of rows.
+"dp", or over none. A `local_region` states the types over all axes. Here the types over axes that
+the layer does not know are taken from its arguments, and mapped from dimension to dimension by
+letters, as in `torch.einsum`: "...,vd->...d" is a lookup of rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,26 +27,26 @@ _BATCH: Final = "..."
 
 @dataclass(frozen=True)
 class PerRank:
-    """A function of tensors that is per-rank code; calling it calls the function.
+    """A function of tensors declared as per-rank code; calling it calls the function.
 
     With `check="global"` each call is a `local_region` whose types are those of the arguments.
     `typed` is that region for one choice of layouts, which `validate_rule` can try.
 
     Attributes:
         function: takes tensors.
-        types: gives the region's types for the layouts and numbers of dimensions of the arguments.
+        types: computes the region's types from the arguments' layouts and numbers of dimensions.
     """
 
     function: Callable[..., Any]
     types: Callable[[Sequence[P], Sequence[int]], Types]
 
     def __call__(self, *args: Tensor) -> Any:
-        """Calls the function."""
+        """Calls the function, under the checker as a region."""
         interpreter = current_interpreter()
         if interpreter is None:
             return self.function(*args)
         observer = interpreter.observer
-        if observer is UNOBSERVED:  # not under global strictness: nothing is known of layouts
+        if observer is UNOBSERVED:  # not under global strictness: layouts are unknown
             out = self.function(*args)
             note_region(interpreter, self.function.__name__, args, flatten(out)[0])
             return out

@@ -1,8 +1,8 @@
-"""The ring of `ring_attention`: forward and backward, step by step, on one rank.
+"""Steps of `ring_attention` on one rank, forward and backward.
 
-At step s a rank holds the keys and values of the rank s places before it. A step is a list of
-`Block`s, each of which says which queries meet which keys; forward and backward go through the same
-blocks. Shapes: q [..., t, g, r, d] with r query heads a key head, k and v [..., t, g, 1, d].
+At step s a rank has the keys and values of the rank s positions before it. A step is a list of
+`Block`s, each a pair of queries and keys; forward and backward run the same blocks. Shapes:
+q [..., t, g, r, d] with r query heads per key head, k and v [..., t, g, 1, d].
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +25,11 @@ Place: TypeAlias = Callable[[Tensor, float], Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a rank's positions.
+    """A subset of a rank's positions.
 
     Attributes:
-        take: takes them from a tensor of all positions, along `_TIME`.
-        place: puts a tensor of theirs in its place, among positions that have a number.
+        take: selects them from a tensor of all positions, along `_TIME`.
+        place: pads a tensor of these positions to all positions with a number.
     """
 
     take: Callable[[Tensor], Tensor]
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries that meet keys; `sees` is [queries, keys], None where all see all."""
+    """Queries that attend to keys; `sees` is the mask [queries, keys], None without one."""
 
     queries: Part
     keys: Part
@@ -64,10 +64,10 @@ def ring(
     grouped = q.unflatten(-2, (k.shape[-2], q.shape[-2] // k.shape[-2]))
     ring = _Steps(axis, causal, balanced and count > 1, scale)
     y, _ = _Ring.apply(grouped, k.unsqueeze(-2), v.unsqueeze(-2), table, ring)
-    found: Tensor = y.flatten(-3, -2)
+    result: Tensor = y.flatten(-3, -2)
     if ring.balanced and positions is not None:
-        found = found.masked_fill(positions.ne(_head_tail(count, length, axis)).any(), torch.nan)
-    return found
+        result = result.masked_fill(positions.ne(_head_tail(count, length, axis)).any(), torch.nan)
+    return result
 
 
 def _head_tail(count: int, length: int, axis: Axis) -> Tensor:
@@ -79,7 +79,7 @@ def _head_tail(count: int, length: int, axis: Axis) -> Tensor:
 
 @dataclass(frozen=True)
 class _Steps:
-    """The blocks of each step."""
+    """Plan of the steps: the blocks of each."""
 
     axis: Axis
     causal: bool
@@ -87,7 +87,7 @@ class _Steps:
     scale: float
 
     def blocks(self, step: int, table: Tensor) -> list[Block]:
-        """Those of a step; `table` has the positions of all ranks."""
+        """Returns the blocks of a step; `table` has the positions of all ranks."""
         length = table.shape[1]
         if not self.causal:
             return [Block(_all(), _all())]
@@ -95,15 +95,15 @@ class _Steps:
         source = (rank - step) % table.shape[0]
         if self.balanced and step:
             return _half(source < rank, length)
-        own, met = (table.index_select(0, at.reshape(1)).squeeze(0) for at in (rank, source))
-        return [Block(_all(), _all(), own.unsqueeze(-1) >= met)]
+        own, attended = (table.index_select(0, at.reshape(1)).squeeze(0) for at in (rank, source))
+        return [Block(_all(), _all(), own.unsqueeze(-1) >= attended)]
 
 
 def _half(is_before: Tensor, length: int) -> list[Block]:
-    """Pairs what sees all of each other, where a rank holds a head and a tail of the sequence.
+    """Returns the unmasked blocks of a step where each rank has a head and a tail of the sequence.
 
-    Every tail sees every head. Of keys from a rank before, its head is seen by our head as well; of
-    those from a rank behind, its tail is seen by our tail.
+    Every tail sees every head. The head of a rank before this one is seen by our head as well; the
+    tail of a rank after this one is seen by our tail.
     """
     head, tail = _narrow(0, length), _narrow(length // 2, length)
     one = _either(is_before, head, tail)
@@ -115,7 +115,7 @@ def _all() -> Part:
 
 
 def _narrow(start: int, length: int) -> Part:
-    """The half of the positions that begins at `start`."""
+    """Returns the half of the positions that begins at `start`."""
 
     def place(x: Tensor, fill: float) -> Tensor:
         rest = torch.full_like(x, fill)
@@ -125,7 +125,7 @@ def _narrow(start: int, length: int) -> Part:
 
 
 def _either(condition: Tensor, one: Part, other: Part) -> Part:
-    """The first where the condition holds on this rank, else the second."""
+    """Returns `one` where the condition is true on this rank, else `other`."""
     return Part(
         lambda x: one.take(x).where(condition, other.take(x)),
         lambda x, fill: one.place(x, fill).where(condition, other.place(x, fill)),
@@ -133,7 +133,7 @@ def _either(condition: Tensor, one: Part, other: Part) -> Part:
 
 
 class _Ring(Function):
-    """The attention and the logsumexp of its scores, [..., t, g, r, 1]."""
+    """Autograd Function: the attention, and the logsumexp of its scores [..., t, g, r, 1]."""
 
     @staticmethod
     def forward(
@@ -146,11 +146,11 @@ class _Ring(Function):
             for block in steps.blocks(step, table):
                 scores = _scores(block, q, keys, steps.scale)
                 log_sum = scores.logsumexp(-1, keepdim=True)
-                met = _mix((scores - log_sum).exp(), block.keys.take(values))
+                attended = _sum_over_keys((scores - log_sum).exp(), block.keys.take(values))
                 log_sum = block.queries.place(log_sum, least)
                 grown = torch.logaddexp(total, log_sum)
                 y = y * (total - grown).exp()
-                y = y + block.queries.place(met, 0.0) * (log_sum - grown).exp()
+                y = y + block.queries.place(attended, 0.0) * (log_sum - grown).exp()
                 total = grown
         return y, total
 
@@ -161,9 +161,9 @@ class _Ring(Function):
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor, d_total: Tensor) -> tuple[Tensor | None, ...]:
-        """Goes round once more; the gradients of keys and values travel with them.
+        """Passes through the ring again; the gradients of keys and values are sent along.
 
-        A second derivative comes back through the logsumexp that was saved: hence its gradient.
+        A second derivative flows through the saved logsumexp, which therefore has a gradient.
         """
         q, k, v, table, y, total = ctx.saved_tensors
         steps = ctx.steps
@@ -179,17 +179,17 @@ class _Ring(Function):
                 d_own = mine.take(d_y)
                 d_weights = torch.einsum("...tgre,...sgue->...tgrs", d_own, theirs.take(values))
                 d_scores = weights * (d_weights - mine.take(drift)) * steps.scale
-                d_q = d_q + mine.place(_mix(d_scores, theirs.take(keys)), 0.0)
-                d_k = d_k + theirs.place(_gathered(d_scores, mine.take(q)), 0.0)
-                d_v = d_v + theirs.place(_gathered(weights, d_own), 0.0)
-        d_k, d_v = _shifted(d_k, d_v, steps.axis)  # home
+                d_q = d_q + mine.place(_sum_over_keys(d_scores, theirs.take(keys)), 0.0)
+                d_k = d_k + theirs.place(_sum_over_queries(d_scores, mine.take(q)), 0.0)
+                d_v = d_v + theirs.place(_sum_over_queries(weights, d_own), 0.0)
+        d_k, d_v = _shifted(d_k, d_v, steps.axis)  # back to the rank that owns them
         return d_q, d_k, d_v, None, None
 
 
 def _round(
     k: Tensor, v: Tensor, table: Tensor, steps: _Steps
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Hands over the keys and values of one rank after the other, the own ones first."""
+    """Yields the keys and values of one rank after the other, starting with this one."""
     for step in range(table.shape[0]):
         if step:
             k, v = _shifted(k, v, steps.axis)
@@ -199,24 +199,24 @@ def _round(
 def _shifted(k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Sends both to the next rank, in one message."""
     both = shift(torch.cat([k, v], -1), axis, 1)
-    found, other = both.split([k.shape[-1], v.shape[-1]], -1)
-    return found, other
+    keys, values = both.split([k.shape[-1], v.shape[-1]], -1)
+    return keys, values
 
 
 def _scores(block: Block, q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scores [..., t, g, r, s], the least number where a query does not see a key."""
-    found = torch.einsum("...tgrd,...sgud->...tgrs", block.queries.take(q), block.keys.take(k))
-    found = found * scale
+    """Computes scores [..., t, g, r, s]; the least number where a query does not see a key."""
+    scores = torch.einsum("...tgrd,...sgud->...tgrs", block.queries.take(q), block.keys.take(k))
+    scores = scores * scale
     if block.sees is None:
-        return found
-    return found.masked_fill(~block.sees[:, None, None, :], torch.finfo(found.dtype).min)
+        return scores
+    return scores.masked_fill(~block.sees[:, None, None, :], torch.finfo(scores.dtype).min)
 
 
-def _mix(weights: Tensor, values: Tensor) -> Tensor:
-    """Adds up the keys' values: [..., t, g, r, s] and [..., s, g, 1, e] -> [..., t, g, r, e]."""
+def _sum_over_keys(weights: Tensor, values: Tensor) -> Tensor:
+    """Sums over keys: [..., t, g, r, s] and [..., s, g, 1, e] -> [..., t, g, r, e]."""
     return torch.einsum("...tgrs,...sgue->...tgre", weights, values)
 
 
-def _gathered(weights: Tensor, x: Tensor) -> Tensor:
-    """Adds up what queries give: [..., t, g, r, s] and [..., t, g, r, e] -> [..., s, g, 1, e]."""
+def _sum_over_queries(weights: Tensor, x: Tensor) -> Tensor:
+    """Sums over queries: [..., t, g, r, s] and [..., t, g, r, e] -> [..., s, g, 1, e]."""
     return torch.einsum("...tgrs,...tgre->...sge", weights, x).unsqueeze(-2)

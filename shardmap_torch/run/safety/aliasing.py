@@ -1,4 +1,4 @@
-"""Results that share no memory with plain arguments.
+"""`apart`: copies results that share memory with plain arguments.
 
 A plain argument is one value on all ranks. Writing into a result that is a view of it, as into a
 shard, would change it on this rank alone.
@@ -15,12 +15,12 @@ from shardmap_torch.core.storage import memory_of
 
 
 def apart(results: Sequence[Tensor], arguments: Iterable[Any]) -> list[Tensor]:
-    """`results`, of which those are copied that share memory with one of `arguments`.
+    """Returns `results`, with those copied that share memory with one of `arguments`.
 
-    The local tensor of a DTensor is not its own memory: what is returned of it as it came stays so.
+    DTensor arguments do not count: a result may be a view of their local tensors.
     """
     if torch.compiler.is_dynamo_compiling():
         return list(results)
     plain = [x for x in arguments if isinstance(x, Tensor) and not is_dtensor(x)]
-    given = {memory_of(x) for x in plain} - {None}
-    return [y.clone() if given and memory_of(y) in given else y for y in results]
+    used = {memory_of(x) for x in plain} - {None}
+    return [y.clone() if used and memory_of(y) in used else y for y in results]

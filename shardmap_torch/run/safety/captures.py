@@ -1,4 +1,4 @@
-"""Finding the tensors that a function closes over, without running it."""
+"""Finds the tensors that a function closes over, without running it."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from shardmap_torch.core.tree import flatten
 
 
 def closed_over(function: Callable[..., Any]) -> Iterator[Tensor]:
-    """Tensors in the closure, defaults, partial arguments, modules and named globals of `function`.
+    """Yields tensors in a function's closure, defaults, partial arguments, modules and globals.
 
     Goes through containers and through functions that these refer to.
 

@@ -1,4 +1,4 @@
-"""Calls on processes: what one rank raises is passed on to those that wait for it."""
+"""`guarded`: runs a call on processes, and posts its error for the ranks that wait for it."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,7 +26,7 @@ def guarded(mesh: Mesh, name: str, run: Callable[[], T]) -> T:
         result = run()
     except BaseException as error:
         if isinstance(error, KernelError) and isinstance(error.__cause__, RuntimeError):
-            control.fail_quietly(error)  # a transfer has failed, and others may be under way
+            control.fail_quietly(error)  # a transfer has failed, and others may be in flight
         control.end_call(error)
         raise
     control.end_call()

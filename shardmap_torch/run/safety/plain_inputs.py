@@ -1,8 +1,8 @@
-"""Plain inputs on processes: global values by promise, which the processes compare.
+"""PlainInputs: compares plain arguments between processes, on which they must be equal.
 
 A plain tensor that enters a body is a global value, equal on all processes; each takes its shard of
-its own copy. Where the copies differ, as the batches of a DistributedSampler do or parameters of
-unlike seeds, the result would be wrong in silence. So processes compare a hash of each copy.
+its own copy. If the copies differ, like the batches of a DistributedSampler or parameters from
+different seeds, the result would be silently wrong. So processes compare a hash of each copy.
 """
 
 import os
@@ -28,18 +28,18 @@ class PlainInputs:
     """Compares the plain inputs of one function's calls."""
 
     def __init__(self, always: bool) -> None:
-        """`always`: in each call; else in the first one of each signature."""
+        """Compares in each call if `always`, else in the first one of each signature."""
         self._always = always
         self._compared: set[Any] = set()
 
     def require_equal(self, call: Call, gather: Callable[[Tensor], Tensor]) -> None:
-        """Requires that every process passes the same plain tensors; sends 8 bytes a tensor.
+        """Requires that every process passes the same plain tensors; sends 8 bytes per tensor.
 
         `gather` stacks a tensor of all processes, in rank order.
 
-        Every call of a signature comes here on all processes or on none, whatever else a process
-        has to check anew. The environment variable SHARDMAP_DEBUG, if set, decides instead: 1
-        compares in every call, and 0 in none.
+        All processes compare in a call, or none does, independently of what a process has to check
+        anew. The environment variable SHARDMAP_DEBUG, if set, decides instead: 1 compares in every
+        call, and 0 in none.
 
         Raises:
             SpecError: values differ; names the arguments and ranks, on every process.
@@ -85,7 +85,7 @@ class PlainInputs:
 
 
 def _plain_leaves(call: Call) -> Iterator[tuple[str, Tensor, P]]:
-    """The arguments that are plain tensors, without transforms, by the caller's names."""
+    """Yields the plain tensor arguments, unwrapped, with their paths and specs."""
     for position in call.crossing:
         base = base_of(call.leaves[position])
         if not is_dtensor(base):
@@ -93,7 +93,7 @@ def _plain_leaves(call: Call) -> Iterator[tuple[str, Tensor, P]]:
 
 
 def _unlike(hashes: Sequence[int]) -> str:
-    """The ranks whose value is another one than rank 0's, in words."""
+    """Formats the ranks whose value differs from rank 0's."""
     ranks = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
     shown = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
     return (f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}") if ranks else ""

@@ -1,9 +1,9 @@
-"""Bodies that change what they depend on: each run would be another program.
+"""Purity: rejects bodies that change what they depend on, so that each run is another program.
 
-The checker runs a body, and then every rank does; on a simulated mesh they share what the body
-refers to. A list that it appends to, and does not read, does no harm. But a counter that it
-multiplies by is another number on each rank, and its type says that it is equal on all. So where
-a check leaves something changed, the body is checked once more, and must be the same program.
+The checker runs a body, and then every rank does; on a simulated mesh they share the objects that
+the body refers to. A list that it appends to, and does not read, is harmless. But a counter that it
+multiplies by would differ between ranks, though its type says that it is equal on all. So if a
+check leaves something changed, the body is checked again, and must be the same program.
 """
 
 import random
@@ -24,29 +24,29 @@ _REPAIR: Final = (
 
 
 def verify_purely(name: str, surroundings: Surroundings, verify: Callable[[], Verdict]) -> Verdict:
-    """Returns a verdict on a body that is the same program whenever it runs.
+    """Returns the verdict on a body, after requiring that repeated checks find the same program.
 
     Raises:
-        ShardTypeError: the body changes what it refers to, and with it what it does.
+        ShardTypeError: the body changes what it refers to, and so its program.
     """
     verdict, changed = _verified(surroundings, verify)
     for _ in range(_AGAIN if changed else 0):
-        another, left = _verified(surroundings, verify)
+        another, still_changed = _verified(surroundings, verify)
         _require_same(name, verdict, another, changed)
         verdict = another
-        if not left:
+        if not still_changed:
             break
     return verdict
 
 
 _AGAIN: Final = 2
-"""Number of repeated checks of a body that leaves changes behind: one may show late."""
+"""Number of repeated checks of a body that leaves changes: a difference may appear late."""
 
 
 def _verified(
     surroundings: Surroundings, verify: Callable[[], Verdict]
 ) -> tuple[Verdict, Sequence[str]]:
-    """A verdict, and what the check has changed."""
+    """Runs a check; returns the verdict, and what the check has changed."""
     surroundings.key()
     before, states = surroundings.snapshot(), _states()
     verdict = verify()
@@ -66,9 +66,9 @@ def _require_same(name: str, first: Verdict, second: Verdict, changed: Sequence[
 
 
 def _states() -> Mapping[str, Any]:
-    """Returns state of the whole process, which code may change out of sight.
+    """Returns global state of the process that a body may change unnoticed.
 
-    Not torch's generator: what a body draws from it is interpreted, and seeded in each run.
+    Not torch's generator: draws from it are interpreted, and seeded in each run.
     """
     states: dict[str, Any] = {"the state of Python's random module": random.getstate()}
     numpy = sys.modules.get("numpy.random")
