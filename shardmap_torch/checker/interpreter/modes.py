@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardmap_torch.checker.interpreter import gradients, scalars, user_code
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
 from shardmap_torch.checker.interpreter.decompositions import interpreted
-from shardmap_torch.checker.interpreter.indexing import is_by_number, with_select
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.generator_state import guarding_generator_state
 from shardmap_torch.checker.ir.rank_only import (
@@ -37,6 +36,7 @@ from shardmap_torch.checker.ir.rank_only import (
     takes_vmap,
     watching_functions,
 )
+from shardmap_torch.checker.rewrites.table import rewritten
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.registry import MEANINGS
 from shardmap_torch.core.functorch import base_of
@@ -158,14 +158,15 @@ class _Functions(TorchFunctionMode):
         if func is custom_function_call and not takes_vmap(args[0]):
             self._interpreter.needs_ranks()
         self._interpreter.reject_outer(args)
-        if is_by_number(func, args):
-            func, args = with_select(self._interpreter, func, args)
+        func = rewritten(self._interpreter, func)
         numbers = self._interpreter.numbers
         given = numbers.stand_ins(func, args, kwargs) if numbers.any else None
         if given is not None:
             args, kwargs = given
         with self._interpreter.applying() if func is custom_function_call else _PLAINLY:
             out = self._apply(func, args, kwargs)
+        if self._interpreter.rows.any:
+            self._interpreter.rows.follow_writes(self._interpreter)
         if isinstance(out, Tensor | tuple | list):
             self._note(args, out)
         if given is not None:

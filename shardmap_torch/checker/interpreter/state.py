@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
+from shardmap_torch.checker.rewrites.aliases import Rows
 from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
@@ -87,6 +88,7 @@ class Memory:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.observer: Observer = UNOBSERVED
         self.closures: dict[int, Tensor] = {}
+        self.rows = Rows()
         self._storage_types: dict[int, StorageType] = {}
         self._paused = False
         self._thread = threading.get_ident()
@@ -306,10 +308,20 @@ class Memory:
                 return self._fakify_tensor(value)
             if base.fake_mode is not self.fake:
                 raise kept(f"{self.name}: at {call_site()} the body uses")
+            if self.rows.any:
+                self._reject_stale(base)
             return value
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             return [self._adopt(item) for item in value]
         return value
+
+    def _reject_stale(self, tensor: Tensor) -> None:
+        stale = self.rows.explain_stale(tensor.untyped_storage())
+        if stale is not None:
+            raise ShardTypeError(
+                f"{self.name}: at {call_site()} a tensor {stale}.\n"
+                "Fix: take it again after the write, or clone it before."
+            )
 
     def _fakify_tensor(self, real: Tensor) -> Tensor:
         if type(real) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):

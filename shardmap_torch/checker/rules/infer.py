@@ -86,7 +86,7 @@ def signature_of(op: OpOverload) -> Signature:
 def writes_of(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the arguments that a call writes, with those that its schema keeps quiet about."""
     hidden = HIDDEN_WRITES.get(op, ()) if arguments.get("training") else ()
-    return signature_of(op).writes + hidden
+    return signature_of(op).writes + tuple(n for n in hidden if arguments.get(n) is not None)
 
 
 def name_arguments(

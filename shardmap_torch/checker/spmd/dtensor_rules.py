@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardmap_torch.checker.rules.infer import signature_of, writes_of
+from shardmap_torch.checker.rules.registry import functional
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,
@@ -70,16 +71,13 @@ def by_dtensor(step: Step) -> list[Sharded]:
         raise UnrelatedError(
             "the size of an operand is that of one rank, and matches no sharding yet"
         )
-    if writes_of(step.op, step.arguments) and axes:
-        raise UnrelatedError(
-            "nothing is known about what it writes where operands are sharded", WRAP
-        )
+    op = _asked_about(step) if axes else step.op
     dims: list[list[Dim]] = [list(map(unsharded, global_shape)) for _, global_shape in step.results]
     partial: list[set[str]] = [set() for _ in step.results]
     means: list[set[str]] = [set() for _ in step.results]
     pending: list[set[tuple[str, str]]] = [set() for _ in step.results]
     for axis in axes:
-        answers = _ask(step.op, _arguments_for(step, axis), step.sizes[axis])
+        answers = _ask(op, _arguments_for(step, axis), step.sizes[axis])
         if len(answers) < len(step.results):
             raise UnrelatedError("torch does not know how its results are sharded", WRAP)
         for result, answer in enumerate(answers):
@@ -92,6 +90,19 @@ def by_dtensor(step: Step) -> list[Sharded]:
                 pending[result].add((axis, _extremum(answer)))
     columns = zip(dims, partial, pending, means, strict=True)
     return [Sharded(tuple(d), frozenset(p), frozenset(e), frozenset(m)) for d, p, e, m in columns]
+
+
+def _asked_about(step: Step) -> OpOverload:
+    """The operation to ask about: of one that writes its operand, that which gives the result."""
+    writes = writes_of(step.op, step.arguments)
+    if not writes:
+        return step.op
+    makes = functional(step.op) if writes == ("self",) else []
+    if not makes:
+        raise UnrelatedError(
+            "nothing is known about what it writes where operands are sharded", WRAP
+        )
+    return makes[0]
 
 
 _UNKNOWN: Final = ("its result would still have to be combined over the ranks", WRAP)

@@ -244,6 +244,12 @@ class Relation(Observer):
         arguments: Mapping[str, Any],
         results: Sequence[Tensor],
     ) -> None:
+        if len(results) != len(event.results):
+            raise UnrelatedError(
+                f"it gives {len(results)} tensors on a rank and {len(event.results)} on one device",
+                "do with all of a sharded dim at once what is done with each entry, as "
+                "torch.func.vmap does, or gather it first, with all_gather.",
+            )
         read = _read_names(op)
         for name, tensor in _tensors(arguments):
             if name in read and self._notes.sums(tensor).loose:

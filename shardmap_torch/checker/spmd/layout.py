@@ -30,6 +30,19 @@ ANY: Final[Dim] = (("...", 0),)
 """Stands for a dim along which all entries are equal, so that any cut of this length will do."""
 
 
+def counted(step: int) -> Dim:
+    """Stands for 0, step, 2 * step, and so on: positions among the entries that a rank has.
+
+    They are not those of the same entries on one device, and serve to pick each entry once.
+    """
+    return (("#", step),)
+
+
+def step_of(dim: Dim) -> int | None:
+    """The step of what counts a rank's own entries; None for any other dim."""
+    return dim[0][1] if dim and dim[0][0] == "#" else None
+
+
 class UnrelatedError(Exception):
     """Why a result of the ranks' program is no piece of the result on one device."""
 
@@ -57,7 +70,11 @@ def sharded_dim(size: int, axes: Sequence[str], sizes: Sizes) -> Dim:
 
 def axes_of(dim: Dim) -> tuple[str, ...]:
     """The axes that cut a dim, most significant first."""
-    return () if dim == ANY else tuple(axis for axis, _ in dim if axis is not None)
+    return (
+        ()
+        if dim == ANY or step_of(dim) is not None
+        else tuple(axis for axis, _ in dim if axis is not None)
+    )
 
 
 def in_words(dim: Dim) -> str:
@@ -67,6 +84,8 @@ def in_words(dim: Dim) -> str:
         >>> in_words((("dp", 2), (None, 4))), in_words(((None, 8),))
         ("sharded over 'dp'", 'unsharded')
     """
+    if step_of(dim) is not None:
+        return "counted by each rank from 0"
     axes = axes_of(dim)
     return f"sharded over {', '.join(map(repr, axes))}" if axes else "unsharded"
 
@@ -124,7 +143,7 @@ def fitted(dims: Sequence[Dim], local: Shape, global_shape: Shape) -> ShardedTen
         UnrelatedError: they are not.
     """
     for number, (dim, mine, all_) in enumerate(zip(dims, local, global_shape, strict=True)):
-        if dim == ANY:
+        if dim == ANY or step_of(dim) is not None:
             continue
         here = prod(base for axis, base in dim if axis is None)
         if (here, prod(base for _, base in dim)) != (mine, all_):
@@ -198,7 +217,7 @@ def reshape(x: ShardedTensor, global_shape: Shape) -> tuple[Dim, ...]:
         if x.global_shape == global_shape or (not x.axes and ANY not in x.dims):
             return x.dims if x.global_shape == global_shape else tuple(map(unsharded, global_shape))
         raise UnrelatedError("its operand's size is that of one rank, and matches no sharding yet")
-    digits = _merged(digit for dim in x.dims for digit in dim)
+    digits = merged(digit for dim in x.dims for digit in dim)
     return tuple(_take(size, digits, x, global_shape) for size in global_shape)
 
 
@@ -228,7 +247,7 @@ def _blocked(axis: str | None, digits: Sequence[Digit]) -> str:
     return axis or next((name for name, _ in digits if name is not None), "nothing")
 
 
-def _merged(digits: Iterator[Digit] | Sequence[Digit]) -> list[Digit]:
+def merged(digits: Iterator[Digit] | Sequence[Digit]) -> list[Digit]:
     """Uncut digits side by side are one."""
     found: list[Digit] = []
     for axis, base in digits:
@@ -276,7 +295,7 @@ def gathered(dim: Dim, axes: Sequence[str]) -> Dim | None:
     inner = [axis for axis, _ in dim if axis is None or axis in axes]
     if dim == ANY or inner[: len(axes)] != list(axes):
         return None
-    return tuple(_merged([(None if axis in axes else axis, base) for axis, base in dim]))
+    return tuple(merged([(None if axis in axes else axis, base) for axis, base in dim]))
 
 
 def sliced(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:

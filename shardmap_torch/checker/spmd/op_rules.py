@@ -23,9 +23,19 @@ from shardmap_torch.checker.spmd.layout import (
     expand_dims,
     fill,
     reshape,
+    step_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.sharded import WRAP, Rule, Sharded, Step, shards_of
+from shardmap_torch.checker.spmd.ops import indexing, networks
+from shardmap_torch.checker.spmd.sharded import (
+    GATHER,
+    NUMBER,
+    WRAP,
+    Rule,
+    Sharded,
+    Step,
+    shards_of,
+)
 
 aten = torch.ops.aten
 
@@ -42,10 +52,25 @@ def propagate(step: Step) -> list[Sharded]:
             continue
         raise UnrelatedError(
             f"its argument {name} is {step.arguments[name]} on a rank and {there} on one device",
-            "a number that depends on local shapes must be right on one device too: multiply "
-            "sizes by axis_size(axis).",
+            NUMBER,
         )
+    _reject_counted(step, rule)
     return rule(step)
+
+
+def _reject_counted(step: Step, rule: Rule) -> None:
+    """Refuses positions that each rank counts by itself, but where they pick its own entries."""
+    if step.op in _COPIES or rule is indexing.unsqueeze:
+        return
+    for name, value in step.arguments.items():
+        counts = any(step_of(dim) is not None for x in shards_of(value) for dim in x.dims)
+        if counts and (rule, name) not in _COUNTED:
+            raise UnrelatedError(
+                f"its {name} counts the entries that a rank has, from 0 on each rank",
+                "positions in a sharded dim depend on the rank: compute them in a local_region, "
+                "as torch.arange(n) + axis_index(axis) * n, or pass them as an argument that is "
+                "sharded.",
+            )
 
 
 def _pointwise(step: Step) -> list[Sharded]:
@@ -105,7 +130,7 @@ def _joined(step: Step) -> list[Sharded]:
     rank = len(shards[0].global_shape)
     dim = step.arguments["dim"] % rank
     if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for x in shards):
-        raise UnrelatedError(f"it joins along dim {dim}, which is sharded", _GATHER)
+        raise UnrelatedError(f"it joins along dim {dim}, which is sharded", GATHER)
     others = [other for other in range(rank) if other != dim]
     dims = broadcast([x.part(others) for x in shards], rank - 1)
     joined = unsharded(sum(x.global_shape[dim] for x in shards))
@@ -129,31 +154,13 @@ def _sliced(step: Step) -> list[Sharded]:
     if full:
         return [Sharded(x.dims)]
     if axes_of(x.dims[dim]) or x.dims[dim] == ANY or here != there:
-        raise UnrelatedError(f"it takes a part of dim {dim}, which is sharded", _GATHER)
+        raise UnrelatedError(f"it takes a part of dim {dim}, which is sharded", GATHER)
     return [Sharded((*x.dims[:dim], unsharded(len(here)), *x.dims[dim + 1 :]))]
 
 
 def _range(arguments: Mapping[str, Any], size: int) -> range:
     bounds = slice(arguments["start"], arguments["end"], arguments["step"])
     return range(*bounds.indices(size))
-
-
-def _indexed(step: Step) -> list[Sharded]:
-    """`x[:, ids]`: dims that are indexed must be whole; those of the indices take their place."""
-    x, indices = step.arguments["self"], step.arguments["indices"]
-    places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
-    if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for dim in places):
-        raise UnrelatedError("it picks entries along a dim that is sharded", WRAP)
-    found = shards_of(indices)
-    rank = max(len(index.global_shape) for index in found)
-    kept = [dim for dim in range(len(x.dims)) if dim not in places]
-    adjacent = places == list(range(places[0], places[0] + len(places)))
-    front = places[0] if adjacent else 0
-    dims = [x.dims[dim] for dim in kept]
-    return [Sharded((*dims[:front], *broadcast(found, rank), *dims[front:]))]
-
-
-_GATHER: Final = "gather it first, with all_gather."
 
 
 def einsum(equation: str) -> Rule:
@@ -234,7 +241,8 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (_pointwise, "fill_.Scalar fill_.Tensor zero_ zeros_like ones_like full_like empty_like"),
         (_pointwise, "native_dropout bernoulli_.float bernoulli rand_like randn_like uniform_"),
         (_pointwise, "normal_ _conj _neg_view _conj_physical real imag masked_fill.Tensor"),
-        (_reshaped, "view _unsafe_view reshape _reshape_alias unsqueeze squeeze squeeze.dim"),
+        (_reshaped, "view _unsafe_view reshape _reshape_alias squeeze squeeze.dim"),
+        (indexing.unsqueeze, "unsqueeze"),
         (_reshaped, "squeeze.dims view_copy"),
         (_expanded, "expand"),
         (
@@ -246,7 +254,20 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (_joined, "cat"),
         (_stacked, "stack"),
         (_sliced, "slice.Tensor"),
-        (_indexed, "index.Tensor"),
+        (indexing.count, "arange arange.start arange.start_step"),
+        (indexing.read, "index.Tensor _unsafe_index.Tensor"),
+        (indexing.write, "index_put index_put_ _unsafe_index_put"),
+        (indexing.select, "select.int unbind.int select_copy.int unbind_copy.int"),
+        (indexing.split, "split.Tensor split_with_sizes unsafe_split.Tensor split_copy.Tensor"),
+        (indexing.split, "unsafe_split_with_sizes split_with_sizes_copy"),
+        (indexing.diagonal, "diagonal diagonal_copy"),
+        (indexing.windows, "unfold"),
+        (indexing.search, "searchsorted.Tensor"),
+        (networks.convolve, "convolution"),
+        (networks.group_norm, "native_group_norm"),
+        (networks.batch_norm, "native_batch_norm _native_batch_norm_legit.no_stats"),
+        (networks.patches, "im2col"),
+        (networks.embed_bags, "_embedding_bag _embedding_bag_forward_only"),
         (einsum("mk,kn->mn"), "mm addmm"),
         (einsum("bmk,bkn->bmn"), "bmm baddbmm"),
         (einsum("mk,k->m"), "mv addmv"),
@@ -261,9 +282,21 @@ _SIZES: Final[Mapping[Rule, Collection[str]]] = {
     _expanded: ("size",),
     _filled: ("size",),
     _sliced: ("start", "end"),
+    indexing.count: ("start", "end", "step"),
+    networks.convolve: ("groups",),
+    networks.group_norm: ("N", "C", "group"),
 }
 """Arguments that are sizes, or positions held against them, and may differ in the two programs."""
 
+
+_COUNTED: Final[Collection[tuple[Rule, str]]] = (
+    (indexing.read, "indices"),
+    (indexing.write, "indices"),
+    (networks.embed_bags, "offsets"),
+)
+"""Arguments that may count the entries that each rank has."""
+
+_COPIES: Final = frozenset(_overloads("clone detach alias lift_fresh"))
 
 # What torch's reference formulas are written in has no tags.
 _POINTWISE_PRIMS: Final = frozenset(

@@ -12,6 +12,15 @@ from shardmap_torch.checker.spmd.layout import Dim, Shape, ShardedTensor, Sizes
 WRAP: Final = "gather the operands first, or wrap per-rank code in local_region."
 """Advice where an operation cannot be done on shards."""
 
+GATHER: Final = "gather it first, with all_gather."
+"""Advice where a dim must be unsharded."""
+
+NUMBER: Final = (
+    "a number that depends on local shapes must be right on one device too: multiply sizes by "
+    "axis_size(axis)."
+)
+"""Advice where an argument is another number on one device."""
+
 
 @dataclass(frozen=True)
 class Sharded:
@@ -54,6 +63,15 @@ class Step:
     def shards(self) -> list[ShardedTensor]:
         """All operands."""
         return list(shards_of(list(self.arguments.values())))
+
+    def tensors_of(self, argument: str) -> list[Tensor]:
+        """The tensors that stand behind one argument."""
+        tensors = iter(self.tensors)
+        for name, value in self.arguments.items():
+            found = [next(tensors) for _ in shards_of(value)]
+            if name == argument:
+                return found
+        return []
 
 
 Rule: TypeAlias = Callable[[Step], list[Sharded]]

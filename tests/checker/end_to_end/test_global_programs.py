@@ -12,7 +12,7 @@ import torch
 from shardmap_torch import I, P, R
 from shardmap_torch.checker.spmd import collective_rules, op_rules
 from shardmap_torch.checker.spmd.collective_rules import Move, State
-from shardmap_torch.checker.spmd.layout import UnrelatedError, _merged, axes_of
+from shardmap_torch.checker.spmd.layout import UnrelatedError, axes_of, merged
 from tests.checker.support.global_programs import (
     FOREIGN,
     Program,
@@ -93,7 +93,7 @@ def _in_any_order(move: Move) -> State:
     joined = tuple((None if axis in move.axes else axis, n) for axis, n in move.x.dims[dim])
     if not set(move.axes) <= set(axes_of(move.x.dims[dim])):
         raise UnrelatedError("it is not cut")
-    return (*move.x.dims[:dim], tuple(_merged(joined)), *move.x.dims[dim + 1 :]), move.partial
+    return (*move.x.dims[:dim], tuple(merged(joined)), *move.x.dims[dim + 1 :]), move.partial
 
 
 def _moves(**wrong: Callable[[Move], State]) -> tuple[Any, str, Any]:

@@ -143,34 +143,113 @@ def test_a_rank_writes_its_own_row(write: Callable[..., None], value: str) -> No
     assert_right(body, one, numbers(4, 4), in_specs=P("tp"), out_specs=P())
 
 
-def test_a_row_and_its_tensor_share_memory_and_are_not_written() -> None:
-    def into_row(x: Tensor) -> Tensor:
+def _added(y: Tensor, i: Any) -> None:
+    y[i] += 1.0
+
+
+def _added_to_itself(y: Tensor, i: Any) -> None:
+    y[i] = y[i] + y[i - 1]
+
+
+def _row_written(y: Tensor, i: Any) -> None:
+    y[i].mul_(2.0)
+
+
+def _row_of_a_row(y: Tensor, i: Any) -> None:
+    y[i][i] += 3.0
+
+
+def _column(y: Tensor, i: Any) -> None:
+    y[:, i] += y[i]
+
+
+def _written_before_and_after(y: Tensor, i: Any) -> None:
+    y[i] *= 2.0
+    y.add_(1.0)
+    y[i] -= 4.0
+
+
+def _entry(y: Tensor, i: Any) -> None:
+    y[i, :, None, i] = y[i, i][:, None]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        _added,
+        _added_to_itself,
+        _row_written,
+        _row_of_a_row,
+        _column,
+        _written_before_and_after,
+        _entry,
+    ],
+)
+def test_a_rank_writes_into_its_own_row(write: Callable[[Tensor, Any], None]) -> None:
+    def body(x: Tensor) -> Tensor:
         y = x.clone()
-        y[axis_index("tp")].add_(1)
-        return y
+        write(y, axis_index("tp"))
+        return y.sin()[None]
 
-    def into_tensor(x: Tensor) -> Tensor:
-        y = x.clone()
-        row = y[axis_index("tp") * 0]
-        y.mul_(2)
-        return row
+    def one(x: Tensor) -> Tensor:
+        found = []
+        for rank in range(4):
+            y = x.clone()
+            write(y, rank)
+            found.append(y.sin())
+        return torch.stack(found)
 
-    for body in (into_row, into_tensor):
-        text = rejection(body, X.detach(), in_specs=P(), out_specs=P("tp"))
-        assert "shares its memory with another value through an index that is a tensor" in text
+    assert_right(body, one, numbers(4, 4, 4), in_specs=P(), out_specs=P("tp"))
 
 
-def test_writing_at_a_place_given_by_two_tensors_is_refused() -> None:
+def _row_returned(y: Tensor) -> Tensor:
+    row = y[axis_index("tp") * 0]
+    y.mul_(2)
+    return row
+
+
+def _row_after_another_is_written(y: Tensor) -> Tensor:
+    first, second = y[axis_index("tp")], y[axis_index("tp") * 0]
+    first.add_(1)
+    return second * 2
+
+
+def _row_after_it_is_replaced(y: Tensor) -> Tensor:
+    row = y[axis_index("tp")]
+    y[axis_index("tp")] = row * 2
+    return row.sin()
+
+
+@pytest.mark.parametrize(
+    "body", [_row_returned, _row_after_another_is_written, _row_after_it_is_replaced]
+)
+def test_a_row_is_not_read_after_its_tensor_is_written(body: Callable[[Tensor], Tensor]) -> None:
+    text = rejection(lambda x: body(x.clone()), X.detach(), in_specs=P(), out_specs=P("tp"))
+    assert "a tensor is read after a write into the tensor that it is a part of" in text
+    assert text.splitlines()[-1] == "Fix: take it again after the write, or clone it before."
+
+
+def test_a_row_of_an_input_is_not_written() -> None:
+    def body(x: Tensor) -> Tensor:
+        x[axis_index("tp")] += 1
+        return x
+
+    text = rejection(body, X.detach(), in_specs=P(), out_specs=P("tp"))
+    assert "add_ writes into a tensor that is the input x" in text
+
+
+def test_a_write_at_a_number_and_other_positions_is_refused() -> None:
     def body(x: Tensor) -> Tensor:
         y = torch.zeros(4, 4)
-        y[axis_index("tp"), axis_index("tp")] = 1.0
+        y[axis_index("tp"), torch.arange(2)] = 1.0
         return y
 
     text = rejection(body, X.detach(), in_specs=P(), out_specs=P("tp"))
     assert text.splitlines() == [
-        "body: a write at a position that several tensors give is not known to the checker.",
+        "body: a write at a position that a number and other tensors give together is not known to "
+        "the checker.",
         f"  at test_indexing.py:{body.__code__.co_firstlineno + 2}: "
-        'y[axis_index("tp"), axis_index("tp")] = 1.0',
+        'y[axis_index("tp"), torch.arange(2)] = 1.0',
         "Fix: use index_put.",
     ]
 

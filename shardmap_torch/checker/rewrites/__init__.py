@@ -1,0 +1,1 @@
+"""Torch functions that take a number out of a tensor, interpreted as others that do not."""

@@ -1,0 +1,108 @@
+"""Rows that a tensor picks, and the tensors that they share memory with.
+
+`x[i]` with a tensor `i` is a view of `x` in a run. Interpreted it is a copy, since where it lies
+is not known. A write into the row is written back into `x`, and after any other write into `x`
+the row is stale: reading it is refused.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.ir.program import Equation, StorageType
+from shardmap_torch.checker.ir.symbolic import Numbers
+from shardmap_torch.core.functorch import base_of
+
+_READ_AGAIN: Final = (
+    "is read after a write into the tensor that it is a part of, at a position that a tensor gives"
+)
+
+
+class Host(Protocol):
+    """An interpreter, as the functions of this package see it."""
+
+    numbers: Numbers
+    batches: bool
+    rows: "Rows"
+
+    def storage_type(self, tensor: Tensor) -> StorageType:
+        """Returns the type of a tensor's storage."""
+
+
+@dataclass
+class _Row:
+    """Entries of `source` along `dim` at `index`, and what made the two as they are now."""
+
+    row: Tensor
+    source: Tensor
+    dim: int
+    index: Tensor
+    of_row: Equation | None
+    of_source: Equation | None
+
+
+class Rows:
+    """The rows that are copies here and views in a run."""
+
+    def __init__(self) -> None:
+        """There are none yet."""
+        self._rows: list[_Row] = []
+        self._taken: list[tuple[Tensor, Tensor, Any]] = []
+        self._stale: set[int] = set()
+
+    @property
+    def any(self) -> bool:
+        """Returns whether there are any."""
+        return bool(self._rows)
+
+    def explain_stale(self, storage: torch.UntypedStorage) -> str | None:
+        """Says why a storage must not be read any more, or None."""
+        return _READ_AGAIN if storage._cdata in self._stale else None
+
+    def pick(self, host: Host, source: Tensor, dim: int, index: Tensor) -> Tensor:
+        """Picks entries along a dim, which are kept the same as those of `source`."""
+        host.batches = False  # torch.func.vmap takes no number out of a tensor
+        row = source.index_select(dim, index)
+        from_, to = host.storage_type(source), host.storage_type(row)
+        to.read_only = from_.read_only
+        self._rows.append(_Row(row, source, dim, index, to.made, from_.made))
+        return row
+
+    def take(self, out: Tensor, source: Tensor, index: Any) -> Tensor:
+        """Remembers that `source[index]` is `out`."""
+        self._taken.append((out, source, index))
+        return out
+
+    def is_taken(self, out: Any, source: Tensor, index: Any) -> bool:
+        """Returns whether `source[index] = out` writes what is there, as `x[i] += 1` ends with."""
+        return any(
+            out is row and index is same and _memory(source) == _memory(of)
+            for row, of, same in self._taken
+        )
+
+    def follow_writes(self, host: Host) -> None:
+        """Writes rows back that have been written; marks those stale whose source has."""
+        for each in reversed(self._rows):  # a row of a row comes after it
+            if self._is_stale(each.row):
+                continue
+            if host.storage_type(each.row).made is not each.of_row:
+                each.source.index_copy_(each.dim, each.index, each.row)
+                each.of_row = host.storage_type(each.row).made
+                each.of_source = host.storage_type(each.source).made
+        for each in self._rows:
+            if self._is_stale(each.row):
+                continue
+            if self._is_stale(each.source) or (
+                host.storage_type(each.source).made is not each.of_source
+            ):
+                self._stale.add(_memory(each.row))
+
+    def _is_stale(self, tensor: Tensor) -> bool:
+        return _memory(tensor) in self._stale
+
+
+def _memory(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return int(base_of(tensor).untyped_storage()._cdata)

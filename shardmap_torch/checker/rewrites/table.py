@@ -1,0 +1,62 @@
+"""Every function that is interpreted as others, by what torch functions show of it."""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.nn import functional
+
+from shardmap_torch.checker.rewrites import indexing, ranges
+from shardmap_torch.checker.rewrites.aliases import Host
+
+Rewrite = Callable[..., Any]
+
+
+def one_hot(host: Host, x: Tensor, num_classes: int = -1) -> Any:
+    """Computes `one_hot` where a torch.func transform makes torch look for the largest class."""
+    transforms = {transform.key() for transform in retrieve_all_functorch_interpreters()}
+    is_asked = transforms and TransformType.Vmap not in transforms
+    if not is_asked or type(num_classes) is not int or num_classes < 0:
+        return NotImplemented
+    host.batches = False  # torch cannot look where torch.func.vmap batches it
+    classes = torch.arange(num_classes, device=x.device)
+    return (x.unsqueeze(-1) == classes).long()
+
+
+REWRITES: Final[Mapping[Any, Rewrite]] = {
+    Tensor.__getitem__: indexing.read,
+    Tensor.__setitem__: indexing.write,
+    functional.one_hot: one_hot,
+    **dict.fromkeys((torch.narrow, Tensor.narrow), ranges.narrow),
+    **dict.fromkeys((torch.select, Tensor.select), ranges.select),
+    **dict.fromkeys((torch.select_scatter, Tensor.select_scatter), ranges.select_scatter),
+    **dict.fromkeys((torch.slice_scatter, Tensor.slice_scatter), ranges.slice_scatter),
+}
+
+
+def rewritten(host: Host, func: Any) -> Any:
+    """Returns the function to call in place of `func`, which does the same."""
+    rewrite = REWRITES.get(func)
+    if rewrite is None:
+        return func
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = {_NAMES.get(name, name): value for name, value in kwargs.items()}
+        try:
+            signature(rewrite).bind(host, *args, **named)
+        except TypeError:
+            return func(*args, **kwargs)  # torch says what is wrong
+        out = rewrite(host, *args, **named)
+        return func(*args, **kwargs) if out is NotImplemented else out
+
+    return call
+
+
+_NAMES: Final = {"input": "x", "tensor": "x", "self": "x"}
+"""Names of the first argument."""

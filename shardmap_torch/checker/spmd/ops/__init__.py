@@ -1,0 +1,1 @@
+"""Sharding rules of operations that do more than go from entry to entry, by family."""

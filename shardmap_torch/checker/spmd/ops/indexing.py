@@ -1,0 +1,216 @@
+"""Sharding rules of reads and writes at positions, and of views of parts of a dim."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from shardmap_torch.checker.spmd.layout import (
+    ANY,
+    Dim,
+    ShardedTensor,
+    UnrelatedError,
+    axes_of,
+    broadcast,
+    counted,
+    step_of,
+    unsharded,
+)
+from shardmap_torch.checker.spmd.sharded import GATHER, NUMBER, WRAP, Sharded, Step, shards_of
+
+
+def count(step: Step) -> list[Sharded]:
+    """Lays out `arange`: of a sharded dim's size it counts the entries that a rank has.
+
+    Raises:
+        UnrelatedError: it starts or steps by another number on one device, or counts from
+            elsewhere than 0 to another end.
+    """
+    first, by = (step.arguments.get(name) for name in ("start", "step"))
+    differing = next(iter(step.unsharded_arguments), None)
+    if differing is not None:
+        if differing != "end" or first not in (None, 0) or type(by) not in (int, type(None)):
+            raise UnrelatedError(
+                f"its argument {differing} is {step.arguments[differing]} on a rank and "
+                f"{step.unsharded_arguments[differing]} on one device",
+                NUMBER,
+            )
+        return [Sharded((counted(1 if by is None else by),))]
+    ((_, whole),) = step.results
+    return [Sharded(tuple(map(unsharded, whole)))]
+
+
+def read(step: Step) -> list[Sharded]:
+    """Lays out `x[:, ids]`: the dims of the indices take the place of those that they index."""
+    x, indices = step.arguments["self"], step.arguments["indices"]
+    places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
+    found = _resolved(x, indices)
+    rank = max(len(index.global_shape) for index in found)
+    kept = [x.dims[dim] for dim in range(len(x.dims)) if dim not in places]
+    return [Sharded(tuple(_in_place(places, broadcast(found, rank), kept)))]
+
+
+def write(step: Step) -> list[Sharded]:
+    """Lays out `x[:, ids] = values`, which leaves the layout of `x` as it is."""
+    x, indices, values = (step.arguments[name] for name in ("self", "indices", "values"))
+    places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
+    if _is_mask(step):
+        return _masked(step)
+    found = _resolved(x, indices)
+    rank = max(len(index.global_shape) for index in found)
+    own = [
+        index.dims
+        for index, before in zip(found, shards_of(indices), strict=True)
+        if any(step_of(dim) is not None for dim in before.dims)
+    ]
+    picked = broadcast(found, rank)
+    for at, dim in enumerate(picked):
+        if axes_of(dim) and not any(_at(dims, at - rank) == dim for dims in own):
+            raise UnrelatedError(
+                "it writes at positions that are sharded, so that each rank writes some of the "
+                "entries only",
+                "gather the positions and the values first, with all_gather.",
+            )
+    kept = [x.dims[dim] for dim in range(len(x.dims)) if dim not in places]
+    _require_like(values, _in_place(places, picked, kept))
+    return [Sharded(x.dims)]
+
+
+def _at(dims: Sequence[Dim], index: int) -> Dim | None:
+    return dims[index] if len(dims) >= -index else None
+
+
+def _is_mask(step: Step) -> bool:
+    return any(x.dtype in (torch.bool, torch.uint8) for x in step.tensors_of("indices"))
+
+
+def _masked(step: Step) -> list[Sharded]:
+    """One value wherever a mask is true, which is sharded like what is written."""
+    x, indices, values = (step.arguments[name] for name in ("self", "indices", "values"))
+    places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
+    (at, *more), mask = places, shards_of(indices)[0]
+    if more or values.global_shape not in ((), (1,)):
+        raise UnrelatedError(
+            "where a mask is true it writes values of which each rank has as many as it needs",
+            "write one value, or use torch.where(mask, values, x).",
+        )
+    if mask.dims != x.dims[at : at + len(mask.dims)] or ANY in mask.dims:
+        raise UnrelatedError("the mask is not sharded like what it masks", GATHER)
+    return [Sharded(x.dims)]
+
+
+def _require_like(values: ShardedTensor, dims: Sequence[Dim]) -> None:
+    """Requires values that can be expanded to these dims without moving any.
+
+    Raises:
+        UnrelatedError: they are sharded in another way.
+    """
+    for at in range(1, len(values.dims) + 1):
+        if ANY in values.dims or (values.global_shape[-at] != 1 and values.dims[-at] != dims[-at]):
+            raise UnrelatedError(
+                "the values are not sharded like the entries that they are written to",
+                "convert them first, with convert(x, axis, src=R, dst=V, dim=...), or gather them.",
+            )
+
+
+def _resolved(x: ShardedTensor, indices: Sequence[object]) -> list[ShardedTensor]:
+    """The indices; one that counts a rank's own entries of a dim is sharded as that dim is.
+
+    Raises:
+        UnrelatedError: another one picks from a sharded dim.
+    """
+    found = []
+    for dim, index in enumerate(indices):
+        if not isinstance(index, ShardedTensor):
+            continue
+        own = [at for at, each in enumerate(index.dims) if step_of(each) is not None]
+        if own and _counts(x, dim, index, own[0]):
+            dims = tuple(x.dims[dim] if at in own else each for at, each in enumerate(index.dims))
+            found.append(replace(index, dims=dims))
+        elif own or x.dims[dim] == ANY or axes_of(x.dims[dim]):
+            raise UnrelatedError("it picks entries along a dim that is sharded", WRAP)
+        else:
+            found.append(index)
+    return found
+
+
+def _counts(x: ShardedTensor, dim: int, index: ShardedTensor, at: int) -> bool:
+    """Returns whether an index counts all entries of a dim of which the ranks have shards."""
+    sizes = index.local[at], index.global_shape[at]
+    return (
+        step_of(index.dims[at]) == 1
+        and sizes == (x.local[dim], x.global_shape[dim])
+        and bool(axes_of(x.dims[dim]))
+        and all(size == 1 for other, size in enumerate(index.global_shape) if other != at)
+    )
+
+
+def _in_place(places: Sequence[int], picked: Sequence[Dim], kept: Sequence[Dim]) -> list[Dim]:
+    """Puts the dims of the indices where torch does: in place of adjacent ones, else in front."""
+    adjacent = [*places] == list(range(places[0], places[0] + len(places)))
+    front = places[0] if adjacent else 0
+    return [*kept[:front], *picked, *kept[front:]]
+
+
+# ------------------------------------------------------------------------ parts of a dim
+
+
+def _require_all(x: ShardedTensor, dim: int) -> int:
+    dim %= len(x.dims)
+    if axes_of(x.dims[dim]) or x.dims[dim] == ANY or step_of(x.dims[dim]) is not None:
+        raise UnrelatedError(f"it takes dim {dim} apart, which is sharded", GATHER)
+    return dim
+
+
+def select(step: Step) -> list[Sharded]:
+    """Lays out `x[0]` and `x.unbind()`: one dim, which must be unsharded, is gone."""
+    (x,) = step.shards
+    dim = _require_all(x, step.arguments["dim"])
+    return [Sharded((*x.dims[:dim], *x.dims[dim + 1 :])) for _ in step.results]
+
+
+def split(step: Step) -> list[Sharded]:
+    """Lays out parts of a dim, which must be unsharded."""
+    (x,) = step.shards
+    dim = _require_all(x, step.arguments["dim"])
+    return [
+        Sharded((*x.dims[:dim], unsharded(whole[dim]), *x.dims[dim + 1 :]))
+        for _, whole in step.results
+    ]
+
+
+def diagonal(step: Step) -> list[Sharded]:
+    """Lays out a diagonal of two dims, which must be unsharded."""
+    (x,) = step.shards
+    taken = [_require_all(x, step.arguments[name]) for name in ("dim1", "dim2")]
+    ((_, whole),) = step.results
+    kept = [each for dim, each in enumerate(x.dims) if dim not in taken]
+    return [Sharded((*kept, unsharded(whole[-1])))]
+
+
+def windows(step: Step) -> list[Sharded]:
+    """Lays out `x.unfold(dim, size, step)`: windows over a dim, which must be unsharded."""
+    (x,) = step.shards
+    dim = _require_all(x, step.arguments["dimension"])
+    ((_, whole),) = step.results
+    inner = unsharded(whole[-1])
+    return [Sharded((*x.dims[:dim], unsharded(whole[dim]), *x.dims[dim + 1 :], inner))]
+
+
+def unsqueeze(step: Step) -> list[Sharded]:
+    """Lays out a tensor with a dim of size 1 put in."""
+    (x,) = step.shards
+    dim = step.arguments["dim"] % (len(x.dims) + 1)
+    return [Sharded((*x.dims[:dim], (), *x.dims[dim:]))]
+
+
+def search(step: Step) -> list[Sharded]:
+    """Lays out `searchsorted`: each value is looked up in all of a sorted sequence."""
+    sequence, x = step.arguments["sorted_sequence"], step.arguments["self"]
+    _require_all(sequence, -1)
+    sorter = step.arguments["sorter"]
+    if isinstance(sorter, ShardedTensor) and sorter.dims != sequence.dims:
+        raise UnrelatedError("its sorter is not sharded like the sequence", GATHER)
+    if len(sequence.dims) > 1 and (ANY in x.dims or sequence.dims[:-1] != x.dims[:-1]):
+        raise UnrelatedError("rows of the sequence are not sharded like those of values", GATHER)
+    return [Sharded(x.dims)]

@@ -1,0 +1,261 @@
+"""Reads and writes at positions on shards, against one device."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import P, ShardTypeError, check_program, shard_map
+from tests.checker.support.one_device import RANKS, assert_is_one_device, numbers
+
+Body = Callable[..., Tensor]
+
+X: Final = numbers(4, 6, 8)
+IDS: Final = torch.tensor([1, 4])
+TARGETS: Final = torch.tensor([5, 0, 3, 3])
+POSITIVE: Final = numbers(4, 6, 8) > 0
+
+
+def assign(x: Tensor, ids: Tensor, values: Any) -> Tensor:
+    x = x.clone()
+    x[:, ids] = values
+    return x
+
+
+def increment(x: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, ids] += values
+    return x
+
+
+def targets(x: Tensor, at: Tensor) -> Tensor:
+    return x[torch.arange(x.shape[0]), at]
+
+
+def targets_of_two(x: Tensor, at: Tensor) -> Tensor:
+    return x[torch.arange(x.shape[0])[:, None], torch.stack([at, at - 1], 1)].sin()
+
+
+def counted_columns(x: Tensor, at: Tensor) -> Tensor:
+    """Picks a row for each column."""
+    return x[at, torch.arange(x.shape[1])].cos()
+
+
+def assign_targets(x: Tensor, at: Tensor, values: Tensor) -> Tensor:
+    x = x * 1
+    x[torch.arange(x.shape[0]), at] = values
+    return x
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    x = x.clone()
+    x[mask] = 0.5
+    return x * x
+
+
+def in_place(x: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    x = x.clone()
+    x.index_add_(1, ids, values).index_fill_(1, ids[:1], 2.0)
+    return x.index_copy_(1, ids.flip(0), values)
+
+
+def rows(x: Tensor) -> Tensor:
+    first, *others = x
+    y: Tensor = first + sum(others) * others[0]
+    return y
+
+
+def of_a_batch_of_one(x: Tensor, values: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 1:3] = values
+    x[0] = 0.25
+    return x
+
+
+RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
+    "assigned": (assign, (X, IDS, numbers(4, 2, 8)), (P("a"), P(), P("a")), P("a")),
+    "assigned by columns": (
+        assign,
+        (X, IDS, numbers(2, 8)),
+        (P("a", None, "b"), P(), P(None, "b")),
+        P("a", None, "b"),
+    ),
+    "assigned where a rank has one row": (
+        assign,
+        (X[:2], IDS, numbers(2, 2, 8)),
+        (P("a"), P(), P("a")),
+        P("a"),
+    ),
+    "a number": (
+        lambda x, ids: assign(x, ids, 2.0),
+        (X, IDS),
+        (P("a", None, "b"), P()),
+        P("a", None, "b"),
+    ),
+    "incremented": (increment, (X, IDS, numbers(4, 2, 8)), (P("a"), P(), P("a")), P("a")),
+    "targets": (targets, (X, TARGETS), (P("a", None, "b"), P("a")), P("a", "b")),
+    "two targets": (targets_of_two, (X, TARGETS), (P("a"), P("a")), P("a")),
+    "a row for each column": (
+        counted_columns,
+        (X[:, :4], TARGETS % 4),
+        (P(None, "a"), P("a")),
+        P("a"),
+    ),
+    "assigned targets": (
+        assign_targets,
+        (X, TARGETS, numbers(4, 8)),
+        (P("a", None, "b"), P("a"), P("a", "b")),
+        P("a", None, "b"),
+    ),
+    "masked": (masked, (X, POSITIVE), (P("a", "b"), P("a", "b")), P("a", "b")),
+    "rows masked": (masked, (X, POSITIVE[:, 0, 0]), (P("a", "b"), P("a")), P("a", "b")),
+    "in place": (in_place, (X, IDS, numbers(4, 2, 8)), (P("a"), P(), P("a")), P("a")),
+    "rows": (rows, (X,), (P(None, "a"),), P("a")),
+    "of a batch of one": (
+        of_a_batch_of_one,
+        (X[:2], numbers(2, 2, 8)),
+        (P(None, None, "a"), P(None, None, "a")),
+        P(None, None, "a"),
+    ),
+    "diagonals": (lambda x: x.diagonal(0, 1, 2).cos(), (X,), (P("a"),), P("a")),
+    "windows": (lambda x: x.unfold(1, 3, 2).sin(), (X,), (P("a", None, "b"),), P("a", None, "b")),
+    "chunks": (lambda x: sum(x.chunk(3, 1), x[:, :2]), (X,), (P("a"),), P("a")),
+    "searched": (
+        lambda x: torch.searchsorted(torch.linspace(-1.0, 1.0, 5, dtype=x.dtype), x),
+        (X.detach(),),
+        (P("a"),),
+        P("a"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_positions_in_shards_are_those_of_one_device(name: str) -> None:
+    assert_is_one_device(*RIGHT[name])
+
+
+def counted(x: Tensor, table: Tensor) -> Tensor:
+    """Takes the first rows for those of this rank's positions."""
+    return x + table[torch.arange(x.shape[0])][:, None]
+
+
+def counted_added(x: Tensor) -> Tensor:
+    return x + torch.arange(x.shape[0])[:, None, None]
+
+
+def counted_backwards(x: Tensor, at: Tensor) -> Tensor:
+    return x[torch.arange(x.shape[0]).flip(0), at]
+
+
+def counted_from_one(x: Tensor, at: Tensor) -> Tensor:
+    return x[torch.arange(1, x.shape[0] + 1) - 1, at]
+
+
+def rows_in_reverse(x: Tensor) -> Tensor:
+    return torch.stack(x.unbind(0)[::-1])
+
+
+WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
+    "a row of a sharded stack": (
+        lambda x: x[0] * x,
+        (X,),
+        (P("a"),),
+        P("a"),
+        "takes dim 0 apart, which is sharded",
+    ),
+    "iteration over a sharded stack": (
+        rows_in_reverse,
+        (X,),
+        (P("a"),),
+        P("a"),
+        "it gives 2 tensors on a rank and 4 on one device",
+    ),
+    "chunks of shards": (
+        lambda x: torch.cat(x.chunk(2)[::-1]),
+        (X,),
+        (P("a"),),
+        P("a"),
+        "on one device",
+    ),
+    "assigned to a sharded dim": (
+        assign,
+        (X, IDS, numbers(4, 2, 8)),
+        (P(None, "a"), P(), P()),
+        P(None, "a"),
+        "picks entries along a dim that is sharded",
+    ),
+    "values of all ranks": (
+        lambda x, ids, v: assign(x, ids, v[:, :1]),
+        (X, torch.tensor([1]), numbers(4, 2, 4)),
+        (P(None, None, "a"), P(), P()),
+        P(None, None, "a"),
+        "values are not sharded like the entries|takes a part of dim",
+    ),
+    "positions that ranks share out": (
+        assign,
+        (X, IDS, numbers(4, 2, 8)),
+        (P("b"), P("a"), P("b", "a")),
+        P("b"),
+        "positions that are sharded",
+    ),
+    "a mask that is not sharded": (
+        lambda x, mask: masked(x, mask[: x.shape[0]]),
+        (X, POSITIVE),
+        (P("a"), P()),
+        P("a"),
+        "takes a part of dim 0|not sharded like what it masks",
+    ),
+    "positions counted in a table": (
+        counted,
+        (X[..., 0], numbers(4)),
+        (P("a"), P()),
+        P("a"),
+        "picks entries along a dim that is sharded",
+    ),
+    "positions added": (counted_added, (X,), (P("a"),), P("a"), "counts the entries that a rank"),
+    "positions counted backwards": (
+        counted_backwards,
+        (X, TARGETS),
+        (P("a"), P("a")),
+        P("a"),
+        "counts the entries that a rank",
+    ),
+    "positions from one on": (
+        counted_from_one,
+        (X, TARGETS),
+        (P("a"), P("a")),
+        P("a"),
+        "its argument end is 3 on a rank and 5 on one device",
+    ),
+    "in place at sharded positions": (
+        lambda x, ids, v: x.clone().index_copy_(1, ids, v),
+        (X, IDS, numbers(4, 2, 8)),
+        (P(None, "a"), P(), P()),
+        P(None, "a"),
+        "does not give shards of the result",
+    ),
+    "windows over a sharded dim": (
+        lambda x: x.unfold(1, 2, 1),
+        (X,),
+        (P(None, "a"),),
+        P(None, "a"),
+        "takes dim 1 apart, which is sharded",
+    ),
+    "searched in a shard": (
+        lambda s, x: torch.searchsorted(s, x),
+        (numbers(8).sort().values, X),
+        (P("a"), P()),
+        P(),
+        "takes dim 0 apart, which is sharded|varies over it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_positions_that_mean_others_on_one_device_are_refused(name: str) -> None:
+    body, args, in_specs, out_specs, text = WRONG[name]
+    mapped = shard_map(body, mesh=RANKS, in_specs=in_specs, out_specs=out_specs, check="global")
+    with pytest.raises(ShardTypeError, match=text):
+        check_program(mapped, *args)

@@ -1,0 +1,45 @@
+"""Holds a body under check="global" against the same body where every axis has one rank."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch import Mesh, P, make_mesh, shard_map
+
+AXES: Final = ("a", "b")
+RANKS: Final = make_mesh((2, 2), AXES, kind="simulated", simulate="ranks")
+ONE: Final = make_mesh((1, 1), AXES, kind="simulated", simulate="ranks")
+
+
+def numbers(*shape: int) -> Tensor:
+    """Makes numbers that are none of each other's."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def assert_is_one_device(
+    body: Callable[..., Any],
+    args: Sequence[Tensor],
+    in_specs: Any,
+    out_specs: P,
+    ranks: Mesh = RANKS,
+) -> None:
+    """Requires that ranks give the value and the gradients that one device gives."""
+    found = _outcome(body, args, in_specs, out_specs, ranks)
+    for actual, expected in zip(found, _outcome(body, args, in_specs, out_specs, ONE), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def _outcome(
+    body: Callable[..., Any], args: Sequence[Tensor], in_specs: Any, out_specs: P, mesh: Mesh
+) -> list[Tensor]:
+    check: Any = "global" if mesh is not ONE else True
+    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
+    y = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)(*leaves)
+    smooth = [x for x in leaves if x.requires_grad]
+    if not y.requires_grad:
+        return [y]
+    weights = torch.linspace(0.5, 2.0, y.numel(), dtype=y.dtype).reshape(y.shape)
+    return [y, *torch.autograd.grad((y * weights).sum(), smooth, materialize_grads=True)]
