@@ -181,7 +181,7 @@ WRONG = [
     (heads_of_local_number, P("dp"), "view is not what it is on one device"),
     (heads_of_local_size, P("dp"), "on one device the body fails"),
     (features_before_heads, P("dp"), "has size 4 on a rank and would have 4 on one device"),
-    (positions_not_offset, P("dp"), "end is 4 on a rank and 8 on one device"),
+    (positions_not_offset, P("dp"), "counts the entries that a rank has"),
     (sum_of_shards, P("dp"), "not a pending sum but sharded along dim 1"),
     (gathered_along_another_dim, P("dp"), "puts dim 0 together over 'tp'"),
     (wrong_features_paired, P("dp"), "get the values of other ranks' shards"),

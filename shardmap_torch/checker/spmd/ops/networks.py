@@ -35,7 +35,10 @@ def convolve(step: Step) -> list[Sharded]:
     x, weight, bias = (step.arguments[name] for name in ("input", "weight", "bias"))
     if any(map(_is_shared, [*x.dims[2:], *weight.dims[2:]])):
         raise UnrelatedError("the kernel goes over a dim that is sharded", _HALO)
-    group = step.arguments["groups"], step.unsharded_arguments.get("groups", step.arguments["groups"])
+    group = (
+        step.arguments["groups"],
+        step.unsharded_arguments.get("groups", step.arguments["groups"]),
+    )
     x_group, x_inner = _grouped(x, 1, group)
     group_dim, first = _grouped(weight, 0, group)
     outside, inside = (
@@ -178,7 +181,9 @@ def _bags(indices: ShardedTensor, offsets: ShardedTensor, step: Step) -> Dim:
         if any(map(_is_shared, [*indices.dims, *offsets.dims])):
             raise UnrelatedError("its bags are sharded, and of sizes that may differ", WRAP)
         return unsharded(step.results[0][1][0])
-    if step.arguments["include_last_offset"] or indices.global_shape != (offsets.global_shape[0] * size,):
+    if step.arguments["include_last_offset"] or indices.global_shape != (
+        offsets.global_shape[0] * size,
+    ):
         raise UnrelatedError("its bags are not all of one size", WRAP)
     bags, inner = reshape(indices, (offsets.global_shape[0], size))
     if ANY in (bags, inner) or axes_of(inner) or inner != unsharded(size):
