@@ -36,8 +36,8 @@ def count(step: Step) -> list[Sharded]:
                 NUMBER,
             )
         return [Sharded((counted(1 if by is None else by),))]
-    ((_, whole),) = step.results
-    return [Sharded(tuple(map(unsharded, whole)))]
+    ((_, global_shape),) = step.results
+    return [Sharded(tuple(map(unsharded, global_shape)))]
 
 
 def read(step: Step) -> list[Sharded]:
@@ -174,27 +174,27 @@ def split(step: Step) -> list[Sharded]:
     (x,) = step.shards
     dim = _require_all(x, step.arguments["dim"])
     return [
-        Sharded((*x.dims[:dim], unsharded(whole[dim]), *x.dims[dim + 1 :]))
-        for _, whole in step.results
+        Sharded((*x.dims[:dim], unsharded(global_shape[dim]), *x.dims[dim + 1 :]))
+        for _, global_shape in step.results
     ]
 
 
 def diagonal(step: Step) -> list[Sharded]:
     """Lays out a diagonal of two dims, which must be unsharded."""
     (x,) = step.shards
-    taken = [_require_all(x, step.arguments[name]) for name in ("dim1", "dim2")]
-    ((_, whole),) = step.results
-    kept = [each for dim, each in enumerate(x.dims) if dim not in taken]
-    return [Sharded((*kept, unsharded(whole[-1])))]
+    digits_taken = [_require_all(x, step.arguments[name]) for name in ("dim1", "dim2")]
+    ((_, global_shape),) = step.results
+    kept = [each for dim, each in enumerate(x.dims) if dim not in digits_taken]
+    return [Sharded((*kept, unsharded(global_shape[-1])))]
 
 
 def windows(step: Step) -> list[Sharded]:
     """Lays out `x.unfold(dim, size, step)`: windows over a dim, which must be unsharded."""
     (x,) = step.shards
     dim = _require_all(x, step.arguments["dimension"])
-    ((_, whole),) = step.results
-    inner = unsharded(whole[-1])
-    return [Sharded((*x.dims[:dim], unsharded(whole[dim]), *x.dims[dim + 1 :], inner))]
+    ((_, global_shape),) = step.results
+    inner = unsharded(global_shape[-1])
+    return [Sharded((*x.dims[:dim], unsharded(global_shape[dim]), *x.dims[dim + 1 :], inner))]
 
 
 def unsqueeze(step: Step) -> list[Sharded]:

@@ -137,20 +137,23 @@ def batch_norm(step: Step) -> list[Sharded]:
         each = step.arguments.get(name)
         if isinstance(each, ShardedTensor) and each.dims != (x.dims[1],):
             raise UnrelatedError(f"its {name} is not sharded like the channels", _SHARD)
-    saved = [(x.dims[1] if whole != (0,) else unsharded(0),) for _, whole in step.results[1:]]
+    saved = [
+        (x.dims[1] if global_shape != (0,) else unsharded(0),)
+        for _, global_shape in step.results[1:]
+    ]
     return [Sharded(x.dims), *map(Sharded, saved)]
 
 
 def patches(step: Step) -> list[Sharded]:
     """Lays out `im2col`: each channel of each sample is taken apart into patches."""
     (x,) = step.shards
-    ((_, whole),) = step.results
+    ((_, global_shape),) = step.results
     if any(map(_is_shared, x.dims[-2:])) or ANY in x.dims:
         raise UnrelatedError("the patches go over a dim that is sharded", _HALO)
     *samples, channels, _, _ = x.dims
     size = prod(step.arguments["kernel_size"])
-    taken = tuple(merged([*channels, *unsharded(size)]))
-    return [Sharded((*samples, taken, unsharded(whole[-1])))]
+    digits_taken = tuple(merged([*channels, *unsharded(size)]))
+    return [Sharded((*samples, digits_taken, unsharded(global_shape[-1])))]
 
 
 def embed_bags(step: Step) -> list[Sharded]:
@@ -170,7 +173,7 @@ def embed_bags(step: Step) -> list[Sharded]:
     if len(bags) > 1 and bags != unsharded(result[0]) and not axes_of(bags):
         raise UnrelatedError(_UNKNOWN_SIZE)
     # What it notes for its backward must not be used for anything else.
-    notes: list[Sequence[Dim]] = [[counted(1)] * len(whole) for _, whole in others]
+    notes: list[Sequence[Dim]] = [[counted(1)] * len(global_shape) for _, global_shape in others]
     return [Sharded((bags, weight.dims[1])), *(Sharded(tuple(dims)) for dims in notes)]
 
 
