@@ -1,6 +1,7 @@
 """Reads and checks the arguments that the public collectives share: axes, types, dims, sizes."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from shardmap_torch.collectives.moves import MOVES
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import Scope, scope_of
+from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.tree import Tree, flatten, map_leaves, unflatten
 from shardmap_torch.errors import CollectiveError, show
 from shardmap_torch.types import AxisType, TypeLike, as_type
@@ -125,20 +127,38 @@ def check_length(name: str, word: str, length: int, expected: int, why: str) -> 
         raise CollectiveError(f"{name}: {word} has size {length}, not {expected}, {why}.")
 
 
-def check_comm_dtype(collective: Collective) -> Collective:
-    """Requires floating dtypes, and a named one where the backward adds in reduced precision."""
-    for word in ("comm_dtype", "grad_comm_dtype"):
+def check_dtypes(collective: Collective) -> Collective:
+    """Requires that the dtypes of a collective are floating ones."""
+    for word in ("comm_dtype", "grad_comm_dtype", "out_dtype"):
         dtype = getattr(collective, word)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise CollectiveError(f"{collective.name}: {word}={show(dtype)} is no floating dtype.")
-    if collective.comm_dtype is not None and collective.grad_comm_dtype is None:
-        back = collective.transpose
-        if MOVES[back.move].adds:
-            raise CollectiveError(
-                f"{collective.name}: with comm_dtype={collective.comm_dtype} its backward, "
-                f"{back.name}, adds over ranks as well; name its precision with grad_comm_dtype=."
-            )
     return collective
+
+
+def for_operand(collective: Collective, x: Tensor) -> Collective:
+    """The collective with its dtypes held against its operand's.
+
+    Where a gradient flows and the backward adds as well, a reduced precision of the forward asks
+    for one of the backward: nobody should have to guess it.
+    """
+    if collective.comm_dtype is None and collective.out_dtype is None:
+        return collective
+    reduced = collective.comm_dtype not in (None, x.dtype) and collective.grad_comm_dtype is None
+    if reduced and can_receive_gradient(x) and MOVES[collective.transpose.move].adds:
+        raise CollectiveError(
+            f"{collective.name}: with comm_dtype={collective.comm_dtype} its backward, "
+            f"{collective.transpose.name}, adds over ranks as well; name its precision with "
+            "grad_comm_dtype=."
+        )
+    if collective.out_dtype is None:
+        return collective
+    if not x.is_floating_point():
+        raise CollectiveError(
+            f"{collective.name}: out_dtype={collective.out_dtype} needs a floating operand, not "
+            f"{x.dtype}."
+        )
+    return replace(collective, in_dtype=x.dtype)
 
 
 def shown(axes: tuple[str, ...]) -> str:

@@ -10,13 +10,16 @@ from torch import Tensor
 from shardmap_torch.collectives.autograd import issue
 from shardmap_torch.collectives.bundle import issue_all
 from shardmap_torch.collectives.operations import Collective, collective_of
-from shardmap_torch.collectives.table import lookup
+from shardmap_torch.collectives.protocol import is_checker
+from shardmap_torch.collectives.scope import Scope
+from shardmap_torch.collectives.table import TABLE, Row, lookup
 from shardmap_torch.core.caching import memo
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import (
     Axis,
     all_leaves,
     check_divides,
+    check_dtypes,
     each_leaf,
     read_axes,
     read_dim,
@@ -28,7 +31,15 @@ from shardmap_torch.types import AxisType, TypeLike, V, as_type
 X = TypeVar("X")
 
 
-def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None = None) -> X:
+def convert(
+    x: X,
+    axis: Axis,
+    *,
+    src: TypeLike,
+    dst: TypeLike,
+    dim: int | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+) -> X:
     """Changes the type along `axis` and keeps the global value. Communicates nothing.
 
     | src -> dst | forward | backward |
@@ -39,6 +50,7 @@ def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None =
     | R -> I | nothing | kept on rank 0, zero elsewhere |
     | R -> V | this rank's slice along `dim` | padded with zeros to the full size |
     | V -> Partial | padded with zeros along `dim` to the full size | this rank's slice |
+    | any type to itself | nothing; the checker requires the type | nothing |
 
     Shape: unchanged but for `dim`, which slicing divides by n and padding multiplies by n.
 
@@ -48,6 +60,7 @@ def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None =
         src: the type that x has.
         dst: the type that it gets.
         dim: the dimension that V shards; needed if only one of src and dst is V.
+        grad_comm_dtype: dtype in which the cotangents are sent and are added, if any are: from I.
 
     Raises:
         CollectiveError: outside a body, unknown axis, no such conversion, a size that does not
@@ -64,12 +77,16 @@ def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None =
         tensor([0., 1., 2., 3.])
     """
     axes, scope = read_axes("convert", axis)
+    source, target = as_type(src), as_type(dst)
+    if source == target:
+        return _unchanged("convert", scope, x, axes, source)
     if dim is None:
-        collective = _conversion("convert", as_type(src), as_type(dst), axes)
+        collective = _conversion("convert", source, target, axes, grad_comm_dtype)
         if isinstance(x, Tensor):
             return issue(scope, collective, x)  # type: ignore[return-value]  # X is Tensor here
         return all_leaves("convert", x, partial(issue_all, scope, collective))
-    row = lookup("convert", as_type(src), as_type(dst))
+    row = lookup("convert", source, target)
+    arguments = _back_in(row, grad_comm_dtype)
     reshards = row.move in _ALONG_A_DIM
     num_ranks = scope.backend.mesh.num_ranks(axes)
 
@@ -77,7 +94,8 @@ def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None =
         at = read_dim("convert", "dim", dim, leaf.ndim) if reshards else 0
         if row.move == "slice":
             check_divides("convert", "dim", leaf.shape[at], axes, num_ranks)
-        return issue(scope, collective_of(row.name, row.src, row.dst, axes, dim=at), leaf)
+        collective = collective_of(row.name, row.src, row.dst, axes, dim=at, **arguments)
+        return issue(scope, check_dtypes(collective), leaf)
 
     return each_leaf("convert", x, one)
 
@@ -85,13 +103,40 @@ def convert(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike, dim: int | None =
 _ALONG_A_DIM: Final = ("slice", "pad")
 
 
+def _unchanged(name: str, scope: Scope, x: X, axes: tuple[str, ...], axis_type: AxisType) -> X:
+    """A value that already has the type, which only the checker can see."""
+    backend = scope.backend
+    if not is_checker(backend):
+        return x
+
+    def one(leaf: Tensor) -> Tensor:
+        backend.require(name, axes, _plain(axis_type), leaf)
+        return leaf
+
+    return each_leaf(name, x, one)
+
+
+def _back_in(row: Row, grad_comm_dtype: torch.dtype | None) -> dict[str, Any]:
+    """Rounds what travels in the backward, and nothing where nothing does."""
+    if grad_comm_dtype is None or TABLE[row.transpose].sent == "0":
+        return {}
+    return {"grad_comm_dtype": grad_comm_dtype}
+
+
 @memo
-def _conversion(name: str, src: AxisType, dst: AxisType, axes: tuple[str, ...]) -> Collective:
+def _conversion(
+    name: str,
+    src: AxisType,
+    dst: AxisType,
+    axes: tuple[str, ...],
+    grad_comm_dtype: torch.dtype | None = None,
+) -> Collective:
     """Returns a conversion that needs no dim; the same object for the same arguments."""
     row = lookup(name, src, dst)
     if row.move in _ALONG_A_DIM:
         raise CollectiveError(f"convert from {row.src} to {row.dst} needs dim=.")
-    return collective_of(row.name, row.src, row.dst, axes)
+    arguments = _back_in(row, grad_comm_dtype)
+    return check_dtypes(collective_of(row.name, row.src, row.dst, axes, **arguments))
 
 
 def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
@@ -136,6 +181,7 @@ def redistribute(
     dst: TypeLike,
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> X:
     """Changes the type along `axis` by the collective or conversion that keeps the global value.
 
@@ -149,7 +195,8 @@ def redistribute(
         src: the type that x has.
         dst: the type that it gets.
         comm_dtype: dtype in which the values are sent, if any are.
-        grad_comm_dtype: dtype in which the cotangents are sent and added.
+        grad_comm_dtype: dtype in which the cotangents are sent and are added, if any are.
+        out_dtype: dtype of the result.
 
     Raises:
         CollectiveError: outside a body, unknown axis, or no path from src to dst.
@@ -166,28 +213,40 @@ def redistribute(
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    read_axes("redistribute", axis)
+    axes, scope = read_axes("redistribute", axis)
     source, target = as_type(src), as_type(dst)
-    if source == target and source != V:
-        return x
     if V in (source, target):
         raise CollectiveError(
             f"redistribute from {source} to {target}: V does not say how the ranks' values are put "
             "together; name the dim with S(dim)."
         )
-    row = _COLLECTIVES.get((source.kind, target.kind))
-    if row is None:
-        dim = source.dim if source.dim is not None else target.dim
-        return convert(x, axis, src=_plain(source), dst=_plain(target), dim=dim)
-    collective, arguments = row
-    result: X = collective(
-        x,
-        axis,
-        **arguments(source, target),
-        comm_dtype=comm_dtype,
-        grad_comm_dtype=grad_comm_dtype,
-    )
-    return result
+    dtypes = {
+        "comm_dtype": comm_dtype,
+        "grad_comm_dtype": grad_comm_dtype,
+        "out_dtype": out_dtype,
+    }
+    move = _COLLECTIVES.get((source.kind, target.kind))
+    if move is not None:
+        collective, arguments = move
+        moved: X = collective(x, axis, **arguments(source, target), **dtypes)
+        return moved
+    if source == target:
+        moved = _unchanged("redistribute", scope, x, axes, source)
+    else:
+        moved = convert(
+            x,
+            axis,
+            src=_plain(source),
+            dst=_plain(target),
+            dim=source.dim if source.dim is not None else target.dim,
+            grad_comm_dtype=grad_comm_dtype,
+        )
+    return moved if out_dtype is None else each_leaf("redistribute", moved, _to(out_dtype))
+
+
+def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Casts, where nothing travels."""
+    return lambda x: x.to(dtype)
 
 
 def _plain(kind: AxisType) -> AxisType:
@@ -216,7 +275,7 @@ def _move_shards(x: X, axis: Axis, *, split_dim: int, concat_dim: int, **dtypes:
     def one(leaf: Tensor) -> Tensor:
         split = read_dim("redistribute", "dst dim", split_dim, leaf.ndim)
         if split == read_dim("redistribute", "src dim", concat_dim, leaf.ndim):
-            return leaf
+            return leaf if dtypes["out_dtype"] is None else leaf.to(dtypes["out_dtype"])
         return all_to_all(leaf, axis, split_dim=split_dim, concat_dim=concat_dim, **dtypes)
 
     return each_leaf("redistribute", x, one)

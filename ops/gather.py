@@ -11,11 +11,12 @@ from shardmap_torch.collectives.operations import collective_of
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import (
     Axis,
-    check_comm_dtype,
+    check_dtypes,
     check_length,
     check_sizes,
     check_tiled,
     each_leaf,
+    for_operand,
     read_axes,
     read_dim,
     read_type,
@@ -37,6 +38,7 @@ def all_gather(
     sizes: Sequence[int] | None = None,
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> X:
     """Concatenates the values of all ranks of `axis` along `dim`; every rank gets the result.
 
@@ -53,7 +55,9 @@ def all_gather(
         tiled: whether to concatenate along an existing dim; otherwise stacks along a new one.
         sizes: unpadded length of each rank's shard, if they differ.
         comm_dtype: dtype in which the values are sent.
-        grad_comm_dtype: dtype in which the cotangents are sent and added.
+        grad_comm_dtype: dtype in which the cotangents are sent and are added; needed beside a
+            `comm_dtype` that rounds, where a gradient flows and the backward adds.
+        out_dtype: dtype of the result.
 
     Raises:
         CollectiveError: outside a body, unknown axis, or dims and sizes that do not match.
@@ -87,8 +91,9 @@ def all_gather(
             sizes=lengths,
             comm_dtype=comm_dtype,
             grad_comm_dtype=grad_comm_dtype,
+            out_dtype=out_dtype,
         )
-        return issue(scope, check_comm_dtype(collective), leaf)
+        return issue(scope, for_operand(check_dtypes(collective), leaf), leaf)
 
     return each_leaf("all_gather", x, one)
 
@@ -104,6 +109,7 @@ def all_to_all(
     concat_sizes: Sequence[int] | None = None,
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> X:
     """Splits each rank's value along `split_dim`, sends block j to rank j, and joins what arrives.
 
@@ -127,6 +133,7 @@ def all_to_all(
         concat_sizes: unpadded length, along `concat_dim`, of each rank's operand.
         comm_dtype: dtype in which the values are sent.
         grad_comm_dtype: dtype in which the cotangents are sent.
+        out_dtype: dtype of the result.
 
     Raises:
         CollectiveError: outside a body, unknown axis, or dims and sizes that do not match.
@@ -173,8 +180,9 @@ def all_to_all(
             concat_sizes=concats,
             comm_dtype=comm_dtype,
             grad_comm_dtype=grad_comm_dtype,
+            out_dtype=out_dtype,
         )
-        return issue(scope, check_comm_dtype(collective), leaf)
+        return issue(scope, for_operand(check_dtypes(collective), leaf), leaf)
 
     return each_leaf("all_to_all", x, one)
 
@@ -221,7 +229,7 @@ def broadcast(
         raise CollectiveError(
             f"broadcast: source={source!r} is none of the {num_ranks} ranks of {shown(axes)}."
         )
-    collective = check_comm_dtype(
+    collective = check_dtypes(
         collective_of(
             "broadcast",
             V,
@@ -232,7 +240,7 @@ def broadcast(
             grad_comm_dtype=grad_comm_dtype,
         )
     )
-    return each_leaf("broadcast", x, lambda leaf: issue(scope, collective, leaf))
+    return each_leaf("broadcast", x, lambda leaf: issue(scope, for_operand(collective, leaf), leaf))
 
 
 def _check_padded(

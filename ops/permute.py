@@ -10,8 +10,9 @@ from shardmap_torch.collectives.operations import collective_of
 from shardmap_torch.errors import CollectiveError, show
 from shardmap_torch.ops.arguments import (
     Axis,
-    check_comm_dtype,
+    check_dtypes,
     each_leaf,
+    for_operand,
     read_axes,
     read_items,
     shown,
@@ -57,7 +58,7 @@ def ppermute(
     """
     axes, scope = read_axes("ppermute", axis)
     pairs = _read_pairs(perm, axes, scope.backend.mesh.num_ranks(axes))
-    collective = check_comm_dtype(
+    collective = check_dtypes(
         collective_of(
             "ppermute",
             V,
@@ -68,7 +69,7 @@ def ppermute(
             grad_comm_dtype=grad_comm_dtype,
         )
     )
-    return each_leaf("ppermute", x, lambda leaf: issue(scope, collective, leaf))
+    return each_leaf("ppermute", x, lambda leaf: issue(scope, for_operand(collective, leaf), leaf))
 
 
 def shift(

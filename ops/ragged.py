@@ -12,7 +12,7 @@ from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.errors import CollectiveError, TransformError, show
-from shardmap_torch.ops.arguments import Axis, check_comm_dtype, read_axes, shown
+from shardmap_torch.ops.arguments import Axis, check_dtypes, read_axes, shown
 from shardmap_torch.ops.gather import all_gather
 from shardmap_torch.ops.index import axis_index
 from shardmap_torch.types import R, V
@@ -88,7 +88,7 @@ def ragged_all_to_all(
         comm_dtype=comm_dtype,
         grad_comm_dtype=grad_comm_dtype,
     )
-    check_comm_dtype(collective)
+    check_dtypes(collective)
     scope.on_operation(collective, x)
     if not is_checker(scope.backend):
         collective = replace(collective, counts=_counts(table, collective))

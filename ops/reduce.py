@@ -1,6 +1,7 @@
 """Collectives that combine the ranks' values: all_reduce (sum, mean, max, min), reduce_scatter."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -9,17 +10,19 @@ from torch import Tensor
 from shardmap_torch.collectives.autograd import issue
 from shardmap_torch.collectives.bundle import issue_all
 from shardmap_torch.collectives.operations import Collective, Extremum, collective_of
+from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.caching import memo
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import (
     Axis,
     all_leaves,
-    check_comm_dtype,
     check_divides,
+    check_dtypes,
     check_length,
     check_sizes,
     check_tiled,
     each_leaf,
+    for_operand,
     read_axes,
     read_dim,
     read_type,
@@ -39,6 +42,7 @@ def all_reduce(
     op: Literal["sum", "mean", "max", "min"] = "sum",
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> X:
     """Combines the values of all ranks of `axis`; every rank gets the result.
 
@@ -53,8 +57,10 @@ def all_reduce(
         dst: R when the ranks use the result in different ways, I when all repeat one computation.
         src: P or V, for the reader; both are accepted.
         op: "sum", "mean", "max" or "min".
-        comm_dtype: dtype in which the values are sent and added.
-        grad_comm_dtype: the same for the backward.
+        comm_dtype: dtype in which the values are sent and are added.
+        grad_comm_dtype: the same for the backward; needed beside a `comm_dtype` that rounds, where
+            a gradient flows and the backward adds as well.
+        out_dtype: dtype of the result, which is not rounded to that of x first.
 
     Raises:
         CollectiveError: outside a body, unknown axis, or arguments that cannot work.
@@ -73,15 +79,30 @@ def all_reduce(
         tensor(28.)
     """
     axes, scope = read_axes("all_reduce", axis)
-    operation = _reduction(axes, dst, src, op, comm_dtype, grad_comm_dtype)
+    operation = _reduction(axes, dst, src, op, comm_dtype, grad_comm_dtype, out_dtype)
     if isinstance(operation, Extremum):
         return each_leaf("all_reduce", x, lambda leaf: issue(scope, operation, _ordered(op, leaf)))
     if op == "sum" and isinstance(x, Tensor):
-        return issue(scope, operation, _summable(x))  # type: ignore[return-value]  # X is Tensor
+        x = _summable(x)  # type: ignore[assignment]  # X is Tensor
+        return issue(scope, for_operand(operation, x), x)  # type: ignore[return-value]
     finish = _mean_over("all_reduce", op, scope.backend.mesh.num_ranks(axes))
-    return all_leaves(
-        "all_reduce", x, lambda xs: issue_all(scope, operation, xs, _summable, finish)
-    )
+    return all_leaves("all_reduce", x, partial(_sum_all, scope, operation, finish))
+
+
+def _sum_all(
+    scope: Scope,
+    total: Collective,
+    finish: Callable[[Tensor], Tensor],
+    xs: Sequence[Tensor],
+) -> Sequence[Tensor]:
+    """Sums of several tensors; where their dtypes count, each is a collective of its own."""
+    xs = list(map(_summable, xs))
+    if total.comm_dtype is None and total.out_dtype is None:
+        return issue_all(scope, total, xs, after=finish)
+    totals = [for_operand(total, x) for x in xs]
+    if total.out_dtype is None:
+        return issue_all(scope, total, xs, after=finish)
+    return [finish(issue(scope, each, x)) for each, x in zip(totals, xs, strict=True)]
 
 
 def reduce_scatter(
@@ -94,6 +115,7 @@ def reduce_scatter(
     sizes: Sequence[int] | None = None,
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> X:
     """Sums the values of all ranks of `axis` and leaves each rank its piece along `dim`.
 
@@ -108,8 +130,10 @@ def reduce_scatter(
         op: "sum" or "mean".
         tiled: whether the dimension stays.
         sizes: true length of each rank's piece, where they differ.
-        comm_dtype: dtype in which the values are sent and added.
-        grad_comm_dtype: the same for the backward.
+        comm_dtype: dtype in which the values are sent and are added.
+        grad_comm_dtype: the same for the backward; needed beside a `comm_dtype` that rounds, where
+            a gradient flows and the backward adds as well.
+        out_dtype: dtype of the result, which is not rounded to that of x first.
 
     Raises:
         CollectiveError: outside a body, unknown axis, sizes that do not divide.
@@ -135,7 +159,7 @@ def reduce_scatter(
     def one(leaf: Tensor) -> Tensor:
         at = read_dim("reduce_scatter", "dim", dim, leaf.ndim)
         check_split("reduce_scatter", "dim", leaf.shape[at], axes, num_ranks, tiled, lengths)
-        collective = check_comm_dtype(
+        collective = check_dtypes(
             collective_of(
                 "reduce_scatter",
                 Partial,
@@ -146,9 +170,11 @@ def reduce_scatter(
                 sizes=lengths,
                 comm_dtype=comm_dtype,
                 grad_comm_dtype=grad_comm_dtype,
+                out_dtype=out_dtype,
             )
         )
-        return finish(issue(scope, collective, _summable(leaf)))
+        leaf = _summable(leaf)
+        return finish(issue(scope, for_operand(collective, leaf), leaf))
 
     return each_leaf("reduce_scatter", x, one)
 
@@ -180,16 +206,15 @@ def _reduction(
     dst: TypeLike,
     src: TypeLike | None,
     op: str,
-    comm_dtype: torch.dtype | None,
-    grad_comm_dtype: torch.dtype | None,
+    *dtypes: torch.dtype | None,
 ) -> Collective | Extremum:
     """The same object for the same arguments, which are checked once."""
     to = read_type("all_reduce", dst, "dst", (R, I))
     _check_source(op, src)
     extremum = op in ("max", "min")
     if extremum:
-        _reject_comm_dtype(op, comm_dtype, grad_comm_dtype)
-    total = _total(axes, to, comm_dtype, grad_comm_dtype)
+        _reject_dtypes(op, *dtypes)
+    total = _total(axes, to, *dtypes)
     return Extremum(op, total) if extremum else total
 
 
@@ -199,9 +224,10 @@ def _total(
     dst: AxisType,
     comm_dtype: torch.dtype | None,
     grad_comm_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
 ) -> Collective:
     """The same object for the same arguments: its row and transpose are looked up once."""
-    return check_comm_dtype(
+    return check_dtypes(
         Collective(
             "all_reduce",
             Partial,
@@ -209,6 +235,7 @@ def _total(
             axes,
             comm_dtype=comm_dtype,
             grad_comm_dtype=grad_comm_dtype,
+            out_dtype=out_dtype,
         )
     )
 
@@ -221,9 +248,11 @@ def _check_source(op: str, src: TypeLike | None) -> None:
         read_type(f"all_reduce with op={op!r}", src, "src", allowed)
 
 
-def _reject_comm_dtype(op: str, *dtypes: torch.dtype | None) -> None:
+def _reject_dtypes(op: str, *dtypes: torch.dtype | None) -> None:
     if any(dtype is not None for dtype in dtypes):
-        raise CollectiveError(f"all_reduce with op={op!r} rounds nothing; it takes no comm_dtype.")
+        raise CollectiveError(
+            f"all_reduce with op={op!r} rounds nothing; it takes no comm_dtype and no out_dtype."
+        )
 
 
 def _ordered(op: str, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from shardmap_torch.collectives.scope import scope_of
 from shardmap_torch.collectives.table import TABLE, Row
 from shardmap_torch.errors import CollectiveError, SpecError, show
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.ops.arguments import check_comm_dtype, each_leaf
+from shardmap_torch.ops.arguments import check_dtypes, each_leaf, for_operand
 from shardmap_torch.spec import P, mismatches
 from shardmap_torch.types import AxisType, I, Partial, R, V
 
@@ -105,7 +105,7 @@ def reshard(
     def one(leaf: Tensor) -> Tensor:
         for step in plan(src, dst, mesh, _global_shape(leaf, src, mesh)):
             collective = _in_dtypes(step.collective, comm_dtype, grad_comm_dtype)
-            leaf = issue(scope, collective, leaf)
+            leaf = issue(scope, for_operand(collective, leaf), leaf)
         return leaf
 
     return each_leaf("reshard", x, one)
@@ -161,7 +161,7 @@ def _in_dtypes(
     back = grad_comm_dtype if TABLE[collective.row.transpose].sent != "0" else None
     if forward is None and back is None:
         return collective
-    return check_comm_dtype(replace(collective, comm_dtype=forward, grad_comm_dtype=back))
+    return check_dtypes(replace(collective, comm_dtype=forward, grad_comm_dtype=back))
 
 
 def _no_axes(src: P, dst: P) -> tuple[str, ...]:

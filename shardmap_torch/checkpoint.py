@@ -21,8 +21,8 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.backends.threads import handing_over
 from shardmap_torch.backends.vmap import markers_of, rebound
-from shardmap_torch.boundary.matching import can_receive_gradient
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.errors import TransformError, listing, show
 

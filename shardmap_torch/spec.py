@@ -34,6 +34,8 @@ class P:
         P('dp', None, ('fsdp', 'tp'), replicate={'pp'})
         >>> P("dp") == P("dp"), P("dp") == P("tp")
         (True, False)
+        >>> list(P("dp", ())) == ["dp", None]  # it iterates over its entries; () is None
+        True
     """
 
     __slots__ = (
@@ -91,6 +93,10 @@ class P:
         """Hashes entries and keywords, once."""
         return self._hash
 
+    def __iter__(self) -> Iterator[Entry]:
+        """Iterates over the entries, as JAX's does; it has no length, so that P() is true."""
+        return iter(self.entries)
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles by content."""
         return (_rebuild, self._key())
@@ -144,7 +150,7 @@ def _read_entry(entry: Entry | list[str]) -> Entry:
     if entry is None or isinstance(entry, str):
         return entry
     if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
-        return tuple(entry)
+        return tuple(entry) or None  # no axis shards it
     raise SpecError(
         f"P takes an axis name, a tuple of axis names or None for a dim, not {entry!r}."
     )

@@ -113,3 +113,12 @@ def test_misfits_show_the_arithmetic_of_every_dim() -> None:
         "P('a', None) has 2 entries, but the value has 1 dims"
     ]
     assert mismatches(P(("a", "b")), (0, 5), sizes) == []
+
+
+def test_a_spec_iterates_over_its_entries_and_an_empty_tuple_shards_nothing() -> None:
+    spec = P("dp", (), ("fsdp", "tp"), [])
+    assert list(spec) == ["dp", None, ("fsdp", "tp"), None]
+    assert [*P(*spec, replicate={"pp"})] == [*spec]
+    assert P(()) == P(None)
+    assert hash(P(())) == hash(P(None))
+    assert P()  # it has no length

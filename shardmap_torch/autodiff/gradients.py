@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.boundary.matching import can_receive_gradient
 from shardmap_torch.collectives.autograd import is_transformed
 from shardmap_torch.collectives.protocol import Note, is_checker
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.tree import NAMESPACE, Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError, listing
 

@@ -14,7 +14,7 @@ from shardmap_torch.boundary.casts import entry_casts, exit_casts
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.dtensors import is_dtensor
-from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.functorch import base_of, can_receive_gradient
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
@@ -275,20 +275,6 @@ def _require_named(name: str, mapped: Sequence[str], placed: Sequence[Placed[Spe
             "the axis), invariant= if all repeat one computation (they are equal already):"
         )
         raise SpecError(listing(head, problems))
-
-
-def can_receive_gradient(value: Any) -> bool:
-    """Returns whether a gradient can flow into `value` in this call, at any functorch level."""
-    if not isinstance(value, Tensor) or not torch.is_grad_enabled():
-        return False
-    functorch = torch._C._functorch
-    while True:
-        if value.requires_grad:
-            return True
-        # Dynamo traces plain tensors only, and not this question.
-        if torch.compiler.is_dynamo_compiling() or not functorch.is_functorch_wrapped_tensor(value):
-            return False
-        value = functorch.get_unwrapped(value)
 
 
 def place_results(

@@ -1,4 +1,4 @@
-"""Types in the body: asked for and asserted while it is interpreted, free at run time."""
+"""Types in the body: asked for and asserted while it is interpreted."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -8,7 +8,9 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.ir.outcomes import Asserted
 from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.errors import CollectiveError, ShardTypeError, show
 from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V, Z, as_type
 
@@ -16,10 +18,13 @@ X = TypeVar("X", bound=Tensor)
 
 
 def typeof(x: Tensor) -> Mapping[str, AxisType]:
-    """The type of `x` along each mesh axis; only in a body that is being checked.
+    """Returns the type of `x` along each mesh axis, as the checker found it.
+
+    A run has no types: it gets what was found when the body was checked. K is the type of what is
+    equal on all ranks and neither I nor R yet. Shape of `x`: any. Sends nothing.
 
     Raises:
-        ShardTypeError: outside the interpretation: types are erased at run time.
+        ShardTypeError: outside a body, with check=False, or where paths through the body differ.
 
     Source: `jax.typeof`.
 
@@ -34,12 +39,23 @@ def typeof(x: Tensor) -> Mapping[str, AxisType]:
         >>> _ = check_program(total, torch.ones(16))
         {'tp': V}
     """
+    _tensor("typeof", x)
+    scope = current_scope()
+    if scope is None or scope.monitor is None:
+        where = "outside a body" if scope is None else "in a body that is not checked"
+        raise ShardTypeError(f"typeof was called {where}, and values have types in checked ones.")
+    note = scope.monitor.note("typeof")
     interpreter = current_interpreter()
-    if interpreter is None:
-        raise ShardTypeError(
-            "typeof works while the checker interprets a body; at run time values have no types."
-        )
-    return _types(interpreter, _tensor("typeof", x))
+    if interpreter is not None:
+        found = tuple(_types(interpreter, x).values())
+        if note.types not in ((), found):
+            interpreter.numbers.branches.refuse(
+                f"typeof finds {list(found)} on one path through the body and {list(note.types)} "
+                "on another, and a run cannot tell which path it takes.",
+                "call it on one of the paths.",
+            )
+        note.types = found
+    return dict(zip(scope.backend.mesh.axis_names, note.types, strict=True))
 
 
 def _tensor(name: str, x: object) -> Tensor:
@@ -55,14 +71,18 @@ def _types(interpreter: Interpreter, x: Tensor) -> dict[str, AxisType]:
     return found if spec is None else {**found, **spec.types}
 
 
-def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
+def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
     """Requires that `x` has these types, checked when the body is interpreted; returns `x`.
 
-    A value that is equal on all ranks and through which no gradient flows is neither I nor R yet
-    and passes for both. At run time it does nothing.
+    One type without an axis is meant along all axes that are bound. An input whose spec leaves an
+    axis open is held against the type that it gets in the end, from its gradient. Other values that
+    are equal on all ranks and through which no gradient flows are neither I nor R, and pass for
+    both. Shape of `x`: any. Sends nothing; at run time it does nothing.
 
     Raises:
         ShardTypeError: a type differs; while the body is interpreted.
+
+    Source: `spmd_types.assert_type`.
 
     Example:
         >>> import torch
@@ -76,23 +96,18 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
     if interpreter is None or not interpreter.observer.judges:
         return x
     _tensor("assert_type", x)
-    if not isinstance(types, Mapping):
-        raise CollectiveError(f"assert_type takes a dict from axes to types, not {show(types)}.")
-    unknown = [show(axis) for axis in types if axis not in interpreter.axes]
-    if unknown:
-        raise CollectiveError(f"assert_type: no axis {min(unknown)} in the {interpreter.mesh}.")
     have = _types(interpreter, x)
-    cuts = interpreter.observer.spec_of(interpreter.fakify(x)) is not None
-    for axis, like in types.items():
+    shards = interpreter.observer.spec_of(interpreter.fakify(x)) is not None
+    for axis, like in _by_axis(interpreter, types).items():
         wanted = as_type(like)
-        if wanted.kind == "S" and not cuts:
+        if wanted.kind == "S" and not shards:
             raise CollectiveError(
                 f"assert_type: {wanted} over {axis!r} cannot be distinguished from V: shards "
                 "are tracked "
                 "only with check='global'. Use V."
             )
-        if not _fits(have[axis], wanted):
-            storage_type = interpreter.storage_type(interpreter.fakify(x))
+        storage_type = interpreter.storage_type(interpreter.fakify(x))
+        if not _matches(have[axis], wanted):
             wrong = messages.error(
                 interpreter,
                 f"assert_type expects {wanted} over {axis!r}, but the value is {have[axis]}.",
@@ -100,10 +115,29 @@ def assert_type(x: X, types: Mapping[str, TypeLike]) -> X:
                 "",
             )
             interpreter.numbers.branches.fail(wrong)
+        if storage_type.leaf is not None and have[axis] == K:
+            asserted = Asserted(storage_type.leaf, axis, wanted, interpreter.site()[0])
+            interpreter.asserted.append(asserted)
     return x
 
 
-def _fits(have: AxisType, wanted: AxisType) -> bool:
+def _by_axis(interpreter: Interpreter, types: object) -> Mapping[str, TypeLike]:
+    """The expected type along each axis."""
+    if isinstance(types, AxisType | str):
+        scope = current_scope()
+        bound = interpreter.axes if scope is None else scope.axes
+        return {axis: types for axis in interpreter.axes if axis in bound}
+    if not isinstance(types, Mapping):
+        raise CollectiveError(
+            f"assert_type takes a type, or a dict from axes to types, not {show(types)}."
+        )
+    unknown = [show(axis) for axis in types if axis not in interpreter.axes]
+    if unknown:
+        raise CollectiveError(f"assert_type: no axis {min(unknown)} in the {interpreter.mesh}.")
+    return types
+
+
+def _matches(have: AxisType, wanted: AxisType) -> bool:
     if wanted.kind == "S":
         return have == wanted
     have = plain(have)

@@ -81,6 +81,8 @@ class Collective(Linear):
     counts: tuple[tuple[int, ...], ...] = ()
     comm_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
+    in_dtype: torch.dtype | None = None
 
     @lazy
     def row(self) -> "Row":
@@ -104,18 +106,24 @@ class Collective(Linear):
             dst=dst,
             comm_dtype=self.grad_comm_dtype,
             grad_comm_dtype=self.comm_dtype,
+            out_dtype=self.in_dtype,
+            in_dtype=self.out_dtype,
         )
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Moves the data, floating and complex in `comm_dtype` if one is named."""
+        """Moves the data, floating and complex in `comm_dtype` if one is named.
+
+        The result is of `out_dtype`; the cotangent, in the transpose, of `in_dtype`.
+        """
         move = self.move
         if self.comm_dtype in (None, x.dtype) or not (x.is_floating_point() or x.is_complex()):
-            return mover.run(move, self, x)
+            y = mover.run(move, self, x)
+            return y if self.out_dtype is None else y.to(self.out_dtype)
         if x.is_complex():
             # Its parts stand behind all dims, which are counted from the front.
             parts = self.run(mover, torch.view_as_real(x.resolve_conj()))
             return torch.view_as_complex(parts.contiguous())
-        return mover.run(move, self, x.to(self.comm_dtype)).to(x.dtype)
+        return mover.run(move, self, x.to(self.comm_dtype)).to(self.out_dtype or x.dtype)
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Applies the transpose to a cotangent of the output."""

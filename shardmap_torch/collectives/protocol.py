@@ -37,6 +37,14 @@ Form: TypeAlias = Callable[..., tuple[Tensor, ...]]
 class Checker(Backend, Protocol):
     """Types a body instead of running it; see `is_checker`."""
 
+    def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
+        """Requires that a value has this type along these axes; `name` is who says so.
+
+        Raises:
+            ShardTypeError: it has another one.
+        """
+        ...
+
     def check_equivalent(
         self,
         what: tuple[Hashable, ...],

@@ -14,9 +14,10 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.backends.threads import Rendezvous, ThreadBackend, by_ranks, show_tensor
 from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
-from shardmap_torch.boundary.matching import can_receive_gradient, crosses
+from shardmap_torch.boundary.matching import crosses
 from shardmap_torch.boundary.shards import global_of, locals_of
 from shardmap_torch.collectives.autograd import TypedFunction
+from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing

@@ -329,7 +329,8 @@ def test_a_rounded_way_whose_backward_adds_needs_its_dtype_as_well() -> None:
         check=False,
     )
     with pytest.raises(CollectiveError) as error:
-        f(torch.zeros(2))
+        f(torch.zeros(2, requires_grad=True))
+    assert f(torch.ones(2)).tolist() == [1.0, 1.0]  # no gradient flows
     assert str(error.value) == (
         "all_gather: with comm_dtype=torch.bfloat16 its backward, reduce_scatter, adds over ranks "
         "as well; name its precision with grad_comm_dtype=."

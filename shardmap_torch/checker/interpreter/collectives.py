@@ -31,6 +31,9 @@ FORWARD: Final = {
 BACKWARD: Final = {**FORWARD, V: frozenset({V, R, K, Z})}
 """The same for cotangents: one cotangent for every rank is as good as one for each."""
 
+EXACTLY: Final = {**FORWARD, Partial: frozenset({Partial, Z})}
+"""The same where a value keeps its type."""
+
 _SHARING: Final = frozenset({"same", "slice", "mask"})
 """Moves whose result is a view of the operand, at least on some rank."""
 
@@ -51,6 +54,19 @@ class AbstractBackend:
     def needs_ranks(self) -> None:
         """Notes it, so that the mesh does not choose to batch the body."""
         self._interpreter.batches = False
+
+    def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
+        """Requires that a value has this type, as an operation reads it."""
+        interpreter = self._interpreter
+        have = dict(zip(interpreter.axes, interpreter.types_of(x), strict=True))
+        for axis in axes:
+            if plain(have[axis]) not in EXACTLY[axis_type]:
+                head = f"{name} from {axis_type} over {axis!r}, but the value is {have[axis]}."
+                origin = interpreter.storage_type(x).origin()
+                wrong = messages.error(
+                    interpreter, head, [f"  the value is from {origin}"], f"say src={have[axis]}."
+                )
+                interpreter.numbers.branches.fail(wrong)
 
     def check_equivalent(
         self,

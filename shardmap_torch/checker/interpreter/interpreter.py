@@ -22,6 +22,7 @@ from shardmap_torch.checker.interpreter.draws import drawn_types
 from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
+from shardmap_torch.checker.ir.outcomes import Asserted
 from shardmap_torch.checker.ir.paths import Branches, Failing
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
 from shardmap_torch.checker.ir.rank_only import has_saving_hooks
@@ -72,6 +73,7 @@ class Interpreter(Memory):
         self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches if branches is not None else Branches(name))
         self.equations: list[Equation] = []
+        self.asserted: list[Asserted] = []
         self.batches, self.draws, self.is_decomposing = True, False, False
         self._made_by: dict[int, Equation] = {}
         self._sequence = 0
@@ -122,7 +124,8 @@ class Interpreter(Memory):
         if not self._running and torch._C._current_graph_task_id() != -1:
             raise ShardTypeError(
                 f"{self.name}: a backward was started that the checker did not see start. Use "
-                "torch.func.grad, torch.autograd.grad or Tensor.backward()."
+                "torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
+                "Tensor.backward()."
             )
         if self.observer is not UNOBSERVED and torch._C._current_graph_task_id() != -1:
             reject_unseen(self, name_of_own)

@@ -9,7 +9,7 @@ can flow through.
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch.checker.interpreter import gradients, scalars, user_code
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
-from shardmap_torch.checker.interpreter.decompositions import interpreted
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.decompositions import interpreted
 from shardmap_torch.checker.ir.generator_state import guarding_generator_state
 from shardmap_torch.checker.ir.rank_only import (
     GRAD_FN,
@@ -263,28 +263,66 @@ def _ending(outputs: Sequence[Any]) -> int | None:
 def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(("self", "gradient"), args, strict=False)), **kwargs}
     output = given.pop("self")
-    leaves = list(_leaves(output))
+    told = given.pop("gradient", None)
+    inputs = args[4] if len(args) > 4 else given.get("inputs")
+
+    def run(seeds: Sequence[Tensor | None]) -> None:
+        func(output, *seeds, *args[2:], **given)
+
+    _fill_fields(interpreter, run, [output], [told], _as_tuple(inputs))
+
+
+def _several_backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    """The same for `torch.autograd.backward`, of several values at once."""
+    given = {**dict(zip(("tensors",), args, strict=False)), **kwargs}
+    outputs = _as_tuple(given.pop("tensors"))
+    seeds_given = given.pop("grad_tensors", None)
+    told = (None,) * len(outputs) if seeds_given is None else _as_tuple(seeds_given)
+    if len(told) != len(outputs) or not all(isinstance(x, Tensor) for x in outputs):
+        func(*args, **kwargs)  # torch says what is wrong
+        return
+
+    def run(seeds: Sequence[Tensor | None]) -> None:
+        func(outputs, seeds, **given)
+
+    _fill_fields(interpreter, run, outputs, told, _as_tuple(given.get("inputs")))
+
+
+def _fill_fields(
+    interpreter: Interpreter,
+    run: Callable[[Sequence[Tensor | None]], None],
+    outputs: Sequence[Tensor],
+    told: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+) -> None:
+    """A backward that adds gradients to `.grad`; `run` takes its seeds."""
+    if not all(x.is_leaf for x in inputs if isinstance(x, Tensor)):
+        raise ShardTypeError(
+            f"{interpreter.name}: backward() at {call_site()} names a tensor in inputs= that is no "
+            "leaf.\nFix: take its gradient with torch.autograd.grad."
+        )
+    reached = [leaf for output in outputs for leaf in _leaves(output)]
+    leaves = list({id(leaf): leaf for leaf in reached}.values())
     if any(not isinstance(base_of(leaf), FakeTensor) for leaf in leaves):
         raise ShardTypeError(
             f"{interpreter.name}: backward() at {call_site()} would write into the .grad of a "
             "closed-over tensor. Pass the tensor as an argument, and return its gradient."
         )
-    told = given.pop("gradient", None)
-    watch(interpreter, [output])
-    if interpreter.goes_on([told]):
-        func(*args, **kwargs)
+    watch(interpreter, outputs)
+    if interpreter.goes_on(told):
+        run(told)
         return
-    seed = gradients.seed(interpreter, output, told)
+    seeds = list(map(partial(gradients.seed, interpreter), outputs, told))
     interpreter.batches = False
     with torch._C.DisableTorchFunction():
         before = [leaf.grad for leaf in leaves]
-    with interpreter.differentiating([seed]):
-        func(output, seed, *args[2:], **given)
+    with interpreter.differentiating(seeds):
+        run(seeds)
     for leaf in leaves:
         gradients.check_gradient(interpreter, leaf, leaf.grad, "the value it is the gradient of")
     gradients.hand_over_fields(interpreter, leaves, set(map(id, before)))
     grads = [leaf.grad for leaf in leaves]
-    interpreter.observer.on_gradient([output], [told], leaves, grads, before)
+    interpreter.observer.on_gradient(outputs, told, leaves, grads, before)
     gradients.sum_fields_by_repair(interpreter, leaves)
 
 
@@ -322,6 +360,7 @@ _SPECIAL: Final[Mapping[Any, Any]] = {
     Tensor.requires_grad_: _requires_grad,
     torch.autograd.grad: _grad,
     Tensor.backward: _backward,
+    torch.autograd.backward: _several_backward,
     Tensor.register_hook: user_code.register_hook,
     Tensor.register_post_accumulate_grad_hook: user_code.register_field_hook,
     Tensor.grad_fn.__get__: user_code.read_node,  # type: ignore[union-attr]

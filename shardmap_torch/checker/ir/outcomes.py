@@ -8,6 +8,7 @@ import torch
 from shardmap_torch.boundary.call import Result
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.rules.infer import Types
+from shardmap_torch.core.source_location import Site
 from shardmap_torch.types import AxisType
 
 Cast = tuple[str, AxisType, AxisType]
@@ -32,6 +33,23 @@ class Need:
 
     replicate: bool
     origin: str
+
+
+@dataclass(frozen=True)
+class Asserted:
+    """A type that the body asserts of an input along an axis which its spec leaves open.
+
+    Attributes:
+        leaf: the input's position.
+        axis: the axis.
+        expected: the type.
+        site: the line.
+    """
+
+    leaf: int
+    axis: str
+    expected: AxisType
+    site: Site | None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The backward derived from a body: gradients of inputs and closures, against their types."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
-from shardmap_torch.types import COTANGENT, I, K, Partial, V, Z
+from shardmap_torch.types import COTANGENT, I, K, Partial, R, V, Z
+
+_SUMMED: Final = (R, "summed", "replicate")
+_EQUAL: Final = (I, "equal on all ranks already, and not summed", "invariant")
 
 
 class PullBack:
@@ -101,6 +104,23 @@ class PullBack:
                         replicate += [axis] * need.replicate
                 if replicate:
                     self._backend.reduce_gradient(replicate, gradient)
+        self._check_asserted()
+
+    def _check_asserted(self) -> None:
+        """Holds what the body asserts of inputs against the types that they get in the end."""
+        for asserted in self._interpreter.asserted:
+            need = self.needs.get((asserted.leaf, asserted.axis))
+            if need is None or asserted.expected == (R if need.replicate else I):
+                continue
+            have, word, keyword = _SUMMED if need.replicate else _EQUAL
+            axis, path = asserted.axis, self._call.match.paths[asserted.leaf]
+            raise ShardTypeError(
+                f"{self._call.name}: assert_type expects {asserted.expected} over {axis!r}, but "
+                f"the input {path} is {have}: its gradient is {word} over {axis!r}.\n"
+                f"  at {asserted.site}\n"
+                f"  the gradient is from {need.origin}\n"
+                f"Fix: assert {have}, as {keyword}={{{axis!r}}} in its spec would say."
+            )
 
     def _check_closure(self, closure: Tensor, gradient: Tensor | None) -> None:
         if gradient is None:

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardmap_torch.boundary.matching import can_receive_gradient
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.crossing import Crossing
@@ -22,6 +21,7 @@ from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.checker.verify.outputs import Uncommitted, casts_to
 from shardmap_torch.collectives.operations import Bind, Collective, Linear, Mover, Operation, Saved
 from shardmap_torch.collectives.protocol import Casts, Edge
+from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import I, K, Partial, R, V, Z
 

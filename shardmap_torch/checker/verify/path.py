@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call, Result, run_body
-from shardmap_torch.boundary.matching import can_receive_gradient
 from shardmap_torch.checker.guards.replay import Step
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.custom_functions import own_nodes
@@ -31,6 +30,7 @@ from shardmap_torch.checker.verify.merge import is_raised_by_body
 from shardmap_torch.checker.verify.nested import Inner
 from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, sum_results
 from shardmap_torch.checker.verify.record import Recording
+from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, K, R

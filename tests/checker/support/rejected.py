@@ -142,7 +142,8 @@ def backward_into_closure(x: Tensor, w: Tensor) -> Tensor:
 
 def unseen_backward(x: Tensor, w: Tensor) -> Tensor:
     leaf = x.detach().clone().requires_grad_()
-    torch.autograd.backward([(leaf * 2).sum()])
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(((leaf * 2).sum(),), (torch.ones(()),), False, False, (), True, True)
     return x
 
 

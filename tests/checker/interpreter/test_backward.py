@@ -1,0 +1,87 @@
+"""`torch.autograd.backward` in a body: seen, typed, and the same as on one device."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import I, Mesh, P, ShardTypeError, all_reduce, make_mesh, shard_map
+from tests.programs.support.everywhere import ON_REAL_RANKS, run_on, same
+from tests.programs.support.harness import random
+from tests.support.pool import Gloo
+
+
+def body(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of two losses of one weight, summed over the ranks."""
+    w, x = w.clone().detach().requires_grad_(), x.detach().requires_grad_()
+    first, second = (w * x).square(), w.exp() * x.sum(0)
+    torch.autograd.backward([first, second.sum()], [torch.ones_like(first), None])
+    assert w.grad is not None
+    assert x.grad is not None
+    return all_reduce(w.grad, "tp", dst=I), x.grad
+
+
+def gradients(mesh: Mesh) -> None:
+    w, x = random((3,), 0), random((2 * mesh.size, 3), 1)
+    f = shard_map(body, mesh=mesh, in_specs=(P(), P("tp")), out_specs=(P(), P("tp")))
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).square().sum() + (w.exp() * x.sum(0)).sum()
+
+    same(f(w, x), torch.func.grad(loss, (0, 1))(w, x))
+
+
+@ON_REAL_RANKS
+def test_gradients_of_several_values_are_those_of_one_device(kind: str, gloo: Gloo) -> None:
+    run_on(kind, gradients, gloo, (3,))
+
+
+MESH = make_mesh((2,), ("tp",), kind="simulated")
+
+
+def mapped(f: Any) -> Any:
+    return shard_map(f, mesh=MESH, in_specs=(P(), P("tp")), out_specs=P())
+
+
+def test_a_gradient_that_is_not_summed_is_refused() -> None:
+    def unsummed(w: Tensor, x: Tensor) -> Tensor:
+        w = w.clone().detach().requires_grad_()
+        torch.autograd.backward((w * x).sum())
+        assert w.grad is not None
+        return w - w.grad
+
+    with pytest.raises(ShardTypeError, match="sum the gradient first"):
+        mapped(unsummed)(torch.ones(()), torch.ones(4))
+
+
+def test_inputs_that_are_no_leaves_are_refused_and_others_limit_the_backward() -> None:
+    def limited(w: Tensor, x: Tensor, of_leaf: bool) -> Tensor:
+        leaf, other = (w.clone().detach().requires_grad_() for _ in range(2))
+        inner = leaf * other
+        torch.autograd.backward((inner * x).sum(), inputs=[leaf if of_leaf else inner])
+        assert other.grad is None
+        assert leaf.grad is not None
+        return all_reduce(leaf.grad, "tp", dst=I)
+
+    f = shard_map(limited, mesh=MESH, in_specs=(P(), P("tp"), None), out_specs=P())
+    assert f(torch.tensor(2.0), torch.ones(4), True).item() == 8.0
+    with pytest.raises(ShardTypeError) as caught:
+        f(torch.tensor(2.0), torch.ones(4), False)
+    line = limited.__code__.co_firstlineno + 3
+    assert str(caught.value) == (
+        f"limited: backward() at test_backward.py:{line}: "
+        "torch.autograd.backward((inner * x).sum(), inputs=[leaf if of_leaf else inner]) names a "
+        "tensor in inputs= that is no leaf.\nFix: take its gradient with torch.autograd.grad."
+    )
+
+
+def test_a_gradient_of_a_closed_over_tensor_is_refused() -> None:
+    outside = torch.ones((), requires_grad=True)
+
+    def closing(w: Tensor, x: Tensor) -> Tensor:
+        torch.autograd.backward((outside * x).sum())
+        return w
+
+    with pytest.raises(ShardTypeError, match=r"would write into the \.grad of a closed-over"):
+        mapped(closing)(torch.ones(()), torch.ones(4))
