@@ -29,3 +29,13 @@ def hash_of(x: Tensor) -> Tensor:
         mixed = (words ^ (index * _FIRST)) * _SECOND
         total = total + ((mixed ^ (mixed >> 29)) * _FIRST).sum()
     return total
+
+
+_FEW: Final = 16
+
+
+def numbers_of(literal: Tensor) -> str:
+    """The numbers of a literal, or what tells them from others where they are many."""
+    if literal.numel() <= _FEW:
+        return f"{literal.tolist()}"
+    return f"of hash {int(hash_of(literal)):x}"

@@ -62,10 +62,8 @@ class AbstractBackend:
         for axis in axes:
             if plain(have[axis]) not in EXACTLY[axis_type]:
                 head = f"{name} from {axis_type} over {axis!r}, but the value is {have[axis]}."
-                origin = interpreter.storage_type(x).origin()
-                wrong = messages.error(
-                    interpreter, head, [f"  the value is from {origin}"], f"say src={have[axis]}."
-                )
+                lines = [f"  the value is from {interpreter.storage_type(x).origin()}"]
+                wrong = messages.error(interpreter, head, lines, f"say src={have[axis]}.")
                 interpreter.numbers.branches.fail(wrong)
 
     def check_equivalent(

@@ -44,7 +44,7 @@ from shardmap_torch.checker.rules.infer import (
 from shardmap_torch.checker.rules.lattice import Conflict, add, join, plain
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.checker.rules.registry import row_of
-from shardmap_torch.core.hashing import hash_of
+from shardmap_torch.core.hashing import numbers_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
@@ -184,7 +184,7 @@ class Interpreter(Memory):
         out = op(literal)
         made = self.bring(out, (K,) * len(self.axes), "a literal")
         with _disable_current_modes():  # the numbers are real
-            made.numbers = _numbers_of(literal)
+            made.numbers = numbers_of(literal)
         self.observer.on_literal(out, literal)
         return out
 
@@ -427,16 +427,6 @@ class Interpreter(Memory):
             return call_site(), False
         forward = self.forward_of_current_node()
         return (forward.site if forward is not None else None), True
-
-
-_FEW: Final = 16
-
-
-def _numbers_of(literal: Tensor) -> str:
-    """The numbers of a literal, or what tells them from others where they are many."""
-    if literal.numel() <= _FEW:
-        return f"{literal.tolist()}"
-    return f"of hash {int(hash_of(literal)):x}"
 
 
 def _batched_over(operands: Sequence[Use], results: Sequence[Types]) -> frozenset[int]:
