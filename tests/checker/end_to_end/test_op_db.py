@@ -3,7 +3,6 @@
 `make fuzz` takes all of it, and records the rows that it has seen in `rows.json`.
 """
 
-import os
 import random
 from typing import Any, Final
 
@@ -16,19 +15,19 @@ from tests.checker.support.fuzz import cases
 from tests.checker.support.fuzz_all import dtypes_of, name_of, runs_here
 from tests.checker.support.recorded_rows import changed_operators, digest, recorded_rows
 from tests.checker.support.whole import FLOORS, is_excused, trials_of, tried
+from tests.support.fuzzing import FUZZ, sized
 
 pytestmark = pytest.mark.usefixtures("quiet")
-FULL: Final = bool(os.environ.get("SHARDMAP_FUZZ"))
 RUNNABLE: Final = [info for info in op_db if runs_here(info)]
 TENTH: Final = random.Random(2).sample(RUNNABLE, len(RUNNABLE) // 10)
 CHANGED: Final = changed_operators()
-CHOSEN: Final = [info for info in RUNNABLE if FULL or info in TENTH or name_of(info) in CHANGED]
+CHOSEN: Final = [info for info in RUNNABLE if FUZZ or info in TENTH or name_of(info) in CHANGED]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("info", CHOSEN, ids=name_of)
 def test_an_operator_that_is_accepted_computes_on_ranks_what_its_types_promise(info: Any) -> None:
-    for case in cases(info, dtypes_of(info, False)[0], 3 if FULL else 1):
+    for case in cases(info, dtypes_of(info, False)[0], sized(1, 3)):
         for name, trial in trials_of(case).items():
             finding = tried(trial)
             assert finding.wrong == [], name

@@ -3,7 +3,6 @@
 `make fuzz` takes many more, each time others; here they are the same each time.
 """
 
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,39 +35,38 @@ from tests.checker.support.programs import (
 )
 from tests.checker.support.score import EQUAL, MISSED, REFUSED, fate_of, meant, wrongs_of
 from tests.programs.support.harness import whole, worker_mesh
+from tests.support.fuzzing import FUZZ, sized
 from tests.support.pool import Gloo
 
-FUZZ: Final = bool(os.environ.get("SHARDMAP_FUZZ"))
-MANY: Final = 20 if FUZZ else 1
 X = TypeVar("X")
 SEEDS: Final = st.integers(0, 2**32)
 
 
-def examples(count: int) -> Callable[[X], X]:
-    """So many examples, the same each time but in `make fuzz`."""
+def examples(count: int, many: int) -> Callable[[X], X]:
+    """So many examples, the same each time; `many` others in `make fuzz`."""
     chosen: Callable[[X], X] = settings(
-        max_examples=count * MANY,
+        max_examples=sized(count, many),
         derandomize=not FUZZ,
         suppress_health_check=list(HealthCheck),
     )
     return chosen
 
 
-@examples(4)
+@examples(4, 80)
 @given(drawn=programs())
 def test_an_accepted_program_is_right(drawn: tuple[Program, Any]) -> None:
     assert wrongs_of(*drawn) == []
 
 
 @pytest.mark.slow
-@examples(60)
+@examples(15, 1_200)
 @given(drawn=programs(10))
 def test_many_accepted_programs_are_right(drawn: tuple[Program, Any]) -> None:
     assert wrongs_of(*drawn) == []
 
 
 @pytest.mark.slow
-@examples(25)
+@examples(8, 500)
 @given(drawn=programs(), seed=SEEDS)
 def test_a_step_against_the_rules_is_refused(drawn: tuple[Program, Any], seed: int) -> None:
     program, shape = drawn
@@ -83,7 +81,7 @@ def test_a_step_against_the_rules_is_refused(drawn: tuple[Program, Any], seed: i
 
 
 @pytest.mark.slow
-@examples(25)
+@examples(8, 500)
 @given(drawn=programs(6), seed=SEEDS)
 def test_no_mutant_of_an_accepted_program_computes_wrong_gradients(
     drawn: tuple[Program, Any], seed: int
@@ -117,7 +115,7 @@ def whole_with_gradient(y: Any) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
-@examples(6)
+@examples(3, 120)
 @given(seed=SEEDS)
 def test_an_accepted_program_is_right_on_processes(
     shape: tuple[int, ...], gloo: Gloo, seed: int

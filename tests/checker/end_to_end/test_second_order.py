@@ -15,6 +15,7 @@ from tests.checker.support.machines import Notes
 from tests.checker.support.programs import Program, abstract, close, grown, judged, on_one_device
 from tests.programs.support.everywhere import same
 from tests.programs.support.harness import whole, worker_mesh
+from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
 pytestmark = pytest.mark.slow
@@ -86,7 +87,7 @@ def _on_mesh(program: Program, mesh: Mesh, placed: bool, smooth: Sequence[int]) 
     return second_order(ys, [x for x in xs if x.requires_grad], place, smooth)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(sized(6, 40)))
 def test_second_derivatives_of_an_accepted_program_are_right_on_processes(
     seed: int, gloo: Gloo
 ) -> None:
