@@ -262,6 +262,8 @@ class Relation(Observer):
         plain = {name: value for name, value in arguments.items() if not tensors_in(value)}
         factor = factor_of(op, arguments.get("other"), event.arguments.get("other"))
         global_shape = differing({} if factor is not None else plain, event)
+        if len(results) != len(event.results):
+            raise UnrelatedError("on one device it has another number of results")
         shapes = [
             (tuple(tensor.shape), shape)
             for tensor, (_, shape) in zip(results, event.results, strict=True)

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
+from shardmap_torch.checker.spmd.attention import ATTENTION
 from shardmap_torch.checker.spmd.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -232,7 +233,7 @@ def _overloads(names: str) -> list[OpOverload]:
     return found
 
 
-RULES: Final[Mapping[OpOverload, Rule]] = {
+_RULES: Final[Mapping[OpOverload, Rule]] = {
     op: rule
     for rule, names in (
         (_pointwise, "copy_ copy _to_copy clone detach alias lift_fresh masked_fill.Scalar"),
@@ -272,10 +273,11 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (einsum("bmk,bkn->bmn"), "bmm baddbmm"),
         (einsum("mk,k->m"), "mv addmv"),
         (einsum("k,k->"), "dot vdot"),
-        (einsum("bhQD,bhKD,bhKE->bhQE,bhQ"), "_scaled_dot_product_flash_attention_for_cpu"),
     )
     for op in _overloads(names)
 }
+
+RULES: Final[Mapping[OpOverload, Rule]] = {**_RULES, **ATTENTION}
 
 _SIZES: Final[Mapping[Rule, Collection[str]]] = {
     _reshaped: ("size", "shape", "stride"),
