@@ -30,6 +30,7 @@ from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.guarded import guarded
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.purity import verify_purely
+from shardmap_torch.run.safety.steps import sealed
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says if it may run as one batched program."""
@@ -97,9 +98,9 @@ class Checked:
                 gather = partial(runtime_of(call.mesh).gather, call.mesh)
                 self._inputs.require_equal(call, gather)
             try:
-                return run(
-                    verdict.apply(call, partial(self._stop, processes, _LATE)), verdict.batches
-                )
+                late = partial(self._stop, processes, _LATE)
+                found = run(verdict.apply(call, late), verdict.batches)
+                return found if verdict.refusal is None else sealed(call, found, verdict.refusal)
             except Departure as departure:
                 difference = departure.difference
             self._verdicts.forget(key)

@@ -75,6 +75,7 @@ class Interpreter(Memory):
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
         self.batches, self.draws, self.is_decomposing = True, False, False
+        self.takes_gradients = False
         self._made_by: dict[int, Equation] = {}
         self._sequence = 0
         self._count = 0

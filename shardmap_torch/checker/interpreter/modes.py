@@ -235,6 +235,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     watch(interpreter, outputs)
     if interpreter.goes_on(told):
         return func(*args, **kwargs)
+    interpreter.takes_gradients = True
     seeds = tuple(map(partial(gradients.seed, interpreter), outputs, told))
     given["outputs"], given["grad_outputs"] = outputs, seeds
     interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
@@ -313,7 +314,7 @@ def _fill_fields(
         run(told)
         return
     seeds = list(map(partial(gradients.seed, interpreter), outputs, told))
-    interpreter.batches = False
+    interpreter.batches, interpreter.takes_gradients = False, True
     with torch._C.DisableTorchFunction():
         before = [leaf.grad for leaf in leaves]
     with interpreter.differentiating(seeds):

@@ -80,6 +80,7 @@ class PathOutcome:
         needs: what the gradients of inputs want, along open axes.
         batches: whether a batched body can do it.
         draws: whether it draws from torch's default generator.
+        takes_gradients: whether it takes gradients by itself.
     """
 
     way: ProgramPath
@@ -90,6 +91,7 @@ class PathOutcome:
     needs: Mapping[Where, Need] = field(default_factory=dict)
     batches: bool = False
     draws: bool = False
+    takes_gradients: bool = False
 
 
 @dataclass(frozen=True)

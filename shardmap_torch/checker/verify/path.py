@@ -266,4 +266,5 @@ class _Verification:
             back.needs,
             interpreter.batches,
             interpreter.draws,
+            interpreter.takes_gradients,
         )

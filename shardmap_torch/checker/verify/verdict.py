@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from shardmap_torch.boundary.call import Call, Result
-from shardmap_torch.boundary.matching import Match
+from shardmap_torch.boundary.matching import Match, can_receive_gradient
 from shardmap_torch.checker.guards.replay import End, Replay, Step
 from shardmap_torch.checker.interpreter.custom_functions import communicating
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved, Where
@@ -47,6 +47,8 @@ class Verdict:
         batches: whether a batched body can do it: nothing that `torch.func.vmap` lacks was met.
         draws: whether the body draws from torch's default generator.
         start: the notes of what the body asks of its mesh, with which each run is compared.
+        takes_gradients: whether the body takes gradients by itself.
+        refusal: why results cannot be differentiated, where the body is right without that.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Verdict:
     batches: bool
     draws: bool
     start: Step
+    takes_gradients: bool
+    refusal: ShardTypeError | None = None
 
     @property
     def equations(self) -> tuple[Equation, ...]:
@@ -79,7 +83,7 @@ class Verdict:
             call.mesh,
             call.bound,
             call.mapped,
-            call.leaves,
+            call.leaves if self.refusal is None else _detached(call),
             self.match,
             call.structure,
             call.out_specs,
@@ -112,7 +116,36 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
         keep_scope(function)
         return verify(call, strictness)
     except ShardTypeError as error:
-        raise shortened(with_tried(error, _search(call, error, strictness))) from None
+        step = _as_step(call, strictness)
+        told = shortened(with_tried(error, _search(call, error, strictness)))
+        if step is None:
+            raise told from None
+        return replace(step, refusal=told)
+
+
+def _as_step(call: Call, strictness: Strictness) -> Verdict | None:
+    """The verdict on a step that takes gradients by itself, whose results are not differentiated.
+
+    None where it is not one, or is wrong; or where a transform around the call differentiates it.
+    """
+    leaves = [call.leaves[position] for position in call.crossing]
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    if not any(map(can_receive_gradient, leaves)):
+        return None
+    try:
+        verdict = _attempt(replace(call, leaves=_detached(call)), NONE, strictness)
+    except Exception:  # the first attempt has the error to show
+        return None
+    return verdict if verdict.takes_gradients else None
+
+
+def _detached(call: Call) -> list[Any]:
+    """The leaves of the arguments, those that cross without a gradient."""
+    leaves = list(call.leaves)
+    for position in call.crossing:
+        leaves[position] = leaves[position].detach()
+    return leaves
 
 
 _TRIES: Final = 8
@@ -188,6 +221,7 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         all(outcome.batches for outcome in outcomes),
         any(outcome.draws for outcome in outcomes),
         this.start,
+        any(outcome.takes_gradients for outcome in outcomes),
     )
 
 
