@@ -11,7 +11,6 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
-from shardmap_torch.checker.spmd.attention import ATTENTION
 from shardmap_torch.checker.spmd.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -28,6 +27,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.ops import indexing, networks
+from shardmap_torch.checker.spmd.ops.attention import ATTENTION
 from shardmap_torch.checker.spmd.sharded import (
     GATHER,
     NUMBER,
