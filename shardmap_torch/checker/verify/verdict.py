@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from shardmap_torch.boundary.call import Call, Result
-from shardmap_torch.boundary.matching import Match, can_receive_gradient
+from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.guards.replay import End, Replay, Step
 from shardmap_torch.checker.interpreter.custom_functions import communicating
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved, Where
@@ -21,6 +21,7 @@ from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
 from shardmap_torch.checker.verify.path import Round, Strictness, go
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
+from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P

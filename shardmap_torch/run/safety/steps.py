@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.boundary.matching import can_receive_gradient
+from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError
 
