@@ -1,1 +1,1 @@
-"""Abstract interpretation of a body and of the backward that autograd derives from it."""
+"""The checker: abstract interpretation of a body and of the backward that autograd derives."""

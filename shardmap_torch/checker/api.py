@@ -1,4 +1,4 @@
-"""Asking the checker: `check_program`, `trace`, `explain`."""
+"""Public functions of the checker, `check_program`, `trace` and `explain`, and their results."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from shardmap_torch.spec import P
 
 @dataclass(frozen=True)
 class ShapeDtype:
-    """A tensor of which only shape and dtype are known: operand and result on an abstract mesh.
+    """Shape and dtype of a tensor without data: argument and result on an abstract mesh.
 
     Attributes:
         shape: global.
         dtype: any.
-        requires_grad: whether a gradient is asked for, which decides what has to be checked.
+        requires_grad: whether it needs a gradient, so that the backward is checked too.
 
     Source: `jax.ShapeDtypeStruct`.
 
@@ -44,7 +44,7 @@ class ShapeDtype:
     requires_grad: bool = False
 
     def __post_init__(self) -> None:
-        """Looks at what it is made of, which torch would reject without a name."""
+        """Validates the fields, for an error that names them."""
         sizes = isinstance(self.shape, tuple | list) and all(
             isinstance(size, int) and size >= 0 for size in self.shape
         )
@@ -56,7 +56,7 @@ class ShapeDtype:
 
 
 def stand_ins(tree: Tree) -> Tree:
-    """Puts fake tensors in the places of `ShapeDtype` values."""
+    """Replaces `ShapeDtype` values by fake tensors."""
     fake = FakeTensorMode()
 
     def make(leaf: Any) -> Any:
@@ -69,7 +69,7 @@ def stand_ins(tree: Tree) -> Tree:
 
 
 def shapes_of(verdict: Verdict) -> Tree:
-    """The global results of a call, as shapes and dtypes."""
+    """Returns the global results of a call, as shapes and dtypes."""
     leaves = list(verdict.result.leaves)
     for position, (shape, dtype, _) in verdict.outputs.items():
         leaves[position] = ShapeDtype(shape, dtype)
@@ -81,11 +81,11 @@ class Program:
     """A typed program: every operation of a body and of its derived backward.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         mesh: the mesh that it was checked for.
-        in_specs: path and spec of every argument that crosses, with every axis typed.
-        ways: what each way through the body does; several where it branches on numbers taken from
-            tensors.
+        in_specs: path and spec of every tensor argument, with every axis typed.
+        program_paths: the program of each path through the body; several if it branches on numbers
+            taken from tensors.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Program:
 
     @property
     def equations(self) -> tuple[Equation, ...]:
-        """Those of all ways, each in the order of execution."""
+        """The equations of all paths, each in the order of execution."""
         return tuple(equation for path in self.program_paths for equation in path.equations)
 
     @property
@@ -104,10 +104,10 @@ class Program:
         return _collectives(self.equations)
 
     def bytes_sent(self) -> dict[str, int]:
-        """Bytes that each rank sends, by axis, forward and backward together.
+        """Counts the bytes that each rank sends, by axis, forward and backward together.
 
-        A collective over several axes counts under their joined names. Of several paths
-        through the body, each axis has the one that sends most.
+        A collective over several axes counts under their joined names. Of several paths through the
+        body, each axis has the maximum.
         """
         total: dict[str, int] = {}
         for path in self.program_paths:
@@ -117,7 +117,7 @@ class Program:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal programs, wherever their source lies; literals are part of it."""
+        """Hash of the program with its literals and without source locations."""
         return hashlib.sha256("\n".join(self._lines(sites=False)).encode()).hexdigest()[:16]
 
     def _lines(self, sites: bool) -> Sequence[str]:
@@ -140,12 +140,12 @@ class Program:
         )
         sent = f"  sends {equation.sent} B" if equation.sent else ""
         site = f"  # {equation.site}" if sites and equation.site is not None else ""
-        left = f"{results} = " if results else ""
+        prefix = f"{results} = " if results else ""
         compared = "".join(map(_compared, equation.compared))
-        return f"  {left}{equation.name}({'; '.join(words)}){sent}{site}{compared}"
+        return f"  {prefix}{equation.name}({'; '.join(words)}){sent}{site}{compared}"
 
     def __str__(self) -> str:
-        """One equation a line, with the source line that made it."""
+        """Formats one equation per line, with its source line."""
         return "\n".join([f"{self.name} on the {self.mesh}", *self._lines(sites=True)])
 
 
@@ -185,7 +185,7 @@ def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
     Tensors may be replaced by `ShapeDtype`; the mesh may be abstract, of any size.
 
     Returns:
-        What was found out: specs with every axis typed, results, equations.
+        The verdict: specs with every axis typed, results, equations.
 
     Raises:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.
@@ -211,7 +211,7 @@ def _ask(f: Callable[..., Any]) -> Callable[..., Verdict]:
 
 
 def trace(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
-    """The typed program of a shard_mapped function for these arguments.
+    """Returns the typed program of a shard_mapped function for these arguments.
 
     Raises:
         ShardTypeError: as `check_program`.
@@ -222,7 +222,7 @@ def trace(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
 
 
 def program_of(verdict: Verdict) -> Program:
-    """The typed program that a verdict is about."""
+    """Returns the typed program of a verdict."""
     specs = tuple(
         (path, spec)
         for path, spec in zip(verdict.paths, verdict.specs, strict=True)
@@ -232,10 +232,10 @@ def program_of(verdict: Verdict) -> Program:
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """A report of a program's communication: each collective, its line, its bytes, its backward.
+    """Reports a program's communication: each collective with its line, bytes and backward.
 
-    It ends with what global strictness says: whether the forward is that of the same program on
-    one device, and on which `local_region` that rests.
+    The report ends with the verdict of global strictness: whether the forward is that of the same
+    program on one device, and which `local_region`s that assumes to be right.
 
     Raises:
         ShardTypeError: as `check_program`.
@@ -289,7 +289,7 @@ def _explained(path: ProgramPath, axes: Sequence[str]) -> Iterator[str]:
 
 
 def _specified(forward: Equation, backward: Equation) -> str:
-    """Returns whether a backward collective is the one of the table's row."""
+    """Formats whether a backward collective is the transpose in the table."""
     specified = None if forward.collective is None else forward.collective.transpose
     if specified is None or str(forward.collective) != forward.name:  # an extremum has no row
         return ""

@@ -65,10 +65,10 @@ def _tensor(name: str, x: object) -> Tensor:
 
 
 def _types(interpreter: Interpreter, x: Tensor) -> dict[str, AxisType]:
-    """Its type along each axis; under global strictness with the dims that are cut."""
-    found = dict(zip(interpreter.axes, interpreter.types_of(x), strict=True))
+    """Returns the types along each axis; under global strictness with the sharded dims."""
+    types = dict(zip(interpreter.axes, interpreter.types_of(x), strict=True))
     spec = interpreter.observer.spec_of(interpreter.fakify(x))
-    return found if spec is None else {**found, **spec.types}
+    return types if spec is None else {**types, **spec.types}
 
 
 def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
@@ -102,7 +102,7 @@ def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
         wanted = as_type(like)
         if wanted.kind == "S" and not shards:
             raise CollectiveError(
-                f"assert_type: {wanted} over {axis!r} cannot be distinguished from V: shards "
+                f"assert_type: {expected} over {axis!r} cannot be distinguished from V: shards "
                 "are tracked "
                 "only with check='global'. Use V."
             )
@@ -110,7 +110,7 @@ def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
         if not _matches(have[axis], wanted):
             wrong = messages.error(
                 interpreter,
-                f"assert_type expects {wanted} over {axis!r}, but the value is {have[axis]}.",
+                f"assert_type expects {expected} over {axis!r}, but the value is {have[axis]}.",
                 [f"  the value is from {storage_type.origin()}"],
                 "",
             )
@@ -142,5 +142,5 @@ def _matches(have: AxisType, wanted: AxisType) -> bool:
         return have == wanted
     have = plain(have)
     if have == K:
-        return wanted in (I, R)
-    return have == wanted or (have == Z and wanted in (I, R, V, Partial))
+        return expected in (I, R)
+    return have == expected or (have == Z and expected in (I, R, V, Partial))

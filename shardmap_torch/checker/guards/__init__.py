@@ -1,1 +1,1 @@
-"""Guards of a verdict: whether it still holds for the code, the values and the run at hand."""
+"""Guards: check that a verdict still holds for the current code, captured values and run."""

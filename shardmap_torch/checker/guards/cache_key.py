@@ -1,4 +1,4 @@
-"""Cache keys of verdicts: equal signatures have equal programs."""
+"""Cache keys of verdicts: calls with equal signatures have the same program."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ Signature: TypeAlias = tuple[Any, ...]
 
 
 def signature(call: Call, surroundings: Surroundings) -> Signature:
-    """All that a verdict on `call` depends on and that can be seen from outside the body.
+    """Computes the cache key: all visible state that a verdict on `call` depends on.
 
-    What the leaves are, the specs and the mesh are in the fit, of which there is one object for all
-    that is alike; only the values of leaves that are no tensors are not.
+    Shapes, dtypes, specs and mesh are in the match, one object for all calls that have the same;
+    the values of leaves that are no tensors are added.
     """
     leaves = call.leaves
     return (
@@ -36,12 +36,12 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
 
 @dataclass(frozen=True)
 class Parts:
-    """A signature taken apart.
+    """A signature split into its values and the rest.
 
     Attributes:
-        rest: all but values and surroundings.
-        values: what is no tensor, in the arguments and in what the code refers to: what it is
-            called, and its value, by something that stays the same from call to call.
+        rest: all but values and captured state.
+        values: name and value of each non-tensor argument and captured variable, by a key that
+            stays the same from call to call.
     """
 
     rest: Signature
@@ -49,8 +49,8 @@ class Parts:
 
 
 def parts(key: Signature, call: Call, surroundings: Surroundings) -> Parts:
-    """Takes the latest signature apart."""
+    """Splits the latest signature into parts."""
     match, values, *rest, _ = key
     named = zip((match.paths[position] for position in match.static), values, strict=True)
-    found = {path: (path, value) for path, value in named}
-    return Parts((match, *rest), {**found, **surroundings.values()})
+    arguments = {path: (path, value) for path, value in named}
+    return Parts((match, *rest), {**arguments, **surroundings.values()})

@@ -1,8 +1,8 @@
-"""State that the code of a function refers to, and whether it has changed since.
+"""Captured state: finds what a function's code refers to, and detects changes of it.
 
-A look-up compares identities, in C: some 50 ns for each value that is referred to. Everything is
-followed again only where one has changed. Nothing is left out for its number: what is too much is
-an error, and what a user declares constant is not followed.
+A look-up compares identities, in C: some 50 ns for each value that is referred to. The walk is
+repeated only if one has changed. No value is skipped because there are many: too many are an error,
+and objects that the user declares constant are not entered.
 """
 
 import dis
@@ -28,11 +28,11 @@ from shardmap_torch.errors import ShardTypeError
 
 _PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _LIMIT: Final = 1_000_000
-"""Number of values that are followed at most; more is an error."""
+"""Maximal number of values of a walk; more is an error."""
 _COSTLY: Final = 20_000
 """Number of values that each call compares without a warning; they take about 1 ms."""
 _VERSIONS: Final = 16
-"""Number of states that are recognized."""
+"""Number of states whose versions are kept."""
 _LIBRARIES: Final = frozenset(
     {
         *sys.stdlib_module_names,
@@ -44,11 +44,11 @@ _LIBRARIES: Final = frozenset(
 _ABSENT: Final = object()
 _CACHE: Final = functools._lru_cache_wrapper
 _HIDDEN: Final = ("fget", "__func__", "func", "__wrapped__")
-"""Attributes in which built-in objects keep the user's function that they call."""
+"""Attributes of built-in objects that refer to the user's function that they call."""
 _DYNAMIC: Final = frozenset({"globals", "eval", "exec"})
-"""Builtins by which code reaches any global of its module."""
+"""Builtins by which code may read any global of its module."""
 _BUSY: Final = frozenset({"asyncio", "concurrent", "logging", "multiprocessing", "threading"})
-"""Modules of Python's own whose objects change by themselves, and hold no state of a body."""
+"""Standard modules whose objects change by themselves, and have no state of a body."""
 _STANDARD: Final = sys.stdlib_module_names - _BUSY
 
 Table = Mapping[Any, Any]
@@ -57,14 +57,15 @@ Table = Mapping[Any, Any]
 class Surroundings:
     """State that the code of a function refers to: closures, defaults, globals, attributes.
 
-    Functions and classes of the user's own are followed, and so are the names in modules of the
-    user's own that the code has or imports, containers, modules of torch.nn, context variables,
-    results that functools.cache keeps, and the attributes of objects, tensors among them.
-    Plain values count by value, tensors by what a verdict can depend on, the rest by identity.
+    The walk enters the user's own functions and classes, the names that the code uses of the user's
+    own modules, containers, modules of torch.nn, context variables, results that functools.cache
+    keeps, and the attributes of objects, including tensors.
+    Plain values are compared by value, tensors by the properties that a verdict can depend on, all
+    others by identity.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """One for each function; nothing is looked at before the first call."""
+        """Keeps the function; the first call of `key` walks."""
         self._function = function
         self._warned = False
         self._walk: _Walk | None = None
@@ -73,7 +74,7 @@ class Surroundings:
         self._version = 0
 
     def key(self) -> Hashable:
-        """Equal as long as nothing has changed."""
+        """Returns a key that is equal as long as nothing has changed."""
         walk = self._walk
         if walk is None or not walk.holds():
             walk = self._walk = _Walk(self._function)
@@ -82,22 +83,22 @@ class Surroundings:
         return self._version, tuple([tensor.requires_grad for tensor in walk.tensors])
 
     def snapshot(self) -> "_Walk | None":
-        """The state found by the latest `key`."""
+        """Returns the state found by the latest `key`."""
         return self._walk
 
     def changes(self, before: "_Walk | None") -> Sequence[str]:
-        """Names of what has changed since a snapshot, and of iterators, which may have."""
+        """Names the objects that have changed since a snapshot, and iterators, which may have."""
         if before is None:
             return []
         return [*before.iterators(), *([] if before.holds() else before.changes())]
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """Those that were found, after `key`."""
+        """The tensors found by the latest `key`."""
         return [] if self._walk is None else self._walk.tensors
 
     def values(self) -> Mapping[Hashable, tuple[str, Any]]:
-        """The plain values that were found, after `key`: names and values, by where they stand."""
+        """Returns names and values of the plain values found by the latest `key`, by location."""
         return {} if self._walk is None else self._walk.values()
 
     def _warn_of_cost(self, walk: "_Walk") -> None:
@@ -117,18 +118,18 @@ class Surroundings:
             if len(self._known) >= _VERSIONS:
                 self._known.clear()
             self._count += 1
-            # What counts by identity must live on, or another object could get its address.
+            # Objects compared by identity are kept alive, or another one could get their address.
             known = self._known[walk.found] = (self._count, walk.opaque)
         return known[0]
 
 
 class _Walk:
-    """All that is referred to, found in one walk.
+    """All objects that a function refers to, found in one walk.
 
     Attributes:
-        found: what it is, in the order of the walk.
-        tensors: those among it.
-        opaque: objects that are not followed, which count by identity.
+        found: identity or value of each, in the order of the walk.
+        tensors: the tensors.
+        opaque: objects that are not entered, which are compared by identity.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -150,7 +151,7 @@ class _Walk:
         return len(self._entries.owners) + len(self._attributes.owners)
 
     def holds(self) -> bool:
-        """Returns whether everything still is what was found."""
+        """Returns whether nothing has changed since the walk."""
         entries, attributes, sizes = self._entries, self._attributes, self._sizes
         try:
             return (
@@ -171,7 +172,7 @@ class _Walk:
             return False
 
     def changes(self) -> Sequence[str]:
-        """Names of what is no longer as it was found."""
+        """Names the objects that have changed since the walk."""
         found = [
             self._label(owner)
             for owner, size in zip(self._sizes.owners, self._sizes.values, strict=True)
@@ -186,11 +187,11 @@ class _Walk:
         return list(dict.fromkeys(found)) or ["what it refers to"]
 
     def iterators(self) -> Sequence[str]:
-        """Names of iterators, of which it cannot be seen how far they are."""
+        """Names the iterators, whose positions cannot be read."""
         return [self._label(value) for value in self.opaque if hasattr(value, "__next__")]
 
     def _label(self, owner: Any, name: Any = None) -> str:
-        """The name of something by which the code reaches it, as in `'counter'`."""
+        """Returns the name by which the code refers to an object, as in `'counter'`."""
         if name == "cell_contents":
             return repr(self._variables.get(id(owner), "a closed-over variable"))
         if isinstance(name, str):
@@ -202,7 +203,7 @@ class _Walk:
         return f"a {type(owner).__name__}"
 
     def values(self) -> Mapping[Hashable, tuple[str, Any]]:
-        """Names and values of what is plain, by where it stands."""
+        """Returns names and values of the plain values, by location."""
         return {
             (id(owner), name): (self._variables.get(id(owner), str(name)), value)
             for parts in (self._entries, self._attributes)
@@ -231,12 +232,12 @@ class _Walk:
                 yield type(value), self._enter(value)
 
     def _level(self, value: Tensor) -> Hashable:
-        """A transform's tensor is one of its own: another may be of another transform."""
+        """Returns the identity of a transform's tensor, which belongs to that transform alone."""
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
         return self._keep(value) if wrapped else None
 
     def _enter(self, value: Any) -> Hashable:
-        """Follows what an object refers to; gives what tells it apart but for that."""
+        """Enters an object's references; returns its identity apart from these."""
         if is_constant(value):
             return self._keep(value)
         for types, enter in _ENTRIES:
@@ -267,10 +268,10 @@ class _Walk:
         return function.__code__
 
     def _enter_names(self, table: Table, code: CodeType) -> None:
-        """Follows the globals of some code, and what it may take of the modules among them."""
+        """Enters the globals of some code, and the attributes that it may read of modules."""
         globals_, attributes, imports, texts = _names_of(code)
         if not _DYNAMIC.isdisjoint(globals_):
-            # Those that the code has as texts, as in globals()["FLAG"]; else it may be any.
+            # The names among its strings, as in globals()["FLAG"]; else it may be any global.
             named = [text for text in texts if text in table]
             globals_ = (*globals_, *(named or [n for n in table if not n.startswith("__")]))
         if "getattr" in globals_:
@@ -291,7 +292,7 @@ class _Walk:
                     tables.append((below, tuple(n for n in attributes if n in below)))
 
     def _imported(self, names: Iterable[str], table: Table) -> Iterator[ModuleType]:
-        """The modules of the user's own that code imports when it runs, absolutely or not."""
+        """Yields the user's own modules that code imports when it runs, also relatively."""
         for name in names:
             for full in (name, f"{table.get('__package__')}.{name}"):
                 if full not in sys.modules:
@@ -300,7 +301,7 @@ class _Walk:
                     yield sys.modules[full]
 
     def _enter_name(self, table: Table, name: str) -> Any:
-        """A global that is not there may hide a builtin later."""
+        """Enters a global; a missing one is recorded, since it may later hide a builtin."""
         if name not in table:
             self._missing[id(table), name] = table
             return None
@@ -341,7 +342,7 @@ class _Walk:
         return None
 
     def _enter_cache(self, value: Any) -> Hashable:
-        """Follows a cached function, and the results that it has kept, which are in its dict."""
+        """Enters a cached function and its cached results."""
         for part in gc.get_referents(value):
             if type(part) is not dict:
                 self._pending.append(part)  # one result, where the cache has a limit
@@ -396,7 +397,7 @@ def _attribute(owner: Any, name: Any) -> Any:
 
 
 class _Parts:
-    """Attributes recorded of objects, in three columns over which C code can iterate."""
+    """Recorded attributes of objects, in three columns over which C code can iterate."""
 
     def __init__(self) -> None:
         self.owners: list[Any] = []
@@ -426,7 +427,7 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[_Walk, Any], Hashable]], ...]] = (
     (nn.Module, _Walk._enter_object),
     (Tensor | ModuleType, _Walk._keep),
 )
-"""Functions that visit an object, by its type; the first match counts."""
+"""Functions that enter an object, by its type; the first match counts."""
 
 _OPEN: Final = (
     _Walk._enter_plain,
@@ -434,12 +435,12 @@ _OPEN: Final = (
     _Walk._enter_set,
     _Walk._enter_table,
 )
-"""Ways to follow objects of types that users derive classes from, with attributes and methods."""
+"""Functions for types that users subclass, whose objects have attributes and methods too."""
 
 
 @lru_cache(maxsize=4096)
 def _names_of(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Finds the globals of the code and the functions in it, all names, imports, and texts."""
+    """Finds the globals, all names, imports and strings of code and the functions in it."""
     globals_: dict[str, None] = {}
     names: dict[str, None] = {}
     imports: dict[str, None] = {}

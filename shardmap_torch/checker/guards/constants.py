@@ -1,4 +1,4 @@
-"""Objects that a user declares constant, so that no call looks whether they have changed."""
+"""`assume_constant`: objects that a user declares constant, which no call compares."""
 
 from typing import Any, TypeVar
 
@@ -10,10 +10,10 @@ _CONSTANTS: dict[int, Any] = {}
 def assume_constant(value: X) -> X:
     """Declares that an object, and all that it refers to, never changes.
 
-    Before each call of a checked function everything that its code refers to is compared with what
-    was there when it was checked, at some 50 ns a value. A vocabulary, a data set or a table of
-    strings that never changes can be left out. The promise is not verified: a change of what is
-    declared constant leaves an old verdict in force.
+    Before each call of a checked function all values that its code refers to are compared with
+    those of the check, at some 50 ns per value. A vocabulary, a data set or a table of strings that
+    never changes can be left out. The promise is not verified: a change of a constant leaves an old
+    verdict in force.
 
     Args:
         value: any object; it is kept alive.
@@ -32,5 +32,5 @@ def assume_constant(value: X) -> X:
 
 
 def is_constant(value: object) -> bool:
-    """Tells whether an object was declared constant."""
+    """Returns whether an object was declared constant."""
     return id(value) in _CONSTANTS

@@ -1,9 +1,9 @@
-"""Following a checked program at run time: what a body asks of its mesh, step by step.
+"""Replay: compares a run of a body, operation by operation, with its checked program.
 
-A verdict holds for the code that was interpreted, and not all that code depends on can be seen from
-outside: globals of libraries, the environment, what hides in C objects. So the interpretation notes
-what the body asks of its mesh, and each run is compared with the notes before anything is sent.
-The notes are a tree: code that may take one of several ways has one branch for each.
+A verdict holds for the code that was interpreted, and code may depend on state that no cache key
+sees: globals of libraries, the environment, C objects. So the interpretation records the operations
+of the body on its mesh, and each run is compared with the record before anything is sent. The
+record is a tree: code with several paths has one branch for each.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,20 +27,20 @@ TYPE: Final = "type"
 
 @dataclass(eq=False)
 class Step:
-    """One thing that a body asks of its mesh, and what may come after it.
+    """A recorded operation of a body on its mesh, and the steps that may follow it.
 
     Attributes:
-        what: the operation, or a tuple that tells it; None for the start.
-        shape: of its operand, where it has one.
-        dtype: of its operand.
-        depth: how many steps lead here.
-        kinds: the answer, where it is the question for a type.
-        note: the answer, where a run asks for what only the checker can find out.
-        site: the line of it.
-        next: what may follow, one for each way that the code may take.
+        what: the operation, or a tuple that describes it; None for the start.
+        shape: shape of its operand, if it has one.
+        dtype: dtype of its operand.
+        depth: number of steps before it.
+        types: the result of a query for types.
+        note: the checker's answer that runs read.
+        site: its source line.
+        next: the steps that may follow, one for each path of the code.
         last: whether the code may end here.
-        later: the code that runs again in a backward, by what tells its runs apart.
-        crossing: what the boundary of an inner function does, where it is that.
+        later: records of code that runs again in a backward, by the keys of its runs.
+        crossing: casts at the boundary of an inner function.
     """
 
     what: object = None
@@ -63,7 +63,7 @@ class Step:
         )
 
     def then(self, what: object, x: Tensor | None) -> "Step":
-        """The step after this one; a new branch where no way that was taken before has it."""
+        """Returns the step after this one, as a new branch if no earlier path has it."""
         for step in self.next:
             if step.is_of(what, x):
                 return step
@@ -79,7 +79,7 @@ class Step:
 
 
 def show(what: object, shape: torch.Size | None, dtype: torch.dtype | None) -> str:
-    """An operation as errors call it."""
+    """Formats an operation for errors."""
     if isinstance(what, tuple):
         name, *rest = what
         return f"{name}({', '.join(map(repr, rest))})"
@@ -89,11 +89,11 @@ def show(what: object, shape: torch.Size | None, dtype: torch.dtype | None) -> s
 
 
 class Fork:
-    """Sees what its origin sees, and knows who follows the code that will run again."""
+    """Monitor of code that will run again in a backward; until then it forwards to its origin."""
 
-    def __init__(self, origin: Monitor, followed: Callable[[Hashable], "Monitor | None"]) -> None:
-        """`followed` gives the monitor of a run again, by its kind."""
-        self._origin, self._followed = origin, followed
+    def __init__(self, origin: Monitor, monitor_of: Callable[[Hashable], "Monitor | None"]) -> None:
+        """Keeps `monitor_of`, which returns the monitor of a later run, by its key."""
+        self._origin, self._monitor_of = origin, monitor_of
 
     @property
     def depth(self) -> float:
@@ -119,7 +119,7 @@ class Fork:
 
     def rerun(self, key: Hashable) -> Monitor | None:
         """Returns the monitor of the code when it runs again."""
-        return self._followed(key)
+        return self._monitor_of(key)
 
     def end(self, leaves: Sequence[object] = ()) -> None:
         self._origin.end(leaves)
@@ -127,12 +127,12 @@ class Fork:
 
 @dataclass(frozen=True)
 class Difference:
-    """The point where a run leaves the checked program.
+    """The point where a run departs from the checked program.
 
     Attributes:
-        found: what the run asks for.
-        expected: what the checked program does there.
-        depth: how many steps they have in common.
+        found: the operation of the run.
+        expected: the operations of the checked program there.
+        depth: number of common steps.
     """
 
     found: str
@@ -140,15 +140,15 @@ class Difference:
     depth: float
 
     def __str__(self) -> str:
-        """Two lines."""
+        """Formats it in two lines."""
         return f"  this run: {self.found}\n  the checked program: {self.expected}"
 
 
 class Departure(BaseException):
-    """Unwinds a body that has left its program; `except Exception` in the body does not stop it."""
+    """Unwinds a body that has departed from its program; `except Exception` does not catch it."""
 
     def __init__(self, difference: Difference) -> None:
-        """`difference` says where."""
+        """Keeps the difference."""
         super().__init__(str(difference))
         self.difference = difference
 
@@ -162,10 +162,10 @@ def depart(difference: Difference) -> NoReturn:
 
 
 class Replay:
-    """Compares one run of a body, on one rank, with its checked program; see `backend.Monitor`."""
+    """Monitor that compares one run of a body, on one rank, with its checked program."""
 
     def __init__(self, start: Step, late: End, end: End = depart) -> None:
-        """`end` is called at a difference, `late` at one in a backward of the same call."""
+        """Starts the run; `end` is called at a difference, `late` at one in a later backward."""
         self._at, self._late, self._end = start, late, end
 
     @property
@@ -175,11 +175,11 @@ class Replay:
 
     @property
     def site(self) -> Site | None:
-        """The line of the latest step."""
+        """Source line of the latest step."""
         return self._at.site
 
     def on_operation(self, what: object, x: Tensor | None) -> None:
-        """Takes the step, or calls `end`."""
+        """Goes to the matching step, or calls `end`."""
         for step in self._at.next:
             mine = step.what  # as in `Step.is_of`: a call would double the cost
             if (mine is what or mine == what) and (
@@ -202,12 +202,12 @@ class Replay:
         self._end(Difference(found, " or ".join(program_paths), self.depth))
 
     def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
-        """Returns the types that the checker found there."""
+        """Returns the types that the checker found at this step."""
         self.on_operation((TYPE, axes), x)
         return self._at.types
 
     def note(self, what: object) -> Note:
-        """Returns what the checker has written there."""
+        """Returns the note that the checker wrote at this step."""
         self.on_operation(what, None)
         return self._at.note
 
@@ -217,12 +217,12 @@ class Replay:
         return self._at.crossing.collectives
 
     def leave(self, what: object, edge: Edge) -> Casts:
-        """The same of its results."""
+        """Returns the conversions that the checker found for its results."""
         self.on_operation(what, None)
         return self._at.crossing.collectives
 
     def fork(self, what: object) -> Monitor:
-        """Follows on; what runs again is compared with its own notes."""
+        """Goes on; code that runs again is compared with its own record."""
         self.on_operation(what, None)
         later = self._at.later
         return Fork(self, lambda kind: self._again(later, kind))
@@ -235,7 +235,7 @@ class Replay:
         return _Part(alike[0], self._late, self._late) if alike else None
 
     def rerun(self, key: Hashable) -> Monitor | None:
-        """None: nothing runs again that was not forked."""
+        """Returns None: only forks run again."""
         return None
 
     def end(self, leaves: Sequence[object] = ()) -> None:
@@ -252,7 +252,7 @@ def _same_code(kind: Hashable, other: Hashable) -> bool:
 
 
 class _Again(Replay):
-    """Follows code that runs in a backward: its place is behind all steps of the body."""
+    """Replay of code that runs in a backward, after all steps of the body."""
 
     @property
     def depth(self) -> float:
@@ -260,7 +260,7 @@ class _Again(Replay):
 
 
 class _Part(_Again):
-    """The same where steps may be left out."""
+    """Replay of such code where steps may be left out."""
 
     def on_operation(self, what: object, x: Tensor | None) -> None:
         at = self._at

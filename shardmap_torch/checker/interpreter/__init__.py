@@ -1,1 +1,1 @@
-"""Abstract interpretation of a body: the type of every value, forward and backward."""
+"""Abstract interpreter: types every value of a body, forward and backward, on fake tensors."""

@@ -1,4 +1,4 @@
-"""The backend under which a body is interpreted: collectives are equations with exact types."""
+"""AbstractBackend: types the collectives of a body that is interpreted."""
 
 from collections.abc import Hashable, Sequence
 from typing import Final
@@ -23,13 +23,13 @@ FORWARD: Final = {
     I: frozenset({I, K, Z}),
     R: frozenset({R, K, Z}),
     V: frozenset({V, Z}),
-    # V beside P in sums: the ranks' values are taken as addends, as in JAX.
+    # V is accepted for Partial in sums: the ranks' values are the addends, as in JAX.
     Partial: frozenset({Partial, V, Z}),
 }
-"""Operand types accepted where a row asks for the key."""
+"""Operand types accepted for the source type of a row."""
 
 BACKWARD: Final = {**FORWARD, V: frozenset({V, R, K, Z})}
-"""The same for cotangents: one cotangent for every rank is as good as one for each."""
+"""The same for cotangents: a cotangent that is equal on all ranks may be used as each rank's."""
 
 EXACTLY: Final = {**FORWARD, Partial: frozenset({Partial, Z})}
 """The same where a value keeps its type."""
@@ -39,20 +39,20 @@ _SHARING: Final = frozenset({"same", "slice", "mask"})
 
 
 class AbstractBackend:
-    """Types collectives; their results have the right shape and no data."""
+    """Backend that types collectives; their results have the right shape and no data."""
 
     def __init__(self, interpreter: Interpreter, repair: Repair = NONE) -> None:
-        """One for each interpretation; `repair` is what it tries."""
+        """Makes one for an interpretation; `repair` is applied to its collectives."""
         self.mesh: Mesh = interpreter.mesh
         self._interpreter, self._repair = interpreter, repair
         self._places = Places()
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
-        """None: a body is interpreted as one rank."""
+        """Returns none: a body is interpreted as one rank."""
         return ()
 
     def needs_ranks(self) -> None:
-        """Notes it, so that the mesh does not choose to batch the body."""
+        """Records that the mesh must not batch the body."""
         self._interpreter.batches = False
 
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
@@ -73,7 +73,7 @@ class AbstractBackend:
         composition: Form,
         operands: Sequence[Tensor],
     ) -> None:
-        """Holds what a run may do in place of a composition against it; see `check_equivalent`."""
+        """Requires that a kernel is equivalent to its composition; see `equivalence`."""
         before = self._repair, self._places
         self._repair, self._places = NONE, Places()
         try:
@@ -82,7 +82,7 @@ class AbstractBackend:
             self._repair, self._places = before
 
     def index(self, axes: Sequence[str]) -> Tensor:
-        """Varies over `axes`, and is equal on the ranks of all others."""
+        """Returns an index of type V over `axes` and K over all others."""
         interpreter = self._interpreter
         with interpreter.paused():
             index = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
@@ -98,7 +98,7 @@ class AbstractBackend:
         return index
 
     def reduce_gradient(self, axes: Sequence[str], gradient: Tensor) -> None:
-        """Notes the all-reduce of an input's gradient that the boundary is told to make."""
+        """Records the all-reduce of an input's gradient that its spec implies."""
         interpreter = self._interpreter
         collective = Collective("convert", I, R, tuple(axes)).transpose
         storage_type = interpreter.storage_type(gradient)
@@ -116,7 +116,7 @@ class AbstractBackend:
         interpreter.add(equation)
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Checks the operand's type exactly, and gives the result its own."""
+        """Checks the operand's type, and types the result."""
         with self._interpreter.insisting():
             return self._run(move, collective, x)
 
@@ -125,39 +125,39 @@ class AbstractBackend:
         site, backward = interpreter.site()
         forward = interpreter.forward_of_current_node() if backward else None
         place = None if backward else self._places.next(site)
-        wanted = self._repaired(collective, forward, place)
-        if wanted is not None and move not in EXTREMA:
-            move = wanted.move
+        applied = self._repaired(collective, forward, place)
+        if applied is not None and move not in EXTREMA:
+            move = applied.move
         x = interpreter.fakify(x)
         storage_type = interpreter.storage_type(x)
         operand = use_of("x", x, storage_type, storage_type.types)
-        shown = _shown(move, wanted)
-        equation = Equation(shown, (operand,), (), site, backward, wanted, forward=forward)
+        shown = _shown(move, applied)
+        equation = Equation(shown, (operand,), (), site, backward, applied, forward=forward)
         types, shape = storage_type.types, tuple(x.shape)
         if not backward:
             equation.place, equation.written = place, collective
-        if wanted is not None:
+        if applied is not None:
             with torch.enable_grad():  # off in the forward of a Function, whatever flows through it
                 read = interpreter.types(x)
-            self._check_source(move, wanted, equation, read)
-            types = self._result_types(wanted, forward, storage_type.types)
-            num_ranks = self.mesh.num_ranks(wanted.axes)
-            shape = MOVES[move].shape(wanted, shape, num_ranks)
-            equation.sent = bytes_sent(wanted, x.numel() * x.element_size(), num_ranks)
+            self._check_source(move, applied, equation, read)
+            types = self._result_types(applied, forward, storage_type.types)
+            num_ranks = self.mesh.num_ranks(applied.axes)
+            shape = MOVES[move].shape(applied, shape, num_ranks)
+            equation.sent = bytes_sent(applied, x.numel() * x.element_size(), num_ranks)
         with interpreter.paused():
             y = torch.empty(shape, dtype=x.dtype, device=x.device)
-        made = interpreter.make(y, types, equation, [x])
-        made.batched_over = self._batched_over(move, collective, made.batched_over)
+        result = interpreter.make(y, types, equation, [x])
+        result.batched_over = self._batched_over(move, collective, result.batched_over)
         if move in _SHARING and not backward:
-            self._seal(storage_type, made, shown)
+            self._make_read_only(storage_type, result, shown)
         interpreter.add(equation)
-        interpreter.observer.on_collective(move, wanted, x, y)
+        interpreter.observer.on_collective(move, applied, x, y)
         return y
 
     def _batched_over(
         self, move: str, collective: Collective, operand: frozenset[int]
     ) -> frozenset[int]:
-        """The axes over which a batched body has the result batched, given the operand's."""
+        """Returns the axes over which a batched body has the result batched."""
         own = {self._interpreter.axes.index(axis) for axis in collective.axes}
         if MOVES[move].equal:
             return operand - own
@@ -167,7 +167,7 @@ class AbstractBackend:
     def _repaired(
         self, collective: Collective, forward: Equation | None, place: Place | None
     ) -> Collective | None:
-        """The collective here under the repair that is tried; None where it is left out."""
+        """Returns the collective under the repair that is tried; None if it is left out."""
         if place is not None:
             return self._repair.collectives.get(place, collective)
         if forward is None or forward.written is None or forward.written == forward.collective:
@@ -179,36 +179,36 @@ class AbstractBackend:
     def _check_source(
         self, move: str, collective: Collective, equation: Equation, read: tuple[AxisType, ...]
     ) -> None:
-        """`read` are the types as an operation reads them: K where no gradient flows."""
-        wanted = V if move in EXTREMA else collective.src
-        accepted = (BACKWARD if equation.backward else FORWARD)[plain(wanted)]
+        """Requires a valid operand type; `read` are its types with K if it has no gradient."""
+        expected = V if move in EXTREMA else collective.src
+        accepted = (BACKWARD if equation.backward else FORWARD)[plain(expected)]
         for axis, axis_type, as_read in zip(
             self._interpreter.axes, equation.operands[0].types, read, strict=True
         ):
-            fits = plain(axis_type) in accepted or as_read in accepted
-            if axis in collective.axes and not fits:
-                raise messages.source(self._interpreter, equation, axis, wanted)
+            matches = plain(axis_type) in accepted or as_read in accepted
+            if axis in collective.axes and not matches:
+                raise messages.source(self._interpreter, equation, axis, expected)
             if axis not in collective.axes and axis_type == Partial and move in EXTREMA:
                 raise messages.source(self._interpreter, equation, axis, V)
 
     def _result_types(
         self, collective: Collective, forward: Equation | None, types: tuple[AxisType, ...]
     ) -> tuple[AxisType, ...]:
-        made = []
+        result = []
         for position, (axis, axis_type) in enumerate(
             zip(self._interpreter.axes, types, strict=True)
         ):
             dst = collective.dst if axis in collective.axes else axis_type
             if dst == R and _summed_varying(forward, collective, axis, position):
-                # The sum took V for P, an implicit reinterpret(V, P): its transpose makes R a V.
+                # The sum has reinterpreted V as Partial implicitly: the transpose of that makes V.
                 dst = V
-            made.append(dst)
-        return tuple(made)
+            result.append(dst)
+        return tuple(result)
 
-    def _seal(self, source: StorageType, made: StorageType, shown: str) -> None:
-        """Operand and result share memory at run time, and one type cannot serve both."""
+    def _make_read_only(self, source: StorageType, result: StorageType, shown: str) -> None:
+        """Makes operand and result read-only: they share memory at run time, with two types."""
         why = f"shares its memory with another value through {shown}"
-        made.read_only = made.read_only or why
+        result.read_only = result.read_only or why
         source.read_only = source.read_only or why
 
 

@@ -1,8 +1,8 @@
-"""Backwards of the user's own: what they return is held against the operands of the forward.
+"""Checks the user's own autograd Functions: gradients they return against the forward's operands.
 
 Grad mode is off in the forward of an `autograd.Function`, so mixing I and V is no error there: the
-backward may take the sum that is missing. Whether it does is seen when it runs, and told with the
-line of the forward. torch.func transforms make a Function of their own of it at each level.
+backward may take the missing sum. That is checked when it runs, and reported with the line of the
+forward. torch.func transforms wrap it in a Function of their own at each level.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # for annotations; what starts a backward calls this module
 
 
 def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
-    """Checks the user's own backwards when a backward from `outputs` comes to them."""
+    """Registers hooks that check the user's own Functions in a backward from `outputs`."""
     for node, name in own_nodes(outputs):
         if node not in interpreter.watched:
             interpreter.watched.add(node)
@@ -41,7 +41,7 @@ def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
 
 
 def own_nodes(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
-    """Nodes of Functions of the user's own, and their names."""
+    """Yields the autograd nodes of the user's own Functions, with their names."""
     seen: set[Node] = set()
     pending = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
     while pending:
@@ -56,7 +56,7 @@ def own_nodes(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
 
 
 def name_of_own(node: Node | None) -> str | None:
-    """The name of the user's own Function whose backward a node is, or None."""
+    """Returns the name of the user's own Function whose backward a node is, or None."""
     function = _own(node)
     return None if function is None else function.__name__
 
@@ -108,12 +108,12 @@ _NOT_OWN: Final = ("shardmap_torch.", "torch.utils.checkpoint")
 
 
 def _applied(function: type[Function] | None) -> type[Function] | None:
-    """The Function, or that of which a transform has made it."""
+    """Returns the Function, or the one that a transform's Function wraps."""
     if function is None or function.__module__ != autograd_function.__name__:
         return function
     storage_types = getattr(function.backward, "__closure__", None) or ()
-    found = (storage_type.cell_contents for storage_type in storage_types)
-    return next((f for f in found if isinstance(f, type) and issubclass(f, Function)), None)
+    contents = (storage_type.cell_contents for storage_type in storage_types)
+    return next((f for f in contents if isinstance(f, type) and issubclass(f, Function)), None)
 
 
 def _check(
@@ -123,10 +123,10 @@ def _check(
     gradients: Sequence[Any],
     seeds: Sequence[Any],
 ) -> tuple[Any, ...]:
-    given = [interpreter.storage_type(base_of(seed)).types for seed in seeds if seed is not None]
+    duals = [interpreter.storage_type(base_of(seed)).types for seed in seeds if seed is not None]
     operands = [_operand(interpreter, *edge) for edge in node.next_functions]
     gradients = tuple(
-        _as_addend(interpreter, _as_own(interpreter, gradient, given), operand)
+        _as_addend(interpreter, _as_own(interpreter, gradient, duals), operand)
         for gradient, operand in zip_longest(gradients, operands[: len(gradients)])
     )
     for gradient, operand in zip(gradients, operands, strict=False):
@@ -143,9 +143,9 @@ def _check(
 
 
 def _as_addend(interpreter: "Interpreter", gradient: Any, operand: Use | None) -> Any:
-    """Takes a gradient of addends that is equal on all ranks as R: it is that of each of them.
+    """Types a gradient of addends that is equal on all ranks as R: each addend has that gradient.
 
-    So a sum's backward that returns the cotangent of the sum as it is: I there, R of an addend.
+    For example, a sum's backward may return the sum's cotangent unchanged: I there, R of an addend.
     """
     if gradient is None or operand is None:
         return gradient
@@ -157,18 +157,19 @@ def _as_addend(interpreter: "Interpreter", gradient: Any, operand: Use | None) -
     return gradient if own == types else _retyped(interpreter, gradient, own)
 
 
-def _as_own(interpreter: "Interpreter", gradient: Any, given: Sequence[Types]) -> Any:
-    """A gradient that does not come from the cotangents, such as a constant, is each rank's own.
+def _as_own(interpreter: "Interpreter", gradient: Any, cotangents: Sequence[Types]) -> Any:
+    """Types a gradient that does not depend on the cotangents, such as a constant, as V.
 
-    Where the results are equal on all ranks, so is what the ranks have used: one computation. Else
-    each has used it for results of its own, and all of their gradients add up, also equal ones.
+    If the results are equal on all ranks, the operand was used in one computation, and the gradient
+    stays. Otherwise each rank has used it for its own results, and all their gradients, also equal
+    ones, have to be summed.
     """
     if gradient is None or interpreter.goes_on([gradient]):
         return gradient
     types = interpreter.storage_type(base_of(gradient)).types
     own = tuple(
         V
-        if axis_type in (I, R, K) and any(plain(seed[at]) in (V, R) for seed in given)
+        if axis_type in (I, R, K) and any(plain(seed[at]) in (V, R) for seed in cotangents)
         else axis_type
         for at, axis_type in enumerate(types)
     )
@@ -183,13 +184,13 @@ def _retyped(interpreter: "Interpreter", gradient: Tensor, types: Types) -> Tens
 
 
 def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> Use | None:
-    """The operand, as it was: an input, or what its producer made."""
+    """Returns the operand with its types at that time: an input, or its producer's result."""
     variable = getattr(producer, "variable", None)
     if isinstance(variable, Tensor):
         storage_type = interpreter.storage_type(variable)
         return use_of("", variable, storage_type, storage_type.types)
-    made: Equation | None = interpreter.equation_of(producer)
-    return made.results[number] if made is not None and number < len(made.results) else None
+    source: Equation | None = interpreter.equation_of(producer)
+    return source.results[number] if source is not None and number < len(source.results) else None
 
 
 def _wrong(

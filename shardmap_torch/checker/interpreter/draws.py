@@ -1,9 +1,8 @@
-"""The types of what a body draws from torch's default generator.
+"""Types the draws of a body from torch's default generator.
 
-A draw varies over the axes over which its operand does: `F.dropout(x)` drops the same entries of
-equal values, and others of different ones. A factory, such as `torch.rand(3)`, has no operand, and
-gives each rank numbers of its own. Runs seed the generator so that this holds, on every mesh; see
-`run.drawing`.
+A draw varies over the axes over which its operand varies: `F.dropout(x)` drops the same entries of
+values that are equal on ranks. A factory, such as `torch.rand(3)`, has no operand, and gives each
+rank its own numbers. Runs seed the generator accordingly on every mesh; see `run.drawing`.
 """
 
 from collections.abc import Mapping
@@ -29,11 +28,11 @@ def drawn_types(
 ) -> Types | None:
     """Returns V along the axes over which the ranks draw different numbers, K along the others.
 
-    Notes the draw, for the runs; None where they do not seed it: for no draw, one from a generator
-    of the user's own, and one in an operator that runs do not see into.
+    Records the draw for the runs. Returns None if runs do not seed it: for no draw, one from the
+    user's own generator, and one inside of an operator.
 
     Raises:
-        ShardTypeError: on another path, which looks the same to a run, ranks share it otherwise.
+        ShardTypeError: another path, which a run cannot distinguish, has other types.
     """
     if not may_draw(op) or not draws(op, arguments):
         return None
@@ -60,7 +59,7 @@ def drawn_types(
 def _own_axes(
     interpreter: "Interpreter", scope: Scope, op: OpOverload, arguments: Mapping[str, Any]
 ) -> frozenset[int]:
-    """The axes, by position, over which each rank draws its own numbers."""
+    """Returns the axes, by position, over which each rank draws its own numbers."""
     outs = signature_of(op).outs
     read = [
         interpreter.storage_type(tensor)
@@ -70,11 +69,11 @@ def _own_axes(
     ]
     if all(map(_is_from_nothing, read)):
         return frozenset(at for at, axis in enumerate(interpreter.axes) if axis in scope.axes)
-    # What has no type of its own yet, as the memory of empty_like, is spread as its model is.
+    # Memory without a type yet, as of empty_like, is batched like its model.
     return frozenset[int]().union(*(varying(each.types) | each.batched_over for each in read))
 
 
 def _is_from_nothing(storage_type: StorageType) -> bool:
-    """Returns whether a factory made it, as the memory that `torch.empty(3).uniform_()` fills."""
+    """Returns whether a factory made it, such as the memory of `torch.empty(3).uniform_()`."""
     made = storage_type.made
     return made is not None and not made.operands and not varying(storage_type.types)

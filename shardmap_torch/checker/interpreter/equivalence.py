@@ -1,10 +1,10 @@
-"""Equivalence of a kernel, which has its own backward, with its composition.
+"""Checks that a kernel with its own backward has the types of its unfused composition.
 
-An overlapped kernel has a backward that nobody derived, and what autograd derives from its unfused
+An overlapped kernel has a handwritten backward, and what autograd derives from its unfused
 composition says nothing about that. So both forms are interpreted on operands of the types that
-the call has, and their backwards from every cotangent that fits the results. Each result and
-gradient must have the same shape, dtype and types, and come through the same collectives: where V
-stands for a pending sum, types cannot tell whether it has been taken.
+the call has, and their backwards from every cotangent type that the results accept. Each result and
+gradient must have the same shape, dtype and types, and depend on the same collectives: where V
+stands for a pending sum, types cannot tell if it has been summed.
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ _SEEDS: Final[Mapping[AxisType, tuple[AxisType, ...]]] = {
     K: (I, V, Partial),
     Z: (V,),
 }
-"""The cotangents that fit a result of each type; the first suits whatever it was made of."""
+"""The cotangent types that a result of each type accepts; the first is valid for any operands."""
 
 _EQUAL: Final = frozenset({I, R, K})
 _OWN: Final = frozenset({V, R, K})
@@ -52,36 +52,36 @@ def check_equivalent(
     composition: Form,
     operands: Sequence[Tensor],
 ) -> None:
-    """Requires that `own` is typed as the composition is, forward and backward.
+    """Requires that `own` has the types of the composition, forward and backward.
 
-    What was found for forms and operands that are alike is remembered.
+    Results are cached by forms and operands' properties.
 
     Raises:
-        ShardTypeError: it is not.
+        ShardTypeError: it has not.
     """
     bases = [interpreter.base(operand) for operand in operands]
     name, mesh = str(what[0]), interpreter.mesh
-    found = []
+    results = []
     for flowing in _flowing([interpreter.levels(base) for base in bases]):
         pairs = zip(bases, flowing, strict=True)
         likes = tuple(_Like.of(base, interpreter.types(base), flows) for base, flows in pairs)
         key = (what, mesh.axis_names, mesh.axis_sizes, likes, table_version())
         compare = partial(_compare, interpreter, name, own, composition, likes)
-        found.append(_COMPARED.get(key, compare))
+        results.append(_COMPARED.get(key, compare))
     site, backward = interpreter.site()
     storage_types = [(base, interpreter.storage_type(base)) for base in bases]
     uses = tuple(
         use_of("", base, storage_type, storage_type.types) for base, storage_type in storage_types
     )
-    interpreter.add(Equation(name, uses, (), site, backward, compared=found[0]))
+    interpreter.add(Equation(name, uses, (), site, backward, compared=results[0]))
 
 
 def _flowing(levels: Sequence[frozenset[int]]) -> Sequence[tuple[bool, ...]]:
-    """Through which operands a gradient flows: in all, then at each level where it is otherwise."""
+    """Lists which operands are differentiable: at any level, then at each level that differs."""
     all_levels = sorted(frozenset[int]().union(*levels))
-    program_paths = [tuple(map(bool, levels))]
-    program_paths += [tuple(level in operand for operand in levels) for level in all_levels]
-    return list(dict.fromkeys(program_paths))
+    patterns = [tuple(map(bool, levels))]
+    patterns += [tuple(level in operand for operand in levels) for level in all_levels]
+    return list(dict.fromkeys(patterns))
 
 
 _COMPARED: Final = Memo[tuple[KernelCollective, ...]]()
@@ -89,7 +89,7 @@ _COMPARED: Final = Memo[tuple[KernelCollective, ...]]()
 
 @dataclass(frozen=True)
 class _Like:
-    """All of an operand that decides anything."""
+    """The properties of an operand that the comparison depends on."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -104,26 +104,26 @@ class _Like:
 
     def leaf(self, interpreter: Interpreter) -> Tensor:
         with interpreter.paused():
-            made = torch.empty_strided(
+            leaf = torch.empty_strided(
                 self.shape, self.stride, dtype=self.dtype, device=self.device
             )
-            made.requires_grad_(self.flows)
-        interpreter.bring(made, self.types, "an operand")
-        return made
+            leaf.requires_grad_(self.flows)
+        interpreter.bring(leaf, self.types, "an operand")
+        return leaf
 
 
 def _compare(
     interpreter: Interpreter, name: str, own: Form, composition: Form, likes: Sequence[_Like]
 ) -> tuple[KernelCollective, ...]:
-    """The collectives of `own`, which is typed as the composition is."""
+    """Compares both forms; returns the collectives of `own`."""
     with interpreter.aside(), temporarily_clear_interpreter_stack(), torch.enable_grad():
         comparison = _Comparison(interpreter, name, [like.leaf(interpreter) for like in likes])
         try:
             expected = composition(*comparison.leaves)
         except ShardTypeError:
-            return ()  # The body comes to it next, and is told of its own lines.
+            return ()  # The body runs it next, and gets an error with its own lines.
         comparison.run(own, expected)
-        through = _passed(interpreter.equations)
+        through = _collectives_behind(interpreter.equations)
         for claim in comparison.claims:
             claim.check(interpreter, name, through)
     return tuple(
@@ -135,13 +135,13 @@ def _compare(
 
 @dataclass(frozen=True)
 class _Claim:
-    """A result or gradient of the one form, and that of the composition.
+    """A result or gradient of a form, and that of the composition.
 
     Attributes:
-        what: it is, in words.
-        found: None where there is no gradient.
-        expected: the same of the composition.
-        alike: types of which any is as good as another, by axis.
+        what: its description.
+        found: that of the form; None without a gradient.
+        expected: that of the composition.
+        alike: types that count as equal, by axis.
     """
 
     what: str
@@ -150,13 +150,13 @@ class _Claim:
     alike: Sequence[frozenset[AxisType]]
 
     def check(self, interpreter: Interpreter, name: str, through: Through) -> None:
-        """Requires that they are the same."""
+        """Requires that both have the same types."""
         wrong = self._wrong(interpreter, through)
         if wrong is not None:
             raise _defect(interpreter, name, f"{self.what} is {wrong[0]}, and {wrong[1]}")
 
     def _wrong(self, interpreter: Interpreter, through: Through) -> tuple[str, str] | None:
-        """Returns the types of the kernel and the composition where they differ."""
+        """Returns texts of the first difference of the form and the composition, or None."""
         found, expected = self.found, self.expected
         if found is None or expected is None:
             words = ["missing" if each is None else "there" for each in (found, expected)]
@@ -172,14 +172,14 @@ class _Claim:
         for axis, *pair, alike in zip(interpreter.axes, ours, theirs, self.alike, strict=True):
             if pair[0] != pair[1] and not alike.issuperset(pair):
                 return f"{pair[0]} over {axis!r}", str(pair[1])
-        program_paths = [
+        dependencies = [
             ", ".join(sorted(through[id(storage_type)])) or "no collective"
             for storage_type in storage_types
         ]
         return (
             None
-            if program_paths[0] == program_paths[1]
-            else (f"made by {program_paths[0]}", f"by {program_paths[1]}")
+            if dependencies[0] == dependencies[1]
+            else (f"made by {dependencies[0]}", f"by {dependencies[1]}")
         )
 
 
@@ -192,12 +192,12 @@ def _defect(interpreter: Interpreter, name: str, what: str) -> ShardTypeError:
 
 
 class _Comparison:
-    """Two forms on the same operands.
+    """Comparison of two forms on the same operands.
 
     Attributes:
         leaves: the operands.
-        claims: what has to be the same.
-        own: what the form does that is held against the composition, forward and backward.
+        claims: pairs that have to be the same.
+        own: equations of the form that is compared with the composition, forward and backward.
     """
 
     def __init__(self, interpreter: Interpreter, name: str, leaves: Sequence[Tensor]) -> None:
@@ -208,7 +208,7 @@ class _Comparison:
         self.own: Sequence[Equation] = ()
 
     def run(self, own: Form, expected: Sequence[Tensor]) -> None:
-        """Runs the form, and both backwards."""
+        """Interprets the form, and both backwards."""
         found, self.own = self._tried(lambda: own(*self.leaves))
         alike = [_EQUAL] * len(self._interpreter.axes)
         for number, pair in enumerate(zip(found, expected, strict=True)):
@@ -223,20 +223,20 @@ class _Comparison:
         self.own = [*self.own, *self._pull_back(pairs, first)]
         for cotangents in others:
             self._pull_back(pairs, cotangents)
-        # A run may use any of the results; it does less then.
+        # A run may use only some of the results, with less in the backward.
         for pair, types in zip(pairs, first, strict=True) if len(pairs) > 1 else ():
             self._pull_back([pair], [types])
 
     def _pull_back(
         self, pairs: Sequence[tuple[Tensor, Tensor]], cotangents: Sequence[Types]
     ) -> Sequence[Equation]:
-        """Claims that the gradients are the same; gives what the form did for its own."""
+        """Adds claims that the gradients are the same; returns the form's equations for its own."""
         found, expected = zip(*pairs, strict=True)
         seeds = [self._seed(*pair) for pair in zip(expected, cotangents, strict=True)]
         try:
             theirs = self._gradients(expected, seeds)
         except ShardTypeError:
-            return ()  # Nor will the body's own backward pass it.
+            return ()  # The body's own backward will be rejected too.
         ours, equations = self._tried(lambda: self._gradients(found, seeds))
         for (at, leaf), *pair in zip(self._flowing, ours, theirs, strict=True):
             types = self._interpreter.storage_type(leaf).types
@@ -260,19 +260,19 @@ class _Comparison:
             return torch.autograd.grad(outs, leaves, seeds, retain_graph=True, allow_unused=True)
 
     def _tried(self, run: Callable[[], Sequence[X]]) -> tuple[Sequence[X], Sequence[Equation]]:
-        """Runs `run`, and returns its results and equations."""
+        """Runs `run`; returns its results and equations."""
         before = len(self._interpreter.equations)
         try:
-            given = run()
+            results = run()
         except Exception as error:
             first = f"{type(error).__name__}: {error}".splitlines()[0]
             what = f"it fails ({first}), which nothing does"
             raise _defect(self._interpreter, self._name, what) from error
-        return given, self._interpreter.equations[before:]
+        return results, self._interpreter.equations[before:]
 
 
 def _cotangents(types: Sequence[Types]) -> Iterator[Sequence[Types]]:
-    """Types for the cotangents of all results: the first of each, then another over one axis."""
+    """Yields types for the cotangents of all results: the first of each, then variants per axis."""
     first = [tuple(_SEEDS[plain(axis_type)][0] for axis_type in result) for result in types]
     yield first
     for axis in range(len(first[0])):
@@ -285,8 +285,8 @@ def _cotangents(types: Sequence[Types]) -> Iterator[Sequence[Types]]:
             ]
 
 
-def _passed(equations: Sequence[Equation]) -> Through:
-    """The collectives through which each value has come."""
+def _collectives_behind(equations: Sequence[Equation]) -> Through:
+    """Collects the collectives on which each value depends."""
     through: dict[int, frozenset[str]] = defaultdict(frozenset)
     for equation in equations:
         names = {str(equation.collective)} if equation.collective is not None else set()

@@ -1,8 +1,8 @@
-"""The cotangents that a backward in a body starts from, and the gradients that it ends with.
+"""Types the cotangents that a backward in a body starts from, and the gradients it returns.
 
-What is equal on all ranks gets one gradient, of which each rank has an addend where the loss
-varies: it is handed over as a pending sum, P. So a step that forgets to sum is refused where it
-uses the gradient, and not where its result leaves.
+A value that is equal on all ranks has one gradient, of which each rank has an addend if the loss
+varies: the body gets it as a pending sum, Partial. So a step that forgets to sum is rejected where
+it uses the gradient, not at the end.
 """
 
 from collections.abc import Sequence
@@ -28,38 +28,38 @@ _EQUAL: Final = frozenset({R, K, Z})
 """Types of values that are equal on all ranks, and whose gradient may be a pending sum."""
 
 
-def seed(interpreter: Interpreter, output: Tensor, given: Tensor | None) -> Tensor | None:
-    """Checks, or makes and types, the cotangent that a backward in the body starts from."""
+def seed(interpreter: Interpreter, output: Tensor, cotangent: Tensor | None) -> Tensor | None:
+    """Checks the cotangent that a backward in the body starts from, or makes and types one."""
     if isinstance(output, torch.autograd.graph.GradientEdge) or not output.requires_grad:
-        return given
+        return cotangent
     have = interpreter.storage_type(output).types
-    if given is None:
+    if cotangent is None:
         if R in have:
             raise messages.seeded(interpreter, have.index(R), interpreter.storage_type(output))
         if output.numel() != 1:
             return None  # torch says why it needs one
-        given = torch.ones_like(output)
-        # What a rank does not share with the others is seeded as its own.
-        interpreter.storage_type(given).types = tuple(COTANGENT.get(t, K) for t in have)
-    cotangents = interpreter.storage_type(given).types
-    for axis, (axis_type, cotangent) in enumerate(zip(have, cotangents, strict=True)):
-        if not accepts(axis_type, cotangent):
+        cotangent = torch.ones_like(output)
+        # A varying value's cotangent is each rank's own.
+        interpreter.storage_type(cotangent).types = tuple(COTANGENT.get(t, K) for t in have)
+    cotangents = interpreter.storage_type(cotangent).types
+    for axis, (axis_type, dual) in enumerate(zip(have, cotangents, strict=True)):
+        if not accepts(axis_type, dual):
             what = "the differentiated value"
             raise messages.cotangent(
-                interpreter, axis, axis_type, interpreter.storage_type(given), what
+                interpreter, axis, axis_type, interpreter.storage_type(cotangent), what
             )
-    # The cotangents of what ranks do not share are their own, even where they are equal.
+    # The cotangents of a varying value are each rank's own, even if they are equal.
     own = tuple(V if plain(k) == V else c for k, c in zip(have, cotangents, strict=True))
     if own != cotangents:
-        given = given.clone()
-        interpreter.storage_type(given).types = own
-    return given
+        cotangent = cotangent.clone()
+        interpreter.storage_type(cotangent).types = own
+    return cotangent
 
 
 def check_gradient(
     interpreter: Interpreter, operand: Tensor, gradient: Tensor | None, what: str
 ) -> None:
-    """Holds a gradient against the type of the value that it belongs to."""
+    """Checks the type of a gradient against that of its value."""
     if gradient is None:
         return
     have, storage_type = interpreter.storage_type(operand).types, interpreter.storage_type(gradient)
@@ -71,11 +71,11 @@ def check_gradient(
 def hand_over(
     interpreter: Interpreter, operands: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Types the gradients that a body gets: V becomes P for what is equal on all ranks.
+    """Types the gradients that a body gets: V becomes Partial if the value is equal on all ranks.
 
     Returns:
-        The gradients, those of another type as tensors of their own: what autograd gives may share
-        its memory with a cotangent, or with the gradient of a value that varies.
+        The gradients; those whose type changes as copies, since a gradient of autograd may share
+        memory with a cotangent, or with the gradient of a varying value.
     """
     place = interpreter.gradient_places.next(call_site())
     return tuple(
@@ -85,9 +85,9 @@ def hand_over(
 
 
 def hand_over_fields(interpreter: Interpreter, leaves: Sequence[Tensor], old: set[int]) -> None:
-    """Does the same with what a backward has put into `.grad`; `old` are those it has added to.
+    """Does the same with gradients in `.grad`; `old` are those that the backward has added to.
 
-    A gradient that was there before stays the same tensor, which the body may hold elsewhere.
+    An old gradient stays the same tensor, which the body may refer to elsewhere.
     """
     place = interpreter.gradient_places.next(call_site())
     for leaf in leaves:
@@ -103,7 +103,7 @@ def hand_over_fields(interpreter: Interpreter, leaves: Sequence[Tensor], old: se
 
 
 def _summed(types: Types, gradient: Types) -> Types:
-    """The types of a gradient, given those of its value."""
+    """Returns the types of a gradient that a body gets, given those of its value."""
     return tuple(
         Partial if axis_type in _EQUAL and plain(have) == V else have
         for axis_type, have in zip(types, gradient, strict=True)
@@ -130,14 +130,14 @@ def _handed_over(
 def sum_by_repair(
     interpreter: Interpreter, gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Takes the sums that the repair which is tried has where gradients are handed over."""
+    """Applies the sums of gradients of the repair that is tried."""
     if not interpreter.repair.gradients:
         return tuple(gradients)
     return tuple(g if g is None else _summed_by_repair(interpreter, g) for g in gradients)
 
 
 def sum_fields_by_repair(interpreter: Interpreter, leaves: Sequence[Tensor]) -> None:
-    """Does the same with gradients in `.grad`."""
+    """Applies them to gradients in `.grad`."""
     if interpreter.repair.gradients:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for leaf in leaves:

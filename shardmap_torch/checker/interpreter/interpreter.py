@@ -1,4 +1,4 @@
-"""Runs a body on fake tensors and types every operation, collective and derived cotangent."""
+"""Interpreter: types every ATen operation of a body, run on fake tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,16 +59,16 @@ _SEED: Final = torch.ops.aten.ones_like.default
 _ONE_DTYPE: Final = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 )
-"""Operations that reject operands of several dtypes, but not where they have no data."""
+"""Operations that reject operands of several dtypes, except on fake tensors."""
 
 
 class Interpreter(Memory):
-    """One interpretation of one body: the operations, and the memory on which they work."""
+    """One interpretation of one body: records its equations, and the types of its tensors."""
 
     def __init__(
         self, name: str, mesh: Mesh, branches: Branches | None = None, repair: Repair = NONE
     ) -> None:
-        """`name` is what errors call the body, `branches` which way it goes through it."""
+        """Starts an interpretation of the body `name`, on the path of `branches`."""
         super().__init__(name, mesh.axis_names)
         self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches if branches is not None else Branches(name))
@@ -82,12 +82,12 @@ class Interpreter(Memory):
         self._places, self.gradient_places = Places(), Places()
 
     def insisting(self) -> Failing:
-        """An error of the checker in here is one also where the body catches it."""
+        """Records errors of the checker in this context, even if the body catches them."""
         return Failing(self.numbers.branches)
 
     @contextmanager
     def decomposing(self) -> Iterator[None]:
-        """Operations in here stand for one that runs do not see into."""
+        """Marks operations in this context as the decomposition of one operator."""
         before, self.is_decomposing = self.is_decomposing, True
         try:
             yield
@@ -95,17 +95,17 @@ class Interpreter(Memory):
             self.is_decomposing = before
 
     def begin(self) -> None:
-        """Autograd nodes that are there already are not the body's."""
+        """Starts recording autograd nodes; earlier ones are not the body's."""
         self._sequence = torch._C._autograd._get_sequence_nr()
 
     def needs_ranks(self) -> None:
-        """Notes that the body does what `torch.func.vmap` would drop, or break at."""
+        """Records that the body has code that `torch.func.vmap` would drop or reject."""
         if not self._paused:
             self.batches = False
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Operations in here are typed, but are no part of the program."""
+        """Types operations in this context without adding them to the program."""
         branches = self.numbers.branches
         before = self.equations, self.observer, self.batches, self._count, branches.refusal
         self.equations, self.observer = [], UNOBSERVED
@@ -132,8 +132,8 @@ class Interpreter(Memory):
             reject_unseen(self, name_of_own)
         if op is _LITERAL and not isinstance(args[0], FakeTensor):
             return self._lift(op, args[0])
-        args = [self._adopt(value) for value in args]
-        kwargs = {name: self._adopt(value) for name, value in kwargs.items()}
+        args = [self._fakify_value(value) for value in args]
+        kwargs = {name: self._fakify_value(value) for name, value in kwargs.items()}
         arguments = name_arguments(op, args, kwargs)
         if branches(signature_of(op), arguments):
             value = scalars.take_for_torch(self, op, arguments)
@@ -146,7 +146,7 @@ class Interpreter(Memory):
         with self.paused():
             seen = standing(op, arguments)
         out = self._run(op, args, kwargs)
-        # A view has the type of its storage, and needs no rule; of a sum's bits nothing is known.
+        # A view has the type of its storage, and needs no rule; the bits of a sum have no type.
         view = not writes and self._is_known(out) and op is not _BITS
         types = [] if view else self._type(op, arguments, out)
         self._store(op, arguments, out, types)
@@ -181,7 +181,7 @@ class Interpreter(Memory):
             ) from error
 
     def _lift(self, op: OpOverload, literal: Tensor) -> Any:
-        """A tensor made of Python numbers in the body."""
+        """Types a tensor made of Python numbers in the body as K."""
         out = op(literal)
         made = self.bring(out, (K,) * len(self.axes), "a literal")
         with _disable_current_modes():  # the numbers are real
@@ -196,7 +196,7 @@ class Interpreter(Memory):
     def make(
         self, tensor: Tensor, types: Types, equation: Equation, operands: Sequence[Tensor]
     ) -> StorageType:
-        """Types a new tensor that an equation makes of its operands."""
+        """Types a new tensor that an equation computes from its operands."""
         tasks = self._tasks(map(self.storage_type, operands))
         tokens = frozenset(t for x in operands for t in self._tokens(x) if t.alive)
         storage = tensor.untyped_storage()
@@ -215,13 +215,13 @@ class Interpreter(Memory):
 
     def _type(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> list[Types]:
         made = [*_results(out)] or [*enumerate(_written(op, arguments))]
-        smooth = any(is_real(tensor.dtype) for _, tensor in made)
+        any_real = any(is_real(tensor.dtype) for _, tensor in made)
 
         def read(tensor: Tensor) -> Types:
             types = self.types(tensor)
-            # A result that is no number of its own right has no derivative to get wrong, but it
-            # may decide what a derivative is.
-            if smooth or self._is_cotangent(self.storage_type(tensor)):
+            # A result that is not real has no derivative that could be wrong, but it may select
+            # what is differentiated.
+            if any_real or self._is_cotangent(self.storage_type(tensor)):
                 return types
             return tuple(K if k in (I, R) else k for k in types)
 
@@ -236,9 +236,10 @@ class Interpreter(Memory):
         return self._as_seed(arguments["self"], types) if op is _SEED and self._running else types
 
     def _as_seed(self, value: Tensor, types: Sequence[Types]) -> list[Types]:
-        """The cotangent from which a backward in a custom one starts: each rank's own, as in it.
+        """Types the cotangent from which a backward inside of a custom backward starts.
 
-        Functions of torch are not seen there, as they are in the body; see `cotangents.seed`.
+        The mode of torch functions, which does that in the body, is not active there; see
+        `gradients.seed`.
         """
         own = self.storage_type(value).types
         return [
@@ -256,18 +257,18 @@ class Interpreter(Memory):
         types: Sequence[Types],
     ) -> None:
         read = [t for value in arguments.values() for t in tensors_of(value)]
-        whole = any(is_real(tensor.dtype) for tensor in read)
+        any_real = any(is_real(tensor.dtype) for tensor in read)
         bits = op is _BITS
         for index, tensor in made:
             axis_type = types[index % len(types)]
-            rounded = tensor.dtype == torch.bool or (whole and not is_real(tensor.dtype))
+            rounded = tensor.dtype == torch.bool or (any_real and not is_real(tensor.dtype))
             if Partial in axis_type and (bits or rounded):
                 reason = BITS if bits else INTEGER
                 refusal = Refusal(axis_type.index(Partial), Conflict(Partial, None, reason), reason)
                 raise messages.refused(self, op, arguments, refusal)
 
     def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> bool:
-        """Requires that a Python value, or a shape, that depends on data is equal on all ranks.
+        """Requires that a Python value, or a shape, read from tensors is equal on all ranks.
 
         Returns whether the repair that is tried reduces the tensors first.
         """
@@ -325,7 +326,7 @@ class Interpreter(Memory):
         self.add(equation)
 
     def _literals(self, op: OpOverload, arguments: Mapping[str, Any]) -> str:
-        """Arguments that are no tensors and not the default."""
+        """Formats the arguments that are no tensors and not the default."""
         defaults = signature_of(op).defaults
         plain = {
             name: value
@@ -348,7 +349,7 @@ class Interpreter(Memory):
         written: Sequence[Tensor],
         types: Sequence[Types],
     ) -> Sequence[Types]:
-        """The types of what is written, which need not be the results."""
+        """Returns the types of the written tensors, which need not be the results."""
         row = row_of(op)
         if not written:
             return ()
@@ -376,12 +377,12 @@ class Interpreter(Memory):
         batched_over: frozenset[int],
     ) -> None:
         storage_type = self.storage_type(tensor)
-        # What the same operation has written there is still to be seen: a list may name it twice.
+        # Earlier writes of the same operation remain: a list may contain a tensor twice.
         if storage_type.made is equation or not _covers_storage(tensor, storage_type.storage):
             types = self._joined(op, arguments, tensor, storage_type, types)
         self.batches &= (
             batched_over <= storage_type.batched_over
-        )  # what is batched does not fit into what is not
+        )  # vmap cannot write a batched value into an unbatched one
         storage_type.batched_over |= batched_over
         storage_type.types, storage_type.made = types, equation
         storage_type.tokens |= tokens
@@ -407,7 +408,7 @@ class Interpreter(Memory):
     # --------------------------------------------------------------------------- equations
 
     def add(self, equation: Equation) -> None:
-        """Appends an equation, and links it with the autograd nodes made on its way."""
+        """Appends an equation, and links it with the autograd nodes made since the last one."""
         self.equations.append(equation)
         now = torch._C._autograd._get_sequence_nr()
         for number in range(self._sequence, now):
@@ -415,15 +416,15 @@ class Interpreter(Memory):
         self._sequence = now
 
     def forward_of_current_node(self) -> Equation | None:
-        """The equation whose backward runs now, or None."""
+        """Returns the equation whose backward runs now, or None."""
         return self.equation_of(torch._C._current_autograd_node())
 
     def equation_of(self, node: Node | None) -> Equation | None:
-        """The equation that an autograd node is the backward of, or None."""
+        """Returns the equation whose backward an autograd node is, or None."""
         return None if node is None else self._made_by.get(node._sequence_nr())
 
     def site(self) -> tuple[Site | None, bool]:
-        """The user's line, and whether a backward runs; in it the line of the forward."""
+        """Returns the user's line (in a backward the forward's), and whether a backward runs."""
         if torch._C._current_graph_task_id() == -1:
             return call_site(), False
         forward = self.forward_of_current_node()
@@ -431,9 +432,9 @@ class Interpreter(Memory):
 
 
 def _batched_over(operands: Sequence[Use], results: Sequence[Types]) -> frozenset[int]:
-    """The axes over which a batched body has the results of an operation batched.
+    """Returns the axes over which a batched body has the results of an operation batched.
 
-    They are its operands', and those over which it draws numbers of each rank's own.
+    They are its operands', and those over which it draws each rank's own numbers.
     """
     before = frozenset[int]().union(*(varying(use.types) for use in operands))
     drawn = frozenset[int]().union(*map(varying, results)) - before
@@ -446,7 +447,7 @@ def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 def _covers_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Returns whether a tensor has every entry of its storage, and not some of them twice."""
+    """Returns whether a tensor covers every entry of its storage exactly once."""
     if tensor.numel() * tensor.element_size() != storage.nbytes():
         return False
     expected = 1
@@ -458,7 +459,7 @@ def _covers_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
 
 
 def _results(out: Any) -> Iterator[tuple[int, Tensor]]:
-    """The tensors of a result, and at which position of it each stands."""
+    """Yields the tensors of a result with their positions."""
     for index, item in enumerate(out if isinstance(out, list | tuple) else [out]):
         for tensor in tensors_of(item):
             yield index, tensor

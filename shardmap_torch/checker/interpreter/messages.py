@@ -1,4 +1,4 @@
-"""The texts of rejections: what, where, which types, how they came about, and what to do."""
+"""Messages of rejections: the operation, its line, the types with their origins, and a repair."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ _FRIENDLY: Final = {
     "_log_softmax": "log_softmax",
     "native_layer_norm": "layer_norm",
 }
-"""ATen's names that nobody writes."""
+"""Readable names of some ATen operations."""
 
 
 def friendly(op: OpOverload) -> str:
@@ -48,7 +48,7 @@ def friendly(op: OpOverload) -> str:
 def error(
     interpreter: "Interpreter", head: str, lines: Sequence[str], fix: str, placed: bool = True
 ) -> ShardTypeError:
-    """Puts a message together: headline, line, details, advice."""
+    """Builds an error from headline, line, details and advice."""
     place = [f"  {_place(*interpreter.site())}"] if placed else []
     advice = [f"Fix: {fix}"] if fix else []
     return ShardTypeError("\n".join([f"{interpreter.name}: {head}", *place, *lines, *advice]))
@@ -63,7 +63,7 @@ def _place(at: Site | None, backward: bool) -> str:
 def refused(
     interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any], refusal: Refusal
 ) -> ShardTypeError:
-    """An operation whose operands do not go together."""
+    """Builds the error of an operation whose operands have conflicting types."""
     name = friendly(op)
     if refusal.axis is None or refusal.conflict is None:
         return error(interpreter, f"{op} is refused: {refusal.reason}.", [], "")
@@ -84,14 +84,14 @@ def refused(
         return _both_ways(interpreter, axis, uses, refusal.axis)
     gradients = _pending_gradients(uses, refusal.axis, axis)
     advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis)
-    found = error(interpreter, head, lines, advice)
+    rejection = error(interpreter, head, lines, advice)
     if gradients:
-        return propose(found, [_summing(equation, axis) for equation in gradients])
+        return propose(rejection, [_summing(equation, axis) for equation in gradients])
     mixed = [use.storage_type for use in uses if use.types[refusal.axis] == I] * (
         conflict.reason == MIXED
     )
     return propose(
-        found,
+        rejection,
         [
             r
             for storage_type in mixed
@@ -101,25 +101,25 @@ def refused(
 
 
 GRADIENT: Final = "a gradient"
-"""The name of the equation that hands a gradient over to the body that has taken it."""
+"""The name of the equation whose result is a gradient that the body has asked for."""
 
 
 def _pending_gradients(uses: Sequence[Use], axis: int, name: str) -> list[Equation]:
-    """The gradients that pending sums over the axis among the operands come from."""
+    """Finds the gradients from which operands that are pending sums over the axis come."""
     sums = [use.storage_type for use in uses if use.types[axis] == Partial]
-    found = (culprit(storage_type, axis, name).made for storage_type in sums)
-    return list(dict.fromkeys(e for e in found if e is not None and e.name == GRADIENT))
+    equations = (culprit(storage_type, axis, name).made for storage_type in sums)
+    return list(dict.fromkeys(e for e in equations if e is not None and e.name == GRADIENT))
 
 
 def _summing(equation: Equation, axis: str) -> Repair:
-    """The repair that sums the gradients taken at one place."""
+    """Makes the repair that sums the gradients taken at one place."""
     assert equation.place is not None  # gradients have one
     text = f"all_reduce over {axis!r} with dst=I of the gradients taken{_at(equation)}"
     return Repair(text, gradients={equation.place: (axis,)})
 
 
 def gradient_sum_advice(axis: str) -> str:
-    """Advises how to use a gradient of which each rank has an addend."""
+    """Returns advice for using a gradient of which each rank has an addend."""
     return (
         f"sum the gradient first, with all_reduce(g, {axis!r}, dst=I), or with op='mean' if the "
         "loss is a mean over each rank's part of the batch. If each rank's own gradient is meant, "
@@ -130,7 +130,7 @@ def gradient_sum_advice(axis: str) -> str:
 def _both_ways(
     interpreter: "Interpreter", axis: str, uses: Sequence[Use], at: int
 ) -> ShardTypeError:
-    """Autograd adds the gradients of two uses of one value, and they do not go together."""
+    """Builds the error of a value used as I and as R, whose gradients autograd would add."""
     lines = [
         f"  one use gives a gradient that is {use.types[at]}, from {use.storage_type.origin()}"
         for use in uses
@@ -145,7 +145,7 @@ def _both_ways(
 
 
 def culprit(storage_type: StorageType, axis: int, name: str) -> StorageType:
-    """Back along values of the same type to what gave them it: a collective, or an input."""
+    """Finds the collective or input from which a value has its type, along equal types."""
     axis_type = plain(storage_type.types[axis])
     while storage_type.made is not None:
         equation = storage_type.made
@@ -161,7 +161,7 @@ def culprit(storage_type: StorageType, axis: int, name: str) -> StorageType:
 def repairs_to(
     interpreter: "Interpreter", storage_type: StorageType, axis: int, axis_type: AxisType
 ) -> Iterator[Repair]:
-    """Repairs that give the value the type `kind` where it gets its type."""
+    """Yields repairs that give the value the type `axis_type` where its type comes from."""
     name = interpreter.axes[axis]
     source = culprit(storage_type, axis, name)
     if source.made is not None:
@@ -197,7 +197,7 @@ def _chains(uses: Sequence[Use], axis: int) -> Iterator[str]:
 
 
 def chain_of(storage_type: StorageType, axis: int, limit: int = 6) -> Iterator[str]:
-    """From a value that varies or is partial back to what made it so."""
+    """Yields the origins of a varying or partial value, back to the one that made it so."""
     while limit > 0:
         yield storage_type.origin()
         equation = storage_type.made
@@ -230,33 +230,34 @@ def _advice(refusal: Refusal, axis: str) -> str:
 
 
 def source(
-    interpreter: "Interpreter", equation: Equation, axis: str, wanted: AxisType
+    interpreter: "Interpreter", equation: Equation, axis: str, expected: AxisType
 ) -> ShardTypeError:
-    """A collective whose operand has another type than its row says."""
+    """Builds the error of a collective whose operand has another type than its row."""
     at, use, collective = interpreter.axes.index(axis), equation.operands[0], equation.collective
     assert collective is not None  # what has been left out takes any type
     have = use.types[at]
     head = (
-        f"{equation.name} takes {_named(wanted)} over {axis!r}, but its operand is {_named(have)}."
+        f"{equation.name} takes {_named(expected)} over {axis!r}, but its operand is "
+        f"{_named(have)}."
     )
     gradients = _pending_gradients([use], at, axis)
     advice = (
         gradient_sum_advice(axis)
         if gradients
-        else _source_advice(collective.name, axis, have, wanted)
+        else _source_advice(collective.name, axis, have, expected)
     )
-    found = error(interpreter, head, [_describe(use, at)], advice)
+    wrong_type = error(interpreter, head, [_describe(use, at)], advice)
     repairs = [_summing(gradient, axis) for gradient in gradients]
     if equation.forward is not None:
         repairs += _retype(equation.forward, I if plain(have) in (I, K) else R)
     elif equation.place is not None and collective.move == "sum" and have in (I, R, K):
         text = f"leave out {collective.name}{_at(equation)}"
         repairs.append(Repair(text, collectives={equation.place: None}))
-    return propose(found, repairs)
+    return propose(wrong_type, repairs)
 
 
 def axes(collective: Collective) -> str:
-    """The axes as the user wrote them."""
+    """Formats the axes as the user wrote them."""
     return repr(collective.axes[0] if len(collective.axes) == 1 else collective.axes)
 
 
@@ -264,25 +265,25 @@ def _named(axis_type: AxisType) -> str:
     return f"{axis_type} ({MEANING[plain(axis_type).kind]})"
 
 
-def _source_advice(name: str, axis: str, have: AxisType, wanted: AxisType) -> str:
-    if wanted in (Partial, V) and have in (I, R, K):
+def _source_advice(name: str, axis: str, have: AxisType, expected: AxisType) -> str:
+    if expected in (Partial, V) and have in (I, R, K):
         from_ = "R" if have != I else "I"
         return (
             f"drop the collective: {name} of what is equal on all ranks takes n copies; if n "
-            f"copies are meant, say so with reinterpret(x, {axis!r}, src=R, dst={wanted})"
+            f"copies are meant, say so with reinterpret(x, {axis!r}, src=R, dst={expected})"
             + (f" after convert(x, {axis!r}, src=I, dst=R)." if from_ == "I" else ".")
         )
     if have == Partial:
         return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
     if have == V:
         return f"all_reduce or all_gather it over {axis!r} first."
-    return f"convert(x, {axis!r}, src={have}, dst={wanted}) changes the type."
+    return f"convert(x, {axis!r}, src={have}, dst={expected}) changes the type."
 
 
 def seeded(interpreter: "Interpreter", axis: int, storage_type: StorageType) -> ShardTypeError:
-    """A gradient asked of a replicate value."""
+    """Builds the error of differentiating a replicate value."""
     name = interpreter.axes[axis]
-    found = error(
+    rejection = error(
         interpreter,
         f"the gradient of a value that is R over {name!r} would be n times too large: every rank "
         "starts with a full cotangent, and they are summed.",
@@ -290,7 +291,7 @@ def seeded(interpreter: "Interpreter", axis: int, storage_type: StorageType) -> 
         f"make it I: with dst=I where it is reduced over {name!r}, or with "
         f"convert(x, {name!r}, src=R, dst=I).",
     )
-    return propose(found, list(repairs_to(interpreter, storage_type, axis, I)))
+    return propose(rejection, list(repairs_to(interpreter, storage_type, axis, I)))
 
 
 def _became(storage_type: StorageType, axis: int, name: str) -> list[str]:
@@ -310,10 +311,10 @@ def cotangent(
     what: str,
     value: StorageType | None = None,
 ) -> ShardTypeError:
-    """A gradient whose type does not fit its value."""
+    """Builds the error of a gradient whose type does not match its value's."""
     name = interpreter.axes[axis]
     have = storage_type.types[axis]
-    found = error(
+    mismatch = error(
         interpreter,
         f"over {name!r}, {what} is {_named(axis_type)} and gets a gradient that is {_named(have)}: "
         f"{wrong(axis_type, have)}.",
@@ -321,7 +322,7 @@ def cotangent(
         gradient_advice(axis_type, name),
         placed=value is None,
     )
-    return propose(found, [] if value is None else list(repairs_to(interpreter, value, axis, R)))
+    return propose(mismatch, [] if value is None else list(repairs_to(interpreter, value, axis, R)))
 
 
 def wrong(axis_type: AxisType, have: AxisType) -> str:
@@ -334,7 +335,7 @@ def wrong(axis_type: AxisType, have: AxisType) -> str:
 
 
 def gradient_advice(axis_type: AxisType, axis: str) -> str:
-    """Advises how to get the gradient right."""
+    """Returns advice for a gradient of an invalid type."""
     if plain(axis_type) == I:
         return (
             f"use the value as R, with convert(x, {axis!r}, src=I, dst=R) or with replicate= in "

@@ -1,9 +1,9 @@
-"""The two modes under which a body is interpreted, and what they do where gradients start.
+"""Torch modes under which a body is interpreted, one for ATen operations, one for functions.
 
 At the ATen level every operation is visible, whatever its Python spelling, those of autograd
-included; the transforms of torch.func are not, since a tensor comes there unwrapped. A mode at the
-level of torch functions sees those: where a differentiation starts, and which results no gradient
-can flow through.
+included; the transforms of torch.func are not, since tensors are unwrapped there. A mode at the
+level of torch functions handles those: it checks where a differentiation starts, and marks results
+through which no gradient can flow.
 """
 
 import logging
@@ -58,17 +58,17 @@ _CURRENT = _Current()
 
 
 def current_interpreter() -> Interpreter | None:
-    """The one that interprets the code that runs now, or None."""
+    """Returns the interpreter of the code that runs now, or None."""
     return _CURRENT.stack[-1] if _CURRENT.stack else None
 
 
 @contextmanager
 def interpreting(interpreter: Interpreter) -> Iterator[None]:
-    """Sets the functorch stack aside, and shows every operation to the interpreter."""
+    """Runs the context under both modes, with an empty functorch stack."""
     with ExitStack() as stack:
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        # Its search for NaN takes numbers out of cotangents.
+        # Its search for NaN reads numbers from cotangents.
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(interpreter.fake)
         stack.enter_context(_Operations(interpreter))
@@ -86,7 +86,7 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps torch from logging a user's own error, such as shapes that do not fit, beside it."""
+    """Keeps torch from logging a user's own error, such as mismatching shapes, in addition."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -106,9 +106,9 @@ def _differentiable_somewhere(tensor: Tensor) -> bool:
 
 
 class _Operations(TorchDispatchMode):
-    """Hands every ATen operation to the interpreter."""
+    """Dispatch mode that passes every ATen operation to the interpreter."""
 
-    supports_higher_order_operators = True  # to say that they are not interpreted
+    supports_higher_order_operators = True  # so that they get an error of ours
 
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -137,7 +137,7 @@ def _unknown(name: str, func: HigherOrderOperator) -> ShardTypeError:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees differentiations start, and values through which no gradient flows."""
+    """Function mode that handles differentiations, and marks values without a gradient."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()
@@ -199,11 +199,11 @@ HANDS_ON: Final = (
     _Functions._call.__code__,
     _Functions._apply.__code__,
 )
-"""Stand between a body and every function of torch that it calls, written in Python or not."""
+"""Code objects of frames between a body and a function of torch that it calls."""
 
 
 def _forget(found: Sequence[Any]) -> None:
-    """Forgets the values that torch has computed from a literal and a stand-in."""
+    """Drops the constants that torch has computed from a literal and a stand-in."""
     for tensor in (t for value in found for t in tensors_of(value)):
         base = base_of(tensor)
         if isinstance(base, FakeTensor) and base.constant is not None:
@@ -252,7 +252,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _ending(outputs: Sequence[Any]) -> int | None:
-    """The level of the transform that takes its gradient, or None where the body takes it."""
+    """Returns the level of the transform that takes its gradient; None if the body does."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
         frame = frame.f_back
@@ -344,7 +344,7 @@ def _grad_field(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> 
 
 
 def _leaves(output: Tensor) -> Iterator[Tensor]:
-    """The tensors whose `.grad` a backward fills."""
+    """Yields the tensors whose `.grad` a backward fills."""
     seen, pending = set(), [output.grad_fn]
     while pending:
         node = pending.pop()

@@ -1,7 +1,7 @@
-"""Python values taken from tensors: `.item()`, `bool(x)`, `if x:`, `torch.equal`.
+"""Handles Python values read from tensors: `.item()`, `bool(x)`, `if x:`, `torch.equal`.
 
-They must be equal on all ranks. One that is becomes a number of which the type is known, K, or a
-branch that is taken both ways.
+They must be equal on all ranks. The result is a symbolic number, or a branch of which both paths
+are interpreted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ _TAKEN: Final = (ITEM, torch.ops.aten.equal.default, torch.ops.aten.allclose.def
 
 
 def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any]) -> Any:
-    """The value that one of `_TAKEN` gives: a number, or what torch knows of literals.
+    """Returns the value of one of `_TAKEN`: a symbolic number, or torch's value for literals.
 
     Raises:
         ShardTypeError: the ranks would get different values.
@@ -58,7 +58,7 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
 
 
 def _reduced(interpreter: "Interpreter", x: Tensor) -> Tensor:
-    """The tensor after the collective that the repair which is tried has here; see `proposals`."""
+    """Applies the collective of the repair that is tried to a tensor; see `proposals`."""
     scope, types = current_scope(), interpreter.storage_type(x).types
     pairs = zip(interpreter.axes, types, strict=True)
     axes = tuple(axis for axis, kind in pairs if plain(kind) in (V, Partial))
@@ -71,7 +71,7 @@ def _reduced(interpreter: "Interpreter", x: Tensor) -> Tensor:
 
 
 def _identity(storage_type: Any, tensor: Tensor) -> Any:
-    """Equal for tensors that hold the same numbers: `cell.made` changes with each write."""
+    """Returns a key that is equal for tensors of the same numbers: `made` changes with writes."""
     place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
     return id(storage_type), id(storage_type.made), *place, tensor.is_neg(), tensor.is_conj()
 
@@ -83,9 +83,9 @@ def _kind(op: OpOverload, tensors: Sequence[Tensor]) -> type:
 
 
 def take_for_torch(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any]) -> Any:
-    """The value that torch's own code asks for: it takes a bool, which is a branch, and no number.
+    """Returns a value for torch's own code, which may take a bool (a branch) but no number.
 
-    None where the operation gives a tensor.
+    None if the operation returns a tensor.
     """
     if op not in _TAKEN:
         interpreter.check_value(op, arguments)
@@ -99,7 +99,7 @@ def take_for_torch(interpreter: "Interpreter", op: OpOverload, arguments: Mappin
 
 
 def escape(interpreter: "Interpreter", what: str, advice: str = "take it with .item()") -> Any:
-    """Refuses what needs the value as a plain Python number."""
+    """Refuses a use that needs the value as a plain Python number."""
     interpreter.numbers.branches.refuse(
         f"{what} a plain Python number from a tensor, whose value the checker does not know.",
         f"{advice}: what that gives is tracked through arithmetic, comparisons and branches. "
@@ -110,7 +110,7 @@ def escape(interpreter: "Interpreter", what: str, advice: str = "take it with .i
 def proposals(
     interpreter: "Interpreter", place: Place, arguments: Mapping[str, Any]
 ) -> Iterator[Repair]:
-    """Reduces the tensors before a value is taken from them."""
+    """Yields repairs that reduce the tensors before a value is read from them."""
     tensors = [x for value in arguments.values() for x in tensors_of(value)]
     if len(tensors) != 1:
         return
@@ -119,7 +119,7 @@ def proposals(
     names = tuple(interpreter.axes[i] for i in bad)
     sources = [messages.culprit(storage_type, i, interpreter.axes[i]) for i in bad]
     if any(source.made is not None and "axis_index" in source.made.name for source in sources):
-        return  # the branch is about the rank: no reduction keeps its sense
+        return  # a branch on the rank has no meaning after a reduction
     x, op = ("x.int()", ', op="max"') if tensors[0].dtype == torch.bool else ("x", "")
     axes = repr(names[0] if len(names) == 1 else names)
     site = interpreter.site()[0]
@@ -149,7 +149,7 @@ def _item(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _number(interpreter: "Interpreter", tensor: Tensor) -> Any:
-    """Makes the result of `.item()`; a bool branches at once, since `x is True` asks nothing."""
+    """Makes the result of `.item()`; a bool branches at once, since `x is True` has no hook."""
     value = _taken(interpreter, tensor)
     return bool(value) if tensor.dtype == torch.bool else value
 
@@ -177,11 +177,11 @@ _INT: Final[Mapping[type, str]] = {
     kind: f"write {number} in place of int(x)"
     for kind, number in ((float, "x.long().item()"), (int, "x.item()"), (bool, "x.long().item()"))
 }
-"""Repairs, by the type of number that the tensor holds."""
+"""Repairs, by the Python type of the tensor's numbers."""
 
 
 def _plain(what: str, advice: Mapping[type, str] | None = None) -> Callable[..., Any]:
-    """Python makes an exact float or int of whatever these functions return: nothing follows it."""
+    """Makes a handler that refuses exact Python numbers, which cannot be tracked."""
 
     def take_plain(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
@@ -216,7 +216,7 @@ def _leaving(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> A
 
 
 def _format(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> str:
-    """Prints no number: there is none."""
+    """Formats dtype and shape, as there is no number."""
     tensor = args[0]
     return f"<{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}>"
 

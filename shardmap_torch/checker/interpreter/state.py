@@ -1,9 +1,9 @@
 """Abstract store: the type of each storage, and which values are differentiable.
 
-Whether a gradient can flow through a value decides whether I and R are obligations or, as K, only
-facts. A value flows if autograd says so, or if it descends from the operand of a torch.func
-transform that has not ended; in doubt it flows. Cotangents keep their types in any case while
-their backward runs: a sum of contributions of type I and V is an error, not a V.
+For a value without a gradient I and R are read as K, which mixes with any type. A value is
+differentiable if autograd says so, or if it descends from the operand of a torch.func transform
+that has not ended; in doubt it is. Cotangents keep their types in any case while their backward
+runs: a sum of contributions of type I and V is an error, not a V.
 """
 
 import threading
@@ -33,12 +33,12 @@ class Token:
     """One operand of a torch.func differentiation; it lives as long as its transform."""
 
     def __init__(self, witness: Tensor) -> None:
-        """`witness` is the wrapped operand, whose level ends with the transform."""
+        """Keeps the wrapped operand, whose level ends with the transform."""
         self._witness = witness
 
     @property
     def level(self) -> int:
-        """That of the transform; none of those there are once it has ended."""
+        """Level of the transform; not positive once it has ended."""
         return int(_functorch.maybe_get_level(self._witness))
 
     @property
@@ -48,7 +48,7 @@ class Token:
 
 
 def closed_over_outer(name: str, does: str) -> TransformError:
-    """The error for a tensor of a transform around the call that does not come as an argument."""
+    """Makes the error of closing over a tensor of a transform around the call."""
     site = call_site()
     at = "" if site is None else f", at {site}"
     return TransformError(
@@ -63,7 +63,7 @@ def is_real(dtype: torch.dtype) -> bool:
 
 
 def _outer_grad_mode() -> bool:
-    """Grad mode outside of all transforms that differentiate."""
+    """Returns the grad mode outside of all transforms that differentiate."""
     for transform in retrieve_all_functorch_interpreters():
         if isinstance(transform, GradInterpreter):
             return bool(transform.prev_grad_mode())
@@ -71,7 +71,7 @@ def _outer_grad_mode() -> bool:
 
 
 def kept(does: str) -> ShardTypeError:
-    """The error for a tensor without data that is used where it was not made."""
+    """Makes the error of a fake tensor that is used after its check has ended."""
     return ShardTypeError(
         f"{does} a tensor that has no data: it was kept when the body was checked, as in a cache "
         "that is filled in it.\n"
@@ -83,7 +83,7 @@ class Memory:
     """The types of all tensors of one interpretation, which views of one storage share."""
 
     def __init__(self, name: str, axes: Sequence[str]) -> None:
-        """`name` is what errors call the body."""
+        """Starts without tensors; `name` is that of the body in errors."""
         self.name, self.axes = name, axes
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.observer: Observer = UNOBSERVED
@@ -96,7 +96,7 @@ class Memory:
         self._ending: frozenset[int] = frozenset()
         self._differentiated: set[int] = set()
         self._running: list[int] = []
-        # What follows is known of code of the user's own that autograd runs; see `user_code`.
+        # State of the user's own code that autograd runs; see `user_code`.
         self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()
         self.regions: list[range] = []
@@ -105,12 +105,12 @@ class Memory:
 
     @property
     def is_paused(self) -> bool:
-        """Returns whether what runs now is not the body's."""
+        """Returns whether the code that runs now is not the body's."""
         return self._paused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operations in here are not the body's."""
+        """Ignores operations in this context: they are not the body's."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -120,7 +120,7 @@ class Memory:
     def bring(
         self, tensor: Tensor, types: Types, label: str, read_only: str | None = None
     ) -> StorageType:
-        """Types a tensor that comes from outside."""
+        """Types a tensor from outside of the body."""
         storage = base_of(tensor).untyped_storage()
         storage_type = StorageType(
             types, None, label, storage, read_only, batched_over=varying(types)
@@ -129,7 +129,7 @@ class Memory:
         return storage_type
 
     def storage_type(self, tensor: Tensor) -> StorageType:
-        """The cell of a tensor's storage, or of its fake's."""
+        """Returns the storage type of a tensor, or of its fake."""
         storage = self.fakify(base_of(tensor)).untyped_storage()
         found = self._storage_types.get(storage._cdata)
         if found is None and threading.get_ident() != self._thread:
@@ -154,11 +154,11 @@ class Memory:
             if tensor.requires_grad:
                 return True
         elif self._applies:
-            return False  # the forward of a Function, whose backward says what flows
+            return False  # the forward of a Function, whose backward is checked instead
         return any(t.alive and t.level not in self._ending for t in self._tokens(tensor))
 
     def levels(self, tensor: Tensor) -> frozenset[int]:
-        """Of the transforms whose gradient can flow through a base tensor; 0 for autograd's own."""
+        """Returns the levels whose gradient flows through a base tensor; 0 is autograd's own."""
         if not self.flows(tensor):
             return frozenset()
         alive = frozenset(t.level for t in self._tokens(tensor) if t.alive) - self._ending
@@ -166,7 +166,7 @@ class Memory:
 
     @contextmanager
     def applying(self) -> Iterator[None]:
-        """In here a Function is applied under torch.func transforms.
+        """Marks a context in which a Function is applied under torch.func transforms.
 
         Its forward runs below them all, with grad mode off. Other code that transforms call, such
         as the Function's `vmap`, runs in the mode that was on outside of the first of them; where
@@ -180,9 +180,9 @@ class Memory:
 
     @contextmanager
     def ending(self, level: int | None) -> Iterator[None]:
-        """In here the transform of this level takes its gradient, and then ends.
+        """Marks a context in which the transform of this level takes its gradient.
 
-        So that its own backward is not differentiated by it, whatever it records.
+        Its own backward is not differentiated by it.
         """
         before = self._ending
         if level is not None:
@@ -194,14 +194,14 @@ class Memory:
 
     def _tokens(self, tensor: Tensor) -> frozenset[Token]:
         storage_type = self._storage_types.get(tensor.untyped_storage()._cdata)
-        # What autograd copies by itself has none of its own, and then those of the storage count.
+        # A copy made by autograd has no tokens of its own; then those of the storage count.
         own: frozenset[Token] | None = tensor.__dict__.get("_shardmap_tokens")
         if storage_type is None:
             return own or frozenset()
         return storage_type.tokens if own is None else own | storage_type.written
 
     def mark_differentiated(self, wrapped: Tensor) -> None:
-        """Notes an operand of a torch.func transform."""
+        """Records an operand of a torch.func transform."""
         real = base_of(wrapped)
         self._differentiated.add(id(real))
         base = self.fakify(real)
@@ -226,11 +226,11 @@ class Memory:
                 )
 
     def mark_constant(self, tensor: Tensor) -> None:
-        """Notes that no gradient flows through this tensor, whatever its storage."""
+        """Records that no gradient flows through this tensor, independent of its storage."""
         base_of(tensor)._shardmap_tokens = frozenset()  # type: ignore[attr-defined]  # ours
 
     def types(self, tensor: Tensor) -> Types:
-        """The types of a tensor as an operation reads it: I and R are K where nothing flows."""
+        """Returns the types of a base tensor as an operand: I and R are K without a gradient."""
         storage_type = self.storage_type(tensor)
         if (I in storage_type.types or R in storage_type.types) and not self._is_cotangent(
             storage_type
@@ -242,16 +242,16 @@ class Memory:
         return storage_type.types
 
     def types_of(self, tensor: Tensor) -> Types:
-        """The types of any tensor in the body, as an operation would read it."""
+        """Returns the types of any tensor in the body as an operand."""
         return self.types(base_of(self.fakify(tensor)))
 
     # ------------------------------------------------------------------------ cotangents
 
     @contextmanager
     def differentiating(self, seeds: Sequence[Tensor | None]) -> Iterator[None]:
-        """A backward runs in here from cotangents that have been checked.
+        """Runs a backward in this context from cotangents that have been checked.
 
-        What descends from them keeps its types, also in backwards that custom ones start.
+        Values that depend on them keep I and R, also in backwards that custom ones start.
         """
         self._num_tasks += 1
         task = self._num_tasks
@@ -269,8 +269,8 @@ class Memory:
     def goes_on(self, seeds: Sequence[Tensor | None]) -> bool:
         """Returns whether a backward from these cotangents is part of one that runs.
 
-        So it is in a custom backward that computes its forward again, and for the backward of the
-        whole body, whose seeds the checker makes.
+        It is in a custom backward that recomputes its forward, and for the derived backward of the
+        body, whose seeds the checker makes.
         """
         return bool(seeds) and all(
             seed is not None and self._is_cotangent(self.storage_type(seed)) for seed in seeds
@@ -280,7 +280,7 @@ class Memory:
         return not storage_type.tasks.isdisjoint(self._running)
 
     def _tasks(self, storage_types: Iterable[StorageType]) -> frozenset[int]:
-        """The differentiations that run now and whose cotangents are among the cells."""
+        """Returns the running differentiations from whose cotangents the storages descend."""
         return frozenset(
             task
             for storage_type in storage_types
@@ -288,21 +288,21 @@ class Memory:
             if task in self._running
         )
 
-    # --------------------------------------------------------------------------- adoption
+    # -------------------------------------------------------------------- fakes of closures
 
     def base(self, tensor: Tensor) -> Tensor:
-        """The fake under all transforms."""
+        """Returns the fake of a tensor, without transforms."""
         return base_of(self.fakify(tensor))
 
     def fakify(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor, which may be one that the body closes over."""
-        adopted: Tensor = self._adopt(tensor)
-        return adopted
+        """Returns the fake of a tensor, which may be closed over."""
+        fake: Tensor = self._fakify_value(tensor)
+        return fake
 
-    def _adopt(self, value: Any) -> Any:
-        """Makes a fake of a tensor that the body closes over, and types it K."""
+    def _fakify_value(self, value: Any) -> Any:
+        """Replaces closed-over tensors by fakes of type K, also in lists."""
         if isinstance(value, Tensor):
-            # A transform's tensor has a fake underneath, or something that is met there.
+            # A transform's tensor wraps a fake, or a closed-over tensor.
             base = base_of(value)
             if not isinstance(base, FakeTensor):
                 return self._fakify_tensor(value)
@@ -312,7 +312,7 @@ class Memory:
                 self._reject_stale(base)
             return value
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-            return [self._adopt(item) for item in value]
+            return [self._fakify_value(item) for item in value]
         return value
 
     def _reject_stale(self, tensor: Tensor) -> None:
@@ -329,7 +329,7 @@ class Memory:
                 f"{self.name}: the body closes over a {type(real).__name__} at {call_site()}. "
                 "Pass it as an argument."
             )
-        # torch looks at `.grad`, which a body may not.
+        # torch reads `.grad`, which is refused in a body.
         with self.paused(), torch._C.DisableTorchFunction():
             fake = self.fake.from_tensor(real)
         if fake.untyped_storage()._cdata not in self._storage_types:

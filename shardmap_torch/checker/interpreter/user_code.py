@@ -1,8 +1,8 @@
-"""Code of the user's own that autograd runs: backwards of Functions, and hooks.
+"""Reports the user's own code that autograd runs, custom backwards and hooks, to the observer.
 
-Under global strictness it is held against one device as the body is, which observers do. They have
-to know the values whose gradients such code gets and returns; autograd's nodes do not hold them, so
-the interpreter remembers what has passed through functions of torch, by node.
+Under global strictness observers compare it with one device like the body. They need the values
+whose gradients such code gets and returns; autograd's nodes do not refer to them, so the
+interpreter keeps the arguments of torch functions by node.
 """
 
 import sys
@@ -26,7 +26,7 @@ _functorch = torch._C._functorch
 
 
 def is_observed(interpreter: "Interpreter") -> bool:
-    """Returns whether the program is held against another one here."""
+    """Returns whether an observer compares the program here."""
     return interpreter.observer is not UNOBSERVED and not interpreter.is_paused
 
 
@@ -53,7 +53,7 @@ def _bases(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else base_of(tensor) for tensor in tensors]
 
 
-def _is_followed(interpreter: "Interpreter", node: Node) -> bool:
+def _is_compared(interpreter: "Interpreter", node: Node) -> bool:
     number = node._sequence_nr()
     inside = any(number in region for region in interpreter.regions)
     return is_observed(interpreter) and not inside
@@ -62,8 +62,8 @@ def _is_followed(interpreter: "Interpreter", node: Node) -> bool:
 def enter_backward(
     interpreter: "Interpreter", node: Node, name: str, gradients: Sequence[Tensor | None]
 ) -> None:
-    """Says to the observer that a custom backward begins, with these gradients."""
-    if _is_followed(interpreter, node):
+    """Reports to the observer that a custom backward begins, with these gradients."""
+    if _is_compared(interpreter, node):
         values = [_value(interpreter, node, number) for number in range(len(gradients))]
         interpreter.observer.on_backward_start(name, values, _bases(gradients))
 
@@ -71,23 +71,23 @@ def enter_backward(
 def leave_backward(
     interpreter: "Interpreter", node: Node, name: str, gradients: Sequence[Tensor | None]
 ) -> None:
-    """Says that it has ended, with these gradients."""
-    if _is_followed(interpreter, node):
+    """Reports that it has ended, with these gradients."""
+    if _is_compared(interpreter, node):
         pairs = zip(gradients, node.next_functions, strict=False)
-        found = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]
+        typed = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]
         interpreter.observer.on_backward_end(
-            name, [value for _, value in found], _bases([g for g, _ in found])
+            name, [value for _, value in typed], _bases([g for g, _ in typed])
         )
 
 
 def reject_unseen(interpreter: "Interpreter", name_of: Callable[[Node | None], str | None]) -> None:
-    """Refuses steps of a custom backward that began unseen, as in one that runs code again."""
+    """Refuses steps of a custom backward whose start was not reported, as in a recomputation."""
     node = torch._C._current_autograd_node()
-    # What is watched begins seen; what comes after its end is autograd's sum of gradients.
+    # The start of a watched node is reported; steps after its end are autograd's sums.
     if node is None or node in interpreter.watched:
         return
     name = name_of(node)
-    if name is not None and _is_followed(interpreter, node):
+    if name is not None and _is_compared(interpreter, node):
         raise messages.error(
             interpreter,
             f"check='global': the backward of {name} runs inside of another backward, where it is "
@@ -101,7 +101,7 @@ def reject_unseen(interpreter: "Interpreter", name_of: Callable[[Node | None], s
 
 
 def register_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
-    """Registers a hook that says to the observer when it begins and ends."""
+    """Registers a hook that reports to the observer when it begins and ends."""
     tensor, hook = _two(args, kwargs)
     if not is_observed(interpreter):
         return func(tensor, hook)
@@ -146,7 +146,7 @@ def _field(leaf: Tensor) -> Tensor | None:
 
 
 def read_node(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuses the node of a tensor, whose hooks nothing sees."""
+    """Refuses to read the node of a tensor, whose hooks cannot be observed."""
     reader = sys._getframe(3)  # this, and two functions of the mode
     if is_observed(interpreter) and interpreter.observer.judges and not is_own(reader):
         raise messages.error(

@@ -1,1 +1,1 @@
-"""The typed program that an interpretation records: equations, paths, repairs."""
+"""Intermediate representation: the typed program with its equations, paths and repairs."""

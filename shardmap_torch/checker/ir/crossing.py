@@ -1,4 +1,4 @@
-"""Conversions at the boundary of a nested shard_map."""
+"""Crossing: the casts at the boundary of a nested shard_map."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ class Crossing:
 
     @lazy
     def collectives(self) -> Mapping[int, tuple[Collective, ...]]:
-        """The conversions of each value, by its position; asked for when nothing is added more."""
-        found: dict[int, tuple[Collective, ...]] = {}
+        """The conversions of each value, by its position; read only after all were added."""
+        conversions: dict[int, tuple[Collective, ...]] = {}
         for (position, axis), casts in self.casts.items():
             made = tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
-            found[position] = found.get(position, ()) + made
-        return found
+            conversions[position] = conversions.get(position, ()) + made
+        return conversions

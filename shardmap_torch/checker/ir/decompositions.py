@@ -1,4 +1,4 @@
-"""Custom operators that are interpreted as the operations that they stand for."""
+"""`register_decomposition`: custom operators interpreted as compositions of known operations."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -15,21 +15,21 @@ Context: TypeAlias = AbstractContextManager[object]
 
 
 def register_decomposition(op: OpOverload, f: Callable[..., Any]) -> None:
-    """Tells the checker what a custom operator does by writing it in operations that it knows.
+    """Defines a custom operator for the checker as a composition of operations that it knows.
 
-    Wherever the operator is met, in a forward or in a backward, the checker interprets `f` in its
-    place: all types come from that, `Partial` and under global strictness `S(dim)` included. That
-    `f` computes what the operator computes is believed: hold it against numbers with
-    `validate_rule`, in a test. Shapes and dtypes are compared. Runs use the operator. A single row
-    says less, and is quicker: see `register_rule`.
+    In place of the operator, in a forward or in a backward, the checker interprets `f`, from which
+    all types come, including `Partial` and, under global strictness, `S(dim)`. It trusts that `f`
+    computes what the operator computes: compare them with `validate_rule`, in a test. Shapes and
+    dtypes are compared. Runs use the operator. A single row says less, and is quicker: see
+    `register_rule`.
 
     Args:
         op: one overload, as in `torch.ops.mylib.rope.default`, that writes into no argument.
-        f: takes the arguments of the operator, and gives its result.
+        f: takes the arguments of the operator, and returns its result.
 
     Raises:
-        ShardTypeError: the operator is known already, or writes into an argument. When a body is
-            checked: `f` gives another shape or dtype than the operator.
+        ShardTypeError: the operator has a rule already, or writes into an argument. When a body is
+            checked: `f` returns another shape or dtype than the operator.
 
     Source: `spmd_types.register_decomposition`, which does so for a torch.autograd.Function.
 
@@ -66,28 +66,28 @@ def register_decomposition(op: OpOverload, f: Callable[..., Any]) -> None:
 def interpreted(
     op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Context
 ) -> Any:
-    """Runs the decomposition of an operator under `context`, which sees its operations.
+    """Runs the decomposition of an operator under the mode `context`, which types its operations.
 
     Raises:
-        ShardTypeError: the operator gives another shape or dtype.
+        ShardTypeError: the operator returns another shape or dtype.
     """
     with context:
         out = MEANINGS[op](*args, **kwargs)
-        taken = {_memory(t) for value in (*args, *kwargs.values()) for t in tensors_in(value)}
-        out = _own(out, taken)
-    made, wanted = _described(out), _described(op(*args, **kwargs))
-    if made != wanted:
-        raise ShardTypeError(f"{op} gives {wanted}, and its decomposition {made}.")
+        memory = {_memory(t) for value in (*args, *kwargs.values()) for t in tensors_in(value)}
+        out = _own(out, memory)
+    actual, expected = _described(out), _described(op(*args, **kwargs))
+    if actual != expected:
+        raise ShardTypeError(f"{op} gives {expected}, and its decomposition {actual}.")
     return out
 
 
-def _own(out: Any, taken: set[int]) -> Any:
-    """Gives results memory of their own, as an operator does, where they share it."""
+def _own(out: Any, memory: set[int]) -> Any:
+    """Copies results that share memory, since those of an operator share none."""
     if isinstance(out, tuple | list):
-        return type(out)([_own(item, taken) for item in out])
-    if isinstance(out, Tensor) and _memory(out) in taken:
+        return type(out)([_own(item, memory) for item in out])
+    if isinstance(out, Tensor) and _memory(out) in memory:
         return out.clone()
-    taken.update(map(_memory, tensors_in(out)))
+    memory.update(map(_memory, tensors_in(out)))
     return out
 
 

@@ -1,7 +1,7 @@
-"""The state of torch's default generator, which a body may not ask for.
+"""Refuses reads of the state of torch's default generator in a body.
 
-`torch.initial_seed()` and `torch.get_rng_state()` give what each process has been seeded with, and
-nothing in it says that this differs between processes: it would be typed as equal on all ranks.
+`torch.initial_seed()` and `torch.get_rng_state()` return each process's own seed, which may differ
+between processes, as a Python value that would be typed as equal on all ranks.
 """
 
 import sys
@@ -26,7 +26,7 @@ _LOCK: Final = threading.Lock()
 
 
 class _Names(threading.local):
-    """The bodies that this thread interprets."""
+    """The names of the bodies that this thread interprets."""
 
     def __init__(self) -> None:
         self.stack: list[str] = []
@@ -36,7 +36,7 @@ _NAMES: Final = _Names()
 
 
 class _Guarded:
-    """Stands for the generator in the module `torch.random` while bodies are interpreted."""
+    """Replaces the generator in the module `torch.random` while bodies are interpreted."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -63,10 +63,10 @@ def _is_user(frame: FrameType | None) -> bool:
 
 @contextmanager
 def guarding_generator_state(name: str) -> Iterator[None]:
-    """In here this thread's code may not ask for the state of the default generator.
+    """Refuses reads of the default generator's state by this thread's code in this context.
 
     Raises:
-        ShardTypeError: it does; `name` is what errors call the body.
+        ShardTypeError: it reads it; `name` is that of the body in errors.
     """
     with _LOCK:
         guard = _MODULE.default_generator

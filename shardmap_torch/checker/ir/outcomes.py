@@ -1,4 +1,4 @@
-"""Results of verifying one path through a body, and what all paths share."""
+"""Outcomes: results of verifying one path through a body, and choices that all paths share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,11 +24,11 @@ Outputs = dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
 
 @dataclass(frozen=True)
 class Need:
-    """The reading that an input's gradient needs of an axis its spec leaves open.
+    """The type that an input's gradient requires along an axis that its spec leaves open.
 
     Attributes:
-        replicate: whether it has to be summed over the axis, or is whole already.
-        origin: what made the gradient, in words.
+        replicate: whether the gradient has to be summed over the axis (R), or is complete (I).
+        origin: text of the origin of the gradient.
     """
 
     replicate: bool
@@ -54,12 +54,12 @@ class Asserted:
 
 @dataclass(frozen=True)
 class Exit:
-    """The conversions of a result along one axis when it leaves.
+    """The conversions of a result along one axis at the exit.
 
     Attributes:
         casts: the conversions to the type that its spec promises.
-        others: other conversions that are right for it as well.
-        origin: what made the result, in words.
+        others: other conversions that would be valid as well.
+        origin: text of the origin of the result.
     """
 
     casts: tuple[Cast, ...]
@@ -73,12 +73,12 @@ class PathOutcome:
 
     Attributes:
         way: its branches and equations.
-        result: what the body returned; None where it raised.
-        error: what it raised.
-        outputs: shape, dtype and types of the results that cross.
-        exits: how these leave.
-        needs: what the gradients of inputs want, along open axes.
-        batches: whether a batched body can do it.
+        result: the result of the body; None if it raised.
+        error: the exception that it raised.
+        outputs: shape, dtype and types of the tensor results.
+        exits: their conversions.
+        needs: requirements of the gradients of inputs, along open axes.
+        batches: whether a batched body can run it.
         draws: whether it draws from torch's default generator.
         takes_gradients: whether it takes gradients by itself.
     """
@@ -100,7 +100,7 @@ class Resolved:
 
     Attributes:
         replicate: open axes of inputs over which the gradient is summed.
-        exits: how results leave.
+        exits: conversions of results.
     """
 
     replicate: frozenset[Where] = frozenset()

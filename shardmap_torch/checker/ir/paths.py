@@ -1,8 +1,8 @@
-"""The ways through a body: each branch on a number taken from a tensor is taken both ways.
+"""Paths through a body: every branch on a number read from a tensor is interpreted both ways.
 
-A body is interpreted once for each way. One interpretation follows a list of answers, and answers
-what lies beyond its end with True; the answers that it gave there are then turned round, the last
-one first. An answer that follows from earlier ones is no branch.
+A body is interpreted once for each path. One interpretation takes the answers of a list, and True
+beyond its end; those answers are then negated one by one, the last one first, for further paths. An
+answer that follows from earlier ones is no branch.
 """
 
 import math
@@ -31,7 +31,7 @@ COMPARISONS: Final[Mapping[str, Callable[[float, float], bool]]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """Compares a number that is not known with one that is.
+    """Comparison of an unknown number with a known one.
 
     Attributes:
         subject: the unknown number, as text; equal texts are equal numbers.
@@ -52,17 +52,17 @@ class Condition:
         return f"{self.subject} {self.comparison} {self.bound!r}"
 
     def holds(self, value: float) -> bool:
-        """Returns whether it holds where the subject has this value."""
+        """Returns whether it holds if the subject has this value."""
         return COMPARISONS[self.comparison](value, self.bound)
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One branch that a way takes.
+    """One branch that a path takes.
 
     Attributes:
-        condition: as text, in numbers `#1`, `#2`, ... of the typed program.
-        holds: what the way takes it to be.
+        condition: its text, in numbers `#1`, `#2`, ... of the typed program.
+        holds: its value on the path.
         site: the user's line.
     """
 
@@ -77,69 +77,69 @@ class Branch:
 
 
 class Failing:
-    """An error of the checker in here is one also where the body catches it.
+    """Context that records an error of the checker even if the body catches it.
 
-    A run, which has no types, would not raise it, and do what was not checked. Entered at every
-    operation; a generator would cost each a microsecond.
+    A run, which has no types, would not raise it, and would run unchecked code. It is entered at
+    every operation; a generator would cost each a microsecond.
     """
 
     __slots__ = ("_branches",)
 
     def __init__(self, branches: "Branches") -> None:
-        """`branches` are told of the error."""
+        """Keeps the branches, where the error is recorded."""
         self._branches = branches
 
     def __enter__(self) -> None:
-        """Enters it."""
+        """Does nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leaves it, and notes the error."""
+        """Records an error of the checker."""
         if isinstance(error, ShardTypeError | TransformError):
             self._branches.refusal = error
 
 
 class Branches:
-    """The branches of one interpretation, which follows the answers that it is given."""
+    """The branches of one interpretation, decided by a list of answers."""
 
     def __init__(self, name: str, given: Sequence[bool] = (), others: int = 0) -> None:
-        """`name` is what errors call the body, `others` is how many other ways are known."""
+        """Keeps the answers; `others` is the number of other known paths."""
         self.name, self._answers, self._others = name, given, others
         self.start()
 
     def end(self) -> None:
-        """No way is followed any more."""
+        """Ends the interpretation: later conditions are errors."""
         self._ended = True
 
     def start(self) -> None:
-        """Forgets what has been answered, for another interpretation on the same way."""
+        """Resets the state, for another interpretation of the same path."""
         self.taken: list[Branch] = []
         self._known: list[tuple[Condition, bool]] = []
         self._ended = False
         self.refusal: ShardTypeError | TransformError | None = None
 
     def refuse(self, what: str, advice: str) -> NoReturn:
-        """Insists on an error at the user's line."""
+        """Records and raises an error at the user's line."""
         self.fail(ShardTypeError(f"{self.name}: {what}\n  at {call_site()}\nFix: {advice}"))
 
     def fail(self, error: ShardTypeError) -> NoReturn:
-        """Notes an error before it raises it: the body may catch it."""
+        """Records and raises an error: the body may catch it."""
         with Failing(self):
             raise error
 
     def require(self) -> None:
-        """Raises the error that was insisted on, if there is one."""
+        """Raises the recorded error, if there is one."""
         if self.refusal is not None:
             raise self.refusal from None
 
     def again(self) -> "Branches":
-        """Others for the same way."""
+        """Returns new branches for the same path."""
         return Branches(self.name, self._answers, self._others)
 
     def decide(self, condition: Condition) -> bool:
         """Decides the condition on this path.
 
         Raises:
-            ShardTypeError: there are too many ways; or the check has ended, and nobody knows.
+            ShardTypeError: there are too many paths, or the check has ended.
         """
         if self._ended:
             raise ShardTypeError(
@@ -162,7 +162,7 @@ class Branches:
         return answer
 
     def _possible(self, condition: Condition) -> set[bool]:
-        """The answers that some value of the subject gives which fits all that was answered."""
+        """Returns the answers that are consistent with the earlier ones for some value."""
         known = [
             (other, answer)
             for other, answer in self._known
@@ -177,7 +177,7 @@ class Branches:
 
 
 def _candidates(kind: type, bounds: Sequence[float]) -> Iterator[float]:
-    """Values of which one lies in each range that the bounds part, and on each bound."""
+    """Yields values on each bound, and in each range between bounds."""
     if kind is bool:
         yield from (False, True)
         return
@@ -198,19 +198,19 @@ _LISTED: Final = 4
 
 
 def format_branches(branches: Sequence[Branch]) -> list[str]:
-    """The branches of a way, one a line; of many the last ones."""
+    """Formats the branches of a path, one per line; of many the last ones."""
     more = [f"  after {len(branches) - _LISTED} other branches"] * (len(branches) > _LISTED)
     return [*more, *(f"  where {branch}" for branch in branches[-_LISTED:])]
 
 
 def every_path(name: str, run: Callable[[Branches], T]) -> list[T]:
-    """Runs `run` on each path, and yields the results in the order in which paths are found."""
-    found: list[T] = []
+    """Runs `run` on each path; returns the results in the order in which paths are found."""
+    results: list[T] = []
     pending: list[tuple[bool, ...]] = [()]
     while pending:
-        given = pending.pop()
-        branches = Branches(name, given, len(found) + len(pending))
-        found.append(run(branches))
+        prefix = pending.pop()
+        branches = Branches(name, prefix, len(results) + len(pending))
+        results.append(run(branches))
         answers = [branch.holds for branch in branches.taken]
-        pending += [(*answers[:i], False) for i in range(len(given), len(answers))]
-    return found
+        pending += [(*answers[:i], False) for i in range(len(prefix), len(answers))]
+    return results

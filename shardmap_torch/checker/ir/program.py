@@ -15,7 +15,7 @@ from shardmap_torch.core.source_location import Site
 
 
 def varying(types: Types) -> frozenset[int]:
-    """The axes, by position, over which the ranks may have different values."""
+    """Returns the axes, by position, over which the ranks may have different values."""
     return frozenset(at for at, axis_type in enumerate(types) if axis_type.varies)
 
 
@@ -24,18 +24,18 @@ class StorageType:
     """The local type of one storage, which all its views share.
 
     Attributes:
-        kinds: one type per mesh axis.
-        made: the equation that gave it this type; None for what comes from outside.
-        label: what comes from outside is called; empty else.
-        storage: held, so that its address stays its own while the program is interpreted.
-        leaf: the position of the input that it is; None for all else.
-        sealed: why it must not be written to; None where it may.
-        tasks: the differentiations whose cotangents it descends from; see `memory`.
+        types: one type per mesh axis.
+        made: the equation that gave it this type; None for values from outside.
+        label: name of a value from outside; empty for others.
+        storage: kept alive, so that its address stays unique during the interpretation.
+        leaf: position of an input; None for others.
+        read_only: why it must not be written to; None if it may.
+        tasks: the differentiations whose cotangents it descends from; see `state`.
         tokens: the differentiations that its tensors descend from.
-        written: those that came in by writes.
+        written: those of tensors written into it.
         batched_over: the axes, by position, over which a batched body has it batched,
-            whatever its type.
-        numbers: those of a literal, which are part of the program; empty for all else.
+            independent of its type.
+        numbers: numbers of a literal, which are part of the program; empty for others.
     """
 
     types: Types
@@ -60,7 +60,7 @@ class StorageType:
 
 @dataclass(frozen=True)
 class Use:
-    """An operand or a result of an equation, as it was then."""
+    """An operand or a result of an equation, with its types at that time."""
 
     name: str
     storage_type: StorageType = field(compare=False)
@@ -76,13 +76,13 @@ class Use:
 
 @dataclass(frozen=True)
 class KernelCollective:
-    """A collective of what a run may do in place of a composition; see `check_equivalent`.
+    """A collective of a kernel that a run may use for a composition; see `check_equivalent`.
 
     Attributes:
         collective: as printed.
         operand: as printed.
         sent: bytes that each rank sends.
-        backward: whether a backward does it.
+        backward: whether it is in the backward.
     """
 
     collective: str
@@ -100,18 +100,18 @@ class Equation:
     """One operation on values.
 
     Attributes:
-        name: of the ATen overload, or the collective as printed.
-        operands: what it reads.
-        results: what it makes or writes.
+        name: name of the ATen overload, or the collective as printed.
+        operands: tensors that it reads.
+        results: tensors that it makes or writes.
         site: the user's line; in a backward that of the forward operation.
-        backward: whether a backward run did it.
-        collective: the row of the table that it is; None for local operations.
+        backward: whether it is in a backward.
+        collective: its collective; None for local operations.
         sent: bytes that each rank sends.
         literals: other arguments, as text.
-        place: of a collective in the forward; None for all else.
-        written: the collective that the body calls, where a repair that is tried has another.
+        place: place of a collective in the forward; None for others.
+        written: the collective that the body calls, if the repair that is tried has another.
         forward: in a backward, the equation whose derivative this is part of.
-        compared: what a run may do in place of the composition that follows.
+        compared: collectives of kernels that a run may use for the composition that follows.
     """
 
     name: str
@@ -133,9 +133,9 @@ class ProgramPath:
     """The typed program of one path through a body, forward and backward.
 
     Attributes:
-        branches: on numbers taken from tensors, in the order in which the way takes them.
+        branches: branches on numbers read from tensors, in order.
         equations: in the order of execution.
-        end: how it ends where it does not return, in words: an exception that the body raises.
+        end: text of the exception with which it ends; empty if it returns.
         gradients: the types that the derived gradients of arguments have in the body, by path.
     """
 
@@ -146,7 +146,7 @@ class ProgramPath:
 
 
 def use_of(name: str, tensor: Tensor, storage_type: StorageType, types: Types) -> Use:
-    """Notes a tensor's shape and types."""
+    """Makes a use of a tensor, with its shape and types now."""
     number = tensor.__dict__.get("_shardmap_number")
     return Use(name, storage_type, types, tensor.dtype, tuple(tensor.shape), number)
 
@@ -161,7 +161,7 @@ _SENT: Final[Mapping[str, Callable[[int], float]]] = {
 
 
 def bytes_sent(collective: Collective, nbytes: int, num_ranks: int) -> int:
-    """Bytes that each rank sends, by the formula of the collective's row."""
+    """Counts the bytes that each rank sends, by the formula of the collective's row."""
     return round(_SENT[collective.row.sent](num_ranks) * nbytes)
 
 

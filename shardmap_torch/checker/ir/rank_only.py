@@ -1,7 +1,7 @@
 """Operations that only single ranks can run: `torch.func.vmap` would drop them or break.
 
-Hooks on tensors, autograd nodes and modules, functions of autograd that vmap cannot take, and what
-is saved for backward through hooks, as torch's own checkpoint does. All are typed as they are; a
+These are hooks on tensors, autograd nodes and modules, autograd Functions without a vmap rule, and
+tensors saved for backward through hooks, as by torch's own checkpoint. The checker types them; a
 mesh of `simulate="auto"` runs a body that has them as ranks.
 """
 
@@ -21,10 +21,10 @@ from shardmap_torch.function import Function as KeepingFunction
 from shardmap_torch.function import keeping_scope
 
 _OWN: Final = ("shardmap_torch.", "torch._library.", "torch._functorch.", "torch._dynamo.")
-"""Modules of functions that have a form for vmap elsewhere, or come with it."""
+"""Modules of Functions that have a vmap rule, here or elsewhere."""
 
 GRAD_FN: Final = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # torch's stubs: a Node
-"""Gives a node, on which hooks can be put out of sight."""
+"""Returns a node, on which hooks can be registered unobserved."""
 
 HOOKS: Final[frozenset[Any]] = frozenset(
     {
@@ -34,11 +34,11 @@ HOOKS: Final[frozenset[Any]] = frozenset(
         GRAD_FN,
     }
 )
-"""Functions of torch that put hooks on a tensor, or give what hooks are put on."""
+"""Functions of torch that register hooks on a tensor, or return a node for hooks."""
 
 
 def has_saving_hooks() -> bool:
-    """Returns whether what autograd saves goes through hooks now."""
+    """Returns whether hooks for tensors that autograd saves are active."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
