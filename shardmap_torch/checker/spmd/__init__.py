@@ -1,1 +1,1 @@
-"""Global strictness: the sharding of every value, held against the program on one device."""
+"""Global strictness: how every value is sharded, compared with the program on one device."""

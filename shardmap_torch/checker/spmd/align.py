@@ -1,4 +1,4 @@
-"""Two programs side by side: the steps of one are those of the other, in the same order."""
+"""Aligns the ranks' program with the one-device program: the same steps in the same order."""
 
 from collections.abc import Mapping
 from math import isnan
@@ -17,47 +17,47 @@ _IDENTITIES: Final = frozenset(
         torch.ops.aten.contiguous.default,
     }
 )
-"""Operations that one of the programs may do without: shapes decide whether torch copies."""
+"""Operations that one of the programs may lack: shapes decide whether torch copies."""
 
 _RESHAPES: Final = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
 
 
 class PartedError(Exception):
-    """The programs do different things here; `there` is what the other does."""
+    """Raised where the programs do different things; `there` is the one-device program's step."""
 
     def __init__(self, there: Event | None) -> None:
-        """None: it has ended."""
+        """Keeps the step; None if the one-device program has ended."""
         super().__init__()
         self.there = there
 
 
 class Alignment:
-    """The steps of the one-device program, taken one by one as the ranks' program meets them."""
+    """Reads the steps of the one-device program one by one, as the ranks' program reaches them."""
 
     def __init__(self, one: Recorder) -> None:
-        """Starts with the first."""
+        """Starts with the first step."""
         self._events = one.events
         self._at = 0
         self._same: dict[int, int] = {}
         self._newly_same: list[int] = []
 
     def newly_same(self) -> list[int]:
-        """Numbers of tensors of which the one device alone has made a copy since last asked."""
+        """Returns the tensors that only the one-device program has copied since the last call."""
         found, self._newly_same = self._newly_same, []
         return found
 
     def canonical(self, ref: Ref) -> int:
-        """The number of a tensor, or of the one of which it is a copy that the ranks do without."""
+        """Returns a tensor's number, or its source's if it is a copy that the ranks do not make."""
         number = ref.number
         while number in self._same:
             number = self._same[number]
         return number
 
     def take(self, name: Any) -> Event:
-        """The next step, which must be of that name.
+        """Returns the next step, which must have that name.
 
         Raises:
-            PartedError: it is another one.
+            PartedError: it has another name.
         """
         event = self._peek()
         while event is not None and not _alike(name, event.name) and self._skips(event):
@@ -68,7 +68,7 @@ class Alignment:
         return event
 
     def take_unless_copy(self, op: OpOverload) -> Event | None:
-        """The same, or None where the ranks copy and the one device does not."""
+        """Returns the next step, or None if the ranks copy and the one-device program does not."""
         try:
             return self.take(op)
         except PartedError:
@@ -80,7 +80,7 @@ class Alignment:
         return self._events[self._at] if self._at < len(self._events) else None
 
     def _skips(self, event: Event) -> bool:
-        """Passes a copy that the ranks do without."""
+        """Skips a copy that the ranks do not make, and returns whether there was one."""
         if event.name not in _IDENTITIES:
             return False
         ((number, _),) = event.results
@@ -120,7 +120,7 @@ def equal(value: Any, other: Any) -> bool:
 
 
 def differing(arguments: Mapping[str, Any], event: Event) -> dict[str, Any]:
-    """The arguments other than tensors that have another value on one device, with that value."""
+    """Returns the non-tensor arguments that differ on one device, with their values there."""
     there = event.arguments
     return {
         name: there.get(name) for name in arguments if not equal(arguments[name], there.get(name))

@@ -21,7 +21,7 @@ Axes: TypeAlias = tuple[str, ...]
 _USE: Final = {"R": "leave it R, as all_gather(..., dst=R) and to='reduced' in lax do"}
 
 State: TypeAlias = tuple[tuple[Dim, ...], frozenset[str]]
-"""The cuts of the dims, and the axes over which the value is a pending sum."""
+"""How the dims are sharded, and the axes over which the value is a pending sum."""
 
 _WRAP: Final = "wrap code that is per-rank by nature in local_region(f, in_types, out_types)."
 
@@ -31,11 +31,11 @@ class Move:
     """A collective in the ranks' program.
 
     Attributes:
-        collective: which.
-        axes: those of its axes that have more than one rank.
+        collective: the collective itself.
+        axes: the ones of its axes that have more than one rank.
         x: its operand.
-        partial: the axes over which that is a sum.
-        sizes: of the axes.
+        partial: the axes over which the operand is a pending sum.
+        sizes: the size of each axis.
     """
 
     collective: Collective
@@ -46,10 +46,10 @@ class Move:
 
 
 def after(name: str, move: Move) -> State:
-    """The state of the result, given what happens to the data by name.
+    """Returns the state of the result of a collective that moves data in the named way.
 
     Raises:
-        UnrelatedError: on one device it is not the identity.
+        UnrelatedError: the collective is not the identity on one device.
     """
     collective = move.collective
     if name == "ragged":  # rows beyond those that are sent become zeros, also on one rank
@@ -68,7 +68,7 @@ def _sum(move: Move) -> State:
 
 
 def _taken(move: Move) -> frozenset[str]:
-    """The sums that are left after those over its axes have been taken."""
+    """Returns the axes of sums that are still pending after the sum over the collective's axes."""
     for axis in move.axes:
         if axis not in move.partial:
             dim = move.x.sharded_by(axis)
@@ -125,7 +125,7 @@ def _per_rank(move: Move) -> State:
 
 
 def _extremum(move: Move) -> State:
-    """Over the ranks it is that over the entries if each rank has taken that of its part."""
+    """Types an extremum over ranks: it finishes one that each rank has taken over its shard."""
     if move.partial:
         over = ", ".join(map(repr, sorted(move.partial)))
         raise UnrelatedError(
@@ -140,7 +140,7 @@ def _extremum(move: Move) -> State:
 
 
 def _joined(move: Move, dim: int) -> tuple[Dim, ...]:
-    """The dims after one has been put together over the axes."""
+    """Returns the dims after one has been gathered over the axes."""
     x = move.x
     found = gathered(x.dims[dim], move.axes)
     if found is None:
@@ -153,7 +153,7 @@ def _joined(move: Move, dim: int) -> tuple[Dim, ...]:
 
 
 def _parted(move: Move, dim: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """The dims after one has been sharded over the axes."""
+    """Returns the dims after one has been sharded over the axes."""
     found = sliced(dims[dim], move.axes, move.sizes)
     if found is None:
         raise UnrelatedError(f"it shards dim {dim} across the blocks it consists of")

@@ -1,6 +1,6 @@
 """Sharding rules of ATen operations from DTensor's own sharding propagation.
 
-It is asked about one axis at a time, and only what it answers without moving data counts.
+It is queried for one axis at a time, and only answers that need no data movement are used.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from shardmap_torch.collectives.moves import EXTREMA
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for one operand in the arguments of an operation."""
+    """A placeholder for one operand in the arguments of an operation."""
 
     shape: Shape
     dtype: torch.dtype
@@ -49,7 +49,7 @@ _MEANS: Final = frozenset(
         aten.binary_cross_entropy_with_logits.default,
     }
 )
-"""Averages over all entries; of others, such as those that ignore some, the parts may differ."""
+"""Averages over all entries. Shards of other averages, which ignore some, may differ in weight."""
 
 _AVERAGE: Final = (
     "it averages over a sharded dim, and the mean of a shard is not the mean",
@@ -59,7 +59,7 @@ _AVERAGE: Final = (
 
 
 def by_dtensor(step: Step) -> list[Sharded]:
-    """A rule: asks about each axis, and puts the answers together.
+    """Queries DTensor's rule for each axis, and combines the answers.
 
     Raises:
         UnrelatedError: as `propagate`.
@@ -132,7 +132,7 @@ def _extremum(answer: str) -> str:
 
 
 def _passed_on(axis: str, step: Step, result: int, dim: int) -> Dim:
-    """The cut of a result's dim, which is that of the operands' dim that it comes from."""
+    """Returns how a result's dim is sharded: like the operand dim that it comes from."""
     found = {x.dims[at] for x in step.shards if (at := x.sharded_by(axis)) is not None}
     global_shape = step.results[result][1][dim]
     if len(found) != 1 or prod(base for _, base in min(found)) != global_shape:
@@ -141,7 +141,7 @@ def _passed_on(axis: str, step: Step, result: int, dim: int) -> Dim:
 
 
 def _arguments_for(step: Step, axis: str) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """Positional and keyword arguments as seen by one axis, over which tensors are whole."""
+    """Returns positional and keyword arguments as one axis sees them, sharded over no other."""
     tensors = iter(step.tensors)
 
     def seen(value: Any) -> Any:
@@ -177,7 +177,7 @@ def _hashable(value: Any) -> Any:
 
 @lru_cache(maxsize=8192)
 def _ask(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, ...]:
-    """For each result the dim that is cut, what is left to do ("sum"), or None where it is whole.
+    """Returns for each result its sharded dim, its pending reduction ("sum"), or None for neither.
 
     Raises:
         UnrelatedError: torch would move data first, or does not know the operation.
@@ -218,7 +218,7 @@ def _propagator() -> Any:
 
 @cache
 def _mesh(size: int) -> Any:
-    """A mesh without processes."""
+    """Returns a DeviceMesh of that size without processes."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)

@@ -1,10 +1,10 @@
-"""Global strictness: the ranks' program, held step by step against the program on one device.
+"""Global strictness: compares the ranks' program step by step with the program on one device.
 
-By induction every value of the ranks' program is a piece of its value on one device: cut along
-dims (S(i)), a sum over ranks (P), or all of it (I, R, K). A step that cannot keep that up is an
-error at its line. What autograd does by itself is not followed: with a forward that means the
-one-device program, and cotangents of the right types, its gradients are that program's. Backwards
-and hooks of the user's own are followed: they get and return gradients cut like their values.
+By induction every value of the ranks' program is its value on one device: sharded along dims
+(S(i)), a pending sum over ranks (P), or replicated (I, R, K). A step after which that no longer
+holds is an error at its line. Autograd's own steps are not compared: with a forward that means the
+one-device program, and cotangents of the right types, its gradients are that program's. The user's
+own backwards and hooks are compared: they get and return gradients sharded like their values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,10 +61,10 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class Relation(Observer):
-    """Follows the ranks' program."""
+    """Compares each step of the ranks' program with the recorded one-device program."""
 
     def __init__(self, interpreter: Interpreter, one: Recorder) -> None:
-        """`one` has recorded the same body on one device."""
+        """Starts at the first step of `one`, the record of the same body on one device."""
         super().__init__()
         self._interpreter, self._one = interpreter, one
         self._alignment = Alignment(one)
@@ -73,12 +73,12 @@ class Relation(Observer):
         self._inputs = iter(one.inputs)
 
     def on_argument(self, tensor: Tensor, spec: P) -> None:
-        """An argument is cut as its spec says."""
+        """Lays out an argument as its spec says."""
         number, global_shape = next(self._inputs)
         self._notes.place(tensor, number, global_shape, spec)
 
     def on_closure(self, fake: Tensor, real: Tensor) -> None:
-        """A tensor from outside is whole on every rank."""
+        """Lays out a closed-over tensor, which every rank has unsharded."""
         number = self._one.closures.get(id(real), -id(real))  # else the other never meets it
         self._notes.note(fake, number, ShardedTensor.unsharded(tuple(fake.shape)))
 
@@ -87,7 +87,7 @@ class Relation(Observer):
         return self._notes.spec_of(tensor)
 
     def on_literal(self, made: Tensor, numbers: Tensor) -> None:
-        """A literal must be the same."""
+        """Requires that a literal has the same numbers on one device."""
         with self._judged(LITERAL, []) as live:
             if live:
                 event = self._take(LITERAL)
@@ -99,7 +99,7 @@ class Relation(Observer):
                 self._notes.note(made, number, ShardedTensor.unsharded(tuple(made.shape)))
 
     def on_axis_index(self, index: Tensor, axes: Sequence[str]) -> None:
-        """The index of a rank means nothing on one device."""
+        """Notes that a rank's index means nothing on one device."""
         with self._judged(INDEX, []) as live:
             if live:
                 ((number, _),) = self._take(INDEX).results
@@ -107,7 +107,7 @@ class Relation(Observer):
                 self._notes.set_sums(index, Sums(loose=frozenset(axes)))
 
     def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
-        """A collective must put together what is one value on one device, or take it apart."""
+        """Requires that a collective only changes how one value is sharded or summed."""
         extremum = f"all_reduce with op={move!r}"
         with self._judged(extremum if move in EXTREMA else str(collective), [("x", x)]) as live:
             if live:
@@ -128,7 +128,7 @@ class Relation(Observer):
                 self._notes.set_sums(y, sums)
 
     def on_python_value(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """A Python value must come from what every rank has as a whole."""
+        """Requires that a Python value comes from tensors that are unsharded on every rank."""
         with self._judged(f"{VALUE} {name}", [("tensor", x) for x in tensors]) as live:
             if live:
                 refs = self._take(f"{VALUE} {name}").arguments["tensors"]
@@ -136,7 +136,7 @@ class Relation(Observer):
                     self._notes.require(tensor, ref, P())
 
     def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
-        """The arguments of per-rank code must be cut as it declares."""
+        """Requires that the arguments of per-rank code are sharded as it declares."""
         with self._judged(f"{REGION} {name}", [("argument", x) for x in inputs]) as live:
             if live:
                 refs = self._take(f"{REGION} {name}").arguments["inputs"]
@@ -144,7 +144,7 @@ class Relation(Observer):
                     self._notes.require(tensor, ref, spec)
 
     def on_region_end(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
-        """Its results are cut as it promises."""
+        """Lays out the results of per-rank code as it promises."""
         with self._judged(f"{REGION} {name}", [("result", y) for y in outputs]) as live:
             if live:
                 results = self._take(f"the end of {REGION} {name}").results
@@ -154,7 +154,7 @@ class Relation(Observer):
                     self._notes.place(tensor, number, global_shape, spec)
 
     def on_result(self, path: str, value: Tensor, spec: P) -> None:
-        """A result must be cut as its spec says."""
+        """Requires that a result is sharded as its spec says."""
         with self._judged(f"{RESULT} {path}", [(path, value)], placed=False):
             event = self._take(f"{RESULT} {path}")
             self._notes.require(value, event.arguments["value"], spec)
@@ -169,7 +169,7 @@ class Relation(Observer):
         gradients: Sequence[Tensor | None],
         before: Sequence[Tensor | None] = (),
     ) -> None:
-        """A gradient is cut like its value: its type has been checked."""
+        """Lays out gradients like their values: their types have been checked."""
         with self._judged(GRADIENT, []) as live:
             if live:
                 event = self._take(GRADIENT)
@@ -210,7 +210,7 @@ class Relation(Observer):
         self.followed.pop()
 
     def on_python_result(self, path: str, value: object) -> None:
-        """A number must be that of one device."""
+        """Requires that a Python result equals the one on one device."""
         there = self._one.returns.get(path)
         if isinstance(value, bool | int | float | complex | str) and not _same(value, there):
             raise messages.error(
@@ -225,7 +225,7 @@ class Relation(Observer):
     # -------------------------------------------------------------------------- operations
 
     def on_call(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> None:
-        """An operation on pieces must give pieces of the result."""
+        """Requires that an operation on shards gives shards of the result on one device."""
         with self._judged(messages.friendly(op), _tensors(arguments)) as live:
             if live:
                 results = made_by(op, arguments, out)
@@ -291,7 +291,7 @@ class Relation(Observer):
         return what if site is None else f"{what} at {site}"
 
     def _kept(self, op: OpOverload, tensor: Tensor) -> frozenset[str]:
-        """The axes over which the result is as unfinished as the operand."""
+        """Returns the axes over which the result is pending in the same way as the operand."""
         pending = self._notes.sums(tensor).pending if _is_view(op) else ()
         return frozenset(axis for axis, _ in pending)
 
@@ -302,7 +302,7 @@ class Relation(Observer):
         results: Sequence[Tensor],
         step: Step,
     ) -> None:
-        """Refuses statistics that an operation keeps of what is cut."""
+        """Refuses statistics that an operation keeps of a sharded tensor."""
         made = {id(tensor) for tensor in results}
         hidden = [
             n
@@ -327,7 +327,7 @@ class Relation(Observer):
         return value
 
     def _summed(self, op: OpOverload, arguments: Mapping[str, Any]) -> Sums:
-        """The sums and the factor that the result has because operands have them."""
+        """Returns the pending sums and the factor that the result inherits from its operands."""
         read = _read_names(op)
         operands = [t for name, t in _tensors(arguments) if name in read]
         scaled = common_scale([self._notes.sums(x) for x in operands])
@@ -343,7 +343,7 @@ class Relation(Observer):
     def _partial(
         self, op: OpOverload, arguments: Mapping[str, Any], operands: Sequence[Tensor]
     ) -> frozenset[str]:
-        """The axes over which the result is a sum because operands are."""
+        """Returns the axes over which the result is a pending sum because operands are."""
         open_ = frozenset(axis for x in operands for axis in self._notes.sums(x).partial)
         if not open_:
             return open_
@@ -409,7 +409,7 @@ class Relation(Observer):
         sums = summed.scaled(mean, sharded.means, self._at(messages.friendly(op)))
         sums = replace(sums, partial=partial, pending=sharded.pending)
         if writes_of(op, arguments) and not self._is_overwritten(result, number, shard, sums):
-            # What is unfinished in the rest of the storage stays so.
+            # Sums that are pending in the rest of the storage stay pending.
             loose |= self._notes.sums(result).loose
         self._notes.note(result, number, shard)
         if not self._notes.knows_sums(result) or writes_of(op, arguments):
@@ -440,7 +440,7 @@ class Relation(Observer):
     def _is_overwritten(
         self, tensor: Tensor, number: int, shard: ShardedTensor, sums: Sums
     ) -> bool:
-        """Returns whether a write, which must fit what was there, fills the storage."""
+        """Returns whether a write fills the storage; else it must match the rest of it."""
         before = self._notes.find(tensor, Ref(number), "what is written to")
         if before.dims != shard.dims or ANY in shard.dims:
             raise UnrelatedError(
@@ -467,9 +467,9 @@ class Relation(Observer):
 
     @contextmanager
     def _judged(self, what: str, tensors: Named, placed: bool = True) -> Iterator[bool]:
-        """Puts a message together where a step is no step of both programs.
+        """Turns a failed comparison of a step into an error message.
 
-        Gives whether the step counts: those of autograd are judged by their types alone.
+        Yields whether the step is compared: steps of autograd are checked by their types alone.
         """
         try:
             yield not self.is_ignored
@@ -504,7 +504,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _without(sums: Sums, digits_taken: frozenset[str]) -> Sums:
-    """Removes the axes over which extrema have been taken."""
+    """Returns the sums without the axes over which extrema have been taken."""
     pending = frozenset(each for each in sums.pending if each[0] not in digits_taken)
     return replace(sums, loose=sums.loose - digits_taken, pending=pending)
 
@@ -520,7 +520,7 @@ def _is_view(op: OpOverload) -> bool:
 
 
 def _read_names(op: OpOverload) -> frozenset[str]:
-    """Arguments whose values matter."""
+    """Returns the names of the arguments whose values matter."""
     signature, row = signature_of(op), row_of(op)
     unread = set(row.unread) if row is not None and not row.results else set()
     return frozenset(signature.names) - unread - signature.outs

@@ -1,4 +1,4 @@
-"""Gradients in the ranks' program and on one device: cut like the values that they belong to."""
+"""Gradients in the ranks' program and on one device: sharded like the values they belong to."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -18,14 +18,14 @@ WRAP: Final = (
 
 
 class Gradients:
-    """Relates what differentiations in a body start from and end with.
+    """Relates the cotangents and gradients of differentiations in a body to those on one device.
 
     Attributes:
-        has_custom_backward: whether code of the user's own has run in this differentiation.
+        has_custom_backward: whether the user's own code has run in this differentiation.
     """
 
     def __init__(self, notes: Notes) -> None:
-        """`notes` has the layouts of the values."""
+        """Reads the layouts of the values from `notes`."""
         self._notes = notes
         self.has_custom_backward = False
 
@@ -41,7 +41,7 @@ class Gradients:
         """Lays out gradients like their values, as the multiples that the outputs are.
 
         Raises:
-            UnrelatedError: they are not those of one device.
+            UnrelatedError: they are not the gradients of the one-device program.
         """
         scale = self._check_seeds(event, outputs, seeds)
         if self.has_custom_backward:
@@ -58,7 +58,7 @@ class Gradients:
     def _check_seeds(
         self, event: Event, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]
     ) -> Sums:
-        """Returns the multiple of the gradient that a backward from these gives."""
+        """Returns the multiple of the gradient that a backward from these outputs gives."""
         scales = []
         refs = zip(event.arguments["outputs"], event.arguments["seeds"], strict=True)
         for output, seed, (ref, seed_ref) in zip(outputs, seeds, refs, strict=True):
@@ -91,7 +91,7 @@ class Gradients:
         if sums.partial:
             raise UnrelatedError("the value is a pending sum")
         reject_scaled(sums)
-        # Of what the ranks use in their own ways, parts are still to be added.
+        # Gradients of values that each rank uses differently are pending sums.
         parts = (a for a, axis_type in self._notes.types(gradient) if axis_type in (V, Partial))
         partial = frozenset(parts) - frozenset(shard.axes)
         made = Sums(partial).scaled(scale.scale, scale.means, scale.cause)
@@ -133,7 +133,7 @@ class Gradients:
         self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, number: int
     ) -> None:
         """Lays out the gradient that custom code gets like its value."""
-        assert value is not None  # its piece is known
+        assert value is not None  # its shard is known
         self._notes.note(
             gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
         )
@@ -151,7 +151,7 @@ class Gradients:
         Raises:
             UnrelatedError: it is not.
         """
-        assert value is not None  # its piece is known
+        assert value is not None  # its shard is known
         self._notes.reject_unfinished(gradient)
         have = self._notes.find(gradient, ref, "a gradient that it returns")
         if len(have.dims) != len(shard.dims) or any(

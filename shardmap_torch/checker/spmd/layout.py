@@ -1,13 +1,13 @@
 """Layout algebra: maps the ranks' shards to the tensor on one device, dim by dim.
 
-Global strictness holds a program against itself on one device. A tensor of the ranks' program is
-a piece of a tensor of the other. The position of an entry along a dim is a number in mixed radix;
-a rank has the entries for which some digits, one for each axis that cuts the dim, are its own
-index. `P("tp")` makes the first digit of dim 0 such a one; dims that are merged, as a matrix
-product of four dims merges batch and heads, have them further back.
+Global strictness compares a program with itself on one device. A tensor of the ranks' program is
+a shard of a tensor of the other. The position of an entry along a dim is a number in mixed radix;
+a rank has the entries for which some digits, one for each axis that shards the dim, are its own
+index. `P("tp")` makes the first digit of dim 0 such a digit; in merged dims, as a matrix product
+of four dims merges batch and heads, it comes further back.
 
 The rules here need only the shapes of both programs, so that a literal size may be any number in
-either. They raise `UnrelatedError` where the results would not be pieces of one another.
+either. They raise `UnrelatedError` where the results would not be shards of one another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ Shape: TypeAlias = tuple[int, ...]
 Sizes: TypeAlias = Mapping[str, int]
 
 Digit: TypeAlias = tuple[str | None, int]
-"""A digit of a position: the axis whose index it is, or None where a rank has all; its base."""
+"""A digit of a position: the axis whose index it is, or None if a rank has all; and its base."""
 
 Dim: TypeAlias = tuple[Digit, ...]
-"""The digits of a dim, most significant first, none of base 1, no two uncut ones side by side."""
+"""The digits of a dim, most significant first, none of base 1; adjacent unsharded ones merged."""
 
 ANY: Final[Dim] = (("...", 0),)
-"""Stands for a dim along which all entries are equal, so that any cut of this length will do."""
+"""A dim along which all entries are equal, so that any sharding of this length matches."""
 
 
 def counted(step: int) -> Dim:
@@ -44,21 +44,21 @@ def step_of(dim: Dim) -> int | None:
 
 
 class UnrelatedError(Exception):
-    """Why a result of the ranks' program is no piece of the result on one device."""
+    """Raised when a result of the ranks' program is no shard of the result on one device."""
 
     def __init__(self, reason: str, fix: str = "") -> None:
-        """`reason` completes a sentence about the operation; `fix` is what to write instead."""
+        """Takes the end of a sentence about the operation, and what to write instead."""
         super().__init__(reason)
         self.reason, self.fix = reason, fix
 
 
 def unsharded(size: int) -> Dim:
-    """A dim of which every rank has all."""
+    """Returns an unsharded dim."""
     return () if size == 1 else ((None, size),)
 
 
 def sharded_dim(size: int, axes: Sequence[str], sizes: Sizes) -> Dim:
-    """A dim of that whole size, cut as `P` does, major first.
+    """Returns a dim of that global size, sharded over the axes as in a `P`, major first.
 
     Example:
         >>> sharded_dim(12, ("dp", "tp"), {"dp": 2, "tp": 2})
@@ -92,10 +92,10 @@ def in_words(dim: Dim) -> str:
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A tensor of the ranks' program, held against its tensor on one device.
+    """How a tensor of the ranks' program shards its tensor on one device.
 
     Attributes:
-        dims: how each dim is cut.
+        dims: how each dim is sharded.
         local: its shape on a rank.
         global_shape: its shape on one device.
     """
@@ -106,24 +106,24 @@ class ShardedTensor:
 
     @staticmethod
     def unsharded(shape: Shape) -> "ShardedTensor":
-        """A tensor of which every rank has all."""
+        """Returns the layout of an unsharded tensor."""
         return ShardedTensor(tuple(map(unsharded, shape)), shape, shape)
 
     def sharded_by(self, axis: str) -> int | None:
-        """The dim that an axis cuts, or None."""
+        """Returns the dim that an axis shards, or None."""
         return next((dim for dim, digits in enumerate(self.dims) if axis in axes_of(digits)), None)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that cut a dim."""
+        """All axes that shard a dim."""
         return tuple(axis for dim in self.dims for axis in axes_of(dim))
 
     def spec(self, partial: frozenset[str] = frozenset()) -> P:
-        """The spec that cuts so, as in `P('dp', None)`."""
+        """Returns the spec of this layout, as in `P('dp', None)`."""
         return P(*map(_entry, self.dims), partial=partial)
 
     def part(self, dims: Sequence[int]) -> "ShardedTensor":
-        """These dims only, in this order."""
+        """Returns the layout of these dims only, in this order."""
         return ShardedTensor(
             tuple(self.dims[dim] for dim in dims),
             tuple(self.local[dim] for dim in dims),
@@ -137,7 +137,7 @@ def _entry(dim: Dim) -> Entry:
 
 
 def fitted(dims: Sequence[Dim], local: Shape, global_shape: Shape) -> ShardedTensor:
-    """The piece, if the shapes are those of such a cut.
+    """Returns the layout, after checking that the shapes are those of such a sharding.
 
     Raises:
         UnrelatedError: they are not.
@@ -191,7 +191,7 @@ def _at(shape: Shape, index: int) -> int:
 
 
 def agreed(dims: Sequence[Dim], what: str) -> Dim:
-    """The one cut that dims of several operands must have, since they go together."""
+    """Returns the one sharding that matching dims of several operands must have."""
     types = set(dims) - {ANY}
     if len(types) > 1:
         first, second = sorted(types, key=lambda dim: len(axes_of(dim)))[:2]
@@ -282,9 +282,9 @@ def fill(local: Shape, global_shape: Shape) -> tuple[Dim, ...]:
 
 
 def gathered(dim: Dim, axes: Sequence[str]) -> Dim | None:
-    """A dim after the ranks' parts have been put one behind the other, or None.
+    """Returns a dim after the ranks' shards have been concatenated, or None if that is no layout.
 
-    Their index becomes the first digit of what a rank has, and must have been it.
+    The ranks' index becomes the first digit of the result, and must have been the first before.
 
     Example:
         >>> gathered(sharded_dim(12, ("dp", "tp"), {"dp": 2, "tp": 2}), ("tp",))
@@ -299,7 +299,7 @@ def gathered(dim: Dim, axes: Sequence[str]) -> Dim | None:
 
 
 def sliced(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
-    """A dim after each rank has kept its part of what it had, or None.
+    """Returns a dim after each rank has kept its slice of it, or None if that is no layout.
 
     Example:
         >>> sliced((("dp", 2), (None, 6)), ("tp",), {"tp": 2})

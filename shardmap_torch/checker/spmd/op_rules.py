@@ -1,7 +1,7 @@
 """Sharding rules of ATen operations: layouts of results from those of operands.
 
-Rows of ours for what depends on sizes or is met at every step; torch's own sharding propagation,
-that of DTensor, for all else.
+Operations that depend on sizes, or are very common, have rules here; all others use DTensor's
+sharding propagation.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -42,10 +42,10 @@ aten = torch.ops.aten
 
 
 def propagate(step: Step) -> list[Sharded]:
-    """One entry per result.
+    """Returns how each result is sharded.
 
     Raises:
-        UnrelatedError: the results are no pieces of those on one device.
+        UnrelatedError: the results are no shards of those on one device.
     """
     rule = _rule_of(step.op)
     for name, there in step.unsharded_arguments.items():
@@ -80,7 +80,7 @@ def _pointwise(step: Step) -> list[Sharded]:
 
 
 def _listed(step: Step) -> list[Sharded]:
-    """Lists that are processed position by position."""
+    """Propagates lists of tensors, which are processed position by position."""
     lists = [v for v in step.arguments.values() if isinstance(v, list | tuple) and shards_of(v)]
     shared = [v for v in step.arguments.values() if isinstance(v, ShardedTensor)]
     found = []
@@ -126,7 +126,7 @@ def _order(op: OpOverload, arguments: Mapping[str, Any], rank: int) -> list[int]
 
 
 def _joined(step: Step) -> list[Sharded]:
-    """A concatenation: the dim along which it goes must be whole."""
+    """Propagates a concatenation, along a dim that must be unsharded."""
     shards = [x for x in step.shards if x.global_shape != (0,)]
     rank = len(shards[0].global_shape)
     dim = step.arguments["dim"] % rank
@@ -165,11 +165,11 @@ def _range(arguments: Mapping[str, Any], size: int) -> range:
 
 
 def einsum(equation: str) -> Rule:
-    """A rule from letters for dims, as in "bmk,bkn->bmn".
+    """Makes a rule from letters for dims, as in "bmk,bkn->bmn".
 
-    Dims of one letter must be cut alike; a letter that the result lacks is summed over, so that
-    cutting it leaves a pending sum. Dims of a capital letter are mixed otherwise, and
-    must be whole. Operands beyond the letters are spread over the result, as in `addmm`.
+    Dims of one letter must be sharded alike; a letter that the result lacks is summed over, so
+    that sharding it leaves a pending sum. Dims of a capital letter are mixed otherwise, and must
+    be unsharded. Operands beyond the letters are broadcast to the result, as in `addmm`.
     """
     inputs, output = equation.split("->")
     operands, results = inputs.split(","), output.split(",")
@@ -215,7 +215,7 @@ def _like(dims: Sequence[Dim]) -> ShardedTensor:
 def _places(
     letter: str, operands: Sequence[str], shards: Sequence[ShardedTensor]
 ) -> list[tuple[ShardedTensor, int]]:
-    """The operands' dims of that letter; dims of size 1 are spread."""
+    """Returns the operands' dims of that letter; dims of size 1 are broadcast."""
     return [
         (x, at)
         for letters, x in zip(operands, shards, strict=True)
@@ -288,7 +288,7 @@ _SIZES: Final[Mapping[Rule, Collection[str]]] = {
     networks.convolve: ("groups",),
     networks.group_norm: ("N", "C", "group"),
 }
-"""Arguments that are sizes, or positions held against them, and may differ in the two programs."""
+"""Arguments that are sizes, or positions relative to them, and may differ in the two programs."""
 
 
 _COUNTED: Final[Collection[tuple[Rule, str]]] = (

@@ -20,18 +20,18 @@ Key: TypeAlias = tuple[Any, ...]
 
 
 class TensorMap(Generic[X]):
-    """Notes on tensors. What shows the same entries of the same memory is the same tensor."""
+    """A mapping keyed by tensors; views of the same entries of the same memory are one key."""
 
     def __init__(self) -> None:
-        """Nothing is noted."""
+        """Starts empty."""
         self._notes: dict[Key, X] = {}
 
     def get(self, tensor: Tensor) -> X | None:
-        """The note on a tensor, or None."""
+        """Returns the value noted for a tensor, or None."""
         return self._notes.get(self._key(tensor))
 
     def put(self, tensor: Tensor, note: X) -> X:
-        """Notes something on a tensor, in place of what was noted."""
+        """Notes a value for a tensor, in place of the previous one, and returns it."""
         self._notes[self._key(tensor)] = note
         return note
 
@@ -52,7 +52,7 @@ class TensorMap(Generic[X]):
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor of the one-device program, by number."""
+    """A reference to a tensor of the one-device program, by number."""
 
     number: int
 
@@ -62,7 +62,7 @@ class Event:
     """One step of the one-device program.
 
     Attributes:
-        name: the overload, or what else it is.
+        name: the overload, or the name of another kind of step.
         arguments: by name, tensors replaced by `Ref`.
         results: the tensors that it makes, and their shapes.
         site: the user's line.
@@ -77,12 +77,12 @@ class Event:
 
 
 class Recorder(Observer):
-    """Notes the steps of the one-device program."""
+    """Records the steps of the one-device program."""
 
     judges = False
 
     def __init__(self) -> None:
-        """Nothing has happened yet."""
+        """Starts with no steps."""
         super().__init__()
         self.returns: dict[str, object] = {}
         self.events: list[Event] = []
@@ -96,7 +96,7 @@ class Recorder(Observer):
         self.inputs.append((self._number(tensor), tuple(tensor.shape)))
 
     def on_closure(self, fake: Tensor, real: Tensor) -> None:
-        """Numbers a tensor from outside, of which the other program makes another fake."""
+        """Numbers a closed-over tensor, of which the other program makes another fake."""
         self.closures[id(real)] = self._number(fake)
 
     def on_step(

@@ -14,10 +14,10 @@ class OneDevice:
     """The program on one device: every axis has one rank, and no collective does anything.
 
     Attributes:
-        steps: what it does.
-        branches: those that it has taken.
-        numbers: those that it has made of values taken from tensors.
-        failure: what it raised, where it has not come to its end.
+        steps: the steps of the program.
+        branches: the branches that it has taken.
+        numbers: the numbers that it has made of values taken from tensors.
+        failure: the exception that it raised, or None if it has returned.
     """
 
     steps: Recorder
@@ -26,7 +26,7 @@ class OneDevice:
     failure: Exception | None
 
     def require(self, name: str, branches: Sequence[Branch], numbers: Sequence[str]) -> None:
-        """Passes on what went wrong on one device only."""
+        """Raises an error that occurred on one device only, or where the programs differ."""
         if self.failure is not None:
             raise ShardTypeError(
                 f"{name}: check='global': on one device the body fails: "

@@ -24,12 +24,12 @@ NUMBER: Final = (
 
 @dataclass(frozen=True)
 class Sharded:
-    """A result: its cuts, and axes over which the ranks' values still have to be combined.
+    """How a result is sharded, and the axes over which the ranks' values are still to be reduced.
 
     Attributes:
-        dims: the cuts.
-        partial: axes over which they have to be added.
-        pending: axes over which the "max" or the "min" of them has to be taken.
+        dims: how each dim is sharded.
+        partial: axes over which the values are a pending sum.
+        pending: axes over which a "max" or a "min" is pending.
         means: of `partial`, axes over which the mean is meant: the sum divided by their size.
     """
 
@@ -45,11 +45,11 @@ class Step:
 
     Attributes:
         op: the overload.
-        arguments: those of the ranks' program by name, tensors replaced by pieces.
+        arguments: the arguments in the ranks' program by name, tensors replaced by their layouts.
         unsharded_arguments: the other arguments on one device, where they differ.
-        tensors: the tensors that stand behind the pieces, in order.
+        tensors: the tensors that these layouts belong to, in order.
         results: shapes of each result in both programs.
-        sizes: of the axes.
+        sizes: the size of each axis.
     """
 
     op: OpOverload
@@ -61,7 +61,7 @@ class Step:
 
     @property
     def shards(self) -> list[ShardedTensor]:
-        """All operands."""
+        """Returns the layouts of all operands."""
         return list(shards_of(list(self.arguments.values())))
 
     def tensors_of(self, argument: str) -> list[Tensor]:
@@ -78,7 +78,7 @@ Rule: TypeAlias = Callable[[Step], list[Sharded]]
 
 
 def shards_of(value: Any) -> list[ShardedTensor]:
-    """The pieces in an argument, or in a list of arguments."""
+    """Returns the layouts in an argument, or in a list of arguments."""
     if isinstance(value, ShardedTensor):
         return [value]
     if isinstance(value, list | tuple):

@@ -26,16 +26,16 @@ from shardmap_torch.types import AxisType
 
 @dataclass
 class _Note:
-    """The tensors of one device that a tensor is a piece of, by number; they are all equal."""
+    """The one-device tensors, all equal, that a tensor is a shard of, and its layout."""
 
     shards: dict[int, ShardedTensor] = field(default_factory=dict)
 
 
 class Notes:
-    """Cuts belong to tensors; sums, like all local types, to the storage that views share."""
+    """The layout of each tensor, and the pending sums of each storage, which views share."""
 
     def __init__(self, interpreter: Interpreter, alignment: Alignment) -> None:
-        """Nothing is known."""
+        """Starts with nothing known."""
         self._interpreter, self._alignment = interpreter, alignment
         self.sizes: Mapping[str, int] = {
             axis: size for axis, size in interpreter.mesh.shape.items() if size > 1
@@ -43,18 +43,18 @@ class Notes:
         self._on = frozenset(self.sizes)
         self._book: TensorMap[_Note] = TensorMap()
         self._sums: dict[int, Sums] = {}
-        # Cells and not tensors: torch copies a new tensor that somebody holds already.
+        # Cells and not tensors: torch copies a new tensor that has another reference already.
         self._where: dict[int, StorageType] = {}
 
     def note(self, tensor: Tensor, number: int, shard: ShardedTensor) -> None:
-        """A tensor is that piece of that tensor."""
+        """Notes that a tensor is that shard of the one-device tensor of that number."""
         number = self._alignment.canonical(Ref(number))
         known = self._book.get(tensor) or self._book.put(tensor, _Note())
         known.shards[number] = shard
         self._where[number] = self._interpreter.storage_type(tensor)
 
     def place(self, tensor: Tensor, number: int, global_shape: Shape, spec: P) -> None:
-        """A tensor is cut by a spec."""
+        """Notes that a tensor is sharded by a spec."""
         self.note(
             tensor,
             number,
@@ -63,10 +63,10 @@ class Notes:
         self.set_sums(tensor, Sums(spec.partial))
 
     def find(self, tensor: Tensor, ref: Ref, what: str) -> ShardedTensor:
-        """The piece of that one-device tensor that this tensor is.
+        """Returns how this tensor shards that one-device tensor.
 
         Raises:
-            UnrelatedError: it is none.
+            UnrelatedError: it is no shard of it.
         """
         known = self._book.get(self._interpreter.fakify(tensor))
         if known is None:
@@ -77,15 +77,15 @@ class Notes:
         return shard
 
     def find_any(self, tensor: Tensor) -> ShardedTensor | None:
-        """A one-device tensor's shard that this tensor is, or None where nothing is known."""
+        """Returns the layout of a tensor as a shard of any one-device tensor, or None."""
         known = self._book.get(self._interpreter.fakify(tensor))
         return None if known is None else next(iter(known.shards.values()), None)
 
     def require(self, tensor: Tensor, ref: Ref, spec: P) -> None:
-        """Holds a tensor against a spec.
+        """Requires that a tensor is sharded and summed as a spec says.
 
         Raises:
-            UnrelatedError: it is cut in another way.
+            UnrelatedError: it is not.
         """
         shard = self.find(tensor, ref, "it")
         self.reject_unfinished(tensor)
@@ -113,7 +113,7 @@ class Notes:
             )
 
     def _dims(self, spec: P, global_shape: Shape) -> tuple[Dim, ...]:
-        """The cuts of a spec, without axes of one rank."""
+        """Returns how a spec shards each dim, without axes of one rank."""
         cuts = dict(spec.sharded_dims)
         return tuple(
             sharded_dim(
@@ -123,50 +123,50 @@ class Notes:
         )
 
     def spec_of(self, tensor: Tensor) -> P | None:
-        """Returns its spec, or None where nothing is known."""
+        """Returns a tensor's spec, or None if its layout is not known."""
         known = self._book.get(self._interpreter.fakify(tensor))
         if known is None:
             return None
         return next(iter(known.shards.values())).spec(self.sums(tensor).partial)
 
     def is_sharded(self, tensor: Tensor, axes: Axes) -> bool:
-        """Returns whether one of the axes cuts a dim of it."""
+        """Returns whether one of the axes shards a dim of it."""
         known = self._book.get(tensor)
         return known is not None and any(not axes.isdisjoint(p.axes) for p in known.shards.values())
 
     def copy(self, source: Tensor, copy: Tensor) -> None:
-        """A copy that one device does without."""
+        """Notes a copy that the one-device program does not make."""
         known = self._book.get(source)
         if known is None:
             raise UnrelatedError("nothing is known about how its operand is sharded")
         self._book.put(copy, _Note(dict(known.shards)))
         self._sums[self._storage(copy)] = self.sums(source)
         for tensor in (source, copy):
-            _seal(self._interpreter.storage_type(tensor))
+            _make_read_only(self._interpreter.storage_type(tensor))
 
     def seal_copies(self) -> None:
-        """Writes to what only one of the programs has copied would part them."""
+        """Makes tensors read-only that one program alone has copied: writes would differ."""
         for number in self._alignment.newly_same():
             if number in self._where:
-                _seal(self._where[number])
+                _make_read_only(self._where[number])
 
     # ------------------------------------------------------------------------------- sums
 
     def sums(self, tensor: Tensor) -> Sums:
-        """Over which axes the values of its storage are not finished."""
+        """Returns the pending sums and the factor of a tensor's storage."""
         return self._sums.get(self._storage(tensor), Sums())
 
     def knows_sums(self, tensor: Tensor) -> bool:
-        """Returns whether its storage has been met before."""
+        """Returns whether the sums of a tensor's storage have been set."""
         return self._storage(tensor) in self._sums
 
     def set_sums(self, tensor: Tensor, sums: Sums) -> None:
-        """Says so of a storage."""
+        """Sets the pending sums and the factor of a tensor's storage."""
         partial, loose = sums.partial & self._on, sums.loose & self._on
         self._sums[self._storage(tensor)] = replace(sums, partial=partial, loose=loose)
 
     def reject_unfinished(self, tensor: Tensor) -> None:
-        """Requires that a value, sums taken, is that on one device.
+        """Requires that a value, after its pending sums, is the value on one device.
 
         Raises:
             UnrelatedError: it is not.
@@ -198,7 +198,7 @@ class Notes:
             )
 
     def types(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:
-        """The types of a tensor over the axes of more than one rank."""
+        """Yields the types of a tensor over the axes of more than one rank."""
         types = zip(
             self._interpreter.axes, self._interpreter.storage_type(tensor).types, strict=True
         )
@@ -208,7 +208,7 @@ class Notes:
         return int(self._interpreter.storage_type(tensor).storage._cdata)
 
 
-def _seal(storage_type: StorageType) -> None:
+def _make_read_only(storage_type: StorageType) -> None:
     storage_type.read_only = (
         storage_type.read_only or "is a copy in one of the ranks' and the one-device program"
     )

@@ -1,4 +1,4 @@
-"""Of a value on the ranks, what is left to do until it is the value on one device.
+"""Pending sums and known factors: how a value on the ranks differs from that on one device.
 
 Ranks have addends of it (a pending sum), or have it multiplied by a known number: after a mean over
 each rank's part, the sum over ranks is `axis_size` times the mean on one device. Both pass through
@@ -27,13 +27,13 @@ NO_AXES: Final[Axes] = frozenset()
 
 @dataclass(frozen=True)
 class Sums:
-    """Of the values in one storage, how they are not finished.
+    """The reductions and the factor between values in one storage and their values on one device.
 
     Attributes:
         partial: axes over which the value meant is the sum over the ranks.
-        loose: axes over which each rank has its own, which means nothing on one device.
-        pending: of these, those over which the "max" or the "min" is meant.
-        scale: how many times the value on one device it is, sums taken.
+        loose: axes over which each rank has its own value, which means nothing on one device.
+        pending: the loose axes over which the "max" or the "min" is meant.
+        scale: the factor between the value, after the sums, and that on one device.
         means: axes over which a mean of each rank's part was taken, so that the factor is not 1.
         cause: the step that made the factor, for messages.
     """
@@ -46,11 +46,11 @@ class Sums:
     cause: str = ""
 
     def over(self, *types: str) -> Axes:
-        """The axes over which one of these is meant."""
+        """Returns the axes over which one of these reductions is pending."""
         return frozenset(axis for axis, axis_type in self.pending if axis_type in types)
 
     def scaled(self, factor: Fraction, means: Axes, cause: str) -> "Sums":
-        """The same, multiplied; what is no multiple any more has no cause."""
+        """Returns the same sums with the factor multiplied; a factor of 1 has no cause."""
         scale = self.scale * factor
         if scale == 1:
             return Sums(self.partial, self.loose, self.pending)
@@ -93,7 +93,7 @@ _DIVIDED: Final = frozenset(
 
 
 def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:
-    """The factor between an operation by a number and the same by another on one device, or None.
+    """Returns the factor between an operation by a number and by another on one device, or None.
 
     Example:
         >>> factor_of(torch.ops.aten.div.Tensor, 4, 12)  # by a local size
@@ -119,7 +119,7 @@ def _is_factor(value: Any) -> bool:
 
 
 def common_scale(sums: Sequence[Sums]) -> Sums:
-    """The factor that these have in common, those of factor 1 left out.
+    """Returns the factor that these have in common, except for factors of 1.
 
     Raises:
         UnrelatedError: they have several.
@@ -140,7 +140,7 @@ def require_linear(
     types_of: Callable[[Tensor], Types],
     sums_of: Callable[[Tensor], Sums],
 ) -> None:
-    """Requires that an operation passes a factor of some of its operands on to its results.
+    """Requires that an operation is linear in the operands that have a factor.
 
     Raises:
         UnrelatedError: it is not linear in them.
