@@ -1,4 +1,4 @@
-"""`local_region`: per-rank code in a program that is otherwise held against one device."""
+"""`local_region`: per-rank code in a program that is otherwise compared with one device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -37,28 +37,29 @@ def local_region(
 def local_region(
     f: Callable[..., Any] | None = None, in_types: Tree = None, out_types: Tree = None
 ) -> Callable[..., Any]:
-    """Declares what a per-rank function means on one device, which the checker takes as promised.
+    """Declares what a per-rank function means on one device, which the checker trusts.
 
     With `check="global"` the forward has to be that of the same program on one device. Code that
-    asks for its rank, or does with a piece what it would not do with the whole, cannot be: lookups
-    in a table whose rows are cut, positions of a cut sequence, masks under context parallelism.
-    Wrapped in a region it is held to local strictness only, and its results are taken to be cut as
-    `out_types` says, of the value that the function computes where every axis has one rank. Reports
-    list every region, and `validate_rule` tries the promise. At run time it does nothing.
+    depends on its rank, or computes on a shard what it would not compute on the global tensor,
+    cannot be: lookups in a table with sharded rows, positions of a sharded sequence, masks under
+    context parallelism. In a region it is checked with local strictness only, and its results are
+    taken to be sharded as `out_types` says; the global value is what the function computes where
+    every axis has one rank. Reports list every region, and `validate_rule` tests the declaration.
+    At run time it does nothing.
 
     Args:
-        f: takes and returns pytrees of tensors; what is no tensor passes as it is.
+        f: the function, which takes and returns pytrees of tensors; other leaves are not checked.
         in_types: one `P` per positional argument, each a pytree prefix of it: how it must be
-            sharded over all axes, `partial=` included; None for what is no tensor.
+            sharded over all axes, `partial=` included; None for leaves that are no tensors.
         out_types: the same for the result.
 
     Returns:
         A function that does what `f` does.
 
     Raises:
-        SpecError: in a checked call, types that do not fit the arguments or results.
-        ShardTypeError: in a checked call, an argument that is cut in another way, or a result
-            that is not equal on the ranks of an axis over which `out_types` neither cuts nor sums.
+        SpecError: in a checked call, types that do not match the arguments or results.
+        ShardTypeError: in a checked call, an argument that is sharded otherwise, or a result that
+            is not equal on the ranks of an axis over which `out_types` neither shards nor sums.
 
     Source: the role of `spmd_types.local_map` in spmd_types.
 
@@ -98,7 +99,7 @@ def local_region(
             out = f(*args, **kwargs)
         finally:
             interpreter.observer = observer
-            # The promise holds for the backward as well.
+            # The declaration covers the backward as well.
             interpreter.regions.append(range(first, torch._C._autograd._get_sequence_nr()))
         outputs, out_specs = _placed(name, out_types, out, "result")
         for tensor, spec in zip(outputs, out_specs, strict=True):
@@ -107,18 +108,18 @@ def local_region(
         note_region(interpreter, name, inputs, outputs)
         return out
 
-    # What `validate_rule` reads.
+    # Read by `validate_rule`.
     region._shardmap_region = (f, in_types, out_types)  # type: ignore[attr-defined]
     return region
 
 
 def _placed(name: str, types: Tree, value: Any, what: str) -> tuple[list[Tensor], Specs]:
-    """The tensors of a tree, and the spec of each."""
-    found = list(
+    """Returns the tensors of a tree, and the spec of each."""
+    leaves = list(
         broadcast_prefix(types, value, what, lambda leaf: leaf is None or isinstance(leaf, P))
     )
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
-    placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+    problems = [str(leaf) for leaf in leaves if isinstance(leaf, Mismatch)]
+    placed = [leaf for leaf in leaves if isinstance(leaf, Placed)]
     for leaf in placed:
         if isinstance(leaf.value, Tensor) and not isinstance(leaf.spec, P):
             problems.append(f"{leaf.path}: is a tensor, which needs a P")
@@ -144,41 +145,41 @@ def _check_result(interpreter: Interpreter, name: str, tensor: Tensor, spec: P) 
     for axis, axis_type in zip(
         interpreter.axes, interpreter.storage_type(tensor).types, strict=True
     ):
-        wanted = promised[axis].kind if axis in promised else "I"
+        expected = promised[axis].kind if axis in promised else "I"
         if interpreter.mesh.shape[axis] > 1 and plain(axis_type) not in _ALLOWED.get(
-            wanted, _ALLOWED["I"]
+            expected, _ALLOWED["I"]
         ):
             wrong = messages.error(
                 interpreter,
                 f"local_region {name}: over {axis!r} a result is {axis_type}, and {spec!r} "
-                "promises " + _promise(wanted),
+                "promises " + _promise(expected),
                 [f"  it is from {interpreter.storage_type(tensor).origin()}"],
                 f"shard it over {axis!r} in out_types, or name {axis!r} in its partial=.",
             )
             interpreter.numbers.branches.fail(wrong)
 
 
-def _promise(wanted: str) -> str:
-    return {"S": "shards.", "P": "a pending sum."}.get(wanted, "one value on all ranks.")
+def _promise(expected: str) -> str:
+    return {"S": "shards.", "P": "a pending sum."}.get(expected, "one value on all ranks.")
 
 
 def note_region(
     interpreter: Interpreter, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
-    """Notes the region in the typed program."""
+    """Adds the region to the typed program."""
     site, backward = interpreter.site()
-    read, made = (
+    read, written = (
         tuple(
             use_of("", x, storage_type, storage_type.types)
             for x, storage_type in _storage_types(interpreter, tensors)
         )
         for tensors in (inputs, outputs)
     )
-    interpreter.add(Equation(f"local_region {name}", read, made, site, backward))
+    interpreter.add(Equation(f"local_region {name}", read, written, site, backward))
 
 
 def _storage_types(
     interpreter: Interpreter, tensors: Sequence[Tensor]
 ) -> list[tuple[Tensor, StorageType]]:
-    adopted = [interpreter.fakify(tensor) for tensor in tensors]
-    return [(tensor, interpreter.storage_type(tensor)) for tensor in adopted]
+    fakes = [interpreter.fakify(tensor) for tensor in tensors]
+    return [(tensor, interpreter.storage_type(tensor)) for tensor in fakes]

@@ -10,18 +10,18 @@ from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import ShardTypeError
 
 Place = tuple[Site | None, int]
-"""A line of the user's, and how often it was passed before; the same on all ways through a body."""
+"""A user's line, and how often it has run before; the same on all paths through a body."""
 
 
 class Places:
-    """Counts how often each line is passed."""
+    """Counts how often each line runs."""
 
     def __init__(self) -> None:
-        """Nothing was passed yet."""
+        """Starts at zero for each line."""
         self._counts: Counter[Site | None] = Counter()
 
     def next(self, site: Site | None) -> Place:
-        """The place of what happens on this line now."""
+        """Returns the place of the current run of this line."""
         self._counts[site] += 1
         return site, self._counts[site] - 1
 
@@ -32,12 +32,12 @@ class Repair:
 
     Attributes:
         text: what to write.
-        collectives: by the place of the collective in the forward, another one in its stead, or
-            None to leave it out.
-        replicate: by the position of an input, an axis to name in its `replicate=`.
-        exits: by the position of a result, axes over which to sum it before it leaves.
-        values: places where to reduce a tensor before its Python value is taken.
-        gradients: by the place where the body takes gradients, axes over which to sum them.
+        collectives: for the place of a collective in the forward, its replacement, or None to
+            leave it out.
+        replicate: for the position of an input, an axis to name in its `replicate=`.
+        exits: for the position of a result, axes over which to sum it before it is returned.
+        values: places at which to reduce a tensor before its Python value is taken.
+        gradients: for the place where the body takes gradients, axes over which to sum them.
     """
 
     text: str
@@ -49,7 +49,7 @@ class Repair:
 
 
 def both(first: Repair, second: Repair) -> Repair:
-    """Two changes at once.
+    """Combines two repairs into one.
 
     Example:
         >>> both(Repair("a", replicate={0: "tp"}), Repair("b", replicate={1: "tp"})).text
@@ -67,23 +67,23 @@ def both(first: Repair, second: Repair) -> Repair:
 
 
 NONE = Repair("")
-"""The program as it is."""
+"""A repair that changes nothing."""
 
 
 def propose(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeError:
-    """Notes on an error what could be tried."""
+    """Attaches to an error the repairs that could be tried."""
     error.__dict__["_shardmap_repairs"] = tuple(repairs)
     return error
 
 
 def proposed(error: ShardTypeError) -> tuple[Repair, ...]:
-    """Returns the repair noted on an error."""
-    found: tuple[Repair, ...] = error.__dict__.get("_shardmap_repairs", ())
-    return found
+    """Returns the repairs attached to an error."""
+    repairs: tuple[Repair, ...] = error.__dict__.get("_shardmap_repairs", ())
+    return repairs
 
 
 def with_tried(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeError:
-    """The error with the repairs that passed, in the order in which they were proposed."""
+    """Adds to an error the repairs that passed, in the order in which they were proposed."""
     if repairs:
         lines = [f"Tried, and accepted also by check='global': {each.text}" for each in repairs]
         error.args = ("\n".join([str(error), *lines]),)
@@ -92,9 +92,9 @@ def with_tried(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeErr
 
 
 def tried(error: ShardTypeError) -> tuple[Repair, ...]:
-    """The repairs that the message of an error names."""
-    found: tuple[Repair, ...] = error.__dict__.get("_shardmap_tried", ())
-    return found
+    """Returns the repairs that the message of an error names."""
+    repairs: tuple[Repair, ...] = error.__dict__.get("_shardmap_tried", ())
+    return repairs
 
 
 _LINES: Final = 40
@@ -102,7 +102,7 @@ _LINES: Final = 40
 
 
 def shortened(error: ShardTypeError) -> ShardTypeError:
-    """The error with a message of at most 40 lines, and all that was found in `findings`."""
+    """Cuts an error's message to 40 lines; `findings` keeps the complete text."""
     lines = str(error).splitlines()
     error.findings = error.findings or (str(error),)
     if len(lines) > _LINES:

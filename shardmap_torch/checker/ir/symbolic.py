@@ -1,8 +1,8 @@
-"""Numbers taken from tensors: Python numbers of which the checker knows the type only.
+"""Symbolic numbers: Python numbers taken from tensors, of which the checker knows the type only.
 
-They go through arithmetic, and comparing them makes a branch. An operation on tensors gets a
-stand-in for them: what it does to types and shapes does not depend on the value of a factor, an
-addend or a fill value. Nothing else may take them, since it would go by the stand-in.
+They support arithmetic, and comparing them makes a branch. An operation on tensors gets a stand-in
+number for them: its effect on types and shapes does not depend on the value of a factor, an addend
+or a fill value. All other uses are refused, since they would depend on the stand-in.
 """
 
 import operator
@@ -21,10 +21,10 @@ _KEEP: Final = (
 
 
 class Numbers:
-    """The numbers of one interpretation."""
+    """The symbolic numbers of one interpretation."""
 
     def __init__(self, branches: Branches) -> None:
-        """`branches` decides what comparisons of them are."""
+        """Starts without numbers; `branches` decides the outcome of their comparisons."""
         self.branches = branches
         self.any = False
         self._by_source: dict[Any, SymbolicNumber] = {}
@@ -32,19 +32,19 @@ class Numbers:
         self._texts: dict[Any, str] = {}
 
     def take(self, source: Any, kind: type) -> "tuple[SymbolicNumber, bool]":
-        """The number that `source` stands for, and whether it is a new one."""
-        found = self._by_source.get((source, kind))
-        if found is not None:
-            return found, False
-        made = self.make(f"#{len(self._by_source) + 1}", kind)
-        self._by_source[source, kind] = made
-        return made, True
+        """Returns the number of `source`, and whether it is a new one."""
+        known = self._by_source.get((source, kind))
+        if known is not None:
+            return known, False
+        number = self.make(f"#{len(self._by_source) + 1}", kind)
+        self._by_source[source, kind] = number
+        return number, True
 
     def make(self, text: str, kind: type) -> "SymbolicNumber":
-        """The number that the text stands for; equal texts are equal numbers."""
+        """Returns the number with that text; equal texts are equal numbers."""
         self.any = True
         if text not in self._by_text:
-            # Unlike 0 and 1, and between them where functions want that, as dropout does.
+            # Not 0 or 1, and between them for functions that require it, such as dropout.
             count = len(self._by_text) + 1
             stand_in = 0.5 + count / 2**20 if kind is float else 100 + count
             self._by_text[text] = SymbolicNumber(self, text, kind, stand_in)
@@ -57,7 +57,7 @@ class Numbers:
         return tuple(self._by_text)
 
     def shown(self, value: Any) -> str:
-        """A literal of an operation, in which stand-ins have their names."""
+        """Formats a literal of an operation, with names for stand-ins."""
         if type(value) in _KNOWN and value in self._texts:
             return self._texts[value]
         if isinstance(value, list | tuple) and self.any:
@@ -65,10 +65,10 @@ class Numbers:
         return str(value)
 
     def stand_ins(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The arguments of a torch function with stand-ins for numbers; None if it takes none.
+        """Returns a torch function's arguments with stand-ins for numbers; None if it takes none.
 
         Raises:
-            ShardTypeError: the function might go by the value.
+            ShardTypeError: the function might depend on the value.
         """
         types: set[type] = set()
         values = [_stand_in(value, types) for value in args]
@@ -103,10 +103,10 @@ _ARITHMETIC: Final = frozenset(
     " remainder rfloordiv rmod rpow rsub rtruediv scalar_tensor setitem sub subtract tensor"
     " true_divide truediv where".split()
 )
-"""Functions on values; with `_`, `__` or `_foreach_` round them."""
+"""Functions of values; also with `_`, `__` or `_foreach_` around the name."""
 
 _MORE: Final = frozenset({"dropout"})
-"""Functions written in Python that go by no float that they take, except to reject it."""
+"""Functions written in Python that depend on no float that they take, except to reject it."""
 
 _SHAPING: Final = frozenset({"arange", "range"})
 """Functions whose results have a shape that depends on a float."""
@@ -161,7 +161,7 @@ _MIRRORED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
 def _order(a: "SymbolicNumber", symbol: str, b: "SymbolicNumber") -> Condition:
-    """Less, equal, greater or neither: as an unknown number, -1, 0, 1 or none."""
+    """Returns the condition on the order of two numbers: -1, 0 or 1, or none if unordered."""
     if b.text < a.text:
         a, symbol, b = b, _MIRRORED.get(symbol, symbol), a
     kind = float if float in (a.kind, b.kind) else int
@@ -172,12 +172,12 @@ class SymbolicNumber:
     """A number taken from a tensor; it passes for a float, an int or a bool."""
 
     def __init__(self, owner: Numbers, text: str, kind: type, stand_in: float) -> None:
-        """`stand_in` is a number of its kind, like any other."""
+        """Keeps the text, the Python type and the number that stands in for this one."""
         self.owner, self.text, self.kind, self.stand_in = owner, text, kind, stand_in
 
     @property  # type: ignore[misc]  # as in unittest.mock: what isinstance asks
     def __class__(self) -> type:
-        """For `isinstance`."""
+        """The Python type, for `isinstance`."""
         return self.kind
 
     @classmethod
@@ -213,7 +213,7 @@ class SymbolicNumber:
     __divmod__ = __rdivmod__ = _escaping("divmod()")
     __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __invert__ = _escaping("its bits")
     __rand__ = __ror__ = __rxor__ = __rlshift__ = __rrshift__ = __and__
-    # Equal numbers must have one hash, and here nobody knows which are equal.
+    # Equal numbers must have the same hash, and it is not known which are equal.
     __hash__ = _escaping("a set or the key of a dict")
 
     def __getattr__(self, name: str) -> Any:
@@ -223,18 +223,18 @@ class SymbolicNumber:
         raise AttributeError(name)
 
     def __bool__(self) -> bool:
-        """A branch."""
+        """Makes a branch."""
         return self.owner.branches.decide(Condition(self.text, self.kind, "!=", 0))
 
     def __float__(self) -> float:
-        """A plain number would be followed no further."""
+        """Refuses: a plain number could not be tracked."""
         self._escape("float() or math", "write n * 1.0 in place of float(n)")
 
     def __int__(self) -> int:
         self._escape("int()", "write math.trunc(n) in place of int(n)")
 
     def __index__(self) -> int:
-        """A size, a position or a number of steps."""
+        """Refuses: a size, a position or a number of steps must not depend on data."""
         self.owner.branches.refuse(
             "a number that is taken from a tensor is used as a size, a position or a number of "
             "steps.",
@@ -252,7 +252,7 @@ class SymbolicNumber:
         )
 
     def __format__(self, spec: str) -> str:
-        """Its name, in any format."""
+        """Returns its name, in any format."""
         return str(self)
 
     def __str__(self) -> str:

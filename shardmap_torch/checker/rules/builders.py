@@ -1,4 +1,4 @@
-"""Words that the row tables are written with."""
+"""Builders of rows, with which the rule tables are written."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -10,7 +10,7 @@ from shardmap_torch.checker.rules.rule import Arguments, Row
 
 
 def sums(*addends: str, unread: tuple[str, ...] = ()) -> Row:
-    """Linear in all `addends` at once: a sum over ranks goes through if it stands in each.
+    """Makes the row of an operation that is linear in all `addends` together, as a sum is.
 
     Example:
         >>> sums("self", "other").linear
@@ -20,7 +20,7 @@ def sums(*addends: str, unread: tuple[str, ...] = ()) -> Row:
 
 
 def product(*factors: str, unread: tuple[str, ...] = ()) -> Row:
-    """Linear in each of `factors` while the others are fixed.
+    """Makes the row of an operation that is linear in each of `factors`, as a product is.
 
     Example:
         >>> product("self", "mat2").linear
@@ -30,32 +30,32 @@ def product(*factors: str, unread: tuple[str, ...] = ()) -> Row:
 
 
 def each(row: Row, names: str) -> dict[OpOverload, Row]:
-    """`row` for every overload in `names`, `packet.overload` in aten; one word means `.default`.
+    """Maps overloads to `row`: each of `names` is an aten `packet.overload`, or `.default` of it.
 
     Overloads that the installed torch does not have are left out: the table serves several
-    versions, and a test holds it against the pinned one.
+    versions, and a test compares it with the pinned one.
 
     Example:
         >>> list(each(SELF, "neg sum.dim_IntList"))
         [<OpOverload(op='aten.neg', overload='default')>, \
 <OpOverload(op='aten.sum', overload='dim_IntList')>]
     """
-    found = (_overload(name) for name in names.split())
-    return {op: row for op in found if op is not None}
+    overloads = (_overload(name) for name in names.split())
+    return {op: row for op in overloads if op is not None}
 
 
 def _overload(name: str) -> OpOverload | None:
     packet, _, which = name.partition(".")
     overloads = getattr(torch.ops.aten, packet, None)
-    found = getattr(overloads, which or "default", None)
-    return found if isinstance(found, OpOverload) else None
+    overload = getattr(overloads, which or "default", None)
+    return overload if isinstance(overload, OpOverload) else None
 
 
 def merged(*tables: Mapping[OpOverload, Row]) -> dict[OpOverload, Row]:
-    """One table of several; an overload that stands in two is a mistake in the tables.
+    """Merges tables into one.
 
     Raises:
-        ValueError: an overload stands in two tables.
+        ValueError: an overload is in two tables.
     """
     table: dict[OpOverload, Row] = {}
     for rows in tables:
@@ -67,7 +67,7 @@ def merged(*tables: Mapping[OpOverload, Row]) -> dict[OpOverload, Row]:
 
 
 def never(arguments: Arguments) -> bool:
-    """Holds for no arguments."""
+    """Returns False for any arguments."""
     return False
 
 

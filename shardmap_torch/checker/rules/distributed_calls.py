@@ -1,4 +1,4 @@
-"""Raw calls of torch.distributed in a body, which the checker cannot type: what to use instead."""
+"""Errors for raw torch.distributed calls in a body, which cannot be typed, with replacements."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -16,7 +16,7 @@ from shardmap_torch.errors import ShardTypeError
 NAMESPACES: Final = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 )
-"""Of the operators that they end in."""
+"""Namespaces of the operators that torch.distributed's functions call."""
 
 _WAITING: Final = "leave it out: typed collectives wait for one another"
 _POINT: Final = "use shardmap_torch.ppermute or shift, which all ranks of an axis call"
@@ -51,12 +51,12 @@ _TORCH: Final = str(Path(torch.__file__).parent) + "/"
 
 
 def refused(name: str, op: OpOverload) -> ShardTypeError:
-    """The error for an operator of one of `NAMESPACES`."""
+    """Returns the error for an operator of one of `NAMESPACES`."""
     return _error(name, op._schema.name.split("::")[1].rstrip("_"), call_site())
 
 
 def named_in(name: str, error: BaseException) -> ShardTypeError | None:
-    """The error for a call that failed before it came to an operator, as without process groups."""
+    """Returns the error for a call that failed before its operator, as without process groups."""
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     for (caller, line), (callee, _) in pairwise(frames):
         enters = callee.co_filename.startswith(_DISTRIBUTED)
@@ -77,5 +77,5 @@ def _error(name: str, called: str, site: Site | None) -> ShardTypeError:
 
 
 def _instead(called: str) -> str | None:
-    fits = [start for start in _INSTEAD if called.startswith(start)]
-    return _INSTEAD[max(fits, key=len)] if fits else None
+    prefixes = [prefix for prefix in _INSTEAD if called.startswith(prefix)]
+    return _INSTEAD[max(prefixes, key=len)] if prefixes else None

@@ -28,7 +28,7 @@ FILLED: Final = merged(
     each(_SHAPE, "ones_like new_ones"),
 )
 
-# Their tags say that they draw.
+# These have the tag of operations that draw random numbers.
 DRAWN: Final = merged(
     each(_SHAPE, "rand_like randn_like randint_like randint_like.low_dtype randint_like.Tensor"),
     each(_SHAPE, "bernoulli_.float bernoulli_.Tensor uniform_ normal_ exponential_ geometric_"),
@@ -49,7 +49,7 @@ REFUSED: Final = merged(
     each(_STORAGE, "set_.source_Tensor_storage_offset set_"),
 )
 
-# A function of its operands, and no draw: equal keys and counters give equal numbers.
+# A function of its operands that draws nothing: equal keys and counters give equal numbers.
 COUNTED: Final = {torch.ops.shardmap_torch.threefry.default: Row()}
 
 ROWS: Final = merged(ZEROS, FILLED, DRAWN, COUNTED, REFUSED)

@@ -20,7 +20,7 @@ Types: TypeAlias = tuple[AxisType, ...]
 """One type per mesh axis, in mesh order."""
 
 Read: TypeAlias = Callable[[Tensor], Types]
-"""Gives the types of an operand."""
+"""A function that returns the types of an operand."""
 
 UNKNOWN: Final = (
     "nothing is known about what it does to the ranks' values; declare it with register_rule"
@@ -32,11 +32,11 @@ BITS: Final = "the bits of a pending sum mean nothing"
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a call cannot be typed.
+    """A call that cannot be typed, and the reason.
 
     Attributes:
-        axis: position of the mesh axis; None where it is no matter of an axis.
-        clash: the types that do not fit; None where the operation is refused as such.
+        axis: position of the mesh axis; None if the reason does not depend on an axis.
+        conflict: the types that do not go together; None if the operation itself is refused.
         reason: one sentence.
     """
 
@@ -53,11 +53,11 @@ class Signature:
     """Facts from the schema of an overload, looked up once.
 
     Attributes:
-        names: of all arguments, in order.
-        defaults: values of those that have one.
+        names: the names of all arguments, in order.
+        defaults: the default values of arguments that have one.
         outs: names of arguments that are written and not read.
         writes: names of arguments that are written, in order.
-        random: whether it draws numbers.
+        random: whether it draws random numbers.
         branches: whether a Python value or a shape may depend on the data.
     """
 
@@ -71,7 +71,7 @@ class Signature:
 
 @lru_cache(maxsize=4096)
 def signature_of(op: OpOverload) -> Signature:
-    """Reads the schema."""
+    """Returns the facts from the schema of an overload."""
     arguments = op._schema.arguments
     return Signature(
         tuple(a.name for a in arguments),
@@ -84,7 +84,7 @@ def signature_of(op: OpOverload) -> Signature:
 
 
 def writes_of(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the arguments that a call writes, with those that its schema keeps quiet about."""
+    """Returns the names of the arguments that a call writes, also those missing in its schema."""
     hidden = HIDDEN_WRITES.get(op, ()) if arguments.get("training") else ()
     return signature_of(op).writes + tuple(n for n in hidden if arguments.get(n) is not None)
 
@@ -92,13 +92,13 @@ def writes_of(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def name_arguments(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by the names of the schema, defaults filled in."""
+    """Returns the arguments of a call by the names of the schema, with defaults filled in."""
     signature = signature_of(op)
     return {**signature.defaults, **dict(zip(signature.names, args, strict=False)), **kwargs}
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in one argument: itself, or those of a list, some of which may be None."""
+    """Yields the tensors in one argument: itself, or those of a list, which may have Nones."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -134,16 +134,16 @@ def type_call(
     num_axes: int,
     drawn: Types | None = None,
 ) -> list[Outcomes]:
-    """The types of each result, or one entry where all results are alike.
+    """Returns the types of each result, or one entry if all results have the same types.
 
-    An in-place or `out=` call gets the types of what it computes; how a write changes the memory
-    that it hits is not told here.
+    An in-place or `out=` call gets the types of what it computes; the effect of the write on the
+    types of the memory is not computed here.
 
     Args:
         op: the overload.
-        arguments: by name, defaults filled in.
-        read: types of a tensor.
-        num_axes: how many axes there are.
+        arguments: the arguments by name, with defaults filled in.
+        read: returns the types of a tensor.
+        num_axes: the number of axes.
         drawn: V along the axes over which the ranks draw different numbers, if the call draws;
             None where they draw different ones over all.
     """
@@ -181,7 +181,7 @@ def _is_tensor_list(value: Any) -> bool:
 
 
 def _at(arguments: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """One position of the lists."""
+    """Returns the arguments at one position of the lists."""
     return {
         name: value[index] if isinstance(value, list | tuple) and index < len(value) else value
         for name, value in arguments.items()
@@ -227,7 +227,7 @@ def _outcome(
 def branches(signature: Signature, arguments: Mapping[str, Any]) -> bool:
     """Returns whether a Python value or a shape depends on the data of this call.
 
-    Indexing has the tag for the sake of masks; integer indices select as many items as they are.
+    Indexing has the tag because of masks; integer indices select as many items as there are.
     """
     indices = arguments.get("indices")
     if signature.branches and isinstance(indices, list | tuple):
@@ -244,7 +244,7 @@ def _on_axis(
 def _terms(
     names: Sequence[str], arguments: Mapping[str, Any], read: Read, num_axes: int
 ) -> Iterator[list[Types]]:
-    """The products that one term of a row stands for: a list makes one for each item."""
+    """Yields the products that one term of a row describes: a list makes one for each item."""
     values = [arguments[name] for name in names if arguments.get(name) is not None]
     if len(values) == 1 and isinstance(values[0], list | tuple):
         yield from ([_types(item, read, num_axes)] for item in values[0] if item is not None)

@@ -2,7 +2,7 @@
 
 Pure functions of types: rules 1 to 3 of the type system. `Partial` is P, the value meant being the
 sum over ranks; Z is zero on every rank. Operands through which no gradient flows come here as K in
-place of I or R; who flows is the interpreter's business.
+place of I or R; the interpreter decides which those are.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class Conflict:
     """Two types that do not go together, and why.
 
     Attributes:
-        first: one of them.
-        second: the other; None where `first` alone does not fit the operation.
+        first: one of the types.
+        second: the other; None if the operation does not take `first` at all.
         reason: what would go wrong.
     """
 
@@ -37,12 +37,12 @@ SELECTION: Final = "what selects, scales or places addends of a sum must be equa
 
 
 def plain(axis_type: AxisType) -> AxisType:
-    """V for S(i): local operations do not propagate shards."""
+    """Returns V for S(i): local operations do not propagate shardings."""
     return V if axis_type.kind == "S" else axis_type
 
 
 def join(types: Sequence[AxisType]) -> Outcome:
-    """Rule 1, for any deterministic operation; Z counts as K, and P fits nothing but linear ones.
+    """Applies rule 1, for any deterministic operation: Z counts as K, and P is refused.
 
     Example:
         >>> join([K, R]), join([V, R, K]), join([])
@@ -59,9 +59,9 @@ def join(types: Sequence[AxisType]) -> Outcome:
 
 
 def multiply(factors: Sequence[AxisType]) -> Outcome:
-    """Rule 3: a product keeps one P if its other factors are R or K.
+    """Applies rule 3: a product keeps one P if its other factors are R or K.
 
-    A single factor stands for itself, so that a unary linear operation keeps P and Z.
+    A single factor keeps its type, so that a unary linear operation keeps P and Z.
 
     Example:
         >>> multiply([Partial, R]), multiply([Z]), multiply([Z, V])
@@ -78,7 +78,7 @@ def multiply(factors: Sequence[AxisType]) -> Outcome:
 
 
 def add(addends: Sequence[AxisType]) -> Outcome:
-    """Rule 2: a sum is P if any addend is, and then no addend may be equal on all ranks.
+    """Applies rule 2: a sum is P if any addend is, and then none may be equal on all ranks.
 
     Example:
         >>> add([Partial, V, Z]), add([I, Z]), add([Z, Z])
@@ -94,7 +94,7 @@ def add(addends: Sequence[AxisType]) -> Outcome:
 
 
 def combine(terms: Sequence[Sequence[AxisType]], parameters: Sequence[AxisType]) -> Outcome:
-    """The type of a sum of products, given what selects, scales or places its addends.
+    """Returns the type of a sum of products, given what selects, scales or places its addends.
 
     Example:
         >>> combine([[V], [Partial]], [K])  # where(mask, varying, partial)
@@ -125,11 +125,11 @@ ACCEPTED: Final = {
     Partial: frozenset({R, K, Z}),
     Z: frozenset({I, R, V, Partial, K, Z}),
 }
-"""For a value of each type, the types of cotangent that are right; K takes any one kind."""
+"""For a value of each type, the types of cotangent that are right; K takes any one type."""
 
 
 def accepts(axis_type: AxisType, cotangent: AxisType) -> bool:
-    """Returns whether a value of type `kind` may receive a cotangent of that type.
+    """Returns whether a value of type `axis_type` may receive a cotangent of that type.
 
     Example:
         >>> accepts(R, V), accepts(R, R), accepts(I, K)

@@ -44,7 +44,7 @@ HIDDEN_WRITES: Final = dict.fromkeys(
     each(Row(), "native_batch_norm cudnn_batch_norm miopen_batch_norm"),
     ("running_mean", "running_var"),
 )
-"""Arguments an overload writes when `training` is true, although its schema denies it."""
+"""Arguments an overload writes when `training` is true, although its schema does not say so."""
 
 _NLL_LOSS: Final = Row(
     results=(
@@ -97,8 +97,7 @@ ATTENTION: Final = merged(
         "_scaled_dot_product_flash_attention_for_cpu_backward "
         "_flash_attention_backward",
     ),
-    # The backwards replay the seed that the forward gave them; whatever their tags say, they
-    # draw nothing.
+    # The backwards replay the forward's seed and draw nothing, although they have the tag.
     each(Row(linear=(_OUT,), draws=never), "_scaled_dot_product_cudnn_attention_backward"),
     each(
         Row(linear=(("grad_out_",),), draws=never),
@@ -128,7 +127,7 @@ POOLING: Final = merged(
         sums("grad_output", unread=("self",)),
         "avg_pool2d_backward avg_pool3d_backward "
         "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
-        # The indices say where the maxima were.
+        # The indices are the positions of the maxima.
         "max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
         "adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
         "fractional_max_pool2d_backward fractional_max_pool3d_backward",

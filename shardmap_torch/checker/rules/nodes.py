@@ -1,8 +1,8 @@
-"""Backwards that are linear in their cotangent as a whole, while the operations in them are not.
+"""Autograd nodes whose backward is linear in its cotangent although its operations are not.
 
 `matrix_exp` takes the exponential of a block matrix that the cotangent is one block of, and
-`logcumsumexp` the logarithm of the cotangent's absolute value. Operation by operation a sum still
-to be taken would be lost there; what comes out at the end is that sum's gradient all the same.
+`logcumsumexp` the logarithm of the cotangent's absolute value. Typed operation by operation, a
+pending sum would be refused there; yet the backward's result is a pending sum of the gradient.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ _LINEAR: Final = frozenset({"LinalgMatrixExpBackward0", "LogcumsumexpBackward0"}
 
 
 def is_in_linear_backward() -> bool:
-    """Returns whether such a backward runs now."""
+    """Returns whether the backward of such a node is running."""
     node = torch._C._current_autograd_node()
     return node is not None and node.name() in _LINEAR
 
 
 def join_linearly(types: Sequence[AxisType]) -> Outcome:
-    """The type of anything made in it: P where a P went in, beside what all ranks have.
+    """Returns the type of a result in such a backward: P if an operand is P, else their join.
 
     Example:
         >>> join_linearly([Partial, R, K]), join_linearly([R, K])

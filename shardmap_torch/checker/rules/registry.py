@@ -1,4 +1,4 @@
-"""All rows in one place, and which row an overload follows."""
+"""The table of all rows, the rows that users register, and the lookup of an overload's row."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -21,7 +21,7 @@ from shardmap_torch.errors import ShardTypeError, show
 TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType(
     merged(BASIC, MATMUL, LAYOUT, NN, MAKE, FOREACH)
 )
-"""Every row; the families do not overlap."""
+"""All rows; the families do not overlap."""
 
 JOIN: Final = Row()
 """The row of a deterministic operation about which nothing more is known: P is refused."""
@@ -34,18 +34,18 @@ MEANINGS: Final[dict[OpOverload, Callable[..., Any]]] = {}
 
 
 def register_rule(op: OpOverload, row: Row) -> None:
-    """Tells the checker what a custom operator does to types.
+    """Declares what a custom operator does to types.
 
     Args:
         op: one overload, as in `torch.ops.mylib.scale.default`.
         row: see `Row`. An operator that is a function of its tensors, the same on every rank, is
-            `Row()`; name in `linear` the arguments in which it is linear, if it may meet sums that
-            are still to be taken.
+            `Row()`; name in `linear` the arguments in which it is linear, if they may be pending
+            sums.
 
-    The rule is believed: hold it against numbers with `validate_rule`, in a test.
+    The rule is trusted: check it numerically with `validate_rule`, in a test.
 
     Raises:
-        ShardTypeError: the operator is known already.
+        ShardTypeError: the operator has a row already.
 
     Example:
         >>> import torch
@@ -73,15 +73,15 @@ def register_rule(op: OpOverload, row: Row) -> None:
 
 
 def table_version() -> int:
-    """Changes with every rule that is registered."""
+    """Returns a number that changes with every rule that is registered."""
     return len(_REGISTERED) + len(MEANINGS)
 
 
 @lru_cache(maxsize=4096)
 def row_of(op: OpOverload) -> Row | None:
-    """The row that `op` follows, or None where nothing is known about it.
+    """Returns the row of `op`, or None if it has none.
 
-    An in-place or `out=` overload without a row follows the functional one.
+    An in-place or `out=` overload without a row has the row of the functional one.
     """
     found = TABLE.get(op) or _REGISTERED.get(op)
     if found is None and op._schema.is_mutable:
@@ -92,7 +92,7 @@ def row_of(op: OpOverload) -> Row | None:
 
 
 def functional(op: OpOverload) -> list[OpOverload]:
-    """The overloads of which `op` is the in-place or `out=` variant: same arguments, no writes."""
+    """Returns the functional overloads of which `op` is the in-place or `out=` variant."""
     names = [argument.name for argument in op._schema.arguments if not argument.is_out]
     packet = getattr(torch.ops.aten, op._schema.name.split("::")[1].removesuffix("_"), None)
     if op.namespace != "aten" or packet is None:

@@ -7,10 +7,11 @@ schema (`op._schema`). What needs no row:
 * An ATen operation whose operands are not P. It is a deterministic function of what it reads, so
   equal operands give equal results; the join of rule 1 types it.
 * Views. A result that shares its storage with an operand has the type of that storage.
-* In-place and `out=` overloads. `add_.Tensor` and `add.out` follow the row of `add.Tensor`; what
+* In-place and `out=` overloads. `add_.Tensor` and `add.out` have the row of `add.Tensor`; what
   is written comes from the schema, and an `out` argument is not read.
-* Draws (tag `nondeterministic_seeded`) are V. Data-dependent shapes and values (their tags) of V
-  or P are refused. Integer or bool results of floating P are refused, whatever the row says.
+* Random draws (tag `nondeterministic_seeded`), which are V. Data-dependent shapes and values
+  (their tags) of V or P are refused, and so are integer or bool results of floating P, even with a
+  row.
 
 What needs one: everything that is linear in a P; results that are zero; factories; operations that
 do not read an operand's values; several results of different types; operations outside the `aten`
@@ -37,7 +38,7 @@ Example rows:
         aten.div.Tensor: Row(linear=(("self",),)),
         # Linear only for some arguments.
         aten.div.Tensor_mode: Row(linear=(("self",),), when=lambda a: a["rounding_mode"] is None),
-        # Nothing is said about relu and view: one rejects P, the other shares its storage.
+        # relu and view need no row: one rejects P, the other shares its storage.
         # Factories, and operands of which only shape and dtype count.
         aten.zeros.default: Row(zero=True),
         aten.zeros_like.default: Row(zero=True, unread=("self",)),
@@ -45,9 +46,9 @@ Example rows:
         aten.ones_like.default: Row(unread=("self",)),
         aten.full.default: Row(linear=(("fill_value",),)),          # Z for 0, else K
         aten.copy.default: Row(linear=(("src",),), unread=("self",)),
-        # A draw whatever its tags say.
+        # Random, although it does not have the tag.
         aten.bernoulli_.float: Row(draws=always, unread=("self",)),
-        # Results of different types: each follows a row of its own, and reads what that one says.
+        # Results of different types: each has a row of its own, which says what it reads.
         aten.convolution_backward.default: Row(
             results=(
                 Row(linear=(("grad_output", "weight"),), unread=("input",)),
@@ -71,24 +72,24 @@ Condition: TypeAlias = Callable[[Arguments], bool]
 
 
 def always(arguments: Arguments) -> bool:
-    """Holds for any arguments."""
+    """Returns True for any arguments."""
     return True
 
 
 @dataclass(frozen=True)
 class Row:
-    """The typing of one overload; the default refuses P and joins what is read.
+    """The typing rule of one overload; the default refuses P and joins the types that are read.
 
     Attributes:
         linear: a sum of products: one tuple of argument names per term. The operation is linear in
             each factor of a term while the others are fixed, and it is the sum of its terms. An
-            argument stands in several terms if it is, say, `x` in x*a + x*b. Arguments that are
+            argument is in several terms if it is, say, `x` in x*a + x*b. Arguments that are
             None, or absent lists, drop out: a product without a factor keeps the rest
             (`linear(x, w, None)`), a term without any factor is gone.
-        when: holds where `linear` does; elsewhere P is refused.
+        when: returns whether `linear` applies to these arguments; if not, P is refused.
         unread: tensor arguments whose values do not matter, only shape and dtype.
         zero: the results are zeros, or memory not yet written.
-        draws: holds where values are drawn at random, if the overload's tags say it wrongly.
+        draws: returns whether values are drawn at random, if the overload's tags are wrong.
         results: one row per result, for results of different types; replaces `linear`, `unread`
             and `zero` of this row.
         zipped: lists of tensors are processed position by position, one result for each.

@@ -23,10 +23,10 @@ _EQUAL: Final = (I, "equal on all ranks already, and not summed", "invariant")
 
 
 class PullBack:
-    """The derived backward of one way through a body.
+    """The derived backward of one path through a body.
 
     Attributes:
-        needs: what the gradients of inputs want along open axes.
+        needs: the types that the gradients of inputs need along open axes.
         gradients: the types that gradients have in the body, by the input's path.
     """
 
@@ -140,7 +140,7 @@ class PullBack:
 def record_backward(
     interpreter: Interpreter, results: Sequence[Any], inputs: Sequence[Tensor]
 ) -> None:
-    """Runs the derived backward for what observers note of it: code of the user's own."""
+    """Runs the derived backward for its observers, if the user's own code runs in it."""
     values = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
     leaves = [x for x in (*inputs, *interpreter.closures.values()) if x.requires_grad]
     if not values or not leaves:

@@ -8,13 +8,13 @@ from shardmap_torch.types import AxisType, I, K, Partial, R, V
 
 
 def promised(spec: P, axis: str) -> AxisType:
-    """The type that a result's spec promises, before the conversion that it stands for."""
+    """Returns the type that a result's spec promises, before the spec's own conversion."""
     promise = spec.types.get(axis, I)
     return I if promise == R else promise  # exit_casts has converted R to I
 
 
 def enters_as(spec: P, axis: str, mapped: Sequence[str]) -> AxisType:
-    """The type before the conversions that the boundary has been told to make."""
+    """Returns the type with which an input enters, before the conversions of the boundary."""
     axis_type = spec.types.get(axis)
     if axis_type is None:
         return K if axis in mapped else I
@@ -22,13 +22,13 @@ def enters_as(spec: P, axis: str, mapped: Sequence[str]) -> AxisType:
 
 
 def seeded_as(spec: P, axis: str) -> AxisType:
-    """The cotangent of what a result's spec promises: global, cut like the result."""
+    """Returns the cotangent's type for what a result's spec promises: it is sharded alike."""
     axis_type = spec.types.get(axis, I)
     return {"S": V, "P": R}.get(axis_type.kind, I)
 
 
 def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of a rank's piece."""
+    """Returns the shape of a rank's shard."""
     found = list(shape)
     for dim, axes in spec.sharded_dims:
         found[dim] //= mesh.num_ranks(axes)
@@ -36,7 +36,7 @@ def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 
 def global_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the whole."""
+    """Returns the global shape."""
     found = list(shape)
     for dim, axes in spec.sharded_dims:
         found[dim] *= mesh.num_ranks(axes)

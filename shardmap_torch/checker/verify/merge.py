@@ -1,4 +1,4 @@
-"""One verdict on all ways through a body, which share their inputs' specs and results' types."""
+"""Merges the outcomes of all paths through a body, which share inputs' specs and results' types."""
 
 import dis
 import sysconfig
@@ -16,10 +16,10 @@ from shardmap_torch.spec import P
 
 
 def resolve(call: Call, outcomes: Sequence[PathOutcome]) -> Resolved:
-    """Finds the choices that suit every path.
+    """Finds the choices that are right for every path.
 
     Raises:
-        ShardTypeError: two ways need different things; names both.
+        ShardTypeError: two paths need different choices; names both.
     """
     returning = [outcome for outcome in outcomes if outcome.result is not None]
     for outcome in returning[1:]:
@@ -35,7 +35,7 @@ def resolve(call: Call, outcomes: Sequence[PathOutcome]) -> Resolved:
 
 
 def differs(outcome: PathOutcome, resolved: Resolved) -> bool:
-    """Returns whether a way was verified with something else than what all ways share."""
+    """Returns whether a path was verified with other choices than those that all paths share."""
     if outcome.result is None:
         return False
     own = {where for where, need in outcome.needs.items() if need.replicate}
@@ -45,7 +45,7 @@ def differs(outcome: PathOutcome, resolved: Resolved) -> bool:
 
 
 def with_replicate(call: Call, where: frozenset[Where]) -> Match:
-    """The fit of the arguments with these axes named in `replicate=`."""
+    """Returns the match of the arguments with these axes named in `replicate=`."""
     specs = list(call.match.specs)
     for position, axis in where:
         spec = specs[position]
@@ -127,7 +127,7 @@ def _conflict(
     return ShardTypeError("\n".join(text))
 
 
-# -------------------------------------------------------------------------- ends of a way
+# -------------------------------------------------------------------------- ends of a path
 
 _CHECKER: Final = modes.__file__
 _STANDARD: Final = sysconfig.get_path("stdlib")
@@ -141,8 +141,8 @@ def _is_standard(file: str) -> bool:
 def is_raised_by_body(error: BaseException) -> bool:
     """Returns whether a `raise` or an `assert` raised it, and not an operation on stand-ins.
 
-    Such an exception is the end of a way, which every rank comes to. An operation may fail for
-    want of data; how it would go on with data is not known.
+    Such an exception ends a path, and every rank raises it. An operation on fakes may fail because
+    they have no data; what it would do with data is not known.
     """
     frames = list(walk_tb(error.__traceback__))
     codes = [frame.f_code for frame, _ in frames if frame.f_code not in modes.HANDS_ON]

@@ -1,8 +1,8 @@
-"""A shard_map in the body of another: how values cross its boundary, as the checker finds it.
+"""Nested shard_map: how values cross the boundary of a function called in another's body.
 
-Over the axes that the inner function binds, all values outside of it are whole. As at the outer
-boundary, an axis that the spec of an input leaves open is K in there, and the backward decides
-whether the gradient is summed; and results leave by conversions to what their specs promise.
+Over the axes that the inner function binds, all values outside of it are unsharded. As at the
+outer boundary, an axis that the spec of an input leaves open is K inside, and the backward decides
+whether the gradient is summed; results are converted to the types that their specs promise.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ _SUMMED: tuple[Cast, ...] = (("convert", I, R),)
 
 
 class Inner:
-    """The boundaries of inner functions on one way through a body."""
+    """The boundaries of inner functions on one path through a body."""
 
     def __init__(self, interpreter: Interpreter, uncommitted: Uncommitted) -> None:
-        """`uncommitted` says what a result that is K counts as."""
+        """Keeps `uncommitted`, the type assumed of a result that is K."""
         self._interpreter, self._uncommitted = interpreter, uncommitted
         self._found: list[tuple[Crossing, Where, tuple[Cast, ...], str]] = []
 
@@ -49,10 +49,10 @@ class Inner:
         return found
 
     def leave(self, edge: Edge, crossing: Crossing) -> Casts:
-        """The conversions of the results to what their specs promise.
+        """Returns the conversions of the results to what their specs promise.
 
         Raises:
-            ShardTypeError: names all that do not fit, and where they come from.
+            ShardTypeError: names all that do not match, and where they come from.
         """
         problems: list[str] = []
         found: dict[int, tuple[Operation, ...]] = {}
@@ -84,7 +84,7 @@ class Inner:
         self._found.append((crossing, (position, axis), casts, what))
 
     def resolve(self) -> None:
-        """Adds what this way has found to what the others have.
+        """Adds the conversions of this path to those of the others.
 
         Raises:
             ShardTypeError: a run would not know which of two conversions to make.
@@ -109,10 +109,10 @@ class Open(Linear):
     """Lets a value into an inner body: K over the axes that its spec leaves open.
 
     Attributes:
-        interpreter: of the outer body.
-        open_axes: these axes.
-        what: what errors call the value.
-        told: hears of each axis how the gradient wants it.
+        interpreter: the interpreter of the outer body.
+        open_axes: the axes that the spec leaves open.
+        what: the name of the value in errors.
+        report: called with each axis and the conversion that its gradient needs.
     """
 
     interpreter: Interpreter
@@ -122,11 +122,11 @@ class Open(Linear):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """None: it connects no ranks."""
+        """No axes: it connects no ranks."""
         return ()
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Another value with the same data, to be only read, like all inputs."""
+        """Returns a read-only value with the same data, like all inputs."""
         interpreter = self.interpreter
         storage_type = interpreter.storage_type(x)
         types = tuple(
@@ -148,7 +148,7 @@ class Open(Linear):
         return y
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
-        """Sums the cotangent over the axes where it is not whole."""
+        """Sums the cotangent over the axes where it is a pending sum or varies."""
         interpreter = self.interpreter
         storage_type = interpreter.storage_type(grad)
         summed: list[str] = []
@@ -166,5 +166,5 @@ class Open(Linear):
         return bind(Collective("convert", I, R, tuple(summed)).transpose, grad)
 
     def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        """A tangent enters like its value."""
+        """Lets a tangent in like its value."""
         return bind(self, tangent)

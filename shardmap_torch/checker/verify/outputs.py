@@ -40,7 +40,7 @@ _EXITS: dict[tuple[str, str], tuple[Cast, ...]] = {
     ("P", "P"): (),
     ("Z", "P"): (),
 }
-"""From the type in the body to the promised one; what is missing is an error."""
+"""Conversions from the type in the body to the promised one; other pairs are errors."""
 
 
 _READINGS: Final = {
@@ -57,16 +57,16 @@ class Uncommitted:
     """The type assumed of a result that is K and through which a gradient flows.
 
     Attributes:
-        kind: K, which leaves as I, or else R.
-        met: whether there has been one.
+        kind: the assumed type: K, which is returned as I, or else R.
+        met: whether there has been such a result.
     """
 
     def __init__(self, interpreter: Interpreter, axis_type: AxisType) -> None:
-        """One for each interpretation."""
+        """Starts with no such result."""
         self._interpreter, self.kind, self.met = interpreter, axis_type, False
 
     def types_of(self, value: Tensor) -> Types:
-        """The types with which a result leaves."""
+        """Returns the types with which a result leaves the body."""
         types = self._interpreter.types(base_of(value))
         if K in types and self._interpreter.flows(base_of(value)):
             self.met = True
@@ -77,7 +77,7 @@ class Uncommitted:
 def casts_to(
     interpreter: Interpreter, path: str, spec: P, axis: str, axis_type: AxisType, value: Tensor
 ) -> tuple[Cast, ...] | str:
-    """The conversions from the body's type to the promised one, or what is wrong."""
+    """Returns the conversions from the body's type to the promised one, or the problem."""
     found = _EXITS.get((plain(axis_type).kind, promised(spec, axis).kind))
     if found is not None:
         return found
@@ -98,15 +98,15 @@ def casts_to(
 
 @dataclass(frozen=True)
 class Problem:
-    """A result that does not have the type which its spec promises, along one axis.
+    """A result whose type along one axis is not the one that its spec promises.
 
     Attributes:
-        path: of the result.
-        spec: what it promises.
-        axis: along which it is wrong.
+        path: the path of the result.
+        spec: the spec that it does not match.
+        axis: the axis along which it is wrong.
         is_sum: whether it is a pending sum; else it varies.
-        origin: where it comes from.
-        text: all of it, in words.
+        origin: the step that it comes from.
+        text: the problem in words.
     """
 
     path: str
@@ -118,11 +118,11 @@ class Problem:
 
 
 _SHOWN: Final = 3
-"""Maximal number of results with one fault that a message names."""
+"""Maximal number of results with the same problem that a message names."""
 
 
 def grouped(problems: Sequence[Problem]) -> Iterator[str]:
-    """The paragraphs of a message: one for each cause, whatever the number of results."""
+    """Yields the paragraphs of a message: one for each cause, whatever the number of results."""
     causes: dict[tuple[str, bool], list[Problem]] = {}
     for problem in problems:
         causes.setdefault((problem.axis, problem.is_sum), []).append(problem)
@@ -150,10 +150,10 @@ _CAUSES: Final = {
 
 
 class Exits:
-    """The results of one way through a body, on their way out.
+    """Checks and converts the results of one path through a body.
 
     Attributes:
-        exits: how they leave.
+        exits: the conversions of each result.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Exits:
         repair: Repair,
         uncommitted: Uncommitted,
     ) -> None:
-        """`uncommitted` is what a result that is K counts as, `settled` what all ways share."""
+        """Keeps the type assumed of a result that is K, and the choices that all paths share."""
         self._call, self._interpreter, self._backend = call, interpreter, backend
         self._resolved, self._repair, self._uncommitted = resolved, repair, uncommitted
         self.exits: dict[Where, Exit] = {}
@@ -174,7 +174,7 @@ class Exits:
         """Converts every result to the type that its spec promises.
 
         Raises:
-            ShardTypeError: names all that do not fit, and where they come from.
+            ShardTypeError: names all that do not match, and where they come from.
         """
         problems: list[Problem] = []
         open_sums: dict[int, list[str]] = {}
@@ -218,7 +218,7 @@ class Exits:
                 self._interpreter.observer.on_python_result(path, leaf)
 
     def _exit(self, where: Where, found: tuple[Cast, ...], spec: P, value: Tensor) -> Exit:
-        """The conversions found, or those that all ways share where they are right as well."""
+        """Returns the conversions, or those that all paths share if they are right as well."""
         _, axis = where
         storage_type = self._interpreter.storage_type(value)
         axis_type = self._interpreter.types(base_of(value))[self._interpreter.axes.index(axis)]
@@ -231,7 +231,7 @@ class Exits:
         return Exit(shared if shared in others else found, others, storage_type.origin())
 
     def _summed(self, result: Result, axes: dict[int, list[str]]) -> Repair:
-        """The repair that sums every result that is not finished."""
+        """Returns the repair that sums every result over its axes."""
         names = [
             f"{result.match.paths[position]} over {', '.join(map(repr, names))}"
             for position, names in axes.items()
@@ -242,7 +242,7 @@ class Exits:
 
 
 def sum_results(backend: AbstractBackend, repair: Repair, result: Result) -> None:
-    """Takes the sums of results that the repair which is tried has."""
+    """Sums results as the repair that is tried says."""
     for position, axes in repair.exits.items():
         for axis in axes:
             total = Collective("all_reduce", Partial, I, (axis,))

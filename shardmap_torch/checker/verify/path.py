@@ -1,4 +1,4 @@
-"""One attempt on one way through a body: its forward and derived backward against its specs."""
+"""Verifies one path through a body: its forward and derived backward against its specs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -43,11 +43,11 @@ class Round:
     """The choices with which all paths through a body are verified.
 
     Attributes:
-        call: the call, some axes of its inputs settled.
-        repair: what is tried.
-        strictness: whether the forward is held against the program on one device.
-        settled: what the ways share as to their results.
-        start: takes the notes of all ways.
+        call: the call, with some open axes of its inputs resolved.
+        repair: the change of the program that is tried.
+        strictness: whether the forward is also compared with the program on one device.
+        resolved: the conversions of results that all paths share.
+        start: the first step of the notes for runs, which all paths share.
     """
 
     call: Call
@@ -58,7 +58,7 @@ class Round:
 
 
 def go(this: Round, branches: Branches) -> PathOutcome:
-    """Goes one way."""
+    """Verifies one path, a second time with another type of K results if the first fails."""
     is_global = this.strictness == "global"
     one = _on_one_device(this.call, this.repair, branches.again()) if is_global else None
     try:
@@ -79,7 +79,7 @@ def go(this: Round, branches: Branches) -> PathOutcome:
 
 
 def _on_one_device(call: Call, repair: Repair, branches: Branches) -> OneDevice:
-    """Goes the same way where every axis has one rank."""
+    """Interprets the same path where every axis has one rank."""
     mesh = Mesh(
         call.mesh.axis_names, (1,) * len(call.mesh.axis_sizes), "abstract", call.mesh.device
     )
@@ -95,7 +95,7 @@ def _on_one_device(call: Call, repair: Repair, branches: Branches) -> OneDevice:
 
 
 class _RetryError(Exception):
-    """The gradients do not type, and some result is K, which has a second reading."""
+    """Raised when the gradients do not type and some result is K, which may be typed otherwise."""
 
     def __init__(self, error: ShardTypeError) -> None:
         self.error = error
@@ -117,10 +117,10 @@ class _Like:
 
 
 class _Verification:
-    """One attempt on one way.
+    """One verification of one path.
 
-    `uncommitted` is what a result that is K counts as, and `one` the program on one device, if the
-    forward is to be held against it.
+    `uncommitted` is the type assumed of a result that is K, and `one` the program on one device,
+    if the forward is to be compared with it.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class _Verification:
                 return self._raised(error)
             observer = interpreter.observer
             exits_.leave(result)
-            interpreter.observer = observer  # backwards of the user's own are followed
+            interpreter.observer = observer  # the user's own backwards are compared
             back = PullBack(this.call, interpreter, backend, locals_)
             try:
                 back.run(result)
@@ -169,7 +169,7 @@ class _Verification:
         return self._outcome(result, exits_, back)
 
     def record(self, steps: Recorder) -> None:
-        """Interprets the forward, and notes its steps, also those of backwards of the user's own.
+        """Interprets the forward, and records its steps, also those of the user's own backwards.
 
         The backward that autograd derives is interpreted only where there is such code in it.
         """
@@ -197,7 +197,7 @@ class _Verification:
 
     @contextmanager
     def _entered(self) -> Iterator[Mapping[int, Tensor]]:
-        """The inputs as the body gets them, by position."""
+        """Yields the inputs as the body gets them, by position."""
         call, interpreter = self._call, self._interpreter
         # Outside of the modes: arguments may be those of a transform.
         fakes = [_Like.of(call.leaves[position]) for position in call.crossing]
@@ -209,7 +209,7 @@ class _Verification:
             }
 
     def _raised(self, error: Exception) -> PathOutcome:
-        """The end of a way that raises; what the body cannot help is an error of the check."""
+        """Returns the outcome of a path that raises; errors not of the body fail the check."""
         branches, name = self._branches, SymbolicNumber.__name__
         called = distributed_calls.named_in(self._call.name, error)
         if called is not None:

@@ -1,4 +1,4 @@
-"""Recording, during a check, of what the body asks of its mesh; runs are compared with it."""
+"""Records the body's collectives during a check; runs are compared with that record."""
 
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -15,10 +15,10 @@ from shardmap_torch.types import AxisType
 
 
 class Recording:
-    """Takes notes while a body is interpreted; see `backend.Monitor`."""
+    """Notes a body's steps while it is interpreted; see `backend.Monitor`."""
 
     def __init__(self, interpreter: Interpreter, start: Step, inner: Inner) -> None:
-        """`start` may have the notes of other ways already, which this one joins."""
+        """Adds to `start`, which may have the notes of other paths already."""
         self._interpreter, self._at, self._inner = interpreter, start, inner
 
     @property
@@ -34,7 +34,7 @@ class Recording:
         """Finds the types of `x`, and notes them for the runs, where values have none.
 
         Raises:
-            ShardTypeError: on another way, which looks the same to a run, they are different.
+            ShardTypeError: they differ on another path that looks the same to a run.
         """
         interpreter = self._interpreter
         known = dict(zip(interpreter.axes, interpreter.storage_type(x).types, strict=True))
@@ -57,17 +57,17 @@ class Recording:
         return self._at.note
 
     def enter(self, what: object, edge: Edge) -> Casts:
-        """Notes that an inner function begins, and leaves open axes to its backward."""
+        """Notes the start of an inner function, whose backward decides its open axes."""
         self.on_operation(what, None)
         return self._inner.enter(edge, self._at.crossing)
 
     def leave(self, what: object, edge: Edge) -> Casts:
-        """Notes that it ends, and how its results leave."""
+        """Notes the end of an inner function, and the conversions of its results."""
         self.on_operation(what, None)
         return self._inner.leave(edge, self._at.crossing)
 
     def fork(self, what: object) -> Monitor:
-        """Notes that some code will run again; each kind of its runs has notes of its own."""
+        """Notes that some code will run again; runs of different kinds have separate notes."""
         self.on_operation(what, None)
         return Fork(self, partial(self._later, self._at.later))
 
@@ -75,7 +75,7 @@ class Recording:
         return Recording(self._interpreter, later.setdefault(axis_type, Step()), self._inner)
 
     def rerun(self, key: Hashable) -> Monitor | None:
-        """None: nothing runs again that was not forked."""
+        """Returns None: only forked code runs again."""
         return None
 
     def end(self, leaves: Sequence[object] = ()) -> None:

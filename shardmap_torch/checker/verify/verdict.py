@@ -1,4 +1,4 @@
-"""The verdict on a call: all ways through its body, and repairs where one is rejected."""
+"""The verdict on a call: all paths through its body, and repairs if one is rejected."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,18 +34,18 @@ class Verdict:
     """The checker's verdict on one signature of a call.
 
     Attributes:
-        name: of the function.
+        name: the name of the function.
         mesh: the mesh it is checked for.
-        paths: of every argument leaf, by the caller's names.
+        paths: the path of every argument leaf, by the caller's names.
         specs: the spec of every argument leaf, with no axis left open.
-        crossing: positions of those that cross.
+        crossing: positions of the leaves that cross the boundary.
         exits: for each position of a result that crosses, the conversions that give it the type
             which its spec promises.
-        outputs: shape, dtype and types of each of these results, after them.
-        ways: the typed program, forward and backward; several where the body branches on numbers
-            taken from tensors.
+        outputs: shape, dtype and types of each of these results, after the conversions.
+        program_paths: the typed program, forward and backward; several if the body branches on
+            numbers taken from tensors.
         result: what the body returned, its tensors without data.
-        batches: whether a batched body can do it: nothing that `torch.func.vmap` lacks was met.
+        batches: whether a batched body can run it: it uses nothing that `torch.func.vmap` lacks.
         draws: whether the body draws from torch's default generator.
         start: the notes of what the body asks of its mesh, with which each run is compared.
         takes_gradients: whether the body takes gradients by itself.
@@ -69,13 +69,13 @@ class Verdict:
 
     @property
     def equations(self) -> tuple[Equation, ...]:
-        """Those of all ways, one way after the other."""
-        return tuple(equation for way in self.program_paths for equation in way.equations)
+        """The equations of all paths, one path after the other."""
+        return tuple(equation for path in self.program_paths for equation in path.equations)
 
     def apply(self, call: Call, late: End) -> Call:
-        """The same call with every axis typed, and with results converted as promised.
+        """Returns the same call with every axis typed, and with results converted as promised.
 
-        Its runs follow the checked program; `late` is called where a backward leaves it.
+        Its runs are compared with the checked program; `late` is called if a backward differs.
         """
         # Not dataclasses.replace, which looks every field up, in each call.
         return Call(
@@ -96,7 +96,7 @@ class Verdict:
 
     @lazy
     def match(self) -> Match:
-        """The fit of the arguments, with every axis typed."""
+        """Returns the match of the arguments, with every axis typed."""
         return Match(self.paths, self.specs, self.crossing)
 
 
