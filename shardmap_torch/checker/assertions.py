@@ -99,15 +99,15 @@ def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
     have = _types(interpreter, x)
     shards = interpreter.observer.spec_of(interpreter.fakify(x)) is not None
     for axis, like in _by_axis(interpreter, types).items():
-        wanted = as_type(like)
-        if wanted.kind == "S" and not shards:
+        expected = as_type(like)
+        if expected.kind == "S" and not shards:
             raise CollectiveError(
                 f"assert_type: {expected} over {axis!r} cannot be distinguished from V: shards "
                 "are tracked "
                 "only with check='global'. Use V."
             )
         storage_type = interpreter.storage_type(interpreter.fakify(x))
-        if not _matches(have[axis], wanted):
+        if not _matches(have[axis], expected):
             wrong = messages.error(
                 interpreter,
                 f"assert_type expects {expected} over {axis!r}, but the value is {have[axis]}.",
@@ -116,7 +116,7 @@ def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
             )
             interpreter.numbers.branches.fail(wrong)
         if storage_type.leaf is not None and have[axis] == K:
-            asserted = Asserted(storage_type.leaf, axis, wanted, interpreter.site()[0])
+            asserted = Asserted(storage_type.leaf, axis, expected, interpreter.site()[0])
             interpreter.asserted.append(asserted)
     return x
 
@@ -137,9 +137,9 @@ def _by_axis(interpreter: Interpreter, types: object) -> Mapping[str, TypeLike]:
     return types
 
 
-def _matches(have: AxisType, wanted: AxisType) -> bool:
-    if wanted.kind == "S":
-        return have == wanted
+def _matches(have: AxisType, expected: AxisType) -> bool:
+    if expected.kind == "S":
+        return have == expected
     have = plain(have)
     if have == K:
         return expected in (I, R)
