@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardmap_torch.control.start import current, start, within
-from shardmap_torch.errors import MeshError, show
+from shardmap_torch.errors import CommunicationError, MeshError, show
 
 Kind: TypeAlias = Literal["simulated", "process_group", "abstract"]
 Strategy: TypeAlias = Literal["auto", "vmap", "ranks"]
@@ -170,14 +170,21 @@ class Mesh:
             return device_mesh.get_group(axes[0])
         members = self.peers(axes, self.coordinates(dist.get_rank()))
         named = (dist.group.WORLD, *map(device_mesh.get_group, axes))
-        group = dist.new_group(
-            list(members),
-            timeout=_shortest_timeout([group for group in named if group is not None]),
-            use_local_synchronization=True,
-            group_desc=f"{axes} {purpose}",
-        )
-        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-        return group
+        limit = _shortest_timeout([group for group in named if group is not None])
+
+        def make() -> dist.ProcessGroup:
+            group = dist.new_group(
+                list(members),
+                timeout=limit,
+                use_local_synchronization=True,
+                group_desc=f"{axes} {purpose}",
+            )
+            assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+            return group
+
+        if device_mesh.device_type != "cpu":  # the device is one of this thread
+            return make()
+        return _in_time(limit, f"Making the group of {axes} on the {self}", make)
 
     def recover(self) -> None:
         """Recovers from an error of communication: all ranks agree, and make new groups.
@@ -224,7 +231,9 @@ class Mesh:
         self._forget()
         self._state.closed = True
         for group in own:
+            name = group.group_name
             dist.destroy_process_group(group)
+            _keep_name(name)
 
     def _forget(self) -> None:
         self._groups.clear()
@@ -262,6 +271,36 @@ class Mesh:
         """Formats it as `simulated mesh (dp=2, tp=4)`."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
         return f"{self.kind} mesh ({sizes})"
+
+
+def _in_time(
+    limit: timedelta | None, what: str, make: Callable[[], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    try:
+        return within(limit, what, make)
+    except CommunicationError as error:
+        control = current()
+        if control is not None:  # the other members may have the group, and wait in it
+            control.fail_quietly(error)
+        raise
+
+
+class _Destroyed:
+    """Stands for a destroyed group among torch's groups, and says that it has no backend."""
+
+    def _get_backend(self, device: torch.device) -> NoReturn:
+        raise RuntimeError(f"a destroyed group has no backend for {device}")
+
+
+def _keep_name(name: str) -> None:
+    """Keeps torch from using a group's name again.
+
+    It names a group by its ranks and the number of groups that there are; a group of an old name
+    would find the addresses of the old one in the store, where nobody listens any more.
+    """
+    names: Any = distributed_c10d._world.pg_names
+    if dist.is_initialized():
+        names[_Destroyed()] = name
 
 
 def _shortest_timeout(groups: Sequence[dist.ProcessGroup]) -> timedelta | None:

@@ -24,6 +24,10 @@ has_data: Final = True
 is_distributed: Final = True
 
 
+_MESHES: Final = 4
+"""Equal meshes that a signature remembers at a time."""
+
+
 def run(call: Call, batches: bool) -> Tree:
     """Runs a call on this process; results are DTensors, or plain where equal on all ranks."""
     backend = _backend_of(call.mesh)
@@ -50,6 +54,8 @@ def _crossings(mesh: Mesh, match: Match) -> Crossings:
             return known
     new = Crossings(mesh, [match.spec(i) for i in match.crossing])
     if not torch.compiler.is_dynamo_compiling():
+        if len(match.crossings) >= _MESHES:  # those that are closed go, too
+            match.crossings.clear()
         match.crossings[id(mesh)] = new
     return new
 

@@ -1,0 +1,137 @@
+"""What many calls, signatures and meshes leave behind, as a process sees it.
+
+python -m tests.faults.support.growth    # 20,000 calls, 2,000 signatures, 200 meshes, 2 processes
+"""
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from shardmap_torch import I, Mesh, P, all_reduce, make_mesh, shard_map, use_mesh
+
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a process has, after so many of something."""
+
+    after: int
+    objects: int
+    tensors: int
+    resident: int
+
+    def __str__(self) -> str:
+        """Formats it as a row."""
+        return (
+            f"{self.after:7,} {self.objects:9,} objects {self.tensors:5,} tensors "
+            f"{self.resident / 2**20:7.1f} MiB"
+        )
+
+
+def sample(after: int) -> Sample:
+    """Counts, when what is garbage has gone."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = sum(type(each) is torch.Tensor for each in objects)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+    return Sample(after, len(objects), tensors, resident)
+
+
+def over(number: int, samples: int, do: Callable[[int], object]) -> list[Sample]:
+    """Does it `number` times, and samples as often as said."""
+    found = []
+    for each in range(number):
+        do(each)
+        if (each + 1) % (number // samples) == 0:
+            found.append(sample(each + 1))
+    return found
+
+
+def total(mesh: Mesh) -> Any:
+    """Maps a sum over all ranks whose backward communicates."""
+
+    def body(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce((w * x).sum(), mesh.axis_names, dst=I)
+
+    specs = P(), P(mesh.axis_names)
+    return shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
+
+
+def calls(mesh: Mesh, number: int, samples: int = 4) -> list[Sample]:
+    """Calls one function; every tenth time with a backward."""
+    f, w, x = total(mesh), torch.ones((), requires_grad=True), torch.ones(8)
+
+    def do(each: int) -> None:
+        y = f(w, x)
+        assert y.item() == 8
+        if each % 10 == 0:
+            w.grad = None
+            y.backward()
+            assert w.grad is not None
+            assert w.grad.item() == 8
+
+    return over(number, samples, do)
+
+
+def signatures(mesh: Mesh, number: int, samples: int = 8) -> list[Sample]:
+    """Calls one function with so many shapes."""
+    f, w = total(mesh), torch.ones(())
+    return over(number, samples, lambda each: f(w, torch.ones(4 * each + 4)))
+
+
+def meshes(kind: Any, shape: Sequence[int], number: int, samples: int = 8) -> list[Sample]:
+    """Makes, uses and closes so many; one function sees them all, another sees each alone."""
+    names = ("dp", "tp")[: len(shape)]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x.sum(), names, dst=I)
+
+    everywhere = shard_map(body, in_specs=P(names), out_specs=P())
+
+    def do(each: int) -> None:
+        with make_mesh(shape, names, kind=kind) as mesh, use_mesh(mesh):
+            assert everywhere(torch.ones(8)).item() == 8
+            assert total(mesh)(torch.ones(()), torch.ones(8)).item() == 8
+
+    return over(number, samples, do)
+
+
+def all_of(rank: int, sizes: tuple[int, int, int]) -> dict[str, list[Sample]]:
+    """All three, on two processes; `rank` is unused where a pool calls it."""
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+    return {
+        "calls": calls(mesh, sizes[0]),
+        "signatures": signatures(mesh, sizes[1]),
+        "meshes": meshes("process_group", (1, 2), sizes[2]),
+    }
+
+
+def main() -> None:
+    """Prints a table of rank 0."""
+    from tests.faults.support.world import World
+
+    world = World(2, timeout=60)
+    try:
+        world.start(all_of, (20_000, 2_000, 200))
+        outcome, _ = world.outcomes(3600)
+    finally:
+        world.close()
+    for name, found in outcome.value.items():
+        print(name)
+        for each in found:
+            print(each)
+    if len(sys.argv) > 1:
+        rows = {name: [asdict(s) for s in found] for name, found in outcome.value.items()}
+        Path(sys.argv[1]).write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Calls, signatures and meshes leave nothing behind that grows."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from shardmap_torch import make_mesh
+from tests.faults.support import growth
+from tests.faults.support.growth import Sample
+from tests.faults.support.world import World
+
+
+def require_flat(samples: list[Sample], objects: float, mebibytes: float) -> None:
+    """Between the first and the last: at most so many objects each, and so much memory in all."""
+    first, last = samples[0], samples[-1]
+    shown = "\n".join(map(str, samples))
+    assert last.objects - first.objects <= objects * (last.after - first.after), shown
+    assert last.tensors - first.tensors <= 5, shown
+    assert last.resident - first.resident <= mebibytes * 2**20, shown
+
+
+def test_calls_on_a_simulated_mesh_leave_no_objects() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    require_flat(growth.calls(mesh, 60, samples=2), objects=0.1, mebibytes=20)
+
+
+def some(rank: int) -> dict[str, list[Sample]]:
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+    return {
+        "calls": growth.calls(mesh, 800, samples=2),  # the recorder holds 256
+        "meshes": growth.meshes("process_group", (1, 2), 24, samples=3),
+    }
+
+
+def measured(function: Any, *args: Any, seconds: float) -> dict[str, list[Sample]]:
+    world = World(2, timeout=60)
+    try:
+        world.start(function, *args)
+        outcome, _ = world.outcomes(seconds)
+    finally:
+        world.close()
+    assert outcome.value is not None, str(outcome)
+    found: dict[str, list[Sample]] = outcome.value
+    return found
+
+
+@pytest.mark.slow
+def test_calls_and_closed_meshes_of_processes_leave_nothing() -> None:
+    found = measured(some, seconds=300)
+    require_flat(found["calls"], objects=0.1, mebibytes=20)
+    require_flat(found["meshes"], objects=30, mebibytes=20)  # torch keeps some strings a group
+
+
+@pytest.mark.faults
+def test_20_000_calls_2_000_signatures_and_200_meshes_leave_nothing() -> None:
+    found = measured(growth.all_of, (20_000, 2_000, 200), seconds=3400)
+    require_flat(found["calls"], objects=0.01, mebibytes=10)
+    evicting = [each for each in found["signatures"] if each.after > 1024]
+    require_flat(evicting, objects=1, mebibytes=10)
+    assert all(a.objects < b.objects for a, b in pairwise(found["signatures"][:4]))  # until then
+    require_flat(found["meshes"][1:], objects=30, mebibytes=10)
