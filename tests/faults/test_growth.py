@@ -4,6 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardmap_torch import make_mesh
 from tests.faults.support import growth
@@ -23,6 +24,15 @@ def require_flat(samples: list[Sample], objects: float, mebibytes: float) -> Non
 def test_calls_on_a_simulated_mesh_leave_no_objects() -> None:
     mesh = make_mesh((2,), ("tp",), kind="simulated")
     require_flat(growth.calls(mesh, 60, samples=2), objects=0.1, mebibytes=20)
+
+
+def test_what_torch_remembers_of_checks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardmap_torch.core.fake_mode.REMEMBERED", 0)
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    growth.signatures(mesh, 4, samples=2)
+    several = len(FakeTensorMode.cache)
+    growth.signatures(mesh, 8, samples=2)
+    assert len(FakeTensorMode.cache) <= several
 
 
 def some(rank: int) -> dict[str, list[Sample]]:

@@ -118,5 +118,5 @@ def test_50_kills_at_random_moments_resume_from_what_is_complete() -> None:
     print(tally)
     assert tally["wrong"] == []
     assert tally["kills"] == 50
-    assert tally["resumed"] >= 40  # all starts but the first of each run
+    assert tally["resumed"] >= 25  # kills come before that, too, and each run starts once
     assert tally["half_written"] >= 5  # or the moments are not random

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rewrites.aliases import Rows
 from shardmap_torch.checker.rules.infer import Types, tensors_of
+from shardmap_torch.core.fake_mode import fake_mode
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -85,7 +86,7 @@ class Memory:
     def __init__(self, name: str, axes: Sequence[str]) -> None:
         """Starts without tensors; `name` is that of the body in errors."""
         self.name, self.axes = name, axes
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = fake_mode()
         self.observer: Observer = UNOBSERVED
         self.closures: dict[int, Tensor] = {}
         self.rows = Rows()
