@@ -49,6 +49,7 @@ def shard_map(
     axis_names: Collection[str] | None = None,
     check: Check = True,
     debug: bool = False,
+    check_vma: bool | None = None,
 ) -> Callable[A, Y]: ...
 
 
@@ -63,6 +64,7 @@ def shard_map(
     axis_names: Collection[str] | None = None,
     check: Check = True,
     debug: bool = False,
+    check_vma: bool | None = None,
 ) -> Callable[[Callable[A, Y]], Callable[A, Y]]: ...
 
 
@@ -76,6 +78,7 @@ def shard_map(
     axis_names: Collection[str] | None = None,
     check: Check = True,
     debug: bool = False,
+    check_vma: bool | None = None,
 ) -> Callable[..., Any]:
     """Maps a function over the ranks of a mesh: it runs on local shards, collectives are explicit.
 
@@ -106,6 +109,8 @@ def shard_map(
             one of each signature only. The environment variable SHARDMAP_DEBUG decides for all
             functions: 1 compares always, 0 never.
 
+        check_vma: JAX's word for `check`: True is "local", False is False.
+
     Raises:
         SpecError: in a call, if arguments or results do not match the specs, or if plain inputs
             differ between processes; names all offenders.
@@ -134,7 +139,10 @@ def shard_map(
             axis_names=axis_names,
             check=check,
             debug=debug,
+            check_vma=check_vma,
         )
+    if check_vma is not None:
+        check = _read_check_vma(check_vma, check)
     if not callable(f):
         raise SpecError(f"shard_map takes a function, not {show(f)}; specs are keyword arguments.")
     if not (is_spec(in_specs) or isinstance(in_specs, tuple | dict)):
@@ -154,6 +162,16 @@ def shard_map(
     # `check_program` and its like call the checker by this.
     mapped._shardmap_verdict = body.verdict_on  # type: ignore[attr-defined]
     return mapped
+
+
+def _read_check_vma(check_vma: object, check: Check) -> bool:
+    """Reads JAX's word for `check`, which the caller uses in its place."""
+    if not isinstance(check_vma, bool) or check is not True:
+        raise SpecError(
+            f"check_vma={show(check_vma)} is JAX's word for check: it takes a bool, and stands in "
+            "the place of check."
+        )
+    return check_vma
 
 
 class _Body:

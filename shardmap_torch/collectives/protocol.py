@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch.collectives.operations import Mover, Operation
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
-from shardmap_torch.types import AxisType
+from shardmap_torch.types import AxisType, I, V
 
 
 class Backend(Mover, Protocol):
@@ -36,6 +36,10 @@ Form: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
 class Checker(Backend, Protocol):
     """Types a body instead of running it; see `is_checker`."""
+
+    def read(self, x: Tensor) -> tuple[AxisType, AxisType]:
+        """Returns the reading of a cast of `x`: of uncommitted values, and of copies."""
+        ...
 
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
         """Requires that a value has this type along these axes; `name` is who says so.
@@ -101,6 +105,23 @@ class Edge:
 
 Casts: TypeAlias = Mapping[int, Sequence[Operation]]
 """Operations applied to leaves at a boundary, by position."""
+
+
+@dataclass
+class Readings:
+    """The types for which JAX's casts take what has several; the same in all of a check.
+
+    Attributes:
+        uncommitted: the type that an uncommitted operand counts as in a cast to V: I as in JAX,
+            whose cast then sums the gradient, or R, whose gradient stays a pending sum.
+        copies: the type of equal values that JAX calls varying: V, or R with check="global", where
+            ranks that may differ mean nothing on one device.
+        asked: whether `uncommitted` has mattered.
+    """
+
+    uncommitted: AxisType = I
+    copies: AxisType = V
+    asked: bool = False
 
 
 @dataclass

@@ -7,13 +7,16 @@ trace `ContextVar.get`), which operations read once, in their forward.
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.collectives.protocol import Backend, Drawing, LaterDrawing, Monitor
+from shardmap_torch.collectives.protocol import Backend, Drawing, LaterDrawing, Monitor, is_checker
 from shardmap_torch.errors import CollectiveError
-from shardmap_torch.types import AxisType
+from shardmap_torch.types import AxisType, I, V
+
+_UNCHECKED: Final = (I, V)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,16 @@ class Scope:
     def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...] | None:
         """Returns the types of `x` along `axes` that the checker found; None without a checker."""
         return None if self.monitor is None else self.monitor.types_of(axes, x)
+
+    def read(self, x: Tensor) -> tuple[AxisType, AxisType]:
+        """The reading of a cast to V, as the checker found it: see `Readings`."""
+        if self.monitor is None:
+            return _UNCHECKED
+        note = self.monitor.note("reading")
+        if is_checker(self.backend):
+            note.types = self.backend.read(x)
+        uncommitted, copies = note.types or _UNCHECKED
+        return uncommitted, copies
 
     def fork(self, what: object) -> "Scope":
         """Returns the scope to keep for code that a backward will run again; see `Monitor.fork`."""

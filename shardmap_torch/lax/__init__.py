@@ -1,8 +1,13 @@
-"""The collectives of `jax.lax`: its names, arguments and defaults.
+"""The collectives, dynamic slices and loops of `jax.lax`: its names, arguments and defaults.
 
 As in `jax.shard_map` with `check_vma=True`, an operand that is equal on all ranks is cast to a
 varying one first, so that `psum` of it is n times the value. These are the only implicit casts in a
-body. The gradient of a cast depends on the type before it. Values carry no type at run time; the
+body. An operand that is neither I nor R yet is cast as I, as in JAX: the gradient of the cast is
+summed over the ranks, so that a gradient taken in the body is finished. Where a program does not
+type with that, all its casts are tried as of R, whose gradients are left unsummed. With
+`check="global"` what JAX calls varying stays R where it is equal.
+
+The gradient of a cast depends on the type before it. Values carry no type at run time; the
 checker finds it, and each run reads it from the checked program. With `check=False` it is given by
 `src=`, and by default operands vary. Types are I, R, V, Partial or JAX's words for them:
 "invarying", "reduced", "varying", "unreduced".
@@ -13,6 +18,7 @@ therefore varies over the axis, also where it would be equal without groups. It 
 """
 
 from shardmap_torch.lax.cast import pcast, pvary
+from shardmap_torch.lax.control import cond, fori_loop, scan
 from shardmap_torch.lax.extremum import pmax, pmin
 from shardmap_torch.lax.move import (
     all_gather,
@@ -22,6 +28,12 @@ from shardmap_torch.lax.move import (
     pshuffle,
     pswapaxes,
 )
+from shardmap_torch.lax.slicing import (
+    dynamic_index_in_dim,
+    dynamic_slice_in_dim,
+    dynamic_update_index_in_dim,
+    dynamic_update_slice_in_dim,
+)
 from shardmap_torch.lax.sum import pmean, psum, psum_scatter
 from shardmap_torch.ops.index import axis_index, axis_size
 
@@ -30,6 +42,12 @@ __all__ = [
     "all_to_all",
     "axis_index",
     "axis_size",
+    "cond",
+    "dynamic_index_in_dim",
+    "dynamic_slice_in_dim",
+    "dynamic_update_index_in_dim",
+    "dynamic_update_slice_in_dim",
+    "fori_loop",
     "pbroadcast",
     "pcast",
     "pmax",
@@ -41,4 +59,5 @@ __all__ = [
     "psum_scatter",
     "pswapaxes",
     "pvary",
+    "scan",
 ]

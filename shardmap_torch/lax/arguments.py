@@ -70,7 +70,11 @@ class Arguments:
 
     def varying(self, x: Tensor) -> Tensor:
         """Casts an operand to V along all axes."""
-        return vary(x, self.source(x))
+        source = self.source(x)
+        if not source.equal:
+            return x
+        uncommitted, copies = self.scope.read(x)
+        return vary(x, source.committed(uncommitted), copies)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ class Source:
         pairs = zip(self.axes, self.types, strict=True)
         return tuple(axis for axis, type_ in pairs if type_ in types)
 
+    def committed(self, to: AxisType) -> "Source":
+        """Returns the types with `to` in the place of K."""
+        return Source(self.axes, tuple(to if type_ == K else type_ for type_ in self.types))
+
     @property
     def equal(self) -> tuple[str, ...]:
         """The axes along which all ranks have the same value."""
@@ -96,12 +104,18 @@ class Source:
         return tuple(axis for axis in self.axes if axis not in self.equal)
 
 
-def vary(x: Tensor, source: Source) -> Tensor:
-    """Casts to V along the axes over which `x` is equal."""
+def vary(x: Tensor, source: Source, copies: AxisType) -> Tensor:
+    """Casts to V along the axes over which `x` is equal, or to R where `copies` are."""
     invariant, equal = source.where(I), source.equal
     if invariant:
         x = ops.convert(x, invariant, src=I, dst=R)
-    return ops.reinterpret(x, equal, src=R, dst=V) if equal else x
+    return ops.reinterpret(x, equal, src=R, dst=V) if equal and copies == V else x
+
+
+def copied(x: Tensor, arguments: Arguments) -> Tensor:
+    """Types copies, which are R, as JAX calls them: varying, where that means something."""
+    _, copies = arguments.scope.read(x)
+    return ops.reinterpret(x, arguments.axes, src=R, dst=V) if copies == V else x
 
 
 def agree(x: Tensor, source: Source) -> Tensor:

@@ -17,14 +17,14 @@ X = TypeVar("X")
 _CASTS: Final[Mapping[tuple[AxisType, AxisType], Callable[[Tensor, tuple[str, ...]], Tensor]]] = (
     MappingProxyType(
         {
-            (I, V): lambda x, axes: vary(x, Source(axes, (I,) * len(axes))),
             (I, R): lambda x, axes: ops.convert(x, axes, src=I, dst=R),
-            (R, V): lambda x, axes: ops.reinterpret(x, axes, src=R, dst=V),
             (V, Partial): lambda x, axes: ops.reinterpret(x, axes, src=V, dst=Partial),
         }
     )
 )
-"""Casts of JAX's pcast. None of them changes the value that a rank holds."""
+"""Casts of JAX's pcast but those to V. None of them changes the value that a rank holds."""
+
+_KNOWN: Final = ((I, V), (I, R), (R, V), (V, Partial))
 
 
 def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: TypeLike | None = None) -> X:
@@ -64,21 +64,27 @@ def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: TypeLike | None = None) -
     arguments = read("pcast", axis_name, src, ANY)
 
     def one(leaf: Tensor) -> Tensor:
-        source = _source_of_cast(arguments, target, leaf)
+        reading = arguments.scope.read(leaf) if target == V else (I, V)
+        source = _source_of_cast(arguments, target, leaf, reading[0])
         for type_ in dict.fromkeys(source.types):
-            leaf = _cast(leaf, source.where(type_), type_, target)
+            axes = source.where(type_)
+            if target == V and type_ in (I, R):
+                leaf = vary(leaf, Source(axes, (type_,) * len(axes)), reading[1])
+            else:
+                leaf = _cast(leaf, axes, type_, target)
         return leaf
 
     return each_leaf("pcast", x, one)
 
 
-def _source_of_cast(arguments: Arguments, target: AxisType, x: Tensor) -> Source:
-    """Returns the type before a cast; an uncommitted value gets the type that commits less."""
+def _source_of_cast(
+    arguments: Arguments, target: AxisType, x: Tensor, uncommitted: AxisType
+) -> Source:
+    """Returns the type before a cast; an uncommitted value gets the type `uncommitted`."""
     types = None if arguments.src is not None else arguments.scope.types_of(arguments.axes, x)
     if types is None:
         type_ = arguments.src or (V if target == Partial else I)
         return Source(arguments.axes, (type_,) * len(arguments.axes))
-    uncommitted = R if target == V else I
     committed = (uncommitted if type_ in (K, Z) else type_ for type_ in types)
     plain = tuple(V if type_.dim is not None else type_ for type_ in committed)
     return Source(arguments.axes, plain)
@@ -87,7 +93,7 @@ def _source_of_cast(arguments: Arguments, target: AxisType, x: Tensor) -> Source
 def _cast(x: Tensor, axes: tuple[str, ...], src: AxisType, dst: AxisType) -> Tensor:
     cast = _CASTS.get((src, dst))
     if cast is None:
-        known = ", ".join(f"{WORDS[a]} -> {WORDS[b]}" for a, b in _CASTS)
+        known = ", ".join(f"{WORDS[a]} -> {WORDS[b]}" for a, b in _KNOWN)
         raise CollectiveError(
             f"pcast does not go from {WORDS[src]} to {WORDS[dst]}; it goes {known}."
         )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardmap_torch import ops
 from shardmap_torch.errors import CollectiveError, show
-from shardmap_torch.lax.arguments import EQUAL_OR_VARYING, WORDS, Groups, read, read_type
+from shardmap_torch.lax.arguments import EQUAL_OR_VARYING, WORDS, Groups, copied, read, read_type
 from shardmap_torch.lax.groups import exchange_groups, gather_groups, join, split
 from shardmap_torch.ops.arguments import Axis, each_leaf, read_dim, read_items, shown
 from shardmap_torch.ops.reduce import check_split
@@ -74,7 +74,7 @@ def all_gather(
         if target != V:
             return ops.all_gather(leaf, axes, dim=axis, dst=target, tiled=tiled)
         copies = ops.all_gather(leaf, axes, dim=axis, dst=R, tiled=tiled)
-        return ops.reinterpret(copies, axes, src=R, dst=V)
+        return copied(copies, arguments)
 
     return each_leaf("all_gather", x, one)
 
@@ -279,6 +279,6 @@ def pbroadcast(x: X, axis_name: Axis, source: int, *, src: TypeLike | None = Non
 
     def one(leaf: Tensor) -> Tensor:
         copies = ops.broadcast(arguments.varying(leaf), arguments.axes, source, dst=R)
-        return ops.reinterpret(copies, arguments.axes, src=R, dst=V)
+        return copied(copies, arguments)
 
     return each_leaf("pbroadcast", x, one)

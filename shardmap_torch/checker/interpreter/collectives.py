@@ -15,7 +15,7 @@ from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVES
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.protocol import Form
+from shardmap_torch.collectives.protocol import Form, Readings
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
@@ -41,9 +41,12 @@ _SHARING: Final = frozenset({"same", "slice", "mask"})
 class AbstractBackend:
     """Backend that types collectives; their results have the right shape and no data."""
 
-    def __init__(self, interpreter: Interpreter, repair: Repair = NONE) -> None:
+    def __init__(
+        self, interpreter: Interpreter, repair: Repair = NONE, readings: Readings | None = None
+    ) -> None:
         """Makes one for an interpretation; `repair` is applied to its collectives."""
         self.mesh: Mesh = interpreter.mesh
+        self._readings = Readings() if readings is None else readings
         self._interpreter, self._repair = interpreter, repair
         self._places = Places()
 
@@ -54,6 +57,11 @@ class AbstractBackend:
     def needs_ranks(self) -> None:
         """Records that the mesh must not batch the body."""
         self._interpreter.batches = False
+
+    def read(self, x: Tensor) -> tuple[AxisType, AxisType]:
+        """The readings, the same on all paths; they matter where a gradient flows."""
+        self._readings.asked |= self._interpreter.flows(self._interpreter.base(x))
+        return self._readings.uncommitted, self._readings.copies
 
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
         """Requires that a value has this type, as an operation reads it."""

@@ -30,6 +30,7 @@ from shardmap_torch.checker.verify.merge import is_raised_by_body
 from shardmap_torch.checker.verify.nested import Inner
 from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, sum_results
 from shardmap_torch.checker.verify.record import Recording
+from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
@@ -47,6 +48,7 @@ class Round:
         repair: the change of the program that is tried.
         strictness: whether the forward is also compared with the program on one device.
         resolved: the conversions of results that all paths share.
+        readings: the types that JAX's casts take for values that have several.
         start: the first step of the notes for runs, which all paths share.
     """
 
@@ -55,12 +57,13 @@ class Round:
     strictness: Strictness
     resolved: Resolved = field(default_factory=Resolved)
     start: Step = field(default_factory=Step)
+    readings: Readings = field(default_factory=Readings)
 
 
 def go(this: Round, branches: Branches) -> PathOutcome:
     """Verifies one path, a second time with another type of K results if the first fails."""
     is_global = this.strictness == "global"
-    one = _on_one_device(this.call, this.repair, branches.again()) if is_global else None
+    one = _on_one_device(this, branches.again()) if is_global else None
     try:
         try:
             return _Verification(this, branches, K, one).run()
@@ -78,14 +81,16 @@ def go(this: Round, branches: Branches) -> PathOutcome:
         branches.end()
 
 
-def _on_one_device(call: Call, repair: Repair, branches: Branches) -> OneDevice:
+def _on_one_device(round_: Round, branches: Branches) -> OneDevice:
     """Interprets the same path where every axis has one rank."""
+    call = round_.call
     mesh = Mesh(
         call.mesh.axis_names, (1,) * len(call.mesh.axis_sizes), "abstract", call.mesh.device
     )
     steps = Recorder()
     failure: Exception | None = None
-    this = Round(replace(call, mesh=mesh), repair, "local")
+    alone = replace(call, mesh=mesh)
+    this = Round(alone, round_.repair, "local", readings=round_.readings)
     verification = _Verification(this, branches, K, None)
     try:
         verification.record(steps)
@@ -134,7 +139,7 @@ class _Verification:
         self._inner = Inner(self._interpreter, self._uncommitted)
         if one is not None and one.failure is None:
             self._interpreter.observer = Relation(self._interpreter, one.steps)
-        self._backend = AbstractBackend(self._interpreter, this.repair)
+        self._backend = AbstractBackend(self._interpreter, this.repair, this.readings)
 
     @property
     def numbers(self) -> Sequence[str]:

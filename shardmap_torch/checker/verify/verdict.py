@@ -1,6 +1,7 @@
 """The verdict on a call: all paths through its body, and repairs if one is rejected."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -20,11 +21,13 @@ from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
 from shardmap_torch.checker.verify.path import Round, Strictness, go
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
+from shardmap_torch.types import I, R, V
 
 Casts = tuple[Collective, ...]
 
@@ -177,7 +180,22 @@ def _search(call: Call, error: ShardTypeError, strictness: Strictness) -> list[R
 
 
 def _attempt(call: Call, repair: Repair, strictness: Strictness) -> Verdict:
-    this = Round(call, repair, strictness)
+    """Tries JAX's reading of its casts first, and then the one that leaves gradients unsummed."""
+    copies = R if strictness == "global" else V
+    readings = Readings(I, copies)
+    try:
+        return _attempt_as(Round(call, repair, strictness, readings=readings))
+    except ShardTypeError as error:
+        if not readings.asked:
+            raise
+        second = Round(call, repair, strictness, readings=Readings(R, copies))
+        with suppress(ShardTypeError):
+            return _attempt_as(second)
+        raise error from None
+
+
+def _attempt_as(this: Round) -> Verdict:
+    call = this.call
     for _ in range(_ROUNDS):
         outcomes = every_path(call.name, partial(go, this))
         if all(outcome.result is None for outcome in outcomes):
@@ -186,7 +204,13 @@ def _attempt(call: Call, repair: Repair, strictness: Strictness) -> Verdict:
         if not any(differs(outcome, resolved) for outcome in outcomes):
             return _verdict(this, resolved, outcomes)
         match = with_replicate(this.call, resolved.replicate)
-        this = Round(replace(this.call, match=match), repair, strictness, resolved)
+        this = Round(
+            replace(call, match=match),
+            this.repair,
+            this.strictness,
+            resolved,
+            readings=this.readings,
+        )
     raise ShardTypeError(
         f"{call.name}: no types of the inputs and results were found that suit all paths through "
         "the body.\nFix: name the axes of inputs in replicate= or invariant=, or use torch.where."
