@@ -147,3 +147,7 @@ def test_an_import_from_a_module_of_tests_is_seen() -> None:
 
 def test_recorded_results_lie_beside_no_code() -> None:
     assert list((REPO / "tests/golden").glob("*.py")) == []
+
+
+def test_the_readme_has_at_most_200_lines() -> None:
+    assert len((REPO / "README.md").read_text().splitlines()) <= 200

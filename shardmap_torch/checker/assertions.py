@@ -47,7 +47,7 @@ def typeof(x: Tensor) -> Mapping[str, AxisType]:
     note = scope.monitor.note("typeof")
     interpreter = current_interpreter()
     if interpreter is not None:
-        found = tuple(_types(interpreter, x).values())
+        found = tuple(types_in_check(interpreter, x).values())
         if note.types not in ((), found):
             interpreter.numbers.branches.refuse(
                 f"typeof finds {list(found)} on one path through the body and {list(note.types)} "
@@ -64,7 +64,7 @@ def _tensor(name: str, x: object) -> Tensor:
     return x
 
 
-def _types(interpreter: Interpreter, x: Tensor) -> dict[str, AxisType]:
+def types_in_check(interpreter: Interpreter, x: Tensor) -> dict[str, AxisType]:
     """Returns the types along each axis; under global strictness with the sharded dims."""
     types = dict(zip(interpreter.axes, interpreter.types_of(x), strict=True))
     spec = interpreter.observer.spec_of(interpreter.fakify(x))
@@ -96,7 +96,7 @@ def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
     if interpreter is None or not interpreter.observer.judges:
         return x
     _tensor("assert_type", x)
-    have = _types(interpreter, x)
+    have = types_in_check(interpreter, x)
     shards = interpreter.observer.spec_of(interpreter.fakify(x)) is not None
     for axis, like in _by_axis(interpreter, types).items():
         expected = as_type(like)

@@ -6,7 +6,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.assertions import typeof
+from shardmap_torch.checker.assertions import types_in_check
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.caching import memo
@@ -253,11 +253,13 @@ def _check_scattered(
 
 def _check_types(leaves: Sequence[Placed[P]], pending: Sequence[tuple[str, ...]]) -> None:
     """Requires, under the checker, that each leaf is a pending sum over its axes and no others."""
-    if current_interpreter() is None:
+    interpreter = current_interpreter()
+    if interpreter is None:
         return
     problems = []
     for leaf, axes in zip(leaves, pending, strict=True):
-        types = {axis: plain(type_) for axis, type_ in typeof(leaf.value).items()}
+        have = types_in_check(interpreter, leaf.value)
+        types = {axis: plain(type_) for axis, type_ in have.items()}
         complete = [axis for axis in axes if types.get(axis) in (I, R, K)]
         done = (*axes, *leaf.spec.mentioned)
         also_pending = [axis for axis, type_ in types.items() if type_.varies and axis not in done]
