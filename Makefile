@@ -1,7 +1,10 @@
 # Everything runs in .venv, which the first target to need it makes. To start with: Python and make.
 
-BIN := .venv/bin
-READY := .venv/ready
+# make test TORCH=2.14.1 runs the tests with that torch, in an environment of its own.
+TORCH ?=
+VENV := .venv$(if $(TORCH),-$(TORCH))
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 # The first one that the pinned wheels exist for and that can make a virtual environment.
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
@@ -23,7 +26,8 @@ generate: $(READY)  ## ask a pretrained Llama, tensor-parallel over 3 simulated 
 # Two processes take tests from one queue. Each has pools of gloo processes of its own.
 WORKERS := -n 2 --dist worksteal
 
-test: lint  ## every check and every test
+# The checks of the code itself are about the pinned torch alone, whose types they read.
+test: $(if $(TORCH),$(READY),lint)  ## every check and every test; with TORCH=2.14.1 the tests alone
 	$(BIN)/pytest $(WORKERS)
 
 fast: lint  ## every check and the tests that take seconds
@@ -57,13 +61,14 @@ bench: $(READY)  ## every benchmark, one after the other
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
 
 clean:  ## remove all that the other targets made, .venv included
-	rm -rf .venv build dist out *.egg-info .*_cache .hypothesis
+	rm -rf .venv .venv-* build dist out *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
 	set -e; for python in $(PYTHONS); do \
-		if $$python -c "$(FITS)" 2>/dev/null; then $$python -m venv .venv; break; fi; \
+		if $$python -c "$(FITS)" 2>/dev/null; then $$python -m venv $(VENV); break; fi; \
 	done; test -x $(BIN)/pip || { echo "needs Python 3.11 to 3.14 with venv" >&2; exit 1; }
-	$(BIN)/pip install --quiet -c constraints.txt setuptools
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation --editable ".[demo,dev]"
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt setuptools
+	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt --no-build-isolation --editable ".[demo,dev]"
 	touch $@
