@@ -138,9 +138,11 @@ def start(options: argparse.Namespace) -> Run:
         overlap=options.overlap,
         parallel=options.parallel,
     )
+    sizes_of_axes = options.parallel.mesh_sizes(options.mesh)
     mesh = make_mesh(
-        options.parallel.mesh_sizes(options.mesh),
+        sizes_of_axes,
         options.parallel.mesh_axes,
+        views=options.parallel.views(sizes_of_axes, config.experts),
         simulate=options.strategy,
         device=options.device,
     )

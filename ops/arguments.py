@@ -9,10 +9,11 @@ from torch import Tensor
 
 from shardmap_torch.collectives.moves import MOVES
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.scope import Scope, scope_of
+from shardmap_torch.collectives.scope import Scope, current_scope, scope_of
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.tree import Tree, flatten, map_leaves, unflatten
 from shardmap_torch.errors import CollectiveError, show
+from shardmap_torch.spec import P, expanded
 from shardmap_torch.types import AxisType, TypeLike, as_type
 
 Axis: TypeAlias = str | Sequence[str]
@@ -22,13 +23,36 @@ X = TypeVar("X")
 
 
 def read_axes(name: str, axis: Axis) -> tuple[tuple[str, ...], Scope]:
-    """Returns the axes as a tuple, and the scope in which all of them are bound."""
+    """Returns the axes, those of views by their parts, and the scope that binds all of them."""
     if isinstance(axis, str):
-        return (axis,), scope_of(name, (axis,))
-    axes = axis
-    if not isinstance(axes, Sequence) or not all(isinstance(each, str) for each in axes):
+        axes: tuple[str, ...] = (axis,)
+    elif isinstance(axis, Sequence) and all(isinstance(each, str) for each in axis):
+        axes = tuple(axis)
+    else:
         raise CollectiveError(f"{name}: axis={show(axis)} is no axis name and no sequence of them.")
-    return tuple(axes), scope_of(name, tuple(axes))
+    parts = finest(axes)
+    if axes and not parts:  # axes of one rank, that a view adds: there is nobody to talk to
+        return parts, scope_of(name, sorted(_bound())[:1])
+    return parts, scope_of(name, parts)
+
+
+def _bound() -> frozenset[str]:
+    scope = current_scope()
+    return frozenset() if scope is None else scope.axes
+
+
+def finest(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Replaces axes of views of the mesh by those of which they consist; see `make_mesh`."""
+    scope = current_scope()
+    if scope is None or not scope.backend.mesh.aliases:
+        return axes
+    return scope.backend.mesh.finest(axes)
+
+
+def finest_spec(spec: P) -> P:
+    """The same for the axes of a spec."""
+    scope = current_scope()
+    return spec if scope is None else expanded(spec, scope.backend.mesh.aliases)
 
 
 def read_type(

@@ -24,8 +24,8 @@ from shardmap_torch.collectives.scope import scope_of
 from shardmap_torch.collectives.table import TABLE, Row
 from shardmap_torch.errors import CollectiveError, SpecError, show
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.ops.arguments import check_dtypes, each_leaf, for_operand
-from shardmap_torch.spec import P, mismatches
+from shardmap_torch.ops.arguments import check_dtypes, each_leaf, finest_spec, for_operand
+from shardmap_torch.spec import P, expanded, mismatches
 from shardmap_torch.types import AxisType, I, Partial, R, V
 
 X = TypeVar("X")
@@ -99,6 +99,7 @@ def reshard(
     """
     if not (isinstance(src, P) and isinstance(dst, P)):
         raise SpecError(f"reshard takes src and dst as P(...), not {show(src)} and {show(dst)}.")
+    src, dst = finest_spec(src), finest_spec(dst)
     scope = scope_of("reshard", sorted(src.named | dst.named) or _no_axes(src, dst))
     mesh = scope.backend.mesh
 
@@ -135,7 +136,8 @@ def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tupl
         all_reduce('dp', Partial -> I), sends 1 x, back 0
         all_gather('tp', V -> R) dim 0, sends 3 x, back 3
     """
-    sizes = dict(mesh.shape)
+    src, dst = expanded(src, mesh.aliases), expanded(dst, mesh.aliases)
+    sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
     unknown = sorted((src.named | dst.named) - set(sizes))
     if unknown:
         raise SpecError(f"reshard: no axis {', '.join(map(repr, unknown))} in the {mesh}.")

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardmap_torch.control.start import current, start, within
+from shardmap_torch.core.views import refined
 from shardmap_torch.errors import CommunicationError, MeshError, show
 
 Kind: TypeAlias = Literal["simulated", "process_group", "abstract"]
@@ -51,6 +52,9 @@ class Mesh:
 
     Made by `make_mesh`. Equal to another mesh of the same layout, kind and device.
 
+    A mesh with views has the finest axes from which those of all its views are made, and the names
+    of the others stand for several of these; see `make_mesh`.
+
     Attributes:
         axis_names: one name per axis, major first.
         axis_sizes: ranks along each axis.
@@ -59,6 +63,7 @@ class Mesh:
         simulate: the strategy of a simulated mesh.
         device_mesh: torch's mesh underneath; process-group meshes only.
         debug: "collectives" compares every collective on all ranks before it begins.
+        aliases: names that stand for several axes, the first of them major.
 
     Source: `jax.sharding.Mesh`, `torch.distributed.device_mesh.DeviceMesh`.
     """
@@ -70,6 +75,7 @@ class Mesh:
     simulate: Strategy = "auto"
     device_mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
     debug: Debug | None = field(default=None, compare=False, repr=False)
+    aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
     _groups: dict[Any, dist.ProcessGroup] = field(
         default_factory=dict, compare=False, repr=False, init=False
     )
@@ -78,18 +84,23 @@ class Mesh:
 
     def __post_init__(self) -> None:
         """Stores the sizes by name, which each call of a collective reads."""
-        self._sizes.update(zip(self.axis_names, self.axis_sizes, strict=True))
+        sizes = self._sizes
+        sizes.update(zip(self.axis_names, self.axis_sizes, strict=True))
+        sizes.update({name: prod(sizes[axis] for axis in axes) for name, axes in self.aliases})
 
     @property
     def shape(self) -> Mapping[str, int]:
-        """Mapping of axis names to axis sizes, in order.
+        """Mapping of axis names to axis sizes, in order, and then of those of views.
 
         Example:
             >>> make_mesh((2, 4), ("dp", "tp"), kind="simulated").shape["tp"]
             4
         """
         # Made anew: Dynamo traces a proxy of a dict that it has seen made, and of no other.
-        return MappingProxyType(dict(zip(self.axis_names, self.axis_sizes, strict=True)))
+        sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
+        if self.aliases:
+            sizes.update(self._sizes)
+        return MappingProxyType(sizes)
 
     @property
     def size(self) -> int:
@@ -110,6 +121,20 @@ class Mesh:
         if len(axes) == 1:
             return sizes[axes[0]]
         return prod([sizes[axis] for axis in axes])
+
+    def finest(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Replaces axes of views by those of which they consist; leaves other names alone.
+
+        Example:
+            >>> views = [{"edp": 2, "ep": 4}]
+            >>> mesh = make_mesh((4, 2), ("dp", "cp"), kind="simulated", views=views)
+            >>> mesh.finest(["ep"])
+            ('dp&ep', 'cp')
+        """
+        if not self.aliases:
+            return tuple(axes)
+        aliases = dict(self.aliases)
+        return tuple(each for axis in axes for each in aliases.get(axis, (axis,)))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the index of `rank` on each axis.
@@ -133,14 +158,14 @@ class Mesh:
     def index(self, axes: Sequence[str], place: Mapping[str, int]) -> int:
         """Returns the position along several axes together, the first of them major."""
         sizes, index = self._sizes, 0
-        for axis in axes:
+        for axis in self.finest(axes) if self.aliases else axes:
             index = index * sizes[axis] + place[axis]
         return index
 
     def peers(self, axes: Sequence[str], place: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the ranks that differ from `place` along `axes` only, in the order of `index`."""
         places = [dict(place)]
-        for axis in axes:
+        for axis in self.finest(axes):
             places = [{**p, axis: i} for p in places for i in range(self.shape[axis])]
         return tuple(self.rank_at(p) for p in places)
 
@@ -157,7 +182,8 @@ class Mesh:
             raise MeshError(f"A {self.kind} mesh has no process groups.")
         if self._state.closed:
             raise MeshError(f"The {self} is closed; make another with make_mesh.")
-        ordered = tuple(axis for axis in self.axis_names if axis in axes)
+        wanted = self.finest(axes)
+        ordered = tuple(axis for axis in self.axis_names if axis in wanted)
         key = (ordered, purpose)
         if key not in self._groups:
             self._groups[key] = self._make_group(self.device_mesh, ordered, purpose)
@@ -319,8 +345,17 @@ def make_mesh(
     simulate: Strategy = "auto",
     timeout: float | timedelta | None = None,
     debug: Debug | None = None,
+    views: Sequence[Mapping[str, int]] = (),
 ) -> Mesh:
     """Makes a mesh of `prod(shape)` ranks.
+
+    The same ranks may be seen as several grids: attention as (dp, cp, tp), experts as (edp, ep,
+    tp). `views` lists the other grids. The mesh then has the finest axes from which the axes of all
+    grids are made, and every name of a grid may be used wherever an axis may: in specs, collectives
+    and types, all of them in one body. A value that is sharded over "dp" is sharded over the parts
+    of "ep" that are parts of "dp" too. A view whose axes are several of the others is a flattened
+    mesh. Printed types and DTensors name the finest axes; a part that is an axis of no grid is
+    named by those that it is a part of, as "dp&ep".
 
     Args:
         shape: ranks along each axis, or a torch DeviceMesh to take over with its groups.
@@ -341,20 +376,25 @@ def make_mesh(
         debug: "collectives" compares every collective on all ranks of a process-group mesh before
             it begins, which costs a round trip each. By default calls are compared, and backwards
             at their first collective.
+        views: other grids of the same ranks, each from axis names to sizes, major first; their
+            ranks are numbered row-major too.
 
     On a process-group mesh this starts torch.distributed from torchrun's environment if nothing
     has (gloo on CPU, NCCL on CUDA) and makes one group per axis, so every rank must call it.
 
     Raises:
-        MeshError: sizes, names, world size or environment do not match.
+        MeshError: sizes, names, views, world size or environment do not match.
         CollectiveMismatchError: the processes make different meshes.
         CommunicationError: a process did not come in time.
 
-    Source: `jax.make_mesh`, `torch.distributed.device_mesh.init_device_mesh`.
+    Source: `jax.make_mesh`, `torch.distributed.device_mesh.init_device_mesh`; views: the role of
+    `reinterpret_mesh` in spmd_types, `DeviceMesh._flatten` and `_unflatten`.
 
     Example:
         >>> print(make_mesh((2, 4), ("dp", "tp"), kind="simulated"))
         simulated mesh (dp=2, tp=4)
+        >>> print(make_mesh((4, 2), ("dp", "cp"), kind="simulated", views=[{"edp": 2, "ep": 4}]))
+        simulated mesh (edp=2, dp&ep=2, cp=2, dp=4, ep=4)
     """
     if not isinstance(simulate, str) or simulate not in get_args(Strategy):
         raise MeshError(f"simulate={show(simulate)} is none of {', '.join(get_args(Strategy))}.")
@@ -362,18 +402,44 @@ def make_mesh(
         raise MeshError(f"debug={show(debug)} is neither None nor 'collectives'.")
     limit = _limit(timeout)
     if isinstance(shape, DeviceMesh):
+        if views:
+            raise MeshError("A DeviceMesh has no views; pass sizes and names to make_mesh.")
         return _from_device_mesh(shape, axis_names, simulate, limit, debug)
-    names, sizes = _check_layout(shape, axis_names)
+    names, sizes, aliases = _with_views(*_check_layout(shape, axis_names), views)
     kind = kind if kind is not None else _default_kind()
     if not isinstance(kind, str) or kind not in get_args(Kind):
         raise MeshError(f"kind={show(kind)} is none of {', '.join(get_args(Kind))}.")
     chosen = _read_device(device)
     if kind != "process_group":
-        return Mesh(names, sizes, kind, chosen, simulate)
+        return Mesh(names, sizes, kind, chosen, simulate, aliases=aliases)
     chosen = _start_process_group(chosen, limit)
     _agree(names, sizes, limit)
     device_mesh = _make_device_mesh(chosen, names, sizes, limit)
-    return _with_groups(Mesh(names, sizes, kind, chosen, simulate, device_mesh, debug), limit)
+    mesh = Mesh(names, sizes, kind, chosen, simulate, device_mesh, debug, aliases)
+    return _with_groups(mesh, limit)
+
+
+def _with_views(
+    names: tuple[str, ...], sizes: tuple[int, ...], views: Sequence[Mapping[str, int]]
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+    """Finds the finest axes of all grids, their sizes, and what the other names stand for."""
+    if not views:
+        return names, sizes, ()
+    if isinstance(views, str | Mapping) or not isinstance(views, Sequence):
+        raise MeshError(
+            f"views must be a sequence of dicts from names to sizes, not {show(views)}."
+        )
+    for view in views:
+        if not isinstance(view, Mapping):
+            raise MeshError(f"A view must be a dict from names to sizes, not {show(view)}.")
+        _check_layout(tuple(view.values()), tuple(view))
+        if prod(view.values()) != prod(sizes):
+            raise MeshError(
+                f"The view {show(dict(view))} has {prod(view.values())} ranks, and the mesh "
+                f"{prod(sizes)}."
+            )
+    axes, made = refined([dict(zip(names, sizes, strict=True)), *views])
+    return tuple(axes), tuple(axes.values()), tuple(made.items())
 
 
 def _make_device_mesh(

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardmap_torch.boundary.matching import check_inputs, crosses, is_spec, spec_of
+from shardmap_torch.boundary.matching import check_inputs, crosses, in_finest, is_spec, spec_of
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.tree import (
     Mismatch,
@@ -124,7 +124,7 @@ def _check_local(
     mesh: Mesh, leaves: list[Placed[P | None] | Mismatch]
 ) -> tuple[Placed[P | None], ...]:
     problems = [str(leaf) for leaf in leaves if isinstance(leaf, Mismatch)]
-    placed = tuple(leaf for leaf in leaves if isinstance(leaf, Placed))
+    placed = tuple(in_finest(mesh, leaf) for leaf in leaves if isinstance(leaf, Placed))
     for leaf in placed:
         if not crosses(leaf):
             continue

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Final, TypeAlias
 
+from shardmap_torch.core.caching import memo
 from shardmap_torch.errors import SpecError
 from shardmap_torch.types import AxisType, I, Partial, R, S
 
@@ -134,6 +135,26 @@ class P:
         types = {axis: S(dim) for dim, axes in self.sharded_dims for axis in axes}
         keywords = ((self.replicate, R), (self.invariant, I), (self.partial, Partial))
         return types | {axis: type_ for axes, type_ in keywords for axis in sorted(axes)}
+
+
+@memo
+def expanded(spec: P, aliases: tuple[tuple[str, tuple[str, ...]], ...]) -> P:
+    """Replaces the axes of a mesh's views by those of which they consist; see `Mesh.aliases`.
+
+    Example:
+        >>> expanded(P(("dp", "cp"), "tp"), (("dp", ("edp", "x")),))
+        P(('edp', 'x', 'cp'), 'tp')
+    """
+    known = dict(aliases)
+    if known.keys().isdisjoint(spec.named):
+        return spec
+
+    def finest(axes: Iterable[str]) -> tuple[str, ...]:
+        return tuple(each for axis in axes for each in known.get(axis, (axis,)))
+
+    entries = [entry and finest(_entry_axes(entry)) for entry in spec.entries]
+    typed = {word: finest(sorted(axes)) for word, axes in spec.typed()}
+    return P(*((e[0] if len(e) == 1 else e) if e else None for e in entries), **typed)
 
 
 def is_partition(value: object) -> bool:

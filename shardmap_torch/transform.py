@@ -282,7 +282,7 @@ def _resolve_axes(
     if axis_names is None:
         axes: Sequence[str] = [axis for axis in mesh.axis_names if axis not in bound]
     else:
-        axes = sorted(_read_axis_names(name, axis_names))
+        axes = mesh.finest(sorted(_read_axis_names(name, axis_names)))
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
     if unknown:
         raise SpecError(f"{name}: axis_names has {unknown}, but the axes are {mesh.axis_names}.")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardmap_torch.boundary.placements import spec_of
 from shardmap_torch.errors import SpecError, show
 from shardmap_torch.mesh import Mesh, as_mesh
-from shardmap_torch.spec import P, mismatches
+from shardmap_torch.spec import P, expanded, mismatches
 
 T = TypeVar("T")
 
@@ -71,6 +71,7 @@ def visualize_sharding(
     """
     shape = _shape_of(x)
     on, layout = _layout(x, mesh, spec)
+    layout = expanded(layout, on.aliases)
     unknown = sorted(layout.named - set(on.axis_names))
     if unknown:
         names = ", ".join(map(repr, unknown))

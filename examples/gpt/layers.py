@@ -9,10 +9,14 @@ with context parallelism the positions over "cp". Between them activations are e
 b and t are this rank's over "dp" and "cp"; `t/tp` is t, or with sequence parallelism a part of it.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from examples.gpt.parallel import Parallel
-from shardmap_torch import axis_size, nn
+from shardmap_torch import I, R, all_reduce, axis_size, convert, nn
 from shardmap_torch.kernels import Overlap
 
 
@@ -24,6 +28,29 @@ def column(x: Tensor, weight: Tensor, parallel: Parallel, overlap: Overlap) -> T
 def row(x: Tensor, weight: Tensor, parallel: Parallel, overlap: Overlap) -> Tensor:
     """x [b, t, n/tp, ...], weight [n/tp, ..., d] -> [b, t/tp, d]."""
     return nn.row_linear(x, weight, "tp", dst=parallel.residual, overlap=overlap)
+
+
+def experts(x: Tensor, layer: Any, parallel: Parallel) -> tuple[Tensor, Tensor]:
+    """x [b, t, d] -> [b, t, d], and how uneven the loads of the experts are."""
+    batch = ("edp", "cp") if parallel.context else ("edp",)
+    names = ("gate_up", "down")  # [e/ep, d, 2, f/tp], [e/ep, f/tp, d]
+    return nn.moe(
+        x,
+        layer["router"],
+        {name: layer[name] for name in names},
+        "ep",
+        expert=_feed_forward,
+        capacity_factor=None,
+        batch_axis=batch,
+    )
+
+
+def _feed_forward(weights: Any, x: Tensor) -> Tensor:
+    """x [e/ep, n, d] -> [e/ep, n, d]."""
+    x = convert(x, "tp", src=I, dst=R)
+    gate, up = torch.einsum("end,edxf->xenf", x, weights["gate_up"])
+    made: Tensor = all_reduce((functional.silu(gate) * up) @ weights["down"], "tp", dst=I)
+    return made
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:

@@ -10,13 +10,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from examples.gpt.dropout import Dropout
-from examples.gpt.layers import causal_attention, column, cross_entropy, embed, rms_norm, row
+from examples.gpt.layers import (
+    causal_attention,
+    column,
+    cross_entropy,
+    embed,
+    experts,
+    rms_norm,
+    row,
+)
 from examples.gpt.parallel import DEFAULT, Parallel
 from shardmap_torch import I, V, convert, match_specs, nn
 from shardmap_torch.kernels import Overlap
 
 Params: TypeAlias = Any
 """A pytree of tensors, or of what belongs to each: gradients, specs."""
+
+
+BALANCE = 0.01
+"""Weight of the loss by which experts get even loads."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class Config:
     heads: int = 8
     hidden: int = 384
     layers: int = 3
+    experts: int = 4  # of each layer; with "ep" only
     overlap: Overlap = "off"
     parallel: Parallel = DEFAULT
 
@@ -46,6 +59,7 @@ def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> P
         return (drawn / math.sqrt(inputs)).to(dtype)
 
     d, h, f, v = config.width, config.heads, config.hidden, config.vocabulary
+    e = (config.experts,) if config.parallel.has_experts else ()
     deep = 2 * config.layers  # so many branches are added up in the residual stream
 
     def layer() -> dict[str, Tensor]:
@@ -54,8 +68,9 @@ def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> P
             "qkv": normal(d, h, 3, d // h, inputs=d),
             "attention_out": normal(h, d // h, d, inputs=d * deep),
             "mlp_norm": torch.ones(d, dtype=dtype),
-            "gate_up": normal(d, 2, f, inputs=d),
-            "down": normal(f, d, inputs=f * deep),
+            **({"router": normal(d, *e, inputs=d)} if e else {}),
+            "gate_up": normal(*e, d, 2, f, inputs=d),
+            "down": normal(*e, f, d, inputs=f * deep),
         }
 
     return {
@@ -80,23 +95,37 @@ def moment_specs(config: Config) -> Params:
 
 def apply(params: Params, tokens: Tensor, config: Config, dropout: Dropout | None = None) -> Tensor:
     """Tokens [b, t] -> logits [b, t, v/tp], on one rank."""
+    return forward(params, tokens, config, dropout)[0]
+
+
+def forward(
+    params: Params, tokens: Tensor, config: Config, dropout: Dropout | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Computes the logits, and how uneven the loads of each layer's experts are."""
     parallel, overlap = config.parallel, config.overlap
     drop = (dropout or Dropout()).shards(parallel.activations)
     lies = specs(config)
     first = gathered(params["embedding"], lies["embedding"], parallel)
     x = drop(embed(tokens, first, parallel))  # [b, t/tp, d]
+    balances: list[Tensor] = []
     for shards, layer_lies in zip(params["layers"], lies["layers"], strict=True):
         layer = gathered(shards, layer_lies, parallel)
         attended = _attention(x, layer, config)
         x = x + drop(row(attended, layer["attention_out"], parallel, overlap))
         normed = rms_norm(x, layer["mlp_norm"])
-        gate, up = column(normed, layer["gate_up"], parallel, overlap).unbind(-2)
-        x = x + drop(row(functional.silu(gate) * up, layer["down"], parallel, overlap))
+        if parallel.has_experts:
+            made, balance = experts(normed, layer, parallel)
+            balances.append(balance)
+        else:
+            gate, up = column(normed, layer["gate_up"], parallel, overlap).unbind(-2)
+            made = row(functional.silu(gate) * up, layer["down"], parallel, overlap)
+        x = x + drop(made)
     names = ("final_norm", "unembedding")
     last = gathered(
         {name: params[name] for name in names}, {name: lies[name] for name in names}, parallel
     )
-    return column(rms_norm(x, last["final_norm"]), last["unembedding"], parallel, overlap)
+    normed = rms_norm(x, last["final_norm"])
+    return column(normed, last["unembedding"], parallel, overlap), balances
 
 
 def _attention(x: Tensor, layer: Params, config: Config) -> Tensor:
@@ -114,10 +143,14 @@ def gathered(shards: Params, lies: Params, parallel: Parallel) -> Params:
 def loss(params: Params, batch: Tensor, config: Config, dropout: Dropout | None = None) -> Tensor:
     """Batch [b/dp, t+1] -> mean nats a token over the whole batch, equal on all ranks.
 
+    With experts, and the loss by which they get even loads.
+
     Gradients of parameters are each rank's addend over `parallel.pending`.
     """
     tokens, targets = (_own(x, config.parallel) for x in (batch[:, :-1], batch[:, 1:]))
-    return cross_entropy(apply(params, tokens, config, dropout), targets, config.parallel)
+    logits, balances = forward(params, tokens, config, dropout)
+    value = cross_entropy(logits, targets, config.parallel)
+    return value + BALANCE * torch.stack(balances).sum() if balances else value
 
 
 def _own(tokens: Tensor, parallel: Parallel) -> Tensor:

@@ -2,13 +2,15 @@
 
 Every mesh of the example has the axes "dp" and "tp", of size 1 where a choice does without, and
 "cp" where it is chosen. Over "dp" the sequences of a batch are sharded, over "cp" their positions,
-over "tp" the weights. Shapes in the tables:
+over "tp" the weights. With "ep" the ranks of "dp" are seen as "edp" and "ep" too. Shapes in the
+tables:
 
     d model width   h heads   k head width   f hidden width   v vocabulary
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Final, TypeAlias
 
 from shardmap_torch import I, P, S
@@ -21,6 +23,7 @@ CHOICES: Final[Mapping[str, str]] = {
     "dp": "the sequences of a batch are sharded",
     "fsdp": "as dp; parameters and moments are sharded too, and gathered layer by layer",
     "zero": "as dp; moments are sharded, and each rank updates its part of the parameters",
+    "ep": "as dp; feed-forwards are mixtures of experts, which are sharded over a part of dp",
     "cp": "the positions of a sequence are sharded; keys and values go round in a ring",
     "tp": "heads, hidden width and vocabulary are sharded",
     "sp": "with tp, positions are sharded between the layers",
@@ -35,6 +38,13 @@ WEIGHTS: Final[Table] = {
     "unembedding": P(None, "tp"),  # [d, v]
 }
 """Over "tp", the same on every rank of "dp"."""
+
+EXPERTS: Final[Table] = {
+    "**.router": P(invariant={"ep"}),  # [d, e]: the layer sums its gradient over "ep"
+    "**.gate_up": P("ep", None, None, "tp"),  # [e, d, 2, f]
+    "**.down": P("ep", "tp"),  # [e, f, d]
+}
+"""Of mixtures of experts, in place of the same in `WEIGHTS`."""
 
 WIDTHS: Final[Table] = {
     "embedding": P("tp", "dp"),
@@ -66,6 +76,9 @@ class Parallel:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(CHOICES)}")
         if "sp" in names and "tp" not in names:
             raise ValueError("sp needs tp: it shards what tp leaves whole between its layers")
+        apart = [name for name in names if name in ("fsdp", "zero", "sp")]
+        if "ep" in names and apart:
+            raise ValueError(f"ep and {apart[0]} exclude each other")
         several = [name for name in names if name in ("dp", "fsdp", "zero")]
         if len(several) > 1:
             raise ValueError(f"{' and '.join(several)} exclude each other")
@@ -89,6 +102,20 @@ class Parallel:
         """The sizes of all axes of the mesh, given those of `axes`."""
         known = dict(zip(self.axes, sizes, strict=True))
         return tuple(known.get(axis, 1) for axis in self.mesh_axes)
+
+    def views(self, sizes: Iterable[int], experts: int) -> list[dict[str, int]]:
+        """The other grids of the same ranks, given the sizes of all axes of the mesh."""
+        if not self.has_experts:
+            return []
+        dp, *others = sizes
+        ep = gcd(dp, experts)
+        inner = dict(zip(self.mesh_axes[1:], others, strict=True))
+        return [{"edp": dp // ep, "ep": ep, **inner}]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether feed-forwards are mixtures of experts."""
+        return "ep" in self.chosen
 
     @property
     def has_sharded_params(self) -> bool:
@@ -124,13 +151,19 @@ class Parallel:
     @property
     def params(self) -> Table:
         """Specs of the parameters by patterns over their paths."""
-        return {**(WIDTHS if self.has_sharded_params else WEIGHTS), **self._norms("fsdp")}
+        weights = WIDTHS if self.has_sharded_params else WEIGHTS
+        return {**weights, **self._experts, **self._norms("fsdp")}
 
     @property
     def moments(self) -> Table:
         """Specs of what the optimizer keeps of each parameter."""
         is_wide = bool(self.chosen & {"fsdp", "zero"})
-        return {**(WIDTHS if is_wide else WEIGHTS), **self._norms("fsdp", "zero")}
+        weights = WIDTHS if is_wide else WEIGHTS
+        return {**weights, **self._experts, **self._norms("fsdp", "zero")}
+
+    @property
+    def _experts(self) -> Table:
+        return EXPERTS if self.has_experts else {}
 
     def _norms(self, *wide: str) -> Table:
         """Where positions are sharded over "tp", so are the uses of a norm's scale [d]."""
@@ -138,6 +171,9 @@ class Parallel:
         return {"**.*norm": P(*entries, replicate={"tp"} if "sp" in self.chosen else ())}
 
 
-_USES: Final[Mapping[str, set[str]]] = {"dp": {"dp", "fsdp", "zero"}, "tp": {"tp"}}
+_USES: Final[Mapping[str, set[str]]] = {
+    "dp": {"dp", "fsdp", "zero", "ep"},
+    "tp": {"tp"},
+}
 
 DEFAULT: Final = Parallel()

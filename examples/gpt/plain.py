@@ -8,24 +8,39 @@ from torch import Tensor
 from torch.nn import functional
 
 from examples.gpt.dropout import Dropout
-from examples.gpt.model import Params
+from examples.gpt.model import BALANCE, Params
 
 
 def apply(params: Params, tokens: Tensor, dropout: Dropout | None = None) -> Tensor:
     """Tokens [b, t] -> logits [b, t, v]."""
+    return forward(params, tokens, dropout)[0]
+
+
+def forward(
+    params: Params, tokens: Tensor, dropout: Dropout | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Computes the logits, and how uneven the loads of each layer's experts are."""
+    balances: list[Tensor] = []
     drop = (dropout or Dropout()).unsharded()
     x = drop(functional.embedding(tokens, params["embedding"]))
     for layer in params["layers"]:
         x = x + drop(_attention(_norm(x, layer["attention_norm"]), layer))
-        x = x + drop(_mlp(_norm(x, layer["mlp_norm"]), layer))
+        normed = _norm(x, layer["mlp_norm"])
+        if "router" in layer:
+            made, balance = _experts(normed, layer)
+            balances.append(balance)
+        else:
+            made = _mlp(normed, layer)
+        x = x + drop(made)
     logits: Tensor = _norm(x, params["final_norm"]) @ params["unembedding"]
-    return logits
+    return logits, balances
 
 
 def loss(params: Params, batch: Tensor, dropout: Dropout | None = None) -> Tensor:
     """Batch [b, t+1] -> mean nats a token."""
-    logits = apply(params, batch[:, :-1], dropout)
-    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    logits, balances = forward(params, batch[:, :-1], dropout)
+    value = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    return value + BALANCE * torch.stack(balances).sum() if balances else value
 
 
 def loss_and_grads(params: Params, batch: Tensor) -> tuple[Tensor, Params]:
@@ -49,6 +64,18 @@ def _mlp(x: Tensor, layer: dict[str, Tensor]) -> Tensor:
     gate, up = torch.einsum("btd,dxf->xbtf", x, layer["gate_up"])
     out: Tensor = (functional.silu(gate) * up) @ layer["down"]
     return out
+
+
+def _experts(x: Tensor, layer: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Has every expert process every position, and keeps what the two that are chosen made."""
+    chances = (x @ layer["router"]).softmax(-1)  # [b, t, e]
+    values, chosen = chances.topk(2, -1)
+    picks = functional.one_hot(chosen, chances.shape[-1]).to(x.dtype)  # [b, t, 2, e]
+    gate, up = torch.einsum("btd,edxf->xbetf", x, layer["gate_up"])
+    made = torch.einsum("betf,efd->bted", functional.silu(gate) * up, layer["down"])
+    weights = (picks * (values / values.sum(-1, keepdim=True)).unsqueeze(-1)).sum(2)
+    balance = (picks.mean((0, 1, 2)) * chances.mean((0, 1))).sum() * chances.shape[-1]
+    return torch.einsum("bte,bted->btd", weights, made), balance
 
 
 def _rotate(x: Tensor) -> Tensor:

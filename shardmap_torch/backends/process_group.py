@@ -87,6 +87,8 @@ class ProcessGroupBackend(RankBackend):
             CommunicationError: torch.distributed failed, as when a peer is gone.
             CollectiveMismatchError: the ranks run different collectives.
         """
+        if not collective.axes:
+            return alone(move, collective, x)
         line = self.line(collective.axes)
         if len(line.order) == 1:
             return alone(move, collective, x)

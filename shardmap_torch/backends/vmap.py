@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardmap_torch.backends.local import alone
 from shardmap_torch.backends.reference import MOVES, Stack
 from shardmap_torch.collectives.autograd import FunctorchForm, unshared
 from shardmap_torch.collectives.moves import MOVES as TRAITS
@@ -72,11 +73,13 @@ class BatchedBackend:
         return index
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Raises: in the body the levels are resolved before, so the body has ended.
+        """Runs a move over no axes: the levels of others are resolved before.
 
         Raises:
-            TransformError: always.
+            TransformError: over some axes, since the body has ended then.
         """
+        if not collective.axes:
+            return alone(move, collective, x)
         raise TransformError(
             f"{collective} ran after the batched body had ended, where its ranks exist no more. "
             'Use make_mesh(..., simulate="ranks") for code that runs backward by itself.'

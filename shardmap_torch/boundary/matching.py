@@ -18,7 +18,7 @@ from shardmap_torch.core.functorch import base_of, can_receive_gradient
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.spec import P, mismatches
+from shardmap_torch.spec import P, expanded, mismatches
 
 Spec = P | None
 """The spec of one leaf; None passes any Python value as it is."""
@@ -185,7 +185,7 @@ def check_inputs(
         SpecError: names every offender.
     """
     problems = [str(leaf) for leaf in leaves if isinstance(leaf, Mismatch)]
-    placed = tuple(leaf for leaf in leaves if isinstance(leaf, Placed))
+    placed = tuple(in_finest(mesh, leaf) for leaf in leaves if isinstance(leaf, Placed))
     device = mesh.device
     for leaf in placed:
         problems += [f"{leaf.path}: {p}" for p in _leaf_problems(leaf, mesh, mapped)]
@@ -206,6 +206,13 @@ def check_inputs(
     if not infers:
         _require_named(name, mapped, placed)
     return placed
+
+
+def in_finest(mesh: Mesh, leaf: Placed[Spec]) -> Placed[Spec]:
+    """Replaces axes of views in the spec of a leaf; see `make_mesh`."""
+    if not mesh.aliases or leaf.spec is None:
+        return leaf
+    return Placed(leaf.path, leaf.value, expanded(leaf.spec, mesh.aliases))
 
 
 def _leaf_problems(leaf: Placed[Spec], mesh: Mesh, mapped: Sequence[str]) -> list[str]:
@@ -287,7 +294,7 @@ def place_results(
     """
     leaves = list(broadcast_prefix(out_specs, out, "out", is_spec))
     problems = [str(leaf) for leaf in leaves if isinstance(leaf, Mismatch)]
-    placed = [leaf for leaf in leaves if isinstance(leaf, Placed)]
+    placed = [in_finest(mesh, leaf) for leaf in leaves if isinstance(leaf, Placed)]
     for leaf in placed:
         problems += [f"{leaf.path}: {p}" for p in _result_problems(leaf, mapped)]
     if problems:

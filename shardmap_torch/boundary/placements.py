@@ -14,7 +14,7 @@ from torch.distributed.tensor import placement_types as private
 from shardmap_torch.core.caching import memo
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.spec import P
+from shardmap_torch.spec import P, expanded
 
 Placements: TypeAlias = tuple[Placement, ...]
 
@@ -32,6 +32,7 @@ def placements_of(mesh: Mesh, spec: P) -> Placements:
         >>> placements_of(mesh, P(None, "tp"))
         (Replicate(), Shard(dim=1))
     """
+    spec = expanded(spec, mesh.aliases)
     shards = {
         axis: _shard(mesh, spec, dim, axes[:at], axis)
         for dim, axes in spec.sharded_dims

@@ -131,10 +131,11 @@ def _by_axis(interpreter: Interpreter, types: object) -> Mapping[str, TypeLike]:
         raise CollectiveError(
             f"assert_type takes a type, or a dict from axes to types, not {show(types)}."
         )
-    unknown = [show(axis) for axis in types if axis not in interpreter.axes]
+    mesh = interpreter.mesh
+    unknown = [show(axis) for axis in types if axis not in mesh.shape]
     if unknown:
-        raise CollectiveError(f"assert_type: no axis {min(unknown)} in the {interpreter.mesh}.")
-    return types
+        raise CollectiveError(f"assert_type: no axis {min(unknown)} in the {mesh}.")
+    return {axis: like for name, like in types.items() for axis in mesh.finest([name])}
 
 
 def _matches(have: AxisType, expected: AxisType) -> bool:

@@ -15,6 +15,7 @@ from shardmap_torch.checker.ir.program import Equation, StorageType, use_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix
 from shardmap_torch.errors import SpecError, listing, show
+from shardmap_torch.ops.arguments import finest_spec
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
@@ -128,7 +129,7 @@ def _placed(name: str, types: Tree, value: Any, what: str) -> tuple[list[Tensor]
     if problems:
         raise SpecError(listing(f"local_region {name}: the types do not match:", problems))
     crossing = [leaf for leaf in placed if isinstance(leaf.value, Tensor)]
-    return [leaf.value for leaf in crossing], [leaf.spec for leaf in crossing]
+    return [leaf.value for leaf in crossing], [finest_spec(leaf.spec) for leaf in crossing]
 
 
 _ALLOWED: Mapping[str, frozenset[AxisType]] = {

@@ -13,6 +13,7 @@ from shardmap_torch.errors import LayerError, listing
 from shardmap_torch.nn.core.arguments import to_replicate
 from shardmap_torch.nn.core.region import PerRank, Types, axes_of
 from shardmap_torch.ops import all_gather
+from shardmap_torch.ops.arguments import finest
 from shardmap_torch.spec import Entry, P
 from shardmap_torch.types import R
 
@@ -138,12 +139,13 @@ def _gathered_types(
     layouts: Sequence[P], ranks: Sequence[int], axis: str, dims: Sequence[int]
 ) -> Types:
     """Computes the types of the gather: each layout with `axis` last in its entry, and without."""
+    own = finest((axis,))
     ins, outs = [], []
     for layout, ndim, dim in zip(layouts, ranks, dims, strict=True):
         entries: list[Entry] = [*layout.entries, *[None] * (ndim - len(layout.entries))]
-        others = tuple(each for each in axes_of(entries[dim] or ()) if each != axis)
+        others = tuple(each for each in axes_of(entries[dim] or ()) if each not in own)
         outs.append(P(*entries[:dim], others or None, *entries[dim + 1 :]))
-        ins.append(P(*entries[:dim], (*others, axis), *entries[dim + 1 :]))
+        ins.append(P(*entries[:dim], (*others, *own), *entries[dim + 1 :]))
     return tuple(ins), tuple(outs) if len(outs) > 1 else (outs[0],)
 
 

@@ -21,6 +21,7 @@ from shardmap_torch.core.tree import (
 )
 from shardmap_torch.errors import OptimizerError, SpecError, listing
 from shardmap_torch.ops import all_reduce
+from shardmap_torch.ops.arguments import finest_spec
 from shardmap_torch.spec import P, is_partition
 from shardmap_torch.types import I
 
@@ -197,7 +198,11 @@ def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
     matched = broadcast_prefix_all(specs, tree, "tree", is_partition)
     if problems := [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]:
         raise SpecError(listing("global_norm: the specs do not match the tree:", problems))
-    placed = [leaf for leaf in matched if isinstance(leaf, Placed)]
+    placed = [
+        Placed(leaf.path, leaf.value, finest_spec(leaf.spec))
+        for leaf in matched
+        if isinstance(leaf, Placed)
+    ]
     if ord == math.inf:
         return list(_largest(placed))
     amounts = ((tuple(sorted(leaf.spec.mentioned)), _amount(leaf.value, ord)) for leaf in placed)

@@ -20,7 +20,7 @@ from shardmap_torch.core.tree import (
     unflatten,
 )
 from shardmap_torch.errors import ShardTypeError, SpecError, listing
-from shardmap_torch.ops.arguments import Axis
+from shardmap_torch.ops.arguments import Axis, finest, finest_spec
 from shardmap_torch.optim.buckets import BUCKET_BYTES, Transfer, transfer_all
 from shardmap_torch.spec import P, is_partition
 from shardmap_torch.types import I, K, R
@@ -79,7 +79,7 @@ def sync_gradients(
         >>> grads({"w": torch.ones(()), "b": torch.ones(())}, torch.arange(4.0))
         {'w': tensor(6.), 'b': tensor(4.)}
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = finest((axis,) if isinstance(axis, str) else tuple(axis))
     leaves = _placed("sync_gradients", "grads", specs, grads)
     shards = specs if into is None else into
     targets = _placed("sync_gradients", "grads", shards, grads)
@@ -199,7 +199,8 @@ def _placed(name: str, what: str, specs: Tree, tree: Tree) -> list[Placed[P]]:
     ]
     if problems:
         raise SpecError(listing(f"{name}: the specs do not match the {what}:", problems))
-    return [leaf for leaf in found if isinstance(leaf, Placed)]
+    placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+    return [Placed(leaf.path, leaf.value, finest_spec(leaf.spec)) for leaf in placed]
 
 
 @memo

@@ -103,7 +103,8 @@ class Drawing:
         same, and 1 and up along the others.
         """
         index = 0
-        for at, (axis, size) in enumerate(self._mesh.shape.items()):
+        sizes = zip(self._mesh.axis_names, self._mesh.axis_sizes, strict=True)
+        for at, (axis, size) in enumerate(sizes):
             own = types is None or types[at].varies
             index = index * (size + 1) + (self._place[axis] + 1 if own else 0)
         self._count += 1

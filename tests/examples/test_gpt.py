@@ -31,14 +31,14 @@ AXES = ("dp", "tp")
 EXACT = 1e-10
 
 
-def params() -> Params:
+def params(config: Config = CONFIG) -> Params:
     """Float64 parameters in which no two leaves, and no two entries of a norm, are alike."""
     generator = torch.Generator().manual_seed(1)
 
     def disturb(p: Tensor) -> Tensor:
         return p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
 
-    disturbed: Params = optree.tree_map(disturb, model.init(CONFIG, 0, torch.float64))
+    disturbed: Params = optree.tree_map(disturb, model.init(config, 0, torch.float64))
     return disturbed
 
 
@@ -53,15 +53,16 @@ def by_name(loss: Tensor, grads: Params) -> dict[str, Tensor]:
     return {"loss": loss} | {".".join(map(str, path)): leaf for path, leaf in named}
 
 
-def on_one_device() -> dict[str, Tensor]:
-    return by_name(*plain.loss_and_grads(params(), batch()))
+def on_one_device(config: Config = CONFIG) -> dict[str, Tensor]:
+    return by_name(*plain.loss_and_grads(params(config), batch()))
 
 
 def on_mesh(
     sizes: tuple[int, ...], strategy: Any = "auto", check: Any = True, config: Config = CONFIG
 ) -> dict[str, Tensor]:
     """In a worker of the pool a process-group mesh, else a simulated one."""
-    mesh = make_mesh(sizes, config.parallel.mesh_axes, simulate=strategy)
+    views = config.parallel.views(sizes, config.experts)
+    mesh = make_mesh(sizes, config.parallel.mesh_axes, simulate=strategy, views=views)
     lies = model.specs(config)
     sharded = shard_map(
         partial(step.loss_and_grads, config=config),
@@ -70,7 +71,7 @@ def on_mesh(
         out_specs=(P(), lies),
         check=check,
     )
-    return by_name(*full(sharded(params(), batch())))
+    return by_name(*full(sharded(params(config), batch())))
 
 
 def without_norm_sums(sizes: tuple[int, int], strategy: Any = "auto") -> dict[str, Tensor]:
@@ -94,8 +95,8 @@ def with_every_sum_replicated(sizes: tuple[int, int], strategy: Any = "auto") ->
         return on_mesh(sizes, strategy, check=False)
 
 
-def wrong_leaves(actual: dict[str, Tensor]) -> set[str]:
-    expected = on_one_device()
+def wrong_leaves(actual: dict[str, Tensor], config: Config = CONFIG) -> set[str]:
+    expected = on_one_device(config)
     assert list(actual) == list(expected)
     return {
         name
@@ -297,7 +298,26 @@ def test_every_choice_has_the_gradients_of_one_device(parallel: str) -> None:
     chosen = Parallel.of(parallel)
     config = replace(CONFIG, parallel=chosen)
     sizes = chosen.mesh_sizes(COMBINATIONS[parallel])
-    assert wrong_leaves(on_mesh(sizes, "vmap", check="global", config=config)) == set()
+    found = on_mesh(sizes, "vmap", check="global", config=config)
+    assert wrong_leaves(found, config) == set()
+
+
+MIXTURES = {"ep": (4,), "ep+tp": (2, 2), "ep+cp": (2, 2), "ep+cp+tp": (2, 2, 2)}
+
+
+@pytest.mark.parametrize("experts", [2, 4])
+@pytest.mark.parametrize("parallel", MIXTURES)
+def test_mixtures_of_experts_have_the_gradients_of_one_device(parallel: str, experts: int) -> None:
+    chosen = Parallel.of(parallel)
+    config = replace(CONFIG, parallel=chosen, experts=experts)
+    sizes = chosen.mesh_sizes(MIXTURES[parallel])
+    assert wrong_leaves(on_mesh(sizes, "vmap", check="global", config=config), config) == set()
+
+
+def test_mixtures_of_experts_on_processes_have_the_gradients_of_one_device(gloo: Gloo) -> None:
+    config = replace(CONFIG, parallel=Parallel.of("ep"), experts=2)
+    for actual in gloo(4).run(on_mesh, (4, 1), "auto", "global", config):
+        assert wrong_leaves(actual, config) == set()
 
 
 def train_by(parallel: str) -> list[float]:
@@ -325,7 +345,8 @@ def test_training_by_every_choice_on_processes_has_the_losses_of_one_device(
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("tp+dq", "'dq' is none of dp, fsdp, zero, cp, tp, sp"),
+        ("tp+dq", "'dq' is none of dp, fsdp, zero, ep, cp, tp, sp"),
+        ("ep+zero", "ep and zero exclude each other"),
         ("dp+sp", "sp needs tp: it shards what tp leaves whole between its layers"),
         ("dp+zero", "dp and zero exclude each other"),
     ],
@@ -342,7 +363,7 @@ def test_a_choice_prints_as_it_is_written() -> None:
         "tp+sp",
         "fsdp",
     ]
-    assert "+".join(CHOICES) == "dp+fsdp+zero+cp+tp+sp"
+    assert "+".join(CHOICES) == "dp+fsdp+zero+ep+cp+tp+sp"
 
 
 def test_float32_gradients_are_within_the_stated_tolerance() -> None:

@@ -5,26 +5,25 @@ backward may take the missing sum. That is checked when it runs, and reported wi
 forward. torch.func transforms wrap it in a Function of their own at each level.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
-from torch._functorch import autograd_function
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.user_code import enter_backward, leave_backward
+from shardmap_torch.checker.ir.own_functions import is_own, own_nodes
 from shardmap_torch.checker.ir.program import Equation, Use, use_of
 from shardmap_torch.checker.ir.repairs import propose
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.errors import CollectiveError, ShardTypeError
-from shardmap_torch.function import Function as KeepingFunction
+from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import I, K, Partial, R, V, Z
 
 if TYPE_CHECKING:  # for annotations; what starts a backward calls this module
@@ -40,41 +39,6 @@ def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
             node.register_hook(partial(_check, interpreter, node, name))
 
 
-def own_nodes(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
-    """Yields the autograd nodes of the user's own Functions, with their names."""
-    seen: set[Node] = set()
-    pending = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = name_of_own(node)
-        if name is not None:
-            yield node, name
-        pending += [parent for parent, _ in node.next_functions]
-
-
-def name_of_own(node: Node | None) -> str | None:
-    """Returns the name of the user's own Function whose backward a node is, or None."""
-    function = _own(node)
-    return None if function is None else function.__name__
-
-
-def _own(node: Node | None) -> type[Function] | None:
-    function = _applied(getattr(node, "_forward_cls", None))
-    if function is None or function.__module__.startswith(_NOT_OWN):
-        return None
-    return function
-
-
-def communicating(error: CollectiveError) -> type[Function] | None:
-    """Returns the plain Function for want of whose scope a backward has failed, if it is one."""
-    function = _own(getattr(error, "node", None))
-    is_plain = function is not None and not issubclass(function, KeepingFunction)
-    return function if is_plain else None
-
-
 def uncommitted(
     interpreter: "Interpreter", function: type[Function], args: Sequence[Any], out: Any
 ) -> Any:
@@ -84,7 +48,7 @@ def uncommitted(
     backward sums the gradients, as a copy into a parallel region does; `_check` looks whether it
     has. A sum taken in the forward stays one computation, whose backward sums nothing.
     """
-    if function.__module__.startswith(_NOT_OWN) or interpreter.is_paused:
+    if not is_own(function) or interpreter.is_paused:
         return out
     read = [interpreter.storage_type(x).types for x in args if isinstance(x, FakeTensor)]
     open_axes = [at for at in range(len(interpreter.axes)) if all(t[at] in _ONE for t in read)]
@@ -102,18 +66,6 @@ def uncommitted(
 
 _ONE: Final = (I, K, Z)
 """Types of operands of one computation that all ranks repeat."""
-
-_NOT_OWN: Final = ("shardmap_torch.", "torch.utils.checkpoint")
-"""Modules of Functions whose backward is the derivative of what they call."""
-
-
-def _applied(function: type[Function] | None) -> type[Function] | None:
-    """Returns the Function, or the one that a transform's Function wraps."""
-    if function is None or function.__module__ != autograd_function.__name__:
-        return function
-    storage_types = getattr(function.backward, "__closure__", None) or ()
-    contents = (storage_type.cell_contents for storage_type in storage_types)
-    return next((f for f in contents if isinstance(f, type) and issubclass(f, Function)), None)
 
 
 def _check(

@@ -17,12 +17,12 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardmap_torch.checker.interpreter import messages, scalars
-from shardmap_torch.checker.interpreter.custom_functions import name_of_own
 from shardmap_torch.checker.interpreter.draws import drawn_types
 from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
 from shardmap_torch.checker.ir.outcomes import Asserted
+from shardmap_torch.checker.ir.own_functions import name_of_own
 from shardmap_torch.checker.ir.paths import Branches, Failing
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
 from shardmap_torch.checker.ir.rank_only import has_saving_hooks

@@ -38,7 +38,9 @@ class Notes:
         """Starts with nothing known."""
         self._interpreter, self._alignment = interpreter, alignment
         self.sizes: Mapping[str, int] = {
-            axis: size for axis, size in interpreter.mesh.shape.items() if size > 1
+            axis: interpreter.mesh.shape[axis]
+            for axis in interpreter.mesh.axis_names
+            if interpreter.mesh.shape[axis] > 1
         }
         self._on = frozenset(self.sizes)
         self._book: TensorMap[_Note] = TensorMap()

@@ -11,11 +11,11 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call, Result, run_body
 from shardmap_torch.checker.guards.replay import Step
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
-from shardmap_torch.checker.interpreter.custom_functions import own_nodes
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
 from shardmap_torch.checker.interpreter.state import is_real
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
+from shardmap_torch.checker.ir.own_functions import own_nodes
 from shardmap_torch.checker.ir.paths import Branches, format_branches
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.ir.repairs import Repair
@@ -84,9 +84,8 @@ def go(this: Round, branches: Branches) -> PathOutcome:
 def _on_one_device(round_: Round, branches: Branches) -> OneDevice:
     """Interprets the same path where every axis has one rank."""
     call = round_.call
-    mesh = Mesh(
-        call.mesh.axis_names, (1,) * len(call.mesh.axis_sizes), "abstract", call.mesh.device
-    )
+    names, ones = call.mesh.axis_names, (1,) * len(call.mesh.axis_sizes)
+    mesh = Mesh(names, ones, "abstract", call.mesh.device, aliases=call.mesh.aliases)
     steps = Recorder()
     failure: Exception | None = None
     alone = replace(call, mesh=mesh)

@@ -11,8 +11,8 @@ import torch
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.guards.replay import End, Replay, Step
-from shardmap_torch.checker.interpreter.custom_functions import communicating
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved, Where
+from shardmap_torch.checker.ir.own_functions import communicating
 from shardmap_torch.checker.ir.paths import every_path
 from shardmap_torch.checker.ir.program import Equation, ProgramPath
 from shardmap_torch.checker.ir.rank_only import keep_scope

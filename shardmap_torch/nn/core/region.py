@@ -16,7 +16,7 @@ from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.region import local_region, note_region
 from shardmap_torch.core.tree import flatten
-from shardmap_torch.ops.arguments import Axis
+from shardmap_torch.ops.arguments import Axis, finest
 from shardmap_torch.spec import Entry, P
 
 Types: TypeAlias = tuple[tuple[P, ...], P | tuple[P, ...]]
@@ -104,8 +104,10 @@ def region_types(
     """
     left, right = equation.split("->")
     terms = left.split(",") if left else []
-    own = {axis for each in (*over.values(), partial) for axis in axes_of(each)}
-    entries: dict[str, Entry] = {letter: _entry(axis) for letter, axis in over.items()}
+    over = {letter: finest(axes_of(axis)) for letter, axis in over.items()}
+    partial = finest(axes_of(partial))
+    own = {axis for axes in (*over.values(), partial) for axis in axes}
+    entries: dict[str, Entry] = {letter: _entry(axes) for letter, axes in over.items()}
     spelled = [list(_letters(term, rank)) for term, rank in zip(terms, ranks, strict=True)]
     for term, layout in zip(spelled, layouts, strict=True):
         for letter, entry in zip(term, layout.entries, strict=False):
@@ -115,7 +117,7 @@ def region_types(
     results = tuple(
         P(
             *map(entries.get, _letters(term, len(batch) + _num_named(term))),
-            partial=axes_of(partial),
+            partial=partial,
         )
         for term in right.split(",")
     )

@@ -12,7 +12,7 @@ from shardmap_torch.nn.core.arguments import num_ranks, to_replicate
 from shardmap_torch.nn.core.region import PerRank, Types, axes_of
 from shardmap_torch.nn.moe import balance_loss, check_experts, one_hot
 from shardmap_torch.ops import all_to_all, ragged_all_to_all
-from shardmap_torch.ops.arguments import Axis
+from shardmap_torch.ops.arguments import Axis, finest
 from shardmap_torch.spec import P
 
 Expert = Callable[[Any, Tensor, Tensor], Tensor]
@@ -106,7 +106,7 @@ def dropless_moe(
 def _types(axis: str, layouts: Sequence[P], ranks: Sequence[int]) -> Types:
     """Derives the types of the region: positions stay where they are, however they are sharded."""
     positions = P(*[*layouts[0].entries, None, None][:2])
-    experts = [P(axis, *layout.entries[1:]) for layout in layouts[3:]]
+    experts = [P(finest((axis,)) or None, *layout.entries[1:]) for layout in layouts[3:]]
     return (positions, positions, positions, *experts), positions
 
 

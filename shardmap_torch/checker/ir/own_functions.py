@@ -1,0 +1,63 @@
+"""Functions of the user's own among the nodes of autograd's graph."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+from torch._functorch import autograd_function
+from torch.autograd import Function
+from torch.autograd.graph import Node
+
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.function import Function as KeepingFunction
+
+
+def is_own(function: type[Function]) -> bool:
+    """Returns whether a Function is the user's, whose backward is no derivative of its forward."""
+    return not function.__module__.startswith(_NOT_OWN)
+
+
+def own_nodes(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
+    """Yields the autograd nodes of the user's own Functions, with their names."""
+    seen: set[Node] = set()
+    pending = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = name_of_own(node)
+        if name is not None:
+            yield node, name
+        pending += [parent for parent, _ in node.next_functions]
+
+
+def name_of_own(node: Node | None) -> str | None:
+    """Returns the name of the user's own Function whose backward a node is, or None."""
+    function = _own(node)
+    return None if function is None else function.__name__
+
+
+def _own(node: Node | None) -> type[Function] | None:
+    function = _applied(getattr(node, "_forward_cls", None))
+    return function if function is not None and is_own(function) else None
+
+
+def communicating(error: CollectiveError) -> type[Function] | None:
+    """Returns the plain Function for want of whose scope a backward has failed, if it is one."""
+    function = _own(getattr(error, "node", None))
+    is_plain = function is not None and not issubclass(function, KeepingFunction)
+    return function if is_plain else None
+
+
+_NOT_OWN: Final = ("shardmap_torch.", "torch.utils.checkpoint")
+"""Modules of Functions whose backward is the derivative of what they call."""
+
+
+def _applied(function: type[Function] | None) -> type[Function] | None:
+    """Returns the Function, or the one that a transform's Function wraps."""
+    if function is None or function.__module__ != autograd_function.__name__:
+        return function
+    storage_types = getattr(function.backward, "__closure__", None) or ()
+    found = (storage_type.cell_contents for storage_type in storage_types)
+    return next((f for f in found if isinstance(f, type) and issubclass(f, Function)), None)
