@@ -1,14 +1,17 @@
 """Fake tensors for checks, whose memory in torch is bounded."""
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+if TYPE_CHECKING:  # for annotations; it takes a second to import
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 REMEMBERED: Final = 4096
 
 
-def fake_mode() -> FakeTensorMode:
-    """Makes a mode for one check.
+def fake_mode(env: "ShapeEnv | None" = None) -> FakeTensorMode:
+    """Makes a mode for one check; `env` has the sizes that are symbols.
 
     torch remembers the shapes of every operation that any mode has seen, a kilobyte each, and
     forgets none, also those of signatures that were evicted long ago; beyond `REMEMBERED` it has to
@@ -16,4 +19,5 @@ def fake_mode() -> FakeTensorMode:
     """
     if len(FakeTensorMode.cache) > REMEMBERED:
         FakeTensorMode.cache_clear()
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    # What a body closes over has the sizes that it has.
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)

@@ -17,8 +17,11 @@ from shardmap_torch.checker.guards.captured_state import Surroundings
 from shardmap_torch.checker.guards.replay import Departure, Difference
 from shardmap_torch.checker.interpreter.scalars import is_batched
 from shardmap_torch.checker.interpreter.state import closed_over_outer
+from shardmap_torch.checker.ir.repairs import NONE
+from shardmap_torch.checker.ir.sizes import Sizes
+from shardmap_torch.checker.sizes.history import History
 from shardmap_torch.checker.verify.path import Strictness
-from shardmap_torch.checker.verify.verdict import Verdict, verify
+from shardmap_torch.checker.verify.verdict import Verdict, attempt, verify
 from shardmap_torch.control.start import current
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree
@@ -29,7 +32,7 @@ from shardmap_torch.run.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.guarded import guarded
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
-from shardmap_torch.run.safety.purity import verify_purely
+from shardmap_torch.run.safety.purity import verified, verify_purely
 from shardmap_torch.run.safety.steps import sealed
 
 Run = Callable[[Call, bool], Tree]
@@ -64,6 +67,7 @@ class Checked:
         self._surroundings = Surroundings(function)
         self._verdicts: Memo[_Known] = Memo()
         self._changing, self._calls = Changing(name), 0
+        self._history = History()
         self._inputs = PlainInputs(debug)
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
@@ -104,6 +108,7 @@ class Checked:
             except Departure as departure:
                 difference = departure.difference
             self._verdicts.forget(key)
+            self._history.forget(key, call)
         assert difference is not None  # or the first run would have returned
         self._stop(processes, _CHANGING, difference)
 
@@ -119,18 +124,39 @@ class Checked:
         raise error
 
     def _find(self, key: Signature, call: Call) -> "_Known":
-        return self._verdicts.get(key, lambda: _Known(self._verify(key, call)))
+        return self._verdicts.get(key, lambda: _Known(self._make(key, call)))
 
-    def _verify(self, key: Signature, call: Call) -> Verdict:
+    def _make(self, key: Signature, call: Call) -> Verdict:
+        """A verdict for all sizes like those of the call, or else for these alone."""
+        known = self._history.find(key, call)
+        if known is not None:
+            return known
         if self._calls <= 1:
             watch_remaking(self, self._name, call.function)
-        self._changing.checked(self._calls, parts(key, call, self._surroundings))
         # Each rank would have to run the body once for each item of the batch.
         if any(is_batched(tensor) for tensor in self._surroundings.tensors):
             raise closed_over_outer(self._name, "batches")
+        derived = self._history.derive(key, call, self._derive, partial(self._verify, call))
+        if derived is not None:
+            return derived
+        numbers = self._history.structural(key, call)
+        self._changing.checked(self._calls, parts(key, call, self._surroundings), numbers)
+        verdict = self._verify(call)
+        self._changing.resized(self._history.add(key, call, verdict))
+        return verdict
+
+    def _verify(self, call: Call) -> Verdict:
         return verify_purely(
             self._name, self._surroundings, partial(verify, call, self._strictness)
         )
+
+    def _derive(self, call: Call, sizes: Sizes) -> Verdict:
+        """A verdict on symbols, of a body that keeps none of them."""
+        check = partial(attempt, call, NONE, self._strictness, sizes)
+        verdict, changed = verified(self._surroundings, check)
+        if changed:
+            raise ShardTypeError(f"the body changes {changed[0]}")
+        return verdict
 
     def _agreed(self, key: Signature, call: Call, departure: Difference | None) -> "_Known":
         """Returns the verdict, after or while all processes compare their descriptions of it."""

@@ -2,17 +2,22 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from types import CodeType
 from typing import Any, Final
 
 from shardmap_torch.checker.guards.cache_key import Parts
+from shardmap_torch.checker.sizes.history import Recheck
+from shardmap_torch.checker.sizes.slots import Slot
 from shardmap_torch.core.source_location import call_site
 
 LIMIT: Final = 32
 """Number of calls in a row before the warning: more than most models have numbered layers."""
+
+NUMBERS: Final = 4
+"""The same for sizes, and for numbers that do not decide what the program does."""
 
 _SHOWN: Final = 3
 
@@ -38,9 +43,15 @@ class Changing:
         self._number = 0
         self._last: Parts | None = None
         self._series: Mapping[Hashable, _Series] = {}
+        self._resized = False
+        self._slots: Sequence[Slot] = ()
+        self._sizes: tuple[int, ...] = ()
 
-    def checked(self, number: int, parts: Parts) -> None:
-        """Records that the call of that number, counting all calls, had to be checked."""
+    def checked(self, number: int, parts: Parts, structural: Collection[str] = frozenset()) -> None:
+        """Records that the call of that number, counting all calls, had to be checked.
+
+        `structural` names numbers that decide what the program does.
+        """
         last, is_next = self._last, number == self._number + 1
         self._number, self._last = number, parts
         if self._warned or last is None or not is_next or last.rest != parts.rest:
@@ -59,10 +70,22 @@ class Changing:
                 if key in changed
             }
         self._series = changed
-        series_to_report = next((s for s in changed.values() if len(s.values) >= LIMIT), None)
+        series_to_report = next((s for s in changed.values() if _is_long(s, structural)), None)
         if series_to_report is not None:
             self._warned = True
             _warn(self._name, series_to_report)
+
+    def resized(self, recheck: Recheck | None) -> None:
+        """A call has been checked that differs from the one before in one size, or in more."""
+        if recheck is None or any(slot.dim is None for slot in recheck.slots):
+            self._sizes = ()
+            return
+        same = bool(self._sizes) and self._slots == recheck.slots
+        self._slots = recheck.slots
+        self._sizes = (*(self._sizes if same else (recheck.before,)), recheck.number)
+        if len(self._sizes) >= NUMBERS and not self._resized:
+            self._resized = True
+            _warn_of_size(self._name, recheck, self._sizes)
 
 
 _ENDED: Final[dict[CodeType, int]] = {}
@@ -104,6 +127,27 @@ def _same(one: Any, other: Any) -> bool:
         return one is other or bool(one == other)
     except Exception:  # of the user's own kind, such as arrays of several truths
         return False
+
+
+def _is_long(series: _Series, structural: Collection[str]) -> bool:
+    is_number = isinstance(series.values[-1], Number) and series.label not in structural
+    return len(series.values) >= (min(NUMBERS, LIMIT) if is_number else LIMIT)
+
+
+def _warn_of_size(function: str, recheck: Recheck, sizes: Sequence[int]) -> None:
+    latest = ", ".join(map(repr, sizes[-_SHOWN:]))
+    names = recheck.slots[0].name
+    if len(recheck.slots) > 1:
+        names += f" (and {len(recheck.slots) - 1} like it)"
+    why = f" The verdict holds for one size only: {recheck.why}." if recheck.why else ""
+    site = call_site()
+    warnings.warn_explicit(
+        f"{function}: checked anew {len(sizes) - 1} times, since {names} had another size each "
+        f"time: ..., {latest}.{why} Pad it to one of a few sizes; of a cache that grows, pass all "
+        "of its length, and the position as a tensor.",
+        UserWarning,
+        *(("shardmap_torch", 0) if site is None else (site.file, site.line)),
+    )
 
 
 def _warn(function: str, series: _Series) -> None:

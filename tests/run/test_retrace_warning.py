@@ -44,12 +44,56 @@ def warned(call: Callable[[int], Any], count: int = 6) -> list[str]:
 
 def test_a_static_argument_that_counts_is_named_with_its_last_values_once() -> None:
     f = mapped(scaled, None)
-    assert warned(lambda step: f(X, step)) == [
+    assert warned(lambda step: f(X, step / 4)) == [
         "scaled: each of the last 4 calls was checked anew, since step was another one each time: "
-        "..., 1, 2, 3. What is no tensor is a part of the program. Pass it as a tensor, such as "
-        "torch.tensor(3), with P() as its spec."
+        "..., 0.25, 0.5, 0.75. What is no tensor is a part of the program. Pass it as a tensor, "
+        "such as torch.tensor(0.75), with P() as its spec."
     ]
-    assert warned(lambda step: f(X, step + 100)) == []
+    assert warned(lambda step: f(X, step / 4 + 100)) == []
+
+
+def test_an_integer_of_which_the_program_is_a_function_makes_no_warning() -> None:
+    f = mapped(scaled, None)
+    assert warned(lambda step: f(X, step), 12) == []
+
+
+def test_a_number_is_named_at_the_third_check_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrace_warning, "LIMIT", 32)
+    f = mapped(scaled, None)
+    assert warned(lambda step: f(X, step / 4), 3) == []
+    (text,) = warned(lambda step: f(X, step / 4 + 3), 1)
+    assert "each of the last 4 calls" in text
+
+
+def test_an_integer_that_decides_what_is_done_has_more_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retrace_warning, "LIMIT", 7)
+    weights = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    f = mapped(lambda x, layer: x * weights[layer], None)
+    assert warned(lambda layer: f(X, layer), 6) == []
+    (text,) = warned(lambda layer: f(X, layer + 6), 1)
+    assert "since layer was another one each time" in text
+
+
+def rows(x: Tensor, y: Tensor) -> Tensor:
+    return x.add({y.shape[0]: 1}[y.shape[0]])
+
+
+def test_a_size_is_named_at_the_third_check_anew_with_its_dim_and_a_remedy() -> None:
+    f = mapped(rows, P())
+    assert warned(lambda size: f(X, torch.ones(2 + size)), 3) == []
+    assert warned(lambda size: f(X, torch.ones(5 + size)), 4) == [
+        "rows: checked anew 3 times, since dim 0 of y had another size each time: ..., 3, 4, 5. "
+        "The verdict holds for one size only: TypeError: unhashable type: non-nested SymInt. Pad "
+        "it to one of a few sizes; of a cache that grows, pass all of its length, and the position "
+        "as a tensor."
+    ]
+
+
+def test_sizes_that_the_body_does_not_ask_for_make_no_warning() -> None:
+    f = mapped(lambda x, y: x + y.sum(), P())
+    assert warned(lambda size: f(X, torch.ones(2 + size)), 8) == []
 
 
 def test_what_the_warning_advises_is_checked_once() -> None:
@@ -66,7 +110,7 @@ def test_a_number_by_a_spec_is_named() -> None:
 
 def test_a_leaf_of_a_tree_is_named_by_its_path() -> None:
     f = mapped(lambda x, options: x * options["step"], None)
-    (text,) = warned(lambda step: f(X, {"step": step, "rate": 0.1}))
+    (text,) = warned(lambda step: f(X, {"step": step / 4, "rate": 0.1}))
     assert "since options['step'] was another one each time" in text
 
 
@@ -150,7 +194,7 @@ def test_other_shapes_in_between_make_no_warning() -> None:
 
 def test_only_what_changes_each_time_is_named() -> None:
     f = mapped(lambda x, epoch, step: x * step + epoch, None, None)
-    (text,) = warned(lambda step: f(X, step // 3, step))
+    (text,) = warned(lambda step: f(X, step // 3, step / 4))
     assert "since step was another one each time" in text
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import I, K, Partial, R, V
 
+if TYPE_CHECKING:  # for annotations; it takes a second to import
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
 _SILENT: Final = ("prim", "profiler")  # they read no values
 _LITERAL: Final = torch.ops.aten.lift_fresh.default
 _NOT_BATCHED: Final = torch.ops.aten._neg_view.default  # as in z.conj().imag; vmap lacks it
@@ -66,10 +69,18 @@ class Interpreter(Memory):
     """One interpretation of one body: records its equations, and the types of its tensors."""
 
     def __init__(
-        self, name: str, mesh: Mesh, branches: Branches | None = None, repair: Repair = NONE
+        self,
+        name: str,
+        mesh: Mesh,
+        branches: Branches | None = None,
+        repair: Repair = NONE,
+        env: "ShapeEnv | None" = None,
     ) -> None:
-        """Starts an interpretation of the body `name`, on the path of `branches`."""
-        super().__init__(name, mesh.axis_names)
+        """Starts an interpretation of the body `name`, on the path of `branches`.
+
+        `env` has the sizes that are symbols, if any are.
+        """
+        super().__init__(name, mesh.axis_names, env)
         self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches if branches is not None else Branches(name))
         self.equations: list[Equation] = []

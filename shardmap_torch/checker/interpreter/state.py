@@ -9,7 +9,7 @@ runs: a sum of contributions of type I and V is an error, not a V.
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.types import I, K, R
+
+if TYPE_CHECKING:  # it takes a second to import, which torch does when a body is first checked
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _functorch = torch._C._functorch
 
@@ -83,10 +86,10 @@ def kept(does: str) -> ShardTypeError:
 class Memory:
     """The types of all tensors of one interpretation, which views of one storage share."""
 
-    def __init__(self, name: str, axes: Sequence[str]) -> None:
+    def __init__(self, name: str, axes: Sequence[str], env: "ShapeEnv | None" = None) -> None:
         """Starts without tensors; `name` is that of the body in errors."""
         self.name, self.axes = name, axes
-        self.fake = fake_mode()
+        self.fake = fake_mode(env)
         self.observer: Observer = UNOBSERVED
         self.closures: dict[int, Tensor] = {}
         self.rows = Rows()

@@ -21,6 +21,7 @@ from shardmap_torch.checker.spmd.layout import (
     Shape,
     ShardedTensor,
     UnrelatedError,
+    distinct,
     unsharded,
 )
 from shardmap_torch.checker.spmd.sharded import WRAP, Sharded, Step
@@ -133,9 +134,9 @@ def _extremum(answer: str) -> str:
 
 def _passed_on(axis: str, step: Step, result: int, dim: int) -> Dim:
     """Returns how a result's dim is sharded: like the operand dim that it comes from."""
-    found = {x.dims[at] for x in step.shards if (at := x.sharded_by(axis)) is not None}
+    found = distinct(x.dims[at] for x in step.shards if (at := x.sharded_by(axis)) is not None)
     global_shape = step.results[result][1][dim]
-    if len(found) != 1 or prod(base for _, base in min(found)) != global_shape:
+    if len(found) != 1 or prod(base for _, base in found[0]) != global_shape:
         raise UnrelatedError("it does not keep the sharded dim as it is", WRAP)
     return found.pop()
 
@@ -175,8 +176,15 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-@lru_cache(maxsize=8192)
 def _ask(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, ...]:
+    """Returns what `_answered` does, and remembers it where no size is a symbol."""
+    try:
+        return _remembered(op, arguments, size)
+    except TypeError:  # a symbol has no hash
+        return _answered(op, arguments, size)
+
+
+def _answered(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, ...]:
     """Returns for each result its sharded dim, its pending reduction ("sum"), or None for neither.
 
     Raises:
@@ -195,6 +203,9 @@ def _ask(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, .
         raise UnrelatedError("on sharded operands it does not give shards of the result", WRAP)
     specs = found.output_spec
     return tuple(map(_answer, specs if isinstance(specs, list | tuple) else [specs]))
+
+
+_remembered: Final = lru_cache(maxsize=8192)(_answered)
 
 
 def _answer(spec: Any) -> int | str | None:

@@ -10,7 +10,7 @@ The rules here need only the shapes of both programs, so that a literal size may
 either. They raise `UnrelatedError` where the results would not be shards of one another.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeAlias
@@ -75,6 +75,15 @@ def axes_of(dim: Dim) -> tuple[str, ...]:
         if dim == ANY or step_of(dim) is not None
         else tuple(axis for axis, _ in dim if axis is not None)
     )
+
+
+def distinct(dims: Iterable[Dim]) -> list[Dim]:
+    """Each of them once: not a set, since sizes that are symbols have no hash."""
+    found: list[Dim] = []
+    for dim in dims:
+        if dim not in found:
+            found.append(dim)
+    return found
 
 
 def in_words(dim: Dim) -> str:
@@ -192,7 +201,7 @@ def _at(shape: Shape, index: int) -> int:
 
 def agreed(dims: Sequence[Dim], what: str) -> Dim:
     """Returns the one sharding that matching dims of several operands must have."""
-    types = set(dims) - {ANY}
+    types = distinct(dim for dim in dims if dim != ANY)
     if len(types) > 1:
         first, second = sorted(types, key=lambda dim: len(axes_of(dim)))[:2]
         raise UnrelatedError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.ir.observer import Observer
+from shardmap_torch.checker.ir.sizes import exact
 from shardmap_torch.checker.spmd.layout import Shape
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
@@ -41,9 +42,9 @@ class TensorMap(Generic[X]):
             base = base_of(tensor)
             return (
                 base.untyped_storage()._cdata,
-                base.storage_offset(),
-                tuple(base.shape),
-                base.stride(),
+                exact(base.storage_offset()),
+                tuple(map(exact, base.shape)),
+                tuple(map(exact, base.stride())),
                 base.dtype,
                 base.is_neg(),
                 base.is_conj(),

@@ -19,6 +19,7 @@ from shardmap_torch.checker.ir.own_functions import own_nodes
 from shardmap_torch.checker.ir.paths import Branches, format_branches
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.ir.repairs import Repair
+from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.spmd.equivalence import Relation
@@ -50,6 +51,7 @@ class Round:
         resolved: the conversions of results that all paths share.
         readings: the types that JAX's casts take for values that have several.
         start: the first step of the notes for runs, which all paths share.
+        sizes: those of arguments that are symbols.
     """
 
     call: Call
@@ -58,6 +60,7 @@ class Round:
     resolved: Resolved = field(default_factory=Resolved)
     start: Step = field(default_factory=Step)
     readings: Readings = field(default_factory=Readings)
+    sizes: Sizes = EXACT
 
 
 def go(this: Round, branches: Branches) -> PathOutcome:
@@ -89,7 +92,7 @@ def _on_one_device(round_: Round, branches: Branches) -> OneDevice:
     steps = Recorder()
     failure: Exception | None = None
     alone = replace(call, mesh=mesh)
-    this = Round(alone, round_.repair, "local", readings=round_.readings)
+    this = Round(alone, round_.repair, "local", readings=round_.readings, sizes=round_.sizes)
     verification = _Verification(this, branches, K, None)
     try:
         verification.record(steps)
@@ -115,9 +118,9 @@ class _Like:
     grad: bool
 
     @staticmethod
-    def of(leaf: Tensor) -> "_Like":
+    def of(leaf: Tensor, shape: tuple[int, ...]) -> "_Like":
         grad = can_receive_gradient(leaf) and is_real(leaf.dtype)
-        return _Like(tuple(leaf.shape), leaf.dtype, leaf.device, grad)
+        return _Like(shape, leaf.dtype, leaf.device, grad)
 
 
 class _Verification:
@@ -133,7 +136,8 @@ class _Verification:
         call = this.call
         self._this, self._call = this, call
         self._branches, self._one = branches, one
-        self._interpreter = Interpreter(call.name, call.mesh, branches, this.repair)
+        env = this.sizes.env
+        self._interpreter = Interpreter(call.name, call.mesh, branches, this.repair, env)
         self._uncommitted = Uncommitted(self._interpreter, uncommitted)
         self._inner = Inner(self._interpreter, self._uncommitted)
         if one is not None and one.failure is None:
@@ -204,7 +208,10 @@ class _Verification:
         """Yields the inputs as the body gets them, by position."""
         call, interpreter = self._call, self._interpreter
         # Outside of the modes: arguments may be those of a transform.
-        fakes = [_Like.of(call.leaves[position]) for position in call.crossing]
+        fakes = [
+            _Like.of(call.leaves[position], self._this.sizes.of(call.leaves, position))
+            for position in call.crossing
+        ]
         grad = any(like.grad for like in fakes) or torch.is_grad_enabled()
         with torch.set_grad_enabled(grad), interpreting(interpreter):
             yield {

@@ -1,6 +1,6 @@
 """The verdict on a call: all paths through its body, and repairs if one is rejected."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from shardmap_torch.checker.ir.paths import every_path
 from shardmap_torch.checker.ir.program import Equation, ProgramPath
 from shardmap_torch.checker.ir.rank_only import keep_scope
 from shardmap_torch.checker.ir.repairs import NONE, Repair, both, proposed, shortened, with_tried
+from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
 from shardmap_torch.checker.verify.path import Round, Strictness, go
@@ -45,8 +46,7 @@ class Verdict:
         exits: for each position of a result that crosses, the conversions that give it the type
             which its spec promises.
         outputs: shape, dtype and types of each of these results, after the conversions.
-        program_paths: the typed program, forward and backward; several if the body branches on
-            numbers taken from tensors.
+        make_paths: makes `program_paths`.
         result: what the body returned, its tensors without data.
         batches: whether a batched body can run it: it uses nothing that `torch.func.vmap` lacks.
         draws: whether the body draws from torch's default generator.
@@ -62,13 +62,21 @@ class Verdict:
     crossing: tuple[int, ...]
     exits: dict[int, Casts]
     outputs: dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
-    program_paths: tuple[ProgramPath, ...]
+    make_paths: Callable[[], tuple[ProgramPath, ...]]
     result: Result
     batches: bool
     draws: bool
     start: Step
     takes_gradients: bool
     refusal: ShardTypeError | None = None
+
+    @lazy
+    def program_paths(self) -> tuple[ProgramPath, ...]:
+        """The typed program, forward and backward.
+
+        Several paths where the body branches on numbers taken from tensors.
+        """
+        return self.make_paths()
 
     @property
     def equations(self) -> tuple[Equation, ...]:
@@ -112,7 +120,7 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.
     """
     try:
-        return _attempt(call, NONE, strictness)
+        return attempt(call, NONE, strictness)
     except CollectiveError as error:
         function = communicating(error)
         if function is None:
@@ -179,16 +187,16 @@ def _search(call: Call, error: ShardTypeError, strictness: Strictness) -> list[R
     return right
 
 
-def _attempt(call: Call, repair: Repair, strictness: Strictness) -> Verdict:
+def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = EXACT) -> Verdict:
     """Tries JAX's reading of its casts first, and then the one that leaves gradients unsummed."""
     copies = R if strictness == "global" else V
     readings = Readings(I, copies)
     try:
-        return _attempt_as(Round(call, repair, strictness, readings=readings))
+        return _attempt_as(Round(call, repair, strictness, readings=readings, sizes=sizes))
     except ShardTypeError as error:
         if not readings.asked:
             raise
-        second = Round(call, repair, strictness, readings=Readings(R, copies))
+        second = Round(call, repair, strictness, readings=Readings(R, copies), sizes=sizes)
         with suppress(ShardTypeError):
             return _attempt_as(second)
         raise error from None
@@ -210,6 +218,7 @@ def _attempt_as(this: Round) -> Verdict:
             this.strictness,
             resolved,
             readings=this.readings,
+            sizes=this.sizes,
         )
     raise ShardTypeError(
         f"{call.name}: no types of the inputs and results were found that suit all paths through "
@@ -241,7 +250,7 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         call.crossing,
         exits,
         first.outputs,
-        tuple(outcome.way for outcome in outcomes),
+        partial(tuple, [outcome.way for outcome in outcomes]),
         first.result,
         all(outcome.batches for outcome in outcomes),
         any(outcome.draws for outcome in outcomes),
@@ -272,7 +281,7 @@ def _fails(call: Call, repair: Repair, strictness: Strictness) -> ShardTypeError
         return ShardTypeError(f"{call.name}: its specs cannot name axes that inner functions bind.")
     match = with_replicate(call, frozenset(repair.replicate.items()))
     try:
-        _attempt(replace(call, match=match), repair, strictness)
+        attempt(replace(call, match=match), repair, strictness)
     except ShardTypeError as error:
         return error
     except Exception as problem:  # the body's own, on shapes that the repair has changed, say

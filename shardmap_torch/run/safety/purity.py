@@ -29,9 +29,9 @@ def verify_purely(name: str, surroundings: Surroundings, verify: Callable[[], Ve
     Raises:
         ShardTypeError: the body changes what it refers to, and so its program.
     """
-    verdict, changed = _verified(surroundings, verify)
+    verdict, changed = verified(surroundings, verify)
     for _ in range(_AGAIN if changed else 0):
-        another, still_changed = _verified(surroundings, verify)
+        another, still_changed = verified(surroundings, verify)
         _require_same(name, verdict, another, changed)
         verdict = another
         if not still_changed:
@@ -43,7 +43,7 @@ _AGAIN: Final = 2
 """Number of repeated checks of a body that leaves changes: a difference may appear late."""
 
 
-def _verified(
+def verified(
     surroundings: Surroundings, verify: Callable[[], Verdict]
 ) -> tuple[Verdict, Sequence[str]]:
     """Runs a check; returns the verdict, and what the check has changed."""

@@ -1,0 +1,269 @@
+"""Derives a verdict that holds for all sizes that satisfy its guards.
+
+Sizes that have differed are symbols of torch's, one for those that were always equal; a sharded dim
+is a multiple of the number of its ranks. The body is interpreted with them, and each question about
+a symbol is answered by the size at hand and noted: all notes together are the guard. A verdict is
+used only if, at sizes that were checked as they are, it is the same program to the letter.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, lcm
+from types import CodeType
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch._guards import Source
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.checker.api import program_of
+from shardmap_torch.checker.ir.sizes import Sizes
+from shardmap_torch.checker.sizes.instance import NAMES, Values, instance
+from shardmap_torch.checker.sizes.passing import MARKED, passing_for_numbers
+from shardmap_torch.checker.sizes.slots import Slot
+from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.core.caching import lazy
+
+Numbers: TypeAlias = tuple[int, ...]
+"""The numbers in the slots of a call."""
+
+Check: TypeAlias = Callable[[Call, Sizes], Verdict]
+
+_PRINTER: Final = PythonPrinter()
+
+
+class NotGeneralError(Exception):
+    """A verdict holds for the sizes at hand only; says why."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Slots that have always been equal.
+
+    Attributes:
+        slots: positions among the slots.
+        multiple: the number in them is a multiple of this one: each dim is sharded evenly.
+        least: the smallest number of multiples that the symbol stands for.
+    """
+
+    slots: tuple[int, ...]
+    multiple: int
+    least: float
+
+
+@dataclass(frozen=True)
+class General:
+    """A verdict on symbols.
+
+    Attributes:
+        verdict: has symbols where it depends on them.
+        groups: what the symbols stand for.
+        fixed: the slots that are no symbols, and what stands in them.
+        names: of the symbols.
+        guard: Python of the symbols: whether every question has the answer that was noted.
+        codes: expressions that have been asked for.
+    """
+
+    verdict: Verdict
+    groups: tuple[Group, ...]
+    fixed: Mapping[int, int]
+    names: tuple[str, ...]
+    guard: str
+    codes: dict[str, CodeType]
+
+    def covers(self, numbers: Numbers) -> bool:
+        """Returns whether the verdict holds for these sizes."""
+        values = self._values(numbers)
+        return values is not None and bool(self.holds(*values))
+
+    @lazy
+    def holds(self) -> Callable[..., bool]:
+        """The guard as a function of the symbols' values."""
+        source = f"lambda {', '.join(self.names)}: {self.guard}"
+        made: Callable[..., bool] = eval(source, dict(NAMES))  # of torch's own printer
+        return made
+
+    def at(self, numbers: Numbers) -> Verdict:
+        """The verdict for sizes that it covers."""
+        values = self._values(numbers)
+        assert values is not None  # it covers them
+        return instance(
+            self.verdict, Values(self.codes, dict(zip(self.names, values, strict=True)))
+        )
+
+    def _values(self, numbers: Numbers) -> list[int] | None:
+        if any(numbers[slot] != number for slot, number in self.fixed.items()):
+            return None
+        values = []
+        for group in self.groups:
+            first, *others = [numbers[slot] for slot in group.slots]
+            value, rest = divmod(first, group.multiple)
+            if rest or value < group.least or any(other != first for other in others):
+                return None
+            values.append(value)
+        return values
+
+
+def groups_of(slots: Sequence[Slot], seen: Sequence[Numbers]) -> tuple[Group, ...]:
+    """The slots that have differed from call to call, those together that were always equal."""
+    columns: dict[Numbers, list[int]] = {}
+    for at, column in enumerate(zip(*seen, strict=True)):
+        if len(set(column)) > 1:
+            columns.setdefault(column, []).append(at)
+    groups = []
+    for members in columns.values():
+        multiple = lcm(*[slots[at].num_ranks for at in members])
+        is_size = any(slots[at].dim is not None for at in members)
+        # torch takes sizes of 0 and 1 for other programs: they broadcast, or have no entries.
+        groups.append(Group(tuple(members), multiple, 2 if is_size else -inf))
+    return tuple(groups)
+
+
+def is_large(groups: Sequence[Group], numbers: Numbers) -> bool:
+    """Returns whether symbols can stand for the numbers: sizes of 0 and 1 are other programs."""
+    return bool(groups) and all(
+        numbers[group.slots[0]] // group.multiple >= group.least for group in groups
+    )
+
+
+def derive(
+    call: Call,
+    slots: Sequence[Slot],
+    groups: Sequence[Group],
+    numbers: Numbers,
+    check: Check,
+    witness: Callable[[General], Mapping[Numbers, Verdict]],
+) -> General:
+    """Derives a verdict on all sizes like those of a call.
+
+    Args:
+        call: the call, whose numbers are the last of those seen.
+        slots: of the call.
+        groups: the slots that get symbols.
+        numbers: those of the call.
+        check: interprets the body.
+        witness: verdicts on numbers as they are, at least one of which has to be covered.
+
+    Raises:
+        NotGeneralError: the verdict holds for these numbers only.
+    """
+    env = ShapeEnv(duck_shape=False)
+    symbols = [_symbol(env, number, group, numbers) for number, group in enumerate(groups)]
+    names = tuple([str(symbol.node.expr) for symbol in symbols])
+    with passing_for_numbers():
+        symbolic, sizes = _with_symbols(call, slots, groups, symbols, env)
+        verdict = check(symbolic, sizes)
+        fixed = set(range(len(slots))) - {slot for group in groups for slot in group.slots}
+        general = General(
+            verdict,
+            tuple(groups),
+            {slot: numbers[slot] for slot in sorted(fixed)},
+            names,
+            _guard(env),
+            {},
+        )
+        _require_several(env, symbols)
+        if not general.covers(numbers):
+            raise NotGeneralError("its guards do not hold where they were noted")
+        for other, exact in witness(general).items():
+            _require_same(general.at(other), exact)
+    return general
+
+
+@dataclass(frozen=True)
+class _Named(Source):
+    """The name under which torch keeps a symbol."""
+
+    text: str
+
+    @property
+    def _name_template(self) -> str:
+        return self.text
+
+
+def _symbol(env: ShapeEnv, number: int, group: Group, numbers: Numbers) -> Any:
+    hint = numbers[group.slots[0]] // group.multiple
+    is_size = group.least > 0
+    made = env.create_symbol(
+        hint,
+        _Named(f"size {number}"),
+        dynamic_dim=DimDynamic.DYNAMIC,
+        positive=True if is_size else None,
+        do_not_specialize_zero_one=not is_size,
+    )
+    symbol = env.create_symintnode(made, hint=hint)
+    if not isinstance(symbol, torch.SymInt):
+        raise NotGeneralError("torch makes no symbol of it")
+    return symbol
+
+
+def _with_symbols(
+    call: Call,
+    slots: Sequence[Slot],
+    groups: Sequence[Group],
+    symbols: Sequence[Any],
+    env: ShapeEnv,
+) -> tuple[Call, Sizes]:
+    """The call with symbols for sizes and numbers."""
+    leaves, shapes = list(call.leaves), {}
+    for position in call.crossing:
+        shapes[position] = list(call.leaves[position].shape)
+    for group, symbol in zip(groups, symbols, strict=True):
+        for slot in map(slots.__getitem__, group.slots):
+            value = symbol if group.multiple == 1 else symbol * group.multiple
+            if slot.dim is None:
+                leaves[slot.position] = value
+            else:
+                shapes[slot.position][slot.dim] = value
+    found = {position: tuple(shape) for position, shape in shapes.items()}
+    return replace(call, leaves=leaves), Sizes(env, found)
+
+
+def _guard(env: ShapeEnv) -> str:
+    parts = [f"({_PRINTER.doprint(guard.expr)})" for guard in env.guards]
+    return " and ".join(dict.fromkeys(parts)) or "True"
+
+
+def _require_several(env: ShapeEnv, symbols: Sequence[Any]) -> None:
+    """Requires that some symbol has not been asked for its value."""
+    if all(not symbol.node.expr.free_symbols for symbol in symbols):
+        raise NotGeneralError("the body uses it as a plain number, such as an index or a key")
+    if env.deferred_runtime_asserts:
+        raise NotGeneralError("torch has put a question off to the run")
+
+
+def _require_same(found: Verdict, exact: Verdict) -> None:
+    """Requires that a verdict is, at sizes that were checked as they are, the one found there."""
+    texts = [f"{program_of(verdict)}" for verdict in (found, exact)]
+    facts = [
+        (v.specs, v.crossing, v.exits, v.outputs, v.batches, v.draws, _plain(v.result.leaves))
+        for v in (found, exact)
+    ]
+    if texts[0] != texts[1] or facts[0] != facts[1] or MARKED.search(texts[0]):
+        raise NotGeneralError("at some size it is another program")
+    if not _alike(found, exact):
+        raise NotGeneralError("at some size it asks something else of its mesh")
+
+
+def _plain(leaves: Sequence[Any]) -> list[Any]:
+    return [(type(leaf), leaf) for leaf in leaves]
+
+
+def _alike(found: Verdict, exact: Verdict) -> bool:
+    """Returns whether runs are compared with the same notes."""
+    pending = [(found.start, exact.start)]
+    while pending:
+        one, other = pending.pop()
+        facts = [
+            (s.what, s.shape, s.dtype, s.depth, s.types, s.note, s.last, s.crossing.casts)
+            for s in (one, other)
+        ]
+        if facts[0] != facts[1] or len(one.next) != len(other.next):
+            return False
+        if one.later.keys() != other.later.keys():
+            return False
+        pending += zip(one.next, other.next, strict=True)
+        pending += [(one.later[key], other.later[key]) for key in one.later]
+    return True

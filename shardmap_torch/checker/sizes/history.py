@@ -1,0 +1,162 @@
+"""Remembers the sizes for which a function was checked, and derives verdicts for more of them."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.checker.ir.sizes import Sizes
+from shardmap_torch.checker.sizes.slots import Slot, layout_of, numbers_of, slots_of
+from shardmap_torch.checker.verify.verdict import Verdict
+
+if TYPE_CHECKING:  # it takes a second to import, which torch does when a body is first checked
+    from shardmap_torch.checker.sizes.general import General, Numbers
+
+_BEFORE: Final = 2
+"""Number of sizes that are checked as they are before a verdict for all is looked for."""
+
+_FAILURES: Final = 2
+"""Number of attempts that may fail for calls that are alike, each of which costs a check."""
+
+_WITNESSES: Final = 2
+"""Number of verdicts at sizes as they are with which one for all sizes is compared."""
+
+_LAYOUTS: Final = 64
+_EXACT: Final = 8
+_GENERALS: Final = 16
+
+
+@dataclass
+class _Family:
+    """Calls that differ in sizes and numbers only.
+
+    Attributes:
+        slots: where these stand.
+        exact: verdicts on numbers as they are, in the order of the checks.
+        generals: verdicts on symbols.
+        failures: why no verdict was derived, for each attempt.
+    """
+
+    slots: Sequence[Slot]
+    exact: "dict[Numbers, Verdict]" = field(default_factory=dict)
+    generals: "list[General]" = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """Differences of a check from the one before.
+
+    Attributes:
+        slots: the sizes or numbers that were others than in the check before, all equal.
+        number: what stands in them now.
+        before: what stood in them before.
+        why: why no verdict for all sizes holds.
+    """
+
+    slots: tuple[Slot, ...]
+    number: int
+    before: int
+    why: str
+
+
+class History:
+    """The checks of one function, by what their calls have in common."""
+
+    def __init__(self) -> None:
+        """Nothing is checked yet."""
+        self._families: dict[Hashable, _Family] = {}
+
+    def find(self, key: Sequence[Any], call: Call) -> Verdict | None:
+        """Returns the verdict on a call whose sizes one derived before covers."""
+        family = self._family(key, call)
+        if family is None or not family.generals:
+            return None
+        numbers = numbers_of(call)
+        for general in family.generals:
+            if general.covers(numbers):
+                return general.at(numbers)
+        return None
+
+    def derive(
+        self,
+        key: Sequence[Any],
+        call: Call,
+        check: Callable[[Call, Sizes], Verdict],
+        exactly: Callable[[], Verdict],
+    ) -> Verdict | None:
+        """Derives a verdict for all sizes from those that differ, or returns None.
+
+        `check` interprets a body with symbols, `exactly` with the sizes of the call.
+        """
+        family = self._family(key, call, new=True)
+        if family is None or len(family.exact) < _BEFORE or len(family.failures) >= _FAILURES:
+            return None
+        from shardmap_torch.checker.sizes.general import derive, groups_of, is_large
+
+        numbers = numbers_of(call)
+        groups = groups_of(family.slots, [*family.exact, numbers])
+        if not is_large(groups, numbers):
+            return None
+
+        def witness(general: "General") -> "Mapping[Numbers, Verdict]":
+            known = {n: v for n, v in family.exact.items() if general.covers(n)}
+            return dict([*known.items()][-_WITNESSES:]) or {numbers: exactly()}
+
+        try:
+            general = derive(call, family.slots, groups, numbers, check, witness)
+        except Exception as error:  # a body may raise anything where it meets no number
+            family.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            return None
+        del family.generals[: len(family.generals) - _GENERALS + 1]
+        family.generals.append(general)
+        return general.at(numbers)
+
+    def add(self, key: Sequence[Any], call: Call, verdict: Verdict) -> Recheck | None:
+        """Notes a verdict on sizes as they are; returns how the check differs from the latest."""
+        family = self._family(key, call, new=True)
+        if family is None:
+            return None
+        numbers = numbers_of(call)
+        latest = next(reversed(family.exact), None)
+        family.exact[numbers] = verdict
+        if len(family.exact) > _EXACT:
+            del family.exact[next(iter(family.exact))]
+        if latest is None:
+            return None
+        return _recheck(family, latest, numbers)
+
+    def structural(self, key: Sequence[Any], call: Call) -> frozenset[str]:
+        """Names of number arguments that decide what the program does, as an index or a count."""
+        family = self._family(key, call)
+        if family is None or not family.failures:
+            return frozenset()
+        return frozenset(slot.name for slot in family.slots if slot.dim is None)
+
+    def forget(self, key: Sequence[Any], call: Call) -> None:
+        """Forgets what is known of calls like this one, of which one has turned out otherwise."""
+        self._families.pop(layout_of(key, call), None)
+
+    def _family(self, key: Sequence[Any], call: Call, new: bool = False) -> _Family | None:
+        if not self._families and not new:
+            return None
+        layout = layout_of(key, call)
+        try:
+            family = self._families.get(layout)
+        except TypeError:  # a static argument without a hash
+            return None
+        if family is None and new and layout is not None:
+            if len(self._families) >= _LAYOUTS:
+                del self._families[next(iter(self._families))]
+            family = self._families[layout] = _Family(slots_of(call))
+        return family
+
+
+def _recheck(family: _Family, before: "Numbers", now: "Numbers") -> Recheck | None:
+    """The difference, if it is one size or number, wherever it stands."""
+    changed = [at for at, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1]]
+    if len({(before[at], now[at]) for at in changed}) != 1:
+        return None
+    slots = tuple(family.slots[at] for at in changed)
+    why = family.failures[-1] if family.failures else ""
+    return Recheck(slots, now[changed[0]], before[changed[0]], why)

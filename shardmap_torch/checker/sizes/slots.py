@@ -1,0 +1,68 @@
+"""Sizes and numbers of a call, and what else it is."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.boundary.matching import input_signature
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one size or number among the arguments of a call.
+
+    Attributes:
+        position: of the argument.
+        dim: of the tensor; None where the argument is a Python number.
+        num_ranks: over how many ranks the dim is sharded.
+        name: what messages call it.
+    """
+
+    position: int
+    dim: int | None
+    num_ranks: int
+    name: str
+
+
+def slots_of(call: Call) -> list[Slot]:
+    """The sizes of all tensors, and the integers among static arguments."""
+    found = []
+    for position in call.crossing:
+        path, sharded = call.match.paths[position], dict(call.match.spec(position).sharded_dims)
+        for dim in range(call.leaves[position].ndim):
+            num_ranks = call.mesh.num_ranks(sharded.get(dim, ()))
+            found.append(Slot(position, dim, num_ranks, f"dim {dim} of {path}"))
+    for position in _integers(call):
+        found.append(Slot(position, None, 1, call.match.paths[position]))
+    return found
+
+
+def numbers_of(call: Call) -> tuple[int, ...]:
+    """Reads the slots."""
+    leaves = call.leaves
+    sizes = [size for position in call.crossing for size in leaves[position].shape]
+    return (*sizes, *[leaves[position] for position in _integers(call)])
+
+
+def layout_of(key: Sequence[Any], call: Call) -> Hashable:
+    """All of a signature but what stands in the slots; None where a tensor does not cross."""
+    leaves, rest = call.leaves, key[2:]
+    kinds: list[Any] = []
+    for leaf in leaves:
+        kind = input_signature(leaf)
+        if isinstance(leaf, Tensor):
+            shape, *others = kind
+            kinds.append((len(shape), *others))
+        else:
+            kinds.append(kind if type(leaf) is int else (kind, leaf))
+    if len(call.crossing) + len(call.match.static) != len(leaves):
+        return None
+    return (call.structure, call.mesh, call.mapped, call.match.specs, *kinds, *rest)
+
+
+def _integers(call: Call) -> list[int]:
+    # A bool is no number that could be another one.
+    return [position for position in call.match.static if type(call.leaves[position]) is int]
