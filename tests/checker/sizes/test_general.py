@@ -69,7 +69,8 @@ def attend(x: Tensor, wqkv: Tensor, wo: Tensor, offset: int) -> Tensor:
     p = ((q @ k.mT) / k.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf).softmax(-1)
     y = (p @ v).transpose(1, 2).reshape(b, s, -1)
     place = torch.arange(s, dtype=x.dtype).unsqueeze(1) + offset
-    return all_reduce(y @ wo, "tp", dst=I).mul(place)
+    z: Tensor = all_reduce(y @ wo, "tp", dst=I)
+    return z * place
 
 
 def attend_alone(x: Tensor, wqkv: Tensor, wo: Tensor, offset: int) -> Tensor:
