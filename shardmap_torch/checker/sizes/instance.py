@@ -119,7 +119,7 @@ def _equation(equation: Equation, values: Values) -> Equation:
         results=tuple(_use(use, values) for use in equation.results),
         sent=values.of(equation.sent),
         literals=values.text(equation.literals),
-        held=tuple(_held(held, values) for held in equation.held),
+        compared=tuple(_compared(each, values) for each in equation.compared),
     )
 
 
@@ -127,6 +127,10 @@ def _use(use: Use, values: Values) -> Use:
     return replace(use, shape=values.shape(use.shape))
 
 
-def _held(held: KernelCollective, values: Values) -> KernelCollective:
-    collective, operand = values.text(held.collective), values.text(held.operand)
-    return replace(held, collective=collective, operand=operand, sent=values.of(held.sent))
+def _compared(collective: KernelCollective, values: Values) -> KernelCollective:
+    return replace(
+        collective,
+        collective=values.text(collective.collective),
+        operand=values.text(collective.operand),
+        sent=values.of(collective.sent),
+    )
