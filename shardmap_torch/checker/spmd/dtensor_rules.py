@@ -3,7 +3,7 @@
 It is queried for one axis at a time, and only answers that need no data movement are used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardmap_torch.checker.ir.sizes import exact
 from shardmap_torch.checker.rules.infer import signature_of, writes_of
 from shardmap_torch.checker.rules.registry import functional
 from shardmap_torch.checker.spmd.layout import (
@@ -111,14 +112,18 @@ _UNKNOWN: Final = ("its result would still have to be combined over the ranks", 
 
 def _laid_out(step: Step) -> Step:
     """Lays out tensors of equal entries, which any sharding suits, like operands of their shape."""
-    known = {(x.local, x.global_shape): x for x in step.shards if ANY not in x.dims}
+    known = {_shapes(x): x for x in step.shards if ANY not in x.dims}
 
     def like(value: Any) -> Any:
         if isinstance(value, ShardedTensor) and ANY in value.dims:
-            return known.get((value.local, value.global_shape), value)
+            return known.get(_shapes(value), value)
         return [*map(like, value)] if isinstance(value, list | tuple) else value
 
     return replace(step, arguments={name: like(v) for name, v in step.arguments.items()})
+
+
+def _shapes(x: ShardedTensor) -> Hashable:
+    return tuple(map(exact, x.local)), tuple(map(exact, x.global_shape))
 
 
 def _is_mean(op: OpOverload, answer: str | None) -> bool:
