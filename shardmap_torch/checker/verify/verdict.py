@@ -146,7 +146,7 @@ def _as_step(call: Call, strictness: Strictness) -> Verdict | None:
     if not any(map(can_receive_gradient, leaves)):
         return None
     try:
-        verdict = _attempt(replace(call, leaves=_detached(call)), NONE, strictness)
+        verdict = attempt(replace(call, leaves=_detached(call)), NONE, strictness)
     except Exception:  # the first attempt has the error to show
         return None
     return verdict if verdict.takes_gradients else None
