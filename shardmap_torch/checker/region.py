@@ -1,6 +1,6 @@
 """`local_region`: per-rank code in a program that is otherwise compared with one device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
@@ -13,7 +13,7 @@ from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, StorageType, use_of
 from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix
+from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.ops.arguments import finest_spec
 from shardmap_torch.spec import P
@@ -93,8 +93,9 @@ def local_region(
             return f(*args, **kwargs)
         inputs, in_specs = _placed(name, in_types, args, "argument")
         observer = interpreter.observer
-        observer.on_region_start(name, inputs, in_specs)
-        interpreter.observer = UNOBSERVED
+        axes = _named_axes([*flatten(in_types)[0], *flatten(out_types)[0]])
+        inside = observer.on_region_start(name, inputs, in_specs, axes)
+        interpreter.observer = inside
         first = torch._C._autograd._get_sequence_nr()
         try:
             out = f(*args, **kwargs)
@@ -103,8 +104,13 @@ def local_region(
             # The declaration covers the backward as well.
             interpreter.regions.append(range(first, torch._C._autograd._get_sequence_nr()))
         outputs, out_specs = _placed(name, out_types, out, "result")
+        checked = set(interpreter.axes)
+        if inside is not UNOBSERVED:
+            checked &= axes  # what others shard is followed
+        elif observer is UNOBSERVED:
+            checked -= _varying(interpreter, inputs) - axes
         for tensor, spec in zip(outputs, out_specs, strict=True):
-            _check_result(interpreter, name, tensor, spec)
+            _check_result(interpreter, name, tensor, spec, checked)
         observer.on_region_end(name, outputs, out_specs)
         note_region(interpreter, name, inputs, outputs)
         return out
@@ -140,13 +146,34 @@ _ALLOWED: Mapping[str, frozenset[AxisType]] = {
 """Local types of a result that is sharded over an axis, a sum over it, or neither."""
 
 
-def _check_result(interpreter: Interpreter, name: str, tensor: Tensor, spec: P) -> None:
+def _named_axes(types: Sequence[Any]) -> frozenset[str]:
+    """The axes that the types of a region say something about."""
+    specs = [spec for spec in types if isinstance(spec, P)]
+    return frozenset(axis for spec in specs for axis in (*spec.mentioned, *spec.named))
+
+
+def _varying(interpreter: Interpreter, inputs: Sequence[Tensor]) -> set[str]:
+    """The axes over which some input is a shard or a pending sum."""
+    types = [interpreter.storage_type(interpreter.fakify(x)).types for x in inputs]
+    return {
+        axis
+        for each in types
+        for axis, axis_type in zip(interpreter.axes, each, strict=True)
+        if plain(axis_type) in (V, Partial)
+    }
+
+
+def _check_result(
+    interpreter: Interpreter, name: str, tensor: Tensor, spec: P, axes: Collection[str]
+) -> None:
     tensor = interpreter.fakify(tensor)
     promised = spec.types
     for axis, axis_type in zip(
         interpreter.axes, interpreter.storage_type(tensor).types, strict=True
     ):
         expected = promised[axis].kind if axis in promised else "I"
+        if axis not in axes:
+            continue
         if interpreter.mesh.shape[axis] > 1 and plain(axis_type) not in _ALLOWED.get(
             expected, _ALLOWED["I"]
         ):

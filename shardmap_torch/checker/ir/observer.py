@@ -104,9 +104,12 @@ class Observer:
         """Observes a Python value read from tensors."""
         self.on_step(f"{VALUE} {name}", {"tensors": tensors}, [])
 
-    def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
-        """Observes the start of per-rank code, whose steps are not observed."""
+    def on_region_start(
+        self, name: str, inputs: Sequence[Tensor], specs: Sequence[P], axes: frozenset[str]
+    ) -> "Observer":
+        """Per-rank code begins, whose types name `axes`; returns what observes it."""
         self.on_step(f"{REGION} {name}", {"inputs": inputs}, [])
+        return UNOBSERVED
 
     def on_region_end(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Observes the end of per-rank code."""

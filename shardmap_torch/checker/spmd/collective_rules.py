@@ -21,7 +21,7 @@ Axes: TypeAlias = tuple[str, ...]
 _USE: Final = {"R": "leave it R, as all_gather(..., dst=R) and to='reduced' in lax do"}
 
 State: TypeAlias = tuple[tuple[Dim, ...], frozenset[str]]
-"""How the dims are sharded, and the axes over which the value is a pending sum."""
+"""The shards of the dims, and the axes over which the value is a pending sum."""
 
 _WRAP: Final = "wrap code that is per-rank by nature in local_region(f, in_types, out_types)."
 

@@ -29,6 +29,7 @@ from shardmap_torch.checker.ir.observer import (
     LITERAL,
     REGION,
     RESULT,
+    UNOBSERVED,
     VALUE,
     Observer,
     made_by,
@@ -39,7 +40,7 @@ from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, differing, shown
 from shardmap_torch.checker.spmd.collective_rules import Move, after
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
-from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
+from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import propagate
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
@@ -63,12 +64,15 @@ Named = Sequence[tuple[str, Tensor]]
 class Relation(Observer):
     """Compares each step of the ranks' program with the recorded one-device program."""
 
-    def __init__(self, interpreter: Interpreter, one: Recorder) -> None:
-        """Starts at the first step of `one`, the record of the same body on one device."""
+    def __init__(
+        self, interpreter: Interpreter, one: Recorder, without: frozenset[str] = NO_AXES
+    ) -> None:
+        """`one` has recorded the same body on one device, but for the axes `without`."""
         super().__init__()
         self._interpreter, self._one = interpreter, one
         self._alignment = Alignment(one)
-        self._notes = Notes(interpreter, self._alignment)
+        self._notes = Notes(interpreter, self._alignment, without)
+        self._inside: list[Observer] = []
         self._gradients = Gradients(self._notes)
         self._inputs = iter(one.inputs)
 
@@ -135,23 +139,45 @@ class Relation(Observer):
                 for tensor, ref in zip(tensors, refs, strict=True):
                     self._notes.require(tensor, ref, P())
 
-    def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
-        """Requires that the arguments of per-rank code are sharded as it declares."""
+    def on_region_start(
+        self, name: str, inputs: Sequence[Tensor], specs: Sequence[P], axes: frozenset[str]
+    ) -> Observer:
+        """The arguments of per-rank code must be cut as it declares."""
+        inside = UNOBSERVED
         with self._judged(f"{REGION} {name}", [("argument", x) for x in inputs]) as live:
             if live:
                 refs = self._take(f"{REGION} {name}").arguments["inputs"]
-                for tensor, ref, spec in zip(inputs, refs, specs, strict=True):
-                    self._notes.require(tensor, ref, spec)
+                inside = self._follow_region(inputs, refs, specs, axes)
+        self._inside.append(inside)
+        return inside
+
+    def _follow_region(
+        self,
+        inputs: Sequence[Tensor],
+        refs: Sequence[Ref],
+        specs: Sequence[P],
+        axes: frozenset[str],
+    ) -> Observer:
+        """Requires what a region declares, and returns what follows its steps."""
+        for tensor, ref, spec in zip(inputs, refs, specs, strict=True):
+            self._notes.require(tensor, ref, spec)
+        return UNOBSERVED
 
     def on_region_end(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
-        """Lays out the results of per-rank code as it promises."""
+        """Its results are cut as it promises."""
+        inside = self._inside.pop()
         with self._judged(f"{REGION} {name}", [("result", y) for y in outputs]) as live:
             if live:
                 results = self._take(f"the end of {REGION} {name}").results
-                for tensor, (number, global_shape), spec in zip(
-                    outputs, results, specs, strict=True
-                ):
-                    self._notes.place(tensor, number, global_shape, spec)
+                places = zip(outputs, results, specs, strict=True)
+                self._place_results(inside, list(places))
+
+    def _place_results(
+        self, inside: Observer, places: Sequence[tuple[Tensor, tuple[int, Shape], P]]
+    ) -> None:
+        """Notes the results of a region, which `inside` has followed."""
+        for tensor, (number, global_shape), spec in places:
+            self._notes.place(tensor, number, global_shape, spec)
 
     def on_result(self, path: str, value: Tensor, spec: P) -> None:
         """Requires that a result is sharded as its spec says."""

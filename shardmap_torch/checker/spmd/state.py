@@ -34,13 +34,15 @@ class _Note:
 class Notes:
     """The layout of each tensor, and the pending sums of each storage, which views share."""
 
-    def __init__(self, interpreter: Interpreter, alignment: Alignment) -> None:
-        """Starts with nothing known."""
+    def __init__(
+        self, interpreter: Interpreter, alignment: Alignment, without: Axes = NO_AXES
+    ) -> None:
+        """Nothing is known; the axes `without` are left out."""
         self._interpreter, self._alignment = interpreter, alignment
         self.sizes: Mapping[str, int] = {
             axis: interpreter.mesh.shape[axis]
             for axis in interpreter.mesh.axis_names
-            if interpreter.mesh.shape[axis] > 1
+            if interpreter.mesh.shape[axis] > 1 and axis not in without
         }
         self._on = frozenset(self.sizes)
         self._book: TensorMap[_Note] = TensorMap()
@@ -60,7 +62,7 @@ class Notes:
         self.note(
             tensor,
             number,
-            fitted(self._dims(spec, global_shape), tuple(tensor.shape), global_shape),
+            fitted(self.dims(spec, global_shape), tuple(tensor.shape), global_shape),
         )
         self.set_sums(tensor, Sums(spec.partial))
 
@@ -92,7 +94,7 @@ class Notes:
         shard = self.find(tensor, ref, "it")
         self.reject_unfinished(tensor)
         self._require_sums(tensor, spec)
-        wanted = self._dims(spec, shard.global_shape)
+        wanted = self.dims(spec, shard.global_shape)
         for dim, (have, want) in enumerate(zip(shard.dims, wanted, strict=True)):
             if have not in (want, ANY):
                 raise UnrelatedError(
@@ -114,8 +116,8 @@ class Notes:
                 f"over {min(want - have)!r} it is not a pending sum, as {spec!r} promises"
             )
 
-    def _dims(self, spec: P, global_shape: Shape) -> tuple[Dim, ...]:
-        """Returns how a spec shards each dim, without axes of one rank."""
+    def dims(self, spec: P, global_shape: Shape) -> tuple[Dim, ...]:
+        """The cuts of a spec, without axes of one rank."""
         cuts = dict(spec.sharded_dims)
         return tuple(
             sharded_dim(

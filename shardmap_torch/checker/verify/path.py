@@ -14,6 +14,7 @@ from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
 from shardmap_torch.checker.interpreter.state import is_real
+from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
 from shardmap_torch.checker.ir.own_functions import own_nodes
 from shardmap_torch.checker.ir.paths import Branches, format_branches
@@ -22,9 +23,14 @@ from shardmap_torch.checker.ir.repairs import Repair
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules import distributed_calls
-from shardmap_torch.checker.spmd.equivalence import Relation
 from shardmap_torch.checker.spmd.recorder import Recorder
 from shardmap_torch.checker.spmd.reference import OneDevice
+from shardmap_torch.checker.spmd.regions import (
+    ProgramRelation,
+    RecordNeededError,
+    Records,
+    RegionRecorder,
+)
 from shardmap_torch.checker.verify.backward import PullBack, record_backward
 from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape, local_shape
 from shardmap_torch.checker.verify.merge import is_raised_by_body
@@ -67,14 +73,15 @@ def go(this: Round, branches: Branches) -> PathOutcome:
     """Verifies one path, a second time with another type of K results if the first fails."""
     is_global = this.strictness == "global"
     one = _on_one_device(this, branches.again()) if is_global else None
+    records = Records(lambda axes: _record_regions(this, branches.again(), axes))
     try:
         try:
-            return _Verification(this, branches, K, one).run()
+            return _verify(this, branches, K, one, records)
         except _RetryError as retry:
             try:
                 # A result that is K is seeded as P where I does not type.
                 branches.start()
-                return _Verification(this, branches, R, one).run()
+                return _verify(this, branches, R, one, records)
             except ShardTypeError:
                 raise retry.error from None
     except ShardTypeError as error:
@@ -84,21 +91,53 @@ def go(this: Round, branches: Branches) -> PathOutcome:
         branches.end()
 
 
-def _on_one_device(round_: Round, branches: Branches) -> OneDevice:
-    """Interprets the same path where every axis has one rank."""
-    call = round_.call
-    names, ones = call.mesh.axis_names, (1,) * len(call.mesh.axis_sizes)
-    mesh = Mesh(names, ones, "abstract", call.mesh.device, aliases=call.mesh.aliases)
+def _verify(
+    this: Round,
+    branches: Branches,
+    uncommitted: AxisType,
+    one: OneDevice | None,
+    records: Records,
+) -> PathOutcome:
+    """Verifies once, after what regions need has been recorded."""
+    while True:
+        try:
+            return _Verification(this, branches, uncommitted, one, records).run()
+        except RecordNeededError as needed:
+            records.add(needed.axes)
+            branches.start()
+
+
+def _on_one_device(this: Round, branches: Branches) -> OneDevice:
+    """Goes the same way where every axis has one rank."""
     steps = Recorder()
-    failure: Exception | None = None
-    alone = replace(call, mesh=mesh)
-    this = Round(alone, round_.repair, "local", readings=round_.readings, sizes=round_.sizes)
-    verification = _Verification(this, branches, K, None)
-    try:
-        verification.record(steps)
-    except Exception as error:  # the user's code may raise anything
-        failure = error
+    verification, failure = _record(this, branches, steps, frozenset())
     return OneDevice(steps, branches.taken, verification.numbers, failure)
+
+
+def _record_regions(
+    this: Round, branches: Branches, axes: frozenset[str]
+) -> tuple[RegionRecorder, Exception | None]:
+    """Goes the same way where only these axes have several ranks, for the steps of regions."""
+    regions = RegionRecorder()
+    _, failure = _record(this, branches, regions, axes)
+    return regions, failure
+
+
+def _record(
+    this: Round, branches: Branches, observer: Observer, axes: frozenset[str]
+) -> tuple["_Verification", Exception | None]:
+    """Shows an observer the forward where all axes but these have one rank."""
+    whole = this.call.mesh
+    sizes = tuple(whole.shape[axis] if axis in axes else 1 for axis in whole.axis_names)
+    mesh = Mesh(whole.axis_names, sizes, "abstract", whole.device, aliases=whole.aliases)
+    call = replace(this.call, mesh=mesh)
+    alone = Round(call, this.repair, "local", readings=this.readings, sizes=this.sizes)
+    verification = _Verification(alone, branches, K, None)
+    try:
+        verification.record(observer)
+    except Exception as error:  # the user's code may raise anything
+        return verification, error
+    return verification, None
 
 
 class _RetryError(Exception):
@@ -131,7 +170,12 @@ class _Verification:
     """
 
     def __init__(
-        self, this: Round, branches: Branches, uncommitted: AxisType, one: OneDevice | None
+        self,
+        this: Round,
+        branches: Branches,
+        uncommitted: AxisType,
+        one: OneDevice | None,
+        records: Records | None = None,
     ) -> None:
         call = this.call
         self._this, self._call = this, call
@@ -140,8 +184,8 @@ class _Verification:
         self._interpreter = Interpreter(call.name, call.mesh, branches, this.repair, env)
         self._uncommitted = Uncommitted(self._interpreter, uncommitted)
         self._inner = Inner(self._interpreter, self._uncommitted)
-        if one is not None and one.failure is None:
-            self._interpreter.observer = Relation(self._interpreter, one.steps)
+        if one is not None and records is not None and one.failure is None:
+            self._interpreter.observer = ProgramRelation(self._interpreter, one.steps, records)
         self._backend = AbstractBackend(self._interpreter, this.repair, this.readings)
 
     @property
@@ -176,8 +220,8 @@ class _Verification:
             self._one.require(self._call.name, self._branches.taken, self.numbers)
         return self._outcome(result, exits_, back)
 
-    def record(self, steps: Recorder) -> None:
-        """Interprets the forward, and records its steps, also those of the user's own backwards.
+    def record(self, steps: Observer) -> None:
+        """Interprets the forward, and notes its steps, also those of backwards of the user's own.
 
         The backward that autograd derives is interpreted only where there is such code in it.
         """
