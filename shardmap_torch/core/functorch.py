@@ -26,3 +26,27 @@ def can_receive_gradient(value: Any) -> bool:
         if torch.compiler.is_dynamo_compiling() or not functorch.is_functorch_wrapped_tensor(value):
             return False
         value = functorch.get_unwrapped(value)
+
+
+def dims_of(tensor: Tensor) -> tuple[list[int], dict[int, int]]:
+    """Finds a tensor's dims in the tensor under all transforms.
+
+    Returns:
+        For each dim its dim there, and for the level of each vmap the dim that it batches there.
+
+    Example:
+        >>> found = []
+        >>> def note(x):
+        ...     found.append(dims_of(x))
+        ...     return x
+        >>> _ = torch.func.vmap(note, in_dims=1)(torch.zeros(2, 3, 4))
+        >>> found
+        [([0, 2], {1: 1})]
+    """
+    functorch = torch._C._functorch
+    if not functorch.is_functorch_wrapped_tensor(tensor):
+        return list(range(tensor.ndim)), {}
+    dims, levels = dims_of(functorch.get_unwrapped(tensor))
+    if functorch.is_batchedtensor(tensor):
+        levels[functorch.maybe_get_level(tensor)] = dims.pop(functorch.maybe_get_bdim(tensor))
+    return dims, levels

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.ir.repairs import Place
 from shardmap_torch.checker.rules.infer import Types
@@ -20,7 +21,7 @@ from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.functorch import base_of, dims_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.types import COTANGENT, I, K, Partial, R, V, Z
 
@@ -110,12 +111,21 @@ def _summed(types: Types, gradient: Types) -> Types:
     )
 
 
+def _is_of_each(interpreter: Interpreter, operand: Tensor, gradient: Tensor) -> bool:
+    """Returns whether a vmap batches a gradient and not its value, as per-sample gradients.
+
+    What it batches may be sharded or not. Global strictness knows, and sums what is to be summed.
+    """
+    batched = dims_of(gradient)[1].keys() - dims_of(operand)[1].keys()
+    return bool(batched) and interpreter.observer is not UNOBSERVED
+
+
 def _handed_over(
     interpreter: Interpreter, operand: Tensor, gradient: Tensor, place: Place
 ) -> Tensor:
     storage_type = interpreter.storage_type(gradient)
     types = _summed(interpreter.storage_type(operand).types, storage_type.types)
-    if types == storage_type.types:
+    if types == storage_type.types or _is_of_each(interpreter, operand, gradient):
         return gradient
     with interpreter.paused():
         handed_over = gradient.clone()

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from shardmap_torch.checker.rules.infer import writes_of
 from shardmap_torch.checker.rules.registry import functional
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.spec import P
 
@@ -154,8 +155,8 @@ def made_by(op: OpOverload, arguments: Mapping[str, Any], out: Any) -> Sequence[
     ]
 
 
-def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
+def _given(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [base_of(tensor) for tensor in tensors if tensor is not None]
 
 
 def tensors_in(value: Tree) -> Sequence[Tensor]:

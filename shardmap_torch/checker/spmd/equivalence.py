@@ -55,6 +55,7 @@ from shardmap_torch.checker.spmd.sums import (
 )
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.functorch import dims_of
 from shardmap_torch.spec import P
 from shardmap_torch.types import Partial, V
 
@@ -146,6 +147,8 @@ class Relation(Observer):
         inside = UNOBSERVED
         with self._judged(f"{REGION} {name}", [("argument", x) for x in inputs]) as live:
             if live:
+                if any(dims_of(x)[1] for x in inputs):
+                    raise UnrelatedError("its types say nothing about what a vmap batches")
                 refs = self._take(f"{REGION} {name}").arguments["inputs"]
                 inside = self._follow_region(inputs, refs, specs, axes)
         self._inside.append(inside)

@@ -5,10 +5,18 @@ from typing import Final
 
 from torch import Tensor
 
-from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
+from shardmap_torch.checker.spmd.layout import (
+    ANY,
+    Dim,
+    Shape,
+    ShardedTensor,
+    UnrelatedError,
+    fitted,
+)
 from shardmap_torch.checker.spmd.recorder import Event, Ref
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums, common_scale, reject_scaled
+from shardmap_torch.core.functorch import base_of, dims_of
 from shardmap_torch.types import Partial, V
 
 WRAP: Final = (
@@ -53,13 +61,30 @@ class Gradients:
         for operand, gradient, ref, old in zip(operands, gradients, refs, olds, strict=True):
             if gradient is not None:
                 shard = self._notes.find(operand, ref, "what it is the gradient of")
-                self._note(shard, operand, gradient, next(found)[0], scale, old)
+                number, shape = next(found)
+                shard = self._batched_like(shard, operand, gradient, shape)
+                self._note(shard, operand, gradient, number, scale, old)
+
+    def _batched_like(
+        self, shard: ShardedTensor, operand: Tensor, gradient: Tensor, shape: Shape
+    ) -> ShardedTensor:
+        """Lays out a gradient like its value, and what a vmap batches like what it is of."""
+        (own, levels), (mine, batched) = dims_of(operand), dims_of(gradient)
+        dims: dict[int, Dim] = {to: shard.dims[at] for at, to in zip(own, mine, strict=True)}
+        for level, at in batched.items():
+            found = shard.dims[levels[level]] if level in levels else self._batched.get(level)
+            if found is None:
+                raise UnrelatedError("nothing is known about how what a vmap batches is sharded")
+            dims[at] = found
+        local = tuple(base_of(gradient).shape)
+        return fitted([dims[at] for at in range(len(local))], local, shape)
 
     def _check_seeds(
         self, event: Event, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]
     ) -> Sums:
         """Returns the multiple of the gradient that a backward from these outputs gives."""
         scales = []
+        self._batched: dict[int, Dim] = {}  # by the level of a vmap
         refs = zip(event.arguments["outputs"], event.arguments["seeds"], strict=True)
         for output, seed, (ref, seed_ref) in zip(outputs, seeds, refs, strict=True):
             self._notes.reject_loose(output)
@@ -69,9 +94,15 @@ class Gradients:
                 raise UnrelatedError("a cotangent is given in one program only")
             if seed is not None:
                 self._notes.reject_unfinished(seed)
-                same = self._notes.find(seed, seed_ref, "the cotangent").dims == shard.dims
+                given = self._notes.find(seed, seed_ref, "the cotangent")
+                (own, levels), (mine, batched) = dims_of(output), dims_of(seed)
+                pairs = [*zip(own, mine, strict=True)]
+                pairs += [(levels[each], batched[each]) for each in levels if each in batched]
+                same = all(shard.dims[at] == given.dims[to] for at, to in pairs)
                 if not same or self._notes.sums(seed).partial:
                     raise UnrelatedError("the cotangent is not sharded like its value")
+                self._batched.update({each: given.dims[at] for each, at in batched.items()})
+            self._batched.update({e: shard.dims[at] for e, at in dims_of(output)[1].items()})
             scales.append(sums)
         if any(each.scale == 1 for each in scales) and any(each.scale != 1 for each in scales):
             for each in scales:
@@ -96,9 +127,7 @@ class Gradients:
         partial = frozenset(parts) - frozenset(shard.axes)
         made = Sums(partial).scaled(scale.scale, scale.means, scale.cause)
         self._check_before(shard, made, *old)
-        self._notes.note(
-            gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
-        )
+        self._notes.note(gradient, number, shard)
         self._notes.set_sums(gradient, made)
 
     def _check_before(

@@ -6,7 +6,7 @@ several ranks: each value must be a shard, or a pending sum, of its value there.
 written for one axis serves programs with more, if it treats their shards as it would treat all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -253,15 +253,24 @@ def _gathered(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequenc
 
 
 def _rearranged(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
+    return _along(collective, {collective.dim}, x, shape)
+
+
+def _exchanged(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
+    return _along(collective, {collective.dim, collective.concat_dim}, x, shape)
+
+
+def _along(
+    collective: Collective, dims: Collection[int], x: ShardedTensor, shape: Shape
+) -> Sequence[Dim]:
     """What is done along dims that no other axis shards."""
     _require_even(collective)
     if not collective.tiled:
         raise UnrelatedError("it makes or takes a dim with one entry per rank", "use tiled=True.")
-    touched = {collective.dim, collective.concat_dim}
-    for at in touched & set(range(len(x.dims))):
+    for at in dims:
         if x.dims[at] == ANY or axes_of(x.dims[at]):
             raise UnrelatedError(f"it goes along dim {at}, which is {in_words(x.dims[at])}")
-    return [unsharded(shape[at]) if at in touched else dim for at, dim in enumerate(x.dims)]
+    return [unsharded(shape[at]) if at in dims else dim for at, dim in enumerate(x.dims)]
 
 
 def _require_even(collective: Collective) -> None:
@@ -272,7 +281,8 @@ def _require_even(collective: Collective) -> None:
 _MOVED: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "gather": _gathered,
-        **dict.fromkeys(("sum_scatter", "slice", "pad", "exchange"), _rearranged),
+        "exchange": _exchanged,
+        **dict.fromkeys(("sum_scatter", "slice", "pad"), _rearranged),
     }
 )
-"""What becomes of the layout over other axes; elsewhere it is kept."""
+"""Changes of the layout over other axes; elsewhere it is kept."""

@@ -1,0 +1,117 @@
+"""Gradients that a body takes in a vmap, under check="global", against one device."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+from torch import Tensor
+from torch.func import grad, jacrev, vmap
+
+from shardmap_torch import I, P, ShardTypeError, all_reduce, check_program, shard_map
+from tests.checker.support.one_device import RANKS, assert_is_one_device, numbers
+
+Body = Callable[..., Tensor]
+
+W: Final = numbers(6, 4)
+X: Final = numbers(4, 6)
+SCALES: Final = numbers(3)
+
+
+def loss(w: Tensor, x: Tensor) -> Tensor:
+    return (x @ w).tanh().square().sum()
+
+
+def each(w: Tensor, x: Tensor) -> Tensor:
+    """Computes the gradient of each sample."""
+    found: Tensor = vmap(grad(loss), (None, 0))(w, x)
+    return found
+
+
+def clipped(w: Tensor, x: Tensor) -> Tensor:
+    """Clips the gradient of each sample, as private training does, before it sums them."""
+    found = each(w, x)
+    norms = found.flatten(1).norm(dim=1)[:, None, None]
+    total: Tensor = all_reduce((found / (1 + norms)).sum(0), "a", dst=I)
+    return total
+
+
+def of_scales(w: Tensor, x: Tensor, scales: Tensor) -> Tensor:
+    """Computes one gradient for each scale, of which each rank has an addend."""
+    found: Tensor = vmap(lambda s: grad(loss)(w, s * x))(scales)
+    return found
+
+
+def jacobian(w: Tensor) -> Tensor:
+    found: Tensor = jacrev(lambda w: w.square().sum(0))(w)
+    return found
+
+
+RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
+    "of samples": (each, (W, X), (P(), P("a")), P("a")),
+    "clipped": (clipped, (W, X), (P(), P("a")), P()),
+    "of columns": (each, (W, X), (P(None, "a"), P("b")), P("b", None, "a")),
+    "of each sample itself": (
+        lambda w, x: vmap(grad(loss, 1), (None, 0))(w, x),
+        (W, X),
+        (P(), P("a")),
+        P("a"),
+    ),
+    "of scales": (
+        lambda w, x, s: all_reduce(of_scales(w, x, s), "a", dst=I),
+        (W, X, SCALES),
+        (P(), P("a"), P()),
+        P(),
+    ),
+    "jacobian": (jacobian, (W,), (P(),), P()),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_gradients_in_a_vmap_are_those_of_one_device(name: str) -> None:
+    assert_is_one_device(*RIGHT[name])
+
+
+WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
+    "a mean of a shard's samples": (
+        lambda w, x: all_reduce(each(w, x).mean(0), "a", dst=I),
+        (W, X),
+        (P(), P("a")),
+        P(),
+        "sum of the means of all parts",
+    ),
+    "the sum left out": (
+        lambda w, x: each(w, x).sum(0),
+        (W, X),
+        (P(), P("a")),
+        P(),
+        "pending sum|varies over it",
+    ),
+    "the square of addends": (
+        lambda w, x, s: all_reduce(of_scales(w, x, s).square(), "a", dst=I),
+        (W, X, SCALES),
+        (P(), P("a"), P()),
+        P(),
+        "an operand is a pending sum",
+    ),
+    "the norm of all samples of a shard": (
+        lambda w, x: each(w, x) / each(w, x).norm(),
+        (W, X),
+        (P(), P("a")),
+        P("a"),
+        "on one device|still have to be combined",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_gradients_in_a_vmap_that_are_others_on_one_device_are_refused(name: str) -> None:
+    body, args, in_specs, out_specs, text = WRONG[name]
+    mapped = shard_map(body, mesh=RANKS, in_specs=in_specs, out_specs=out_specs, check="global")
+    with pytest.raises(ShardTypeError, match=text):
+        check_program(mapped, *args)
+
+
+def test_local_strictness_takes_them_for_addends() -> None:
+    mapped = shard_map(clipped, mesh=RANKS, in_specs=(P(), P("a")), out_specs=P())
+    with pytest.raises(ShardTypeError, match="norm over axis 'a' of Partial"):
+        check_program(mapped, W, X)

@@ -1,0 +1,220 @@
+"""Regions beside axes that their types do not name: followed, and held against one device."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_index,
+    axis_size,
+    check_program,
+    local_region,
+    ppermute,
+    reduce_scatter,
+    shard_map,
+)
+from tests.checker.support.one_device import RANKS, assert_is_one_device, numbers
+
+Body = Callable[..., Tensor]
+
+IDS: Final = torch.tensor([[0, 5, 2], [3, 1, 7], [4, 4, 0], [6, 2, 1]])
+TABLE: Final = numbers(8, 4)
+X: Final = numbers(4, 6, 8)
+ROWS: Final = P(None, "b")
+
+
+def region(in_types: Any, out_types: Any = ROWS) -> Callable[[Body], Body]:
+    return lambda f: local_region(f, in_types=in_types, out_types=out_types)
+
+
+@region((P(), P("b")), P(partial={"b"}))
+def rows(ids: Tensor, table: Tensor) -> Tensor:
+    own = ids - axis_index("b") * table.shape[0]
+    inside = (own >= 0) & (own < table.shape[0])
+    return table[own * inside] * inside.unsqueeze(-1)
+
+
+def looked_up(ids: Tensor, table: Tensor) -> Tensor:
+    return all_reduce(rows(ids, table), "b", dst=I)
+
+
+@region((P(None, None, "b"),), P(None, None, "b"))
+def softmax(x: Tensor) -> Tensor:
+    x = x - all_reduce(x.detach().amax(-1, keepdim=True), "b", dst=R, op="max")
+    return x.exp() / all_reduce(x.exp().sum(-1, keepdim=True), "b", dst=R)
+
+
+@region((ROWS,))
+def from_the_rank_before(x: Tensor) -> Tensor:
+    """Rolls a sharded dim by one: what leaves a rank enters the next."""
+    count = axis_size("b")
+    last = ppermute(x[:, -1:], "b", [(i, (i + 1) % count) for i in range(count)])
+    return torch.cat([last, x[:, :-1]], 1)
+
+
+@region((ROWS,))
+def gathered_and_taken(x: Tensor) -> Tensor:
+    every = all_gather(x, "b", dim=1, dst=R)
+    return every.narrow(1, axis_index("b") * x.shape[1], x.shape[1]) * every.sum(1, keepdim=True)
+
+
+@region((P(None, "b"),), P(None, "b"))
+def exchanged(x: Tensor) -> Tensor:
+    y = all_to_all(x, "b", split_dim=2, concat_dim=1).cumsum(1)
+    return all_to_all(y, "b", split_dim=1, concat_dim=2)
+
+
+@region((ROWS,), P(None, "b"))
+def scattered(x: Tensor) -> Tensor:
+    total = reduce_scatter(all_gather(x, "b", dim=1, dst=R) * (axis_index("b") + 1.0), "b", dim=1)
+    count = axis_size("b")
+    return total * 2 / (count * (count + 1.0))
+
+
+@region((P(None, None, "b"),), P(None, None, "b"))
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+def merged_batch(x: Tensor) -> Tensor:
+    y: Tensor = merged(x).unflatten(0, (x.shape[0], -1))
+    return y
+
+
+@region((P(),), P())
+def merged(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).sin()
+
+
+RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
+    "a lookup of a batch": (looked_up, (IDS, TABLE), (P("a"), P("b")), P("a")),
+    "a lookup of columns": (looked_up, (IDS, TABLE), (P(), P("b", "a")), P(None, None, "a")),
+    "a softmax": (softmax, (X,), (P("a", None, "b"),), P("a", None, "b")),
+    "a roll": (from_the_rank_before, (X,), (P("a", "b"),), P("a", "b")),
+    "a roll beside columns": (from_the_rank_before, (X,), (P(None, "b", "a"),), P(None, "b", "a")),
+    "a gather": (gathered_and_taken, (X,), (P("a", "b"),), P("a", "b")),
+    "an exchange": (exchanged, (X,), (P("a", "b"),), P("a", "b")),
+    "a scatter": (scattered, (X,), (P("a", "b"),), P("a", "b")),
+    "a dim that both shard": (
+        squared,
+        (X,),
+        (P(None, None, ("b", "a")),),
+        P(None, None, ("b", "a")),
+    ),
+    "dims that are merged": (merged_batch, (X,), (P("a"),), P("a")),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_region_serves_programs_with_another_axis(name: str) -> None:
+    assert_is_one_device(*RIGHT[name])
+
+
+def test_a_region_leaves_a_sum_over_another_axis() -> None:
+    @region((ROWS,), P("b"))
+    def total(x: Tensor) -> Tensor:
+        return x.sum(0) * (axis_index("b") * 0 + 1)
+
+    def body(x: Tensor) -> Tensor:
+        return all_reduce(total(x), "a", dst=I)
+
+    assert_is_one_device(body, (X,), (P("a", "b"),), P("b"))
+    mapped = shard_map(total, mesh=RANKS, in_specs=(P("a", "b"),), out_specs=P("b"), check="global")
+    with pytest.raises(ShardTypeError, match="promises one value on all ranks of 'a'"):
+        check_program(mapped, X)
+
+
+def centred(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+def flipped(x: Tensor) -> Tensor:
+    return x.flip(0)
+
+
+def numbered(x: Tensor) -> Tensor:
+    return x + torch.arange(x.shape[0], dtype=x.dtype)[:, None, None]
+
+
+def by_another_rank(x: Tensor) -> Tensor:
+    return x * (axis_index("a") + 1.0)
+
+
+def sum_squared(x: Tensor) -> Tensor:
+    return x.sum(0, keepdim=True).square().expand_as(x)
+
+
+def by_size(x: Tensor) -> Tensor:
+    return x / x.shape[0]
+
+
+def over_both(x: Tensor) -> Tensor:
+    return x + all_reduce(x.detach().amax(), ("a", "b"), dst=R, op="max")
+
+
+def gathered_batch(x: Tensor) -> Tensor:
+    return all_to_all(all_to_all(x, "b", split_dim=0, concat_dim=1), "b", split_dim=0, concat_dim=1)
+
+
+WRONG: Final[dict[str, tuple[Body, str]]] = {
+    "a mean of a batch": (centred, "on one device|in one operand"),
+    "a batch in reverse": (flipped, "flip is not what it is on one device"),
+    "positions in a batch": (numbered, "counts the entries that a rank has"),
+    "the index of another axis": (by_another_rank, "over 'a' every rank has a value of its own"),
+    "the square of a part of a sum": (sum_squared, "pending sum"),
+    "the size of a shard": (
+        by_size,
+        "is 2 on a rank and 4 on one device|multiple|times that value",
+    ),
+    "a collective over both axes": (over_both, "over axes that the region names, and others|'a'"),
+    "an exchange of the batch": (gathered_batch, "goes along dim 0, which is sharded over 'a'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_region_that_mixes_what_another_axis_shards_is_refused(name: str) -> None:
+    body, text = WRONG[name]
+    mapped = shard_map(
+        region((ROWS,))(body),
+        mesh=RANKS,
+        in_specs=(P("a", "b"),),
+        out_specs=P("a", "b"),
+        check="global",
+    )
+    with pytest.raises(ShardTypeError, match=text):
+        check_program(mapped, X)
+
+
+@pytest.mark.parametrize("spec", [P(("a", "b")), P("a", invariant={"b"})])
+def test_an_argument_is_sharded_first_over_the_axes_that_its_type_names(spec: P) -> None:
+    mapped = shard_map(
+        local_region(torch.sin, in_types=(P("b"),), out_types=P("b")),
+        mesh=RANKS,
+        in_specs=(spec,),
+        out_specs=spec,
+        check="global",
+    )
+    with pytest.raises(ShardTypeError, match="and P\\('b'\\) promises"):
+        check_program(mapped, X)
+
+
+def test_an_axis_that_a_type_names_is_not_passed_through() -> None:
+    mapped = shard_map(
+        local_region(torch.sin, in_types=(P("b", invariant={"a"}),), out_types=P("b")),
+        mesh=RANKS,
+        in_specs=(P("b", "a"),),
+        out_specs=P("b", "a"),
+        check="global",
+    )
+    with pytest.raises(ShardTypeError, match="dim 1 is sharded over 'a'"):
+        check_program(mapped, X)
