@@ -51,7 +51,9 @@ def local_region(
     Args:
         f: the function, which takes and returns pytrees of tensors; other leaves are not checked.
         in_types: one `P` per positional argument, each a pytree prefix of it: how it must be
-            sharded over all axes, `partial=` included; None for leaves that are no tensors.
+            sharded over the axes that the types name, `partial=` included; None for what is no
+            tensor. What other axes shard is followed through the steps of `f`, and must be
+            treated as if it were not sharded.
         out_types: the same for the result.
 
     Returns:
