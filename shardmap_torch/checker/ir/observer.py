@@ -155,7 +155,7 @@ def made_by(op: OpOverload, arguments: Mapping[str, Any], out: Any) -> Sequence[
     ]
 
 
-def _given(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [base_of(tensor) for tensor in tensors if tensor is not None]
 
 
