@@ -149,13 +149,13 @@ _ALLOWED: Mapping[str, frozenset[AxisType]] = {
 
 
 def _named_axes(types: Sequence[Any]) -> frozenset[str]:
-    """The axes that the types of a region say something about."""
+    """Returns the axes that the types of a region say something about."""
     specs = [spec for spec in types if isinstance(spec, P)]
     return frozenset(axis for spec in specs for axis in (*spec.mentioned, *spec.named))
 
 
 def _varying(interpreter: Interpreter, inputs: Sequence[Tensor]) -> set[str]:
-    """The axes over which some input is a shard or a pending sum."""
+    """Returns the axes over which some input is a shard or a pending sum."""
     types = [interpreter.storage_type(interpreter.fakify(x)).types for x in inputs]
     return {
         axis

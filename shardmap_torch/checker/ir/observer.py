@@ -108,7 +108,7 @@ class Observer:
     def on_region_start(
         self, name: str, inputs: Sequence[Tensor], specs: Sequence[P], axes: frozenset[str]
     ) -> "Observer":
-        """Per-rank code begins, whose types name `axes`; returns what observes it."""
+        """Observes the start of per-rank code, whose types name `axes`; returns its observer."""
         self.on_step(f"{REGION} {name}", {"inputs": inputs}, [])
         return UNOBSERVED
 

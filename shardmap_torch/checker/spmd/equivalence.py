@@ -68,7 +68,13 @@ class Relation(Observer):
     def __init__(
         self, interpreter: Interpreter, one: Recorder, without: frozenset[str] = NO_AXES
     ) -> None:
-        """`one` has recorded the same body on one device, but for the axes `without`."""
+        """Starts at the first step of `one`, the record of the body with one rank on other axes.
+
+        Args:
+            interpreter: interprets the ranks' program.
+            one: the record of the body on one device, or with the ranks of `without` alone.
+            without: the axes over which nothing is related.
+        """
         super().__init__()
         self._interpreter, self._one = interpreter, one
         self._alignment = Alignment(one)
@@ -143,7 +149,7 @@ class Relation(Observer):
     def on_region_start(
         self, name: str, inputs: Sequence[Tensor], specs: Sequence[P], axes: frozenset[str]
     ) -> Observer:
-        """The arguments of per-rank code must be cut as it declares."""
+        """Requires that the arguments of per-rank code are sharded as it declares."""
         inside = UNOBSERVED
         with self._judged(f"{REGION} {name}", [("argument", x) for x in inputs]) as live:
             if live:
@@ -167,7 +173,7 @@ class Relation(Observer):
         return UNOBSERVED
 
     def on_region_end(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
-        """Its results are cut as it promises."""
+        """Lays out the results of per-rank code as it promises."""
         inside = self._inside.pop()
         with self._judged(f"{REGION} {name}", [("result", y) for y in outputs]) as live:
             if live:

@@ -47,14 +47,14 @@ class RegionRecorder(Observer):
     judges = False
 
     def __init__(self) -> None:
-        """No region has begun."""
+        """Starts before the first region."""
         super().__init__()
         self.regions: list[Recorder] = []
 
     def on_region_start(
         self, name: str, inputs: Sequence[Tensor], specs: Sequence[P], axes: Axes
     ) -> Observer:
-        """Begins a record of its own."""
+        """Begins a record of the region."""
         if self.is_ignored:
             return UNOBSERVED
         recorder = Recorder()
@@ -76,7 +76,7 @@ class RecordNeededError(BaseException):
     """
 
     def __init__(self, axes: Axes) -> None:
-        """`axes` are those that the types of a region name."""
+        """Names the `axes` of the types of a region."""
         super().__init__()
         self.axes = axes
 
@@ -85,7 +85,7 @@ class Records:
     """The steps of regions, by the axes along which there are several ranks."""
 
     def __init__(self, record: Callable[[Axes], tuple[RegionRecorder, Exception | None]]) -> None:
-        """`record` interprets the body where only these axes have several ranks."""
+        """Takes `record`, which interprets the body where only its axes have several ranks."""
         self._record = record
         self._known: dict[Axes, tuple[RegionRecorder, Exception | None]] = {}
 
@@ -114,7 +114,7 @@ class ProgramRelation(Relation):
     """Follows the ranks' program, and its regions over the axes that they do not name."""
 
     def __init__(self, interpreter: Interpreter, one: Recorder, records: Records) -> None:
-        """`one` has recorded the body on one device, and `records` its regions."""
+        """Follows `one`, the record of the body on one device, and `records` of its regions."""
         super().__init__(interpreter, one)
         self._records = records
         self._num_regions = 0
@@ -154,7 +154,7 @@ class RegionRelation(Relation):
     """Follows per-rank code over the axes that its types do not name."""
 
     def __init__(self, interpreter: Interpreter, steps: Recorder, axes: Axes, outer: Notes) -> None:
-        """`axes` are those that the types name; `outer` knows the program around it."""
+        """Takes the `axes` that the types name, and the `outer` notes of the program around it."""
         super().__init__(interpreter, steps, without=axes)
         self._axes, self._outer = axes, outer
 
@@ -216,7 +216,7 @@ class RegionRelation(Relation):
 
 
 def _rest(number: int, have: Dim, want: Dim, axes: Axes, spec: P) -> Dim:
-    """The digits of a dim that are left to the axes that a region does not name."""
+    """Returns the digits of a dim that are left to axes that a region does not name."""
     own = tuple(digit for digit in want if digit[0] is not None)
     left = have[len(own) :]
     if have == ANY and not own:
@@ -241,7 +241,7 @@ def _kept(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Di
 
 
 def _gathered(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
-    """Each rank's part, one behind the other."""
+    """Lays out the shards of the ranks, one behind the other."""
     at = collective.dim
     _require_even(collective)
     if not collective.tiled:
@@ -263,7 +263,7 @@ def _exchanged(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequen
 def _along(
     collective: Collective, dims: Collection[int], x: ShardedTensor, shape: Shape
 ) -> Sequence[Dim]:
-    """What is done along dims that no other axis shards."""
+    """Requires that no other axis shards the dims along which a collective goes."""
     _require_even(collective)
     if not collective.tiled:
         raise UnrelatedError("it makes or takes a dim with one entry per rank", "use tiled=True.")

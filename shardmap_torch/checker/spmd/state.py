@@ -37,7 +37,7 @@ class Notes:
     def __init__(
         self, interpreter: Interpreter, alignment: Alignment, without: Axes = NO_AXES
     ) -> None:
-        """Nothing is known; the axes `without` are left out."""
+        """Starts with nothing known; the axes `without` are left out."""
         self._interpreter, self._alignment = interpreter, alignment
         self.sizes: Mapping[str, int] = {
             axis: interpreter.mesh.shape[axis]
@@ -117,7 +117,7 @@ class Notes:
             )
 
     def dims(self, spec: P, global_shape: Shape) -> tuple[Dim, ...]:
-        """The cuts of a spec, without axes of one rank."""
+        """Returns how a spec shards each dim, without axes of one rank."""
         cuts = dict(spec.sharded_dims)
         return tuple(
             sharded_dim(

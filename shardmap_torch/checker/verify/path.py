@@ -108,7 +108,7 @@ def _verify(
 
 
 def _on_one_device(this: Round, branches: Branches) -> OneDevice:
-    """Goes the same way where every axis has one rank."""
+    """Interprets the same path where every axis has one rank."""
     steps = Recorder()
     verification, failure = _record(this, branches, steps, frozenset())
     return OneDevice(steps, branches.taken, verification.numbers, failure)
@@ -117,7 +117,7 @@ def _on_one_device(this: Round, branches: Branches) -> OneDevice:
 def _record_regions(
     this: Round, branches: Branches, axes: frozenset[str]
 ) -> tuple[RegionRecorder, Exception | None]:
-    """Goes the same way where only these axes have several ranks, for the steps of regions."""
+    """Interprets the path where only `axes` have several ranks, and records its regions."""
     regions = RegionRecorder()
     _, failure = _record(this, branches, regions, axes)
     return regions, failure
@@ -127,9 +127,9 @@ def _record(
     this: Round, branches: Branches, observer: Observer, axes: frozenset[str]
 ) -> tuple["_Verification", Exception | None]:
     """Shows an observer the forward where all axes but these have one rank."""
-    whole = this.call.mesh
-    sizes = tuple(whole.shape[axis] if axis in axes else 1 for axis in whole.axis_names)
-    mesh = Mesh(whole.axis_names, sizes, "abstract", whole.device, aliases=whole.aliases)
+    full = this.call.mesh
+    sizes = tuple(full.shape[axis] if axis in axes else 1 for axis in full.axis_names)
+    mesh = Mesh(full.axis_names, sizes, "abstract", full.device, aliases=full.aliases)
     call = replace(this.call, mesh=mesh)
     alone = Round(call, this.repair, "local", readings=this.readings, sizes=this.sizes)
     verification = _Verification(alone, branches, K, None)
@@ -221,7 +221,7 @@ class _Verification:
         return self._outcome(result, exits_, back)
 
     def record(self, steps: Observer) -> None:
-        """Interprets the forward, and notes its steps, also those of backwards of the user's own.
+        """Interprets the forward, and records its steps, also those of the user's own backwards.
 
         The backward that autograd derives is interpreted only where there is such code in it.
         """
