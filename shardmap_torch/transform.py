@@ -227,22 +227,29 @@ class _Body:
     ) -> Verdict:
         """Checks a call without running it."""
         args, kwargs = stand_ins((args, kwargs))
-        return self._checked.verdict(self._call(None, args, kwargs, infers=True), strictness)
+        call = self._call(None, args, kwargs, infers=True, runs=False)
+        return self._checked.verdict(call, strictness)
 
     def _call(
-        self, scope: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any], infers: bool
+        self,
+        scope: Scope | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        infers: bool,
+        runs: bool = True,
     ) -> Call:
         mesh = _resolve_mesh(self._mesh, scope)
         axes = _resolve_axes(self._name, mesh, self._axis_names, scope)
         if not runtime_of(mesh).has_data:
+            runs = False
             args, kwargs = stand_ins((args, kwargs))
         leaves, structure = flatten((args, kwargs))
 
         def match() -> Match:
             placed = place_arguments(self._function, self._signature, args, kwargs, self._in_specs)
-            return Match.of(check_inputs(self._name, mesh, axes, placed, infers))
+            return Match.of(check_inputs(self._name, mesh, axes, placed, infers, runs))
 
-        key = (structure, mesh, axes, infers, *map(input_signature, leaves))
+        key = (structure, mesh, axes, infers, runs, *map(input_signature, leaves))
         return Call(
             self._function,
             self._name,

@@ -44,6 +44,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_a_tensor_that_cannot_be_sharded_is_refused_under_transforms_too() -> None:
     mapped = shard_map(double, mesh=GRID, in_specs=P(), out_specs=P())
     quantized = torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8)

@@ -178,8 +178,11 @@ def check_inputs(
     mapped: Sequence[str],
     leaves: Sequence[Placed[Spec] | Mismatch],
     infers: bool = False,
+    runs: bool = True,
 ) -> tuple[Placed[Spec], ...]:
-    """Requires that every leaf matches its spec; with `infers` a checker types unnamed axes.
+    """Requires that every leaf matches its spec.
+
+    With `infers` a checker types unnamed axes; without `runs` shapes are enough.
 
     Raises:
         SpecError: names every offender.
@@ -190,6 +193,8 @@ def check_inputs(
     for leaf in placed:
         problems += [f"{leaf.path}: {p}" for p in _leaf_problems(leaf, mesh, mapped)]
         if crosses(leaf):
+            if runs and _is_stray_fake(leaf.value):
+                problems.append(f"{leaf.path}: {_STRAY}")
             device = device if device is not None else leaf.value.device
             if leaf.value.device.type != device.type:
                 problems.append(f"{leaf.path}: is on {leaf.value.device}, the mesh on {device}")
@@ -243,8 +248,6 @@ _INSTEAD: Final = {
 def _unsupported(x: Tensor) -> list[str]:
     """Returns why a tensor cannot be sharded by any spec."""
     x = x if torch.compiler.is_dynamo_compiling() else base_of(x)
-    if _is_stray_fake(x):
-        return ["is a fake tensor whose FakeTensorMode has ended; it has no values"]
     if x.is_nested:
         return ["is a nested tensor; only dense ones can be sharded"]
     if x.layout != torch.strided:
@@ -253,9 +256,14 @@ def _unsupported(x: Tensor) -> list[str]:
     return ["is a quantized tensor; pass x.dequantize()"] if x.is_quantized else []
 
 
+_STRAY: Final = "is a fake tensor whose FakeTensorMode has ended; it has no values"
+
+
 def _is_stray_fake(x: Tensor) -> bool:
-    mode = getattr(x, "fake_mode", None)
-    if mode is None or torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    mode = getattr(base_of(x), "fake_mode", None)
+    if mode is None:
         return False
     return all(active is not mode for active in _get_current_dispatch_mode_stack())
 

@@ -101,7 +101,7 @@ def in_words(dim: Dim) -> str:
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """How a tensor of the ranks' program shards its tensor on one device.
+    """The layout by which a tensor of the ranks' program shards its tensor on one device.
 
     Attributes:
         dims: how each dim is sharded.

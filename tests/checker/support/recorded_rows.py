@@ -6,8 +6,11 @@ row has changed since are tried again by `make test`. `make fuzz` writes it.
 
 import hashlib
 import inspect
+import io
 import json
+import tokenize
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -24,7 +27,7 @@ PATH: Final = Path(__file__).with_name("rows.json")
 
 
 def digest(row: Row) -> str:
-    """Equal for equal rows, on every version of Python; conditions count by their source."""
+    """Equal for equal rows, on every version of Python; conditions count by their code."""
     return hashlib.sha256(_shown(row).encode()).hexdigest()[:12]
 
 
@@ -33,7 +36,25 @@ def _shown(value: Any) -> str:
         return "; ".join(_shown(getattr(value, each.name)) for each in fields(Row))
     if isinstance(value, tuple):
         return "(" + ", ".join(map(_shown, value)) + ")"
-    return inspect.getsource(value) if callable(value) else repr(value)
+    return _code(inspect.getsource(value)) if callable(value) else repr(value)
+
+
+_STARTS: Final = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+_NO_CODE: Final = (tokenize.COMMENT, tokenize.NL, *_STARTS)
+
+
+def _code(source: str) -> str:
+    """The tokens of a condition without comments and docstrings."""
+    found: list[str] = []
+    starts = True
+    with suppress(tokenize.TokenError):  # the source of a lambda is that of its lines, not whole
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type in _NO_CODE:
+                starts = starts or token.type in _STARTS
+            elif not (starts and token.type == tokenize.STRING):
+                found.append(token.string)
+                starts = False
+    return " ".join(found)
 
 
 def digests() -> dict[str, str]:
