@@ -150,7 +150,7 @@ _ALLOWED: Mapping[str, frozenset[AxisType]] = {
 
 def _named_axes(types: Sequence[Any]) -> frozenset[str]:
     """Returns the axes that the types of a region say something about."""
-    specs = [spec for spec in types if isinstance(spec, P)]
+    specs = [finest_spec(spec) for spec in types if isinstance(spec, P)]
     return frozenset(axis for spec in specs for axis in (*spec.mentioned, *spec.named))
 
 
