@@ -11,7 +11,6 @@ b and t are this rank's over "dp" and "cp"; `t/tp` is t, or with sequence parall
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -32,7 +31,6 @@ def row(x: Tensor, weight: Tensor, parallel: Parallel, overlap: Overlap) -> Tens
 
 def experts(x: Tensor, layer: Any, parallel: Parallel) -> tuple[Tensor, Tensor]:
     """x [b, t, d] -> [b, t, d], and how uneven the loads of the experts are."""
-    batch = ("edp", "cp") if parallel.context else ("edp",)
     names = ("gate_up", "down")  # [e/ep, d, 2, f/tp], [e/ep, f/tp, d]
     return nn.moe(
         x,
@@ -41,14 +39,14 @@ def experts(x: Tensor, layer: Any, parallel: Parallel) -> tuple[Tensor, Tensor]:
         "ep",
         expert=_feed_forward,
         capacity_factor=None,
-        batch_axis=batch,
+        batch_axis=("edp",),
     )
 
 
 def _feed_forward(weights: Any, x: Tensor) -> Tensor:
     """x [e/ep, n, d] -> [e/ep, n, d]."""
     x = convert(x, "tp", src=I, dst=R)
-    gate, up = torch.einsum("end,edxf->xenf", x, weights["gate_up"])
+    gate, up = (x @ w for w in weights["gate_up"].unbind(2))
     made: Tensor = all_reduce((functional.silu(gate) * up) @ weights["down"], "tp", dst=I)
     return made
 

@@ -76,7 +76,7 @@ class Parallel:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(CHOICES)}")
         if "sp" in names and "tp" not in names:
             raise ValueError("sp needs tp: it shards what tp leaves whole between its layers")
-        apart = [name for name in names if name in ("fsdp", "zero", "sp")]
+        apart = [name for name in names if name in ("fsdp", "zero", "sp", "cp")]
         if "ep" in names and apart:
             raise ValueError(f"ep and {apart[0]} exclude each other")
         several = [name for name in names if name in ("dp", "fsdp", "zero")]
