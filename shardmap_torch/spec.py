@@ -146,7 +146,7 @@ def expanded(spec: P, aliases: tuple[tuple[str, tuple[str, ...]], ...]) -> P:
         P(('edp', 'x', 'cp'), 'tp')
     """
     known = dict(aliases)
-    if known.keys().isdisjoint(spec.named):
+    if not any(axis in spec.named for axis in known):  # Dynamo cannot trace isdisjoint of keys
         return spec
 
     def finest(axes: Iterable[str]) -> tuple[str, ...]:
