@@ -28,10 +28,10 @@ WORKERS := -n 2 --dist worksteal
 
 # The checks of the code itself are about the pinned torch alone, whose types they read.
 test: $(if $(TORCH),$(READY),lint)  ## every check and every test; with TORCH=2.14.1 the tests alone
-	$(BIN)/pytest $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS)
 
 fast: lint  ## every check and the tests that take seconds
-	$(BIN)/pytest $(WORKERS) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) -m "not slow"
 
 fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes docs/coverage.md
 	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/checker/rules/test_rules.py tests/checker/end_to_end/test_op_db.py
