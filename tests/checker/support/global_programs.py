@@ -38,6 +38,7 @@ from shardmap_torch import (
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.spmd.equivalence import Relation
 from shardmap_torch.checker.spmd.layout import Dim, UnrelatedError
+from tests.checker.support.differentiable import differentiable
 
 NAMES: Final = ("a", "b")
 SIZE: Final = 12
@@ -261,8 +262,9 @@ class Program:
         leaves = [x.clone().requires_grad_() for x in inputs]
         mesh = self.mesh("abstract")
         try:
-            self._mapped(probe, mesh, P())(*inputs)
-            self._mapped(self._body(told), mesh, _specs(told))(*leaves)
+            with differentiable():
+                self._mapped(probe, mesh, P())(*inputs)
+                self._mapped(self._body(told), mesh, _specs(told))(*leaves)
         except (ShardMapError, UnrelatedError, RuntimeError, IndexError, ValueError):
             return None
         return told

@@ -27,6 +27,7 @@ from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify import verdict
 from shardmap_torch.types import AxisType, K, Z
 from tests.checker.support.communicate import CONVERSIONS, Communication
+from tests.checker.support.differentiable import differentiable
 from tests.checker.support.machines import (
     HOW,
     LENGTH,
@@ -126,7 +127,7 @@ def judged(program: Program, shape: Sequence[int]) -> tuple[Notes | None, str]:
     """What the checker notes of a program, or None and why it is refused. No repairs are tried."""
     mesh, notes = abstract(shape), Notes()
     try:
-        with patch.object(verdict, "_TRIES", 0):
+        with patch.object(verdict, "_TRIES", 0), differentiable():
             check_program(program.mapped(mesh, notes, program.closures()), *program.inputs(mesh))
     except ShardTypeError as error:
         return None, str(error)
@@ -171,7 +172,7 @@ def simulated(program: Program, shape: Sequence[int], strategy: Any) -> Outcome:
     """What the mesh computes."""
     mesh = make_mesh(shape, program.axes, kind="simulated", simulate=strategy)
     xs, closures = program.inputs(mesh), program.closures()
-    with patch.object(verdict, "_TRIES", 0):
+    with patch.object(verdict, "_TRIES", 0), differentiable():
         ys = program.mapped(mesh, Notes(), closures)(*xs)
     leaves = [*(x for x in xs if x.requires_grad), *closures]
     gradients = differentiated(ys, leaves)
