@@ -1,4 +1,4 @@
-"""What comparing the ranks costs a training step: the GPT example on two gloo processes.
+"""The cost of comparing the ranks in a training step: the GPT example on two gloo processes.
 
     .venv/bin/python benchmarks/comparison.py [rounds]
 

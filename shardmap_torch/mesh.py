@@ -1,32 +1,38 @@
 """Named meshes of ranks: simulated, over process groups, or abstract."""
 
-import atexit
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
 from types import MappingProxyType
-from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardmap_torch.control.start import current, start, within
+from shardmap_torch.control.groups import (
+    TORCHRUN_VARIABLES,
+    agree_on_layout,
+    in_time,
+    keep_name,
+    make_device_mesh,
+    read_timeout,
+    shortest_timeout,
+    start_process_group,
+)
+from shardmap_torch.control.start import current, within
 from shardmap_torch.core.views import refined
-from shardmap_torch.errors import CommunicationError, MeshError, show
+from shardmap_torch.errors import MeshError, show
 
 Kind: TypeAlias = Literal["simulated", "process_group", "abstract"]
 Strategy: TypeAlias = Literal["auto", "vmap", "ranks"]
 
 Debug: TypeAlias = Literal["collectives"]
-
-TORCHRUN_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -196,7 +202,7 @@ class Mesh:
             return device_mesh.get_group(axes[0])
         members = self.peers(axes, self.coordinates(dist.get_rank()))
         named = (dist.group.WORLD, *map(device_mesh.get_group, axes))
-        limit = _shortest_timeout([group for group in named if group is not None])
+        limit = shortest_timeout([group for group in named if group is not None])
 
         def make() -> dist.ProcessGroup:
             group = dist.new_group(
@@ -210,7 +216,7 @@ class Mesh:
 
         if device_mesh.device_type != "cpu":  # the device is one of this thread
             return make()
-        return _in_time(limit, f"Making the group of {axes} on the {self}", make)
+        return in_time(limit, f"Making the group of {axes} on the {self}", make)
 
     def recover(self) -> None:
         """Recovers from an error of communication: all ranks agree, and make new groups.
@@ -259,7 +265,7 @@ class Mesh:
         for group in own:
             name = group.group_name
             dist.destroy_process_group(group)
-            _keep_name(name)
+            keep_name(name)
 
     def _forget(self) -> None:
         self._groups.clear()
@@ -297,43 +303,6 @@ class Mesh:
         """Formats it as `simulated mesh (dp=2, tp=4)`."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
         return f"{self.kind} mesh ({sizes})"
-
-
-def _in_time(
-    limit: timedelta | None, what: str, make: Callable[[], dist.ProcessGroup]
-) -> dist.ProcessGroup:
-    try:
-        return within(limit, what, make)
-    except CommunicationError as error:
-        control = current()
-        if control is not None:  # the other members may have the group, and wait in it
-            control.fail_quietly(error)
-        raise
-
-
-class _Destroyed:
-    """Stands for a destroyed group among torch's groups, and says that it has no backend."""
-
-    def _get_backend(self, device: torch.device) -> NoReturn:
-        raise RuntimeError(f"a destroyed group has no backend for {device}")
-
-
-def _keep_name(name: str) -> None:
-    """Keeps torch from using a group's name again.
-
-    It names a group by its ranks and the number of groups that there are; a group of an old name
-    would find the addresses of the old one in the store, where nobody listens any more.
-    """
-    names: Any = distributed_c10d._world.pg_names
-    if dist.is_initialized():
-        names[_Destroyed()] = name
-
-
-def _shortest_timeout(groups: Sequence[dist.ProcessGroup]) -> timedelta | None:
-    """Returns the user's shortest timeout; None means torch's default of 30 minutes."""
-    backends = [group._get_backend(device) for group in groups for device in group._device_types]
-    options = [getattr(backend, "options", None) for backend in backends]
-    return min((each._timeout for each in options if each is not None), default=None)
 
 
 def make_mesh(
@@ -400,7 +369,7 @@ def make_mesh(
         raise MeshError(f"simulate={show(simulate)} is none of {', '.join(get_args(Strategy))}.")
     if debug is not None and (not isinstance(debug, str) or debug not in get_args(Debug)):
         raise MeshError(f"debug={show(debug)} is neither None nor 'collectives'.")
-    limit = _limit(timeout)
+    limit = read_timeout(timeout)
     if isinstance(shape, DeviceMesh):
         if views:
             raise MeshError("A DeviceMesh has no views; pass sizes and names to make_mesh.")
@@ -412,9 +381,9 @@ def make_mesh(
     chosen = _read_device(device)
     if kind != "process_group":
         return Mesh(names, sizes, kind, chosen, simulate, aliases=aliases)
-    chosen = _start_process_group(chosen, limit)
-    _agree(names, sizes, limit)
-    device_mesh = _make_device_mesh(chosen, names, sizes, limit)
+    chosen = start_process_group(chosen, limit)
+    agree_on_layout(names, sizes, limit)
+    device_mesh = make_device_mesh(chosen, names, sizes, limit)
     mesh = Mesh(names, sizes, kind, chosen, simulate, device_mesh, debug, aliases)
     return _with_groups(mesh, limit)
 
@@ -442,54 +411,11 @@ def _with_views(
     return tuple(axes), tuple(axes.values()), tuple(made.items())
 
 
-def _make_device_mesh(
-    device: torch.device, names: tuple[str, ...], sizes: tuple[int, ...], limit: timedelta | None
-) -> DeviceMesh:
-    def make() -> DeviceMesh:
-        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
-
-    if device.type != "cpu":  # the current device is a state of this thread
-        return make()
-    world = dist.group.WORLD
-    assert world is not None  # it has been initialised
-    return within(limit or _shortest_timeout([world]), f"make_mesh({sizes}, {names})", make)
-
-
-def _limit(timeout: float | timedelta | None) -> timedelta | None:
-    if isinstance(timeout, int | float) and timeout > 0:
-        return timedelta(seconds=timeout)
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-        raise MeshError(f"timeout must be a positive number of seconds, not {show(timeout)}.")
-    return timeout
-
-
-def _agree(names: tuple[str, ...], sizes: tuple[int, ...], limit: timedelta | None) -> None:
-    """Requires that all processes make the same mesh; otherwise making groups would hang."""
-    world = dist.group.WORLD
-    assert world is not None  # it has been initialised
-    shortest = _shortest_timeout([world])
-    control = start(limit or shortest or dist.default_pg_timeout)
-    problem: MeshError | None = None
-    try:
-        _check_world(names, sizes)
-    except MeshError as error:
-        problem = error
-    if control is not None:
-        text = f"make_mesh({sizes}, {names}, timeout={limit})"
-        control.begin_call("make_mesh")
-        try:
-            control.check(zlib.crc32(text.encode()), lambda: text, text, now=True)
-        finally:
-            control.end_call()
-    if problem is not None:
-        raise problem
-
-
 def _with_groups(mesh: Mesh, limit: timedelta | None) -> Mesh:
     """Makes the groups of a mesh's axes, with the timeout of the default group."""
     world = dist.group.WORLD
     assert world is not None  # it has been initialised
-    patience = limit or _shortest_timeout([world])
+    patience = limit or shortest_timeout([world])
     for axis in mesh.axis_names:
         group = mesh.group((axis,))
         if patience is not None and dist.get_backend(group) in ("gloo", "nccl"):
@@ -534,50 +460,6 @@ def _default_kind() -> Kind:
     return "process_group" if started or torchrun else "simulated"
 
 
-def _start_process_group(device: torch.device | None, limit: timedelta | None) -> torch.device:
-    if not dist.is_available():
-        raise MeshError("A process_group mesh needs a torch built with torch.distributed.")
-    if device is None:
-        device = torch.device("cuda" if _default_to_cuda() else "cpu")
-    if device.type == "cuda" and device.index is None:
-        # torchrun numbers the processes of a host; one process, one GPU.
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        missing = [variable for variable in TORCHRUN_VARIABLES if variable not in os.environ]
-        if missing:
-            raise MeshError(
-                "A process_group mesh needs torch.distributed, which nothing has started, and "
-                f"torchrun's environment lacks {', '.join(missing)}. Start the script with "
-                '`torchrun --nproc-per-node N script.py`, or use kind="simulated".'
-            )
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=limit)
-        atexit.register(_stop_process_group)
-    return device
-
-
-def _default_to_cuda() -> bool:
-    if dist.is_initialized():
-        return "nccl" in str(dist.get_backend())
-    return torch.cuda.is_available()
-
-
-def _stop_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _check_world(names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-    world = dist.get_world_size()
-    if prod(sizes) != world:
-        product = f"{'*'.join(map(str, sizes))} = " * (len(sizes) > 1)
-        raise MeshError(
-            f"The mesh {dict(zip(names, sizes, strict=True))} has {product}{prod(sizes)} ranks, "
-            f"but {world} processes were started."
-        )
-
-
 def _from_device_mesh(
     device_mesh: DeviceMesh,
     axis_names: Sequence[str] | None,
@@ -592,7 +474,7 @@ def _from_device_mesh(
         raise MeshError(f"axis_names {tuple(axis_names)} differ from the DeviceMesh's {own}.")
     sizes = tuple(device_mesh.shape)
     _check_layout(sizes, own)
-    _agree(tuple(own), sizes, limit)
+    agree_on_layout(tuple(own), sizes, limit)
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise MeshError(f"The DeviceMesh's ranks {ranks} are not in row-major order.")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardmap_torch import Mesh, MeshError, current_mesh, make_mesh, use_mesh
-from shardmap_torch.mesh import TORCHRUN_VARIABLES, as_mesh
+from shardmap_torch.control.groups import TORCHRUN_VARIABLES
+from shardmap_torch.mesh import as_mesh
 from tests.support.pool import GLOO_TIMEOUT, Gloo
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(

@@ -114,7 +114,7 @@ class Parallel:
 
     @property
     def has_experts(self) -> bool:
-        """Whether feed-forwards are mixtures of experts."""
+        """Returns whether feed-forwards are mixtures of experts."""
         return "ep" in self.chosen
 
     @property

@@ -112,7 +112,7 @@ def test_a_sum_in_a_wider_dtype_leaves_unrounded(kind: str, gloo: Gloo) -> None:
 
 
 def backward_rounded(mesh: Mesh) -> None:
-    """What `redistribute` and `convert` send in the backward goes in `grad_comm_dtype`."""
+    """The backward of `redistribute` and `convert` sends in `grad_comm_dtype`."""
     x = torch.full((mesh.size,), ONE_AND_A_BIT, dtype=torch.float64)
     for move in (redistribute, convert):
         w = torch.ones((), dtype=torch.float64, requires_grad=True)

@@ -58,6 +58,6 @@ def _applied(function: type[Function] | None) -> type[Function] | None:
     """Returns the Function, or the one that a transform's Function wraps."""
     if function is None or function.__module__ != autograd_function.__name__:
         return function
-    storage_types = getattr(function.backward, "__closure__", None) or ()
-    found = (storage_type.cell_contents for storage_type in storage_types)
+    cells = getattr(function.backward, "__closure__", None) or ()
+    found = (cell.cell_contents for cell in cells)
     return next((f for f in found if isinstance(f, type) and issubclass(f, Function)), None)

@@ -11,6 +11,7 @@ import contextlib
 import re
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ MARKED: Final = re.compile("⟦(.*?)⟧")
 """A symbolic expression in a text, in Python."""
 
 _IS_INSTANCE: Final = isinstance
+_LOCK: Final = threading.RLock()
 _PRINTER: Final = PythonPrinter()
 _NUMBERS: Final = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _TORCH: Final = tuple(f"{Path(str(m.__file__)).parent}/" for m in (torch, sympy, optree))
@@ -77,18 +79,22 @@ def _is_instance(value: Any, kinds: Any, /) -> bool:
 
 @contextlib.contextmanager
 def passing_for_numbers() -> Iterator[None]:
-    """In here torch's symbols pass for the numbers that they stand for."""
-    before = {kind: kind.__repr__ for kind in _NUMBERS}
-    for kind, original in before.items():
-        kind.__repr__ = _asking(original)  # type: ignore[method-assign]
-    # A class cannot get a `__class__` of its own after it has been made.
-    builtins.isinstance = _is_instance
-    try:
-        yield
-    finally:
-        builtins.isinstance = _IS_INSTANCE
+    """In here torch's symbols pass for the numbers that they stand for.
+
+    What is replaced is the process's: threads wait for each other, so that each restores it.
+    """
+    with _LOCK:
+        before = {kind: kind.__repr__ for kind in _NUMBERS}
         for kind, original in before.items():
-            kind.__repr__ = original  # type: ignore[method-assign]
+            kind.__repr__ = _asking(original)  # type: ignore[method-assign]
+        # A class cannot get a `__class__` of its own after it has been made.
+        builtins.isinstance = _is_instance
+        try:
+            yield
+        finally:
+            builtins.isinstance = _IS_INSTANCE
+            for kind, original in before.items():
+                kind.__repr__ = original  # type: ignore[method-assign]
 
 
 def _asking(original: Callable[[Any], str]) -> Callable[[Any], str]:

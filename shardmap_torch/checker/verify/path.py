@@ -196,7 +196,7 @@ class _Verification:
     def run(self) -> PathOutcome:
         """Interprets forward and backward."""
         this, interpreter, backend = self._this, self._interpreter, self._backend
-        exits_ = Exits(
+        outgoing = Exits(
             this.call, interpreter, backend, this.resolved, this.repair, self._uncommitted
         )
         with self._entered() as locals_:
@@ -205,7 +205,7 @@ class _Verification:
             except Exception as error:
                 return self._raised(error)
             observer = interpreter.observer
-            exits_.leave(result)
+            outgoing.leave(result)
             interpreter.observer = observer  # the user's own backwards are compared
             back = PullBack(this.call, interpreter, backend, locals_)
             try:
@@ -218,7 +218,7 @@ class _Verification:
             self._inner.resolve()
         if self._one is not None:
             self._one.require(self._call.name, self._branches.taken, self.numbers)
-        return self._outcome(result, exits_, back)
+        return self._outcome(result, outgoing, back)
 
     def record(self, steps: Observer) -> None:
         """Interprets the forward, and records its steps, also those of the user's own backwards.
@@ -298,7 +298,7 @@ class _Verification:
         with interpreter.paused():
             return fake.requires_grad_(like.grad)
 
-    def _outcome(self, result: Result, exits_: Exits, back: PullBack) -> PathOutcome:
+    def _outcome(self, result: Result, outgoing: Exits, back: PullBack) -> PathOutcome:
         interpreter = self._interpreter
         outputs = {}
         leaves = list(result.leaves)
@@ -317,7 +317,7 @@ class _Verification:
             replace(result, leaves=leaves),
             None,
             outputs,
-            exits_.exits,
+            outgoing.exits,
             back.needs,
             interpreter.batches,
             interpreter.draws,

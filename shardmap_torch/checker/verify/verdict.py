@@ -129,10 +129,10 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
         return verify(call, strictness)
     except ShardTypeError as error:
         step = _as_step(call, strictness)
-        told = shortened(with_tried(error, _search(call, error, strictness)))
+        refusal = shortened(with_tried(error, _search(call, error, strictness)))
         if step is None:
-            raise told from None
-        return replace(step, refusal=told)
+            raise refusal from None
+        return replace(step, refusal=refusal)
 
 
 def _as_step(call: Call, strictness: Strictness) -> Verdict | None:

@@ -1,4 +1,4 @@
-"""What many calls, signatures and meshes leave behind, as a process sees it.
+"""Objects and memory that many calls, signatures and meshes leave behind in a process.
 
 python -m tests.faults.support.growth    # 20,000 calls, 2,000 signatures, 200 meshes, 2 processes
 """
@@ -21,7 +21,7 @@ _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process has, after so many of something."""
+    """Counts of a process, after so many of something."""
 
     after: int
     objects: int

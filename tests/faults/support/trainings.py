@@ -35,7 +35,7 @@ _RESUMED: Final = re.compile(r"resumed after step (\d+)")
 
 @dataclass
 class Tally:
-    """What became of all runs.
+    """The outcomes of all runs.
 
     Attributes:
         kills: of one or both processes.

@@ -1,0 +1,169 @@
+"""Process groups of meshes: started, agreed on, limited in time, and never named twice."""
+
+import atexit
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from math import prod
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardmap_torch.control.start import current, start, within
+from shardmap_torch.errors import CommunicationError, MeshError, show
+
+TORCHRUN_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start_process_group(device: torch.device | None, limit: timedelta | None) -> torch.device:
+    """Starts torch's default group from torchrun's environment, unless one has been started.
+
+    Returns the device of this process.
+
+    Raises:
+        MeshError: there is no torch.distributed, or no such environment.
+    """
+    if not dist.is_available():
+        raise MeshError("A process_group mesh needs a torch built with torch.distributed.")
+    if device is None:
+        device = torch.device("cuda" if _default_to_cuda() else "cpu")
+    if device.type == "cuda" and device.index is None:
+        # torchrun numbers the processes of a host; one process, one GPU.
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        missing = [variable for variable in TORCHRUN_VARIABLES if variable not in os.environ]
+        if missing:
+            raise MeshError(
+                "A process_group mesh needs torch.distributed, which nothing has started, and "
+                f"torchrun's environment lacks {', '.join(missing)}. Start the script with "
+                '`torchrun --nproc-per-node N script.py`, or use kind="simulated".'
+            )
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=limit)
+        atexit.register(_stop_process_group)
+    return device
+
+
+def _default_to_cuda() -> bool:
+    if dist.is_initialized():
+        return "nccl" in str(dist.get_backend())
+    return torch.cuda.is_available()
+
+
+def _stop_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_world(names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    world = dist.get_world_size()
+    if prod(sizes) != world:
+        product = f"{'*'.join(map(str, sizes))} = " * (len(sizes) > 1)
+        raise MeshError(
+            f"The mesh {dict(zip(names, sizes, strict=True))} has {product}{prod(sizes)} ranks, "
+            f"but {world} processes were started."
+        )
+
+
+def make_device_mesh(
+    device: torch.device, names: tuple[str, ...], sizes: tuple[int, ...], limit: timedelta | None
+) -> DeviceMesh:
+    """Makes a DeviceMesh within the deadline."""
+
+    def make() -> DeviceMesh:
+        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+
+    if device.type != "cpu":  # the current device is a state of this thread
+        return make()
+    world = dist.group.WORLD
+    assert world is not None  # it has been initialised
+    return within(limit or shortest_timeout([world]), f"make_mesh({sizes}, {names})", make)
+
+
+def agree_on_layout(
+    names: tuple[str, ...], sizes: tuple[int, ...], limit: timedelta | None
+) -> None:
+    """Requires that all processes make the same mesh; otherwise making groups would hang.
+
+    Raises:
+        MeshError: the mesh has another number of ranks than there are processes.
+        CollectiveMismatchError: the processes make different meshes.
+    """
+    world = dist.group.WORLD
+    assert world is not None  # it has been initialised
+    shortest = shortest_timeout([world])
+    control = start(limit or shortest or dist.default_pg_timeout)
+    problem: MeshError | None = None
+    try:
+        _check_world(names, sizes)
+    except MeshError as error:
+        problem = error
+    if control is not None:
+        text = f"make_mesh({sizes}, {names}, timeout={limit})"
+        control.begin_call("make_mesh")
+        try:
+            control.check(zlib.crc32(text.encode()), lambda: text, text, now=True)
+        finally:
+            control.end_call()
+    if problem is not None:
+        raise problem
+
+
+def in_time(
+    limit: timedelta | None, what: str, make: Callable[[], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """Makes a group within the deadline; a member that is late breaks the run for all.
+
+    Raises:
+        CommunicationError: not all members came in time.
+    """
+    try:
+        return within(limit, what, make)
+    except CommunicationError as error:
+        control = current()
+        if control is not None:  # the other members may have the group, and wait in it
+            control.fail_quietly(error)
+        raise
+
+
+class _Destroyed:
+    """Stands for a destroyed group among torch's groups, and says that it has no backend."""
+
+    def _get_backend(self, device: torch.device) -> NoReturn:
+        raise RuntimeError(f"a destroyed group has no backend for {device}")
+
+
+def keep_name(name: str) -> None:
+    """Keeps torch from using a group's name again.
+
+    It names a group by its ranks and the number of groups that there are; a group of an old name
+    would find the addresses of the old one in the store, where nobody listens any more.
+    """
+    names: Any = distributed_c10d._world.pg_names
+    if dist.is_initialized():
+        names[_Destroyed()] = name
+
+
+def shortest_timeout(groups: Sequence[dist.ProcessGroup]) -> timedelta | None:
+    """Returns the user's shortest timeout; None means torch's default of 30 minutes."""
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    options = [getattr(backend, "options", None) for backend in backends]
+    return min((each._timeout for each in options if each is not None), default=None)
+
+
+def read_timeout(timeout: float | timedelta | None) -> timedelta | None:
+    """Reads a number of seconds, a timedelta, or None.
+
+    Raises:
+        MeshError: it is none of them, or not positive.
+    """
+    if isinstance(timeout, int | float) and timeout > 0:
+        return timedelta(seconds=timeout)
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise MeshError(f"timeout must be a positive number of seconds, not {show(timeout)}.")
+    return timeout
