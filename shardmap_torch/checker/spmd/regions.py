@@ -210,7 +210,7 @@ class RegionRelation(Relation):
                 if move in EXTREMA:
                     reject_scaled(sums)
                 shard = self._notes.find(x, event.arguments["x"], "its operand")
-                dims = _MOVED.get(move, _kept)(collective, shard, shape)
+                dims = _MOVED.get(move, _unknown)(collective, shard, shape)
                 self._notes.note(y, number, fitted(dims, tuple(y.shape), shape))
                 self._notes.set_sums(y, sums)
 
@@ -238,6 +238,13 @@ def _rest(number: int, have: Dim, want: Dim, axes: Axes, spec: P) -> Dim:
 
 def _kept(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
     return x.dims
+
+
+def _unknown(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
+    raise UnrelatedError(
+        "beside axes that the region does not name, nothing is known of what it moves",
+        "name all axes in the types of the region.",
+    )
 
 
 def _gathered(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
@@ -283,6 +290,8 @@ _MOVED: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         "gather": _gathered,
         "exchange": _exchanged,
         **dict.fromkeys(("sum_scatter", "slice", "pad"), _rearranged),
+        **dict.fromkeys(("sum", "max", "min", "permute", "broadcast"), _kept),
+        **dict.fromkeys(("mask", "sum_mask", "same"), _kept),
     }
 )
-"""Changes of the layout over other axes; elsewhere it is kept."""
+"""Changes of the layout over other axes; others are refused, as an exchange by numbers of rows."""

@@ -20,6 +20,7 @@ from shardmap_torch import (
     check_program,
     local_region,
     ppermute,
+    ragged_all_to_all,
     reduce_scatter,
     shard_map,
 )
@@ -166,6 +167,12 @@ def gathered_batch(x: Tensor) -> Tensor:
     return all_to_all(all_to_all(x, "b", split_dim=0, concat_dim=1), "b", split_dim=0, concat_dim=1)
 
 
+def first_rows_of_each(x: Tensor) -> Tensor:
+    """Sends each rank one row, and so counts rows that another axis shards."""
+    sizes = torch.ones(axis_size("b"), dtype=torch.int64)
+    return ragged_all_to_all(x, "b", send_sizes=sizes, length=x.shape[0])[0]
+
+
 WRONG: Final[dict[str, tuple[Body, str]]] = {
     "a mean of a batch": (centred, "on one device|in one operand"),
     "a batch in reverse": (flipped, "flip is not what it is on one device"),
@@ -178,6 +185,7 @@ WRONG: Final[dict[str, tuple[Body, str]]] = {
     ),
     "a collective over both axes": (over_both, "over axes that the region names, and others|'a'"),
     "an exchange of the batch": (gathered_batch, "goes along dim 0, which is sharded over 'a'"),
+    "rows by their number": (first_rows_of_each, "nothing is known of what it moves"),
 }
 
 
