@@ -79,7 +79,7 @@ def keep_scope(function: type[Function]) -> None:
         if function not in _KEEPING:
             _KEEPING[function] = keeping_scope(function)
             _WATCHES.append(1)  # never taken away
-            _BASE.apply = classmethod(_apply)
+            _BASE.apply = _WATCHED
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +90,9 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         _WATCH.stack[-1][0]()
     out = super(_SingleLevelFunction, cls).apply(*args, **kwargs)
     return _WATCH.stack[-1][1](cls, args, out) if _WATCH.stack else out
+
+
+_WATCHED: Final = classmethod(_apply)
 
 
 @contextmanager
@@ -103,7 +106,7 @@ def watching_functions(found: Callable[[], None], made: Made) -> Iterator[None]:
     """
     with _LOCK:
         _WATCHES.append(1)
-        _BASE.apply = classmethod(_apply)
+        _BASE.apply = _WATCHED
     _WATCH.stack.append((found, made))
     try:
         yield

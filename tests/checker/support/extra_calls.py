@@ -143,6 +143,8 @@ CALLS: Final[dict[str, Callable[[], Sequence[Call]]]] = {
             torch.tensor([3, 8], dtype=torch.int32),
         )
     ],  # a bias is not implemented
+    "grouped_matmul.default": lambda: [c(t(5, 3), t(2, 3, 4), i(2, 3))],
+    "grouped_outer.default": lambda: [c(t(5, 3), t(5, 4), i(2, 3))],
     "_reshape_copy.default": lambda: [c(t(2, 3), [6])],
     "_reshape_alias_copy.default": lambda: [c(t(2, 3), [6], [1])],
     "detach_copy.default": lambda: [c(t(3))],
