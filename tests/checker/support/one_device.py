@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import Mesh, P, make_mesh, shard_map
+from shardmap_torch import Mesh, P, ShardTypeError, check_program, make_mesh, shard_map
 
 AXES: Final = ("a", "b")
 RANKS: Final = make_mesh((2, 2), AXES, kind="simulated", simulate="ranks")
@@ -30,6 +31,15 @@ def assert_is_one_device(
     found = _outcome(body, args, in_specs, out_specs, ranks)
     for actual, expected in zip(found, _outcome(body, args, in_specs, out_specs, ONE), strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def assert_is_refused(
+    body: Callable[..., Any], args: Sequence[Tensor], in_specs: Any, out_specs: P, text: str
+) -> None:
+    """Requires that global strictness refuses the body, for a reason that `text` matches."""
+    mapped = shard_map(body, mesh=RANKS, in_specs=in_specs, out_specs=out_specs, check="global")
+    with pytest.raises(ShardTypeError, match=text):
+        check_program(mapped, *args)
 
 
 def _outcome(
