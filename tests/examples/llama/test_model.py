@@ -15,7 +15,6 @@ from examples.llama.model import Config, Params
 from examples.llama.pretrained import INSTALL, MissingModelError, find_weights
 from examples.llama.tokenizer import Tokenizer
 from shardmap_torch import Mesh, SpecError, device_put, explain, full, make_mesh, trace
-from tests.support.pool import Gloo
 
 CONFIG = Config(
     vocabulary=24,
@@ -68,15 +67,6 @@ def test_greedy_text_is_that_of_one_device() -> None:
     wanted = list(greedy_on_one_device(params(), CONFIG, PROMPT, 20))
     assert len(set(wanted)) > 3  # text that repeats one token would show little
     assert sharded_text(make_mesh((3,), ("tp",)), 20) == wanted
-
-
-def on_processes() -> list[int]:
-    return sharded_text(make_mesh((3,), ("tp",)), 6)
-
-
-def test_on_three_processes_as_well(gloo: Gloo) -> None:
-    wanted = list(greedy_on_one_device(params(), CONFIG, PROMPT, 6))
-    assert gloo(3).run(on_processes, timeout=200) == [wanted] * 3
 
 
 def test_a_layer_sends_two_all_reduces_and_the_model_is_one_device_program() -> None:
