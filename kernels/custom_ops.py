@@ -18,6 +18,7 @@ from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import constant
 from shardmap_torch.kernels.algorithms import (
     ChunkedDim,
+    as_matrix,
     gather_backward,
     gather_forward,
     reduce_backward,
@@ -133,8 +134,10 @@ def _gather_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     dys = [dy.contiguous() for dy in grads[: len(ws)]]
     options = (ctx.dim, ctx.num_ranks, ctx.name, ctx.choice)
     dx, *dws = gather_backward_op(gathered, ws, dys, *options)
-    dbiases = [dys[index].reshape(-1, dys[index].shape[-1]).sum(0) for index in ctx.biased]
-    return dx, dws, dbiases, None, None, None, None, None, None
+    dbiases = [as_matrix(dys[index]).sum(0) for index in ctx.biased]
+    # torch takes an empty list of numbers for one of tensors, and wants a list back.
+    dbiased = None if ctx.biased else []
+    return dx, dws, dbiases, dbiased, None, None, None, None, None
 
 
 gather_op.register_autograd(_gather_backward, setup_context=_gather_setup)
@@ -227,7 +230,7 @@ def _reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     if ctx.choice:
         dx, dw = reduce_backward_op(x, w, dy.contiguous(), ctx.name, ctx.choice)
     else:
-        dx, dw = dy @ w.t(), x.reshape(-1, x.shape[-1]).t() @ dy.reshape(-1, dy.shape[-1])
+        dx, dw = dy @ w.t(), as_matrix(x).t() @ as_matrix(dy)
     return dx, dw, None, None, None
 
 

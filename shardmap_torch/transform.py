@@ -28,6 +28,7 @@ from shardmap_torch.errors import MeshError, SpecError, read_names, show
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import nested, vmap
 from shardmap_torch.run.checked import Checked
+from shardmap_torch.run.compiled import Asked, as_checked
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.unchecked import run_unchecked
 
@@ -196,18 +197,21 @@ class _Body:
         self._out_matches: Memo[Match] = Memo()
         strictness: Strictness = "global" if check == "global" else "local"
         self._checked = Checked(self._name, function, strictness, debug)
+        self._asked = Asked(self._name, self._mesh_and_verdict)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         scope = current_scope()
-        # An inner function is checked as part of the body around it. Dynamo traces a body that
-        # names its axes, unchecked.
-        if scope is not None or not self._check or torch.compiler.is_compiling():
+        # An inner function is checked as part of the body around it.
+        if scope is not None or not self._check:
             infers = scope is not None and scope.monitor is not None
             call = self._call(scope, args, kwargs, infers)
             if scope is None and not torch.compiler.is_compiling():
                 return run_unchecked(call, _run_alone)
             return _run(call, scope, batches=False)
-        # Dynamo may have given up the call, for lack of a named axis, and would trace what is run.
+        if torch.compiler.is_compiling():
+            call = self._call(None, args, kwargs, infers=True)
+            return _run(as_checked(self._asked, call), None, batches=False)
+        # Dynamo may have given the call up, and look into what runs then.
         if get_eval_frame_callback() is not None:
             uncompiled = torch.compiler.disable(self._run_checked)
             return uncompiled(args, kwargs)
@@ -229,6 +233,12 @@ class _Body:
         args, kwargs = stand_ins((args, kwargs))
         call = self._call(None, args, kwargs, infers=True, runs=False)
         return self._checked.verdict(call, strictness)
+
+    def _mesh_and_verdict(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Mesh, Verdict]:
+        call = self._call(None, args, kwargs, infers=True)
+        return call.mesh, self._checked.verdict(call)
 
     def _call(
         self,

@@ -1,11 +1,11 @@
 """shard_mapped functions under torch.compile(fullgraph=True) on process groups."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -15,13 +15,15 @@ from shardmap_torch import (
     I,
     P,
     R,
-    SpecError,
+    ShardTypeError,
+    TransformError,
     all_gather,
     all_reduce,
     all_to_all,
     broadcast,
     convert,
     full,
+    lax,
     make_mesh,
     ppermute,
     reduce_scatter,
@@ -177,41 +179,155 @@ def test_a_rank_that_receives_nothing_keeps_its_part_of_a_permutation(gloo: Gloo
             assert code.count("_c10d_functional.all_to_all_single") == 1
 
 
-def check_is_needed(backend: str) -> str:
+def refused_wrong_spec(fullgraph: bool) -> str:
+    """The error of a compiled first call whose gradient would differ between the ranks."""
     torch._dynamo.reset()
     mesh = make_mesh((2,), ("tp",), kind="process_group")
-    f = shard_map(mlp, mesh=mesh, in_specs=(P(), *WEIGHTS), out_specs=P())
-    xs = [x.requires_grad_() for x in operands(mlp)]
+
+    def local(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce((x @ w).sum(1), "tp", dst=I)
+
+    specs = P(invariant="tp"), P(None, "tp")
+    f = shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    x, w, _ = operands(mlp)
     try:
-        torch.compile(f, backend=backend, fullgraph=True)(*xs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        torch.compile(f, backend="aot_eager", fullgraph=fullgraph)(x.requires_grad_(), w)
+    except ShardTypeError as error:
+        return str(error)
     return "accepted"
 
 
-def test_a_compiled_call_names_the_axes_that_only_the_checker_could_type(gloo: Gloo) -> None:
-    """Compiled calls are not checked, so nothing is inferred."""
-    for text in gloo(2).run(check_is_needed, "aot_eager", timeout=120):
-        assert SpecError.__name__ in text
-        assert "x: P() needs replicate={'tp'} or invariant={'tp'}" in text
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_compiled_call_is_checked_before_it_runs(gloo: Gloo, fullgraph: bool) -> None:
+    for text in gloo(2).run(refused_wrong_spec, fullgraph, timeout=120):
+        assert text.startswith(
+            "local: mm over axis 'tp' of I and V: the I operand's gradient would differ between "
+            "ranks and never be summed."
+        )
+        assert "accepted also by check='global': replicate={'tp'} in the spec of input x" in text
 
 
-def runs_uncompiled(backend: str) -> list[str]:
-    """What torch warns of where a call that is to be checked is compiled as far as that goes."""
+def ends_in_replicate(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    return all_reduce(torch.relu(x @ w1) @ w2, "tp", dst=R)
+
+
+def infers_as_eager() -> list[float]:
+    """Specs that leave all to the checker: the type of x, and the conversion of the result."""
     torch._dynamo.reset()
     mesh = make_mesh((2,), ("tp",), kind="process_group")
-    f = shard_map(mlp, mesh=mesh, in_specs=(P(), *WEIGHTS), out_specs=P())
-    xs = [x.requires_grad_() for x in operands(mlp)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = torch.compile(f, backend=backend)(*xs)
-    torch.testing.assert_close(found, f(*xs))
-    return [str(warning.message) for warning in caught]
+    f = shard_map(ends_in_replicate, mesh=mesh, in_specs=(P(), *WEIGHTS), out_specs=P())
+    x, w1, w2 = operands(mlp)
+
+    def alone(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return torch.relu(x @ w1) @ w2
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    expected = value_and_gradients(alone, [x, w1, w2])
+    found = value_and_gradients(compiled, [x, w1, w2])
+    return [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
 
 
-def test_a_call_that_does_not_name_its_axes_is_checked_and_runs_uncompiled(gloo: Gloo) -> None:
-    """Dynamo gives it up, and does not look into the checker."""
-    assert gloo(2).run(runs_uncompiled, "aot_eager", timeout=120) == [[], []]
+def test_a_compiled_call_has_the_casts_that_the_checker_infers(gloo: Gloo) -> None:
+    for differences in gloo(2).run(infers_as_eager, timeout=120):
+        assert len(differences) == 4
+        assert max(differences) < 1e-10
+
+
+def returned(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x[:2].t()
+
+
+def written_results() -> list[list[float]]:
+    """Arguments after their function's results were written to: eager, and compiled."""
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+    found = []
+    for check in (True, False):
+        f = shard_map(returned, mesh=mesh, in_specs=P(invariant="tp"), out_specs=P(), check=check)
+        for g in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+            torch._dynamo.reset()
+            x = torch.zeros(2)
+            for y in g(x):
+                y.add_(1)
+            found.append(x.tolist())
+    return found
+
+
+def test_results_share_no_memory_with_arguments_compiled_or_not(gloo: Gloo) -> None:
+    assert gloo(2).run(written_results, timeout=120) == [[[0.0, 0.0]] * 4] * 2
+
+
+def recompiled() -> list[int]:
+    """How often it is compiled: for each size, and static number, once."""
+    torch._dynamo.reset()
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+
+    def scaled(x: Tensor, by: float) -> Tensor:
+        return all_reduce(x.sin() * by, "tp", dst=R)
+
+    f = shard_map(scaled, mesh=mesh, in_specs=(X, None), out_specs=P())
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled, counts = torch.compile(f, backend=counter, fullgraph=True), []
+    for size, by in ((2, 0.5), (2, 0.25), (4, 0.25), (2, 0.5), (4, 0.25)):
+        x = torch.ones(size)
+        torch.testing.assert_close(compiled(x, by), f(x, by))
+        counts.append(counter.frame_count)
+    return counts
+
+
+def test_a_compiled_call_is_checked_anew_for_other_sizes_and_numbers_only(gloo: Gloo) -> None:
+    assert gloo(2).run(recompiled, timeout=120) == [[1, 2, 3, 3, 3]] * 2
+
+
+def draws() -> list[str]:
+    """A body whose draws the ranks share: an error, or uncompiled."""
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+
+    def dropped(x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x)
+
+    f = shard_map(dropped, mesh=mesh, in_specs=P(), out_specs=P())
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    expected = f(torch.ones(64))
+    torch.manual_seed(0)
+    found = torch.compile(f, backend="aot_eager")(torch.ones(64))
+    torch._dynamo.reset()
+    try:
+        torch.compile(f, backend="aot_eager", fullgraph=True)(torch.ones(64))
+    except TransformError as error:
+        return [str(torch.equal(found, expected)), str(error)]
+    return ["compiled"]
+
+
+def test_a_body_that_draws_is_not_compiled(gloo: Gloo) -> None:
+    for equal, text in gloo(2).run(draws, timeout=120):
+        assert equal == "True"
+        assert text.startswith(
+            "dropped: torch.compile cannot compile what was checked: it draws from torch's default "
+            "generator, which ranks share by their types when they run uncompiled only; draw from "
+            "a key of shardmap_torch.random. Call it uncompiled, or write its types and pass "
+            "check=False."
+        )
+
+
+def summed_by_lax() -> list[float]:
+    """lax.psum of a value that is equal on all ranks: its cast is one of the checker's."""
+    torch._dynamo.reset()
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+
+    def local(x: Tensor) -> Tensor:
+        return lax.psum(x.sin(), "tp")
+
+    f = shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())
+    expected = value_and_gradients(f, operands(summed))
+    found = value_and_gradients(
+        torch.compile(f, backend="aot_eager", fullgraph=True), operands(summed)
+    )
+    return [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
+
+
+def test_casts_of_lax_are_the_same_compiled(gloo: Gloo) -> None:
+    assert gloo(2).run(summed_by_lax, timeout=120) == [[0.0, 0.0]] * 2
 
 
 def dtensors(body: Body) -> int:

@@ -41,6 +41,8 @@ class Call:
         follow: makes the monitor that compares one run of the body with the checked program; None
             where the checker has not seen the call, or only as part of an outer one.
         draws: whether the checker has seen the body draw from torch's default generator.
+        sharing: the input whose memory a result may have, by their positions, where only a check
+            can tell; None where nothing is known.
     """
 
     function: Callable[..., Tree]
@@ -56,6 +58,7 @@ class Call:
     exits: Mapping[int, tuple[Collective, ...]] = field(default_factory=dict)
     follow: Callable[[], Monitor] | None = None
     draws: bool = False
+    sharing: Mapping[int, int] | None = None
 
     @lazy
     def inputs(self) -> tuple[Placed[Spec], ...]:

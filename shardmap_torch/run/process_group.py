@@ -1,12 +1,13 @@
 """Runtime of process-group meshes: this process is one rank."""
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.boundary.call import Call, Untouched, run_body
+from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
 from shardmap_torch.boundary.dtensor import Crossings, Enter, Leave
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.boundary.placements import placements_of
@@ -39,11 +40,19 @@ def run(call: Call, batches: bool) -> Tree:
     result = run_body(call, backend, local, drawing)
     watch.check()
     leaves = list(result.leaves)
-    values = apart([leaves[i] for i in result.match.crossing], call.leaves)
+    values = apart([leaves[i] for i in result.match.crossing], call.leaves, _sharing(call, result))
     values = _crossings(call.mesh, result.match).leave(backend, values)
     for i, value in zip(result.match.crossing, values, strict=True):
         leaves[i] = value
     return result.rebuild(leaves)
+
+
+def _sharing(call: Call, result: Result) -> Mapping[int, int] | None:
+    """The argument whose memory each result that crosses may have; None where nothing is known."""
+    known = call.sharing
+    if known is None:
+        return None
+    return {n: known[i] for n, i in enumerate(result.match.crossing) if i in known}
 
 
 def _crossings(mesh: Mesh, match: Match) -> Crossings:
@@ -65,7 +74,7 @@ def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
     backend = _backend_of(mesh)
     local = bind(backend, Enter(mesh, spec), x)
     if spec.sharded_dims or as_dtensor:  # a view would keep the global value, and write into it
-        (local,) = apart([local], [x])
+        (local,) = apart([local], [x], {0: 0})
     placements = placements_of(mesh, spec) if as_dtensor and not spec.partial else None
     return bind(backend, Leave(mesh, spec, placements), local)
 

@@ -34,7 +34,7 @@ BACKWARD: Final = {**FORWARD, V: frozenset({V, R, K, Z})}
 EXACTLY: Final = {**FORWARD, Partial: frozenset({Partial, Z})}
 """The same where a value keeps its type."""
 
-_SHARING: Final = frozenset({"same", "slice", "mask"})
+SHARING: Final = frozenset({"same", "slice", "mask"})
 """Moves whose result is a view of the operand, at least on some rank."""
 
 
@@ -156,7 +156,7 @@ class AbstractBackend:
             y = torch.empty(shape, dtype=x.dtype, device=x.device)
         result = interpreter.make(y, types, equation, [x])
         result.batched_over = self._batched_over(move, collective, result.batched_over)
-        if move in _SHARING and not backward:
+        if move in SHARING and not backward:
             self._make_read_only(storage_type, result, shown)
         interpreter.add(equation)
         interpreter.observer.on_collective(move, applied, x, y)

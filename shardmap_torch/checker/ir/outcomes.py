@@ -81,6 +81,7 @@ class PathOutcome:
         batches: whether a batched body can run it.
         draws: whether it draws from torch's default generator.
         takes_gradients: whether it takes gradients by itself.
+        sharing: the input whose memory a result may have, by their positions.
     """
 
     way: ProgramPath
@@ -92,6 +93,7 @@ class PathOutcome:
     batches: bool = False
     draws: bool = False
     takes_gradients: bool = False
+    sharing: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

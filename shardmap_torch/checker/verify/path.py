@@ -37,6 +37,7 @@ from shardmap_torch.checker.verify.merge import is_raised_by_body
 from shardmap_torch.checker.verify.nested import Inner
 from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, sum_results
 from shardmap_torch.checker.verify.record import Recording
+from shardmap_torch.checker.verify.sharing import input_sharing
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.errors import ShardMapError, ShardTypeError
@@ -300,13 +301,16 @@ class _Verification:
 
     def _outcome(self, result: Result, outgoing: Exits, back: PullBack) -> PathOutcome:
         interpreter = self._interpreter
-        outputs = {}
+        outputs, sharing = {}, {}
         leaves = list(result.leaves)
         for position in result.match.crossing:
             value = result.leaves[position]
             types = interpreter.storage_type(value).types
             shape = global_shape(tuple(value.shape), result.match.spec(position), self._call.mesh)
             outputs[position] = (shape, value.dtype, types)
+            source = input_sharing(interpreter.storage_type(value))
+            if source is not None:
+                sharing[position] = source
             leaves[position] = None  # its graph would stay alive
         return PathOutcome(
             ProgramPath(
@@ -322,4 +326,5 @@ class _Verification:
             interpreter.batches,
             interpreter.draws,
             interpreter.takes_gradients,
+            sharing,
         )

@@ -50,6 +50,7 @@ class Verdict:
         result: what the body returned, its tensors without data.
         batches: whether a batched body can run it: it uses nothing that `torch.func.vmap` lacks.
         draws: whether the body draws from torch's default generator.
+        sharing: the input whose memory a result may have, by their positions.
         start: the notes of what the body asks of its mesh, with which each run is compared.
         takes_gradients: whether the body takes gradients by itself.
         refusal: why results cannot be differentiated, where the body is right without that.
@@ -66,6 +67,7 @@ class Verdict:
     result: Result
     batches: bool
     draws: bool
+    sharing: dict[int, int]
     start: Step
     takes_gradients: bool
     refusal: ShardTypeError | None = None
@@ -254,6 +256,7 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         first.result,
         all(outcome.batches for outcome in outcomes),
         any(outcome.draws for outcome in outcomes),
+        {at: source for outcome in outcomes for at, source in outcome.sharing.items()},
         this.start,
         any(outcome.takes_gradients for outcome in outcomes),
     )

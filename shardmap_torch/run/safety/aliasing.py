@@ -4,7 +4,7 @@ A plain argument is one value on all ranks. Writing into a result that is a view
 shard, would change it on this rank alone.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,26 @@ from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.storage import memory_of
 
 
-def apart(results: Sequence[Tensor], arguments: Iterable[Any]) -> list[Tensor]:
+def apart(
+    results: Sequence[Tensor], arguments: Sequence[Any], sharing: Mapping[int, int] | None = None
+) -> list[Tensor]:
     """Returns `results`, with those copied that share memory with one of `arguments`.
 
-    DTensor arguments do not count: a result may be a view of their local tensors.
+    DTensor arguments do not count: a result may be a view of their local tensors. While Dynamo
+    traces, memory cannot be compared: `sharing` gives, by their positions, the argument whose
+    memory a result may have; None is any.
     """
     if torch.compiler.is_dynamo_compiling():
-        return list(results)
+        return _traced_apart(results, arguments, sharing)
     plain = [x for x in arguments if isinstance(x, Tensor) and not is_dtensor(x)]
     used = {memory_of(x) for x in plain} - {None}
     return [y.clone() if used and memory_of(y) in used else y for y in results]
+
+
+def _traced_apart(
+    results: Sequence[Tensor], arguments: Sequence[Any], sharing: Mapping[int, int] | None
+) -> list[Tensor]:
+    plain = [isinstance(x, Tensor) and not is_dtensor(x) for x in arguments]
+    if sharing is None:
+        return [y.clone() for y in results] if any(plain) else list(results)
+    return [y.clone() if n in sharing and plain[sharing[n]] else y for n, y in enumerate(results)]

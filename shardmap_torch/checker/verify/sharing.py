@@ -1,0 +1,27 @@
+"""Results of a body that share memory with its inputs."""
+
+from typing import Final
+
+from shardmap_torch.checker.interpreter.collectives import SHARING
+from shardmap_torch.checker.ir.program import Equation, StorageType
+
+_COPIES: Final = frozenset({"clone"})
+"""Operations that copy here and may return their operand at run time: `contiguous`, `reshape`."""
+
+
+def input_sharing(result: StorageType) -> int | None:
+    """Returns the position of the input whose memory a result may have at run time.
+
+    Here each conversion gives a storage of its own, since a storage has one type.
+    """
+    while result.leaf is None:
+        made = result.made
+        if made is None or not _may_share(made):
+            return None
+        result = made.operands[0].storage_type
+    return result.leaf
+
+
+def _may_share(equation: Equation) -> bool:
+    collective = equation.collective
+    return equation.name in _COPIES or (collective is not None and collective.move in SHARING)

@@ -1,0 +1,244 @@
+"""Calls that torch.compile traces: checked while it traces them, and traced as they were checked.
+
+Dynamo calls the checker for real, on the shapes and dtypes that it traces with. The casts at the
+boundary, types that only the checker knows, and copies of results are those of the verdict, as
+outside of torch.compile. A call that cannot be checked, or not be traced as it was checked, is not
+compiled: an error with fullgraph=True, and else it runs uncompiled, and is checked there.
+"""
+
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Final, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.boundary.matching import Match, can_receive_gradient
+from shardmap_torch.checker.guards.replay import TYPE, Step
+from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
+from shardmap_torch.core.caching import constant
+from shardmap_torch.core.tree import Tree, map_leaves, unflatten
+from shardmap_torch.errors import ShardMapError, TransformError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.types import AxisType
+
+Ask: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Mesh, Verdict]]
+"""Checks a call, and returns the mesh that it is for as well."""
+
+
+class Asked:
+    """What checks the calls of one function, as an object, which Dynamo knows by its identity."""
+
+    def __init__(self, name: str, ask: Ask) -> None:
+        """`ask` checks a call."""
+        self.name, self.ask = name, ask
+        self._count = 0
+
+    def keep(self, found: "Checked") -> str:
+        """Keeps what a check has found in an attribute, and returns its name.
+
+        An attribute each: what was traced stays valid when others are added.
+        """
+        self._count += 1
+        name = f"found_{self._count}"
+        setattr(self, name, found)
+        return name
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """What a verdict says about how to trace a call.
+
+    Attributes:
+        match: of the arguments, with every axis typed.
+        exits: conversions of results, as in `Call`.
+        sharing: the input whose memory a result may have, by their positions.
+        start: the notes of what the body asks of its mesh, with which the trace is compared.
+    """
+
+    match: Match
+    exits: Mapping[int, tuple[Collective, ...]]
+    sharing: Mapping[int, int]
+    start: Step
+
+
+def as_checked(asked: Asked, call: Call) -> Call:
+    """Returns the call with what a check of it has found; Dynamo traces this.
+
+    Raises:
+        ShardMapError: the check's own; or the call cannot be traced as it was checked.
+    """
+    outline = unflatten(call.structure, range(len(call.leaves)))
+    name = _check(asked, call.mesh, outline, *[_described(leaf) for leaf in call.leaves])
+    found = getattr(asked, name)
+    return Call(
+        call.function,
+        call.name,
+        call.mesh,
+        call.bound,
+        call.mapped,
+        call.leaves,
+        found.match,
+        call.structure,
+        call.out_specs,
+        call.out_matches,
+        found.exits,
+        lambda: Trace(call.name, found.start),
+        False,
+        found.sharing,
+    )
+
+
+_TENSOR: Final = "a tensor of"
+
+
+def _described(leaf: Any) -> Any:
+    """A leaf in constants; numbers that Dynamo holds for dynamic become those of this call."""
+    if isinstance(leaf, Tensor):
+        shape = tuple([operator.index(size) for size in leaf.shape])
+        return (_TENSOR, shape, leaf.dtype, leaf.device, leaf.layout, can_receive_gradient(leaf))
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return operator.index(leaf)
+    return float.fromhex(leaf.hex()) if isinstance(leaf, float) else leaf
+
+
+@constant
+def _check(asked: Asked, mesh: Mesh, outline: Tree, *described: Any) -> str:
+    """Returns the name of what is found: Dynamo calls this, and takes the result for a constant.
+
+    It cannot look into a constant that is an object, and so finds that by its name.
+    """
+    fake = FakeTensorMode()
+
+    def leaf(position: int) -> Any:
+        found = described[position]
+        if not (isinstance(found, tuple) and found[:1] == (_TENSOR,)):
+            return found
+        _, shape, dtype, device, layout, grad = found
+        with fake:
+            return torch.empty(shape, dtype=dtype, device=device, layout=layout, requires_grad=grad)
+
+    try:
+        args, kwargs = map_leaves(leaf, outline)
+        found_mesh, verdict = asked.ask(args, kwargs)
+        if found_mesh != mesh:
+            raise TransformError(f"{asked.name}: use_mesh in code that torch.compile traces.")
+        for obstacle in _obstacles(verdict):
+            raise TransformError(_CANNOT.format(asked.name, obstacle))
+    except ShardMapError as error:
+        _give_up(error)
+    # Objects of its own: what runs remember in theirs would look like a change to Dynamo's guards.
+    match = Match(verdict.paths, verdict.specs, verdict.crossing)
+    exits = {at: tuple(map(replace, casts)) for at, casts in verdict.exits.items()}
+    return asked.keep(Checked(match, exits, verdict.sharing, verdict.start))
+
+
+_CANNOT: Final = (
+    "{}: torch.compile cannot compile what was checked: {}. Call it uncompiled, or write its types "
+    "and pass check=False."
+)
+
+
+def _obstacles(verdict: Verdict) -> Iterator[str]:
+    """Why a trace would not be the program that was checked."""
+    if verdict.draws:
+        yield (
+            "it draws from torch's default generator, which ranks share by their types when they "
+            "run uncompiled only; draw from a key of shardmap_torch.random"
+        )
+    step = verdict.start
+    while step.next:
+        if len(step.next) > 1:
+            yield "it branches on numbers taken from tensors"
+            return
+        step = step.next[0]
+        step.crossing.collectives  # noqa: B018 - computed here, for the same reason as below
+        if any(map(_asks, step.later.values())):
+            yield f"code that runs again in a backward asks for types, as {step} does"
+
+
+def _asks(start: Step) -> bool:
+    """Returns whether some code depends on what only the checker knows."""
+    return any(isinstance(step.what, tuple) or _asks(step) for step in start.next)
+
+
+def _give_up(error: ShardMapError) -> NoReturn:
+    """Raises the error as one that ends the trace, with its own class and its own text.
+
+    Dynamo would wrap any other in an error of its own.
+    """
+    from torch._dynamo.exc import Unsupported  # here: importing Dynamo takes a second
+
+    kind = type(error)
+    passed = type(kind.__name__, (kind, Unsupported), {"__module__": kind.__module__})
+    raised = passed(str(error))
+    raised.__dict__.update(error.__dict__)
+    raise raised from None
+
+
+class Trace:
+    """Follows the checked program while Dynamo traces it; see `collectives.protocol.Monitor`."""
+
+    depth = inf
+
+    def __init__(self, name: str, start: Step) -> None:
+        """`name` is that of the function, for errors."""
+        self._name, self._at = name, start
+
+    def on_operation(self, what: object, x: Tensor | None) -> None:
+        """Takes the step.
+
+        Raises:
+            TransformError: the program that was checked does something else here.
+        """
+        self._take(what)
+
+    def _take(self, what: object) -> None:
+        if not self._at.next or not (self._at.next[0].what == what):
+            _reject_different(self._name)
+        self._at = self._at.next[0]
+
+    def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
+        """Returns the types that the checker found."""
+        self._take((TYPE, axes))
+        return self._at.types
+
+    def note(self, what: object) -> Note:
+        """Returns what the checker has written there."""
+        self._take(what)
+        return self._at.note
+
+    def enter(self, what: object, edge: Edge) -> Casts:
+        """Returns the conversions of the inputs of an inner function."""
+        self._take(what)
+        return self._at.crossing.collectives
+
+    def leave(self, what: object, edge: Edge) -> Casts:
+        """Returns those of its results."""
+        self._take(what)
+        return self._at.crossing.collectives
+
+    def fork(self, what: object) -> Monitor:
+        """Follows on; code that runs again asks for nothing that only the checker knows."""
+        self._take(what)
+        return self
+
+    def rerun(self, key: Hashable) -> Monitor | None:
+        """None: what runs again is traced with what it belongs to."""
+        return None
+
+    def end(self, leaves: Sequence[object] = ()) -> None:
+        """Requires that the program may end here."""
+        if not self._at.last:
+            _reject_different(self._name)
+
+
+@constant
+def _reject_different(name: str) -> NoReturn:
+    _give_up(TransformError(_CANNOT.format(name, "traced, it asks for other collectives")))
