@@ -208,7 +208,7 @@ class _Body:
             if scope is None and not torch.compiler.is_compiling():
                 return run_unchecked(call, _run_alone)
             return _run(call, scope, batches=False)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             call = self._call(None, args, kwargs, infers=True)
             return _run(as_checked(self._asked, call), None, batches=False)
         # Dynamo may have given the call up, and look into what runs then.

@@ -279,29 +279,25 @@ def test_a_compiled_call_is_checked_anew_for_other_sizes_and_numbers_only(gloo: 
 
 
 def draws() -> list[str]:
-    """A body whose draws the ranks share: an error, or uncompiled."""
+    """The error of compiling a body whose draws the ranks share."""
     mesh = make_mesh((2,), ("tp",), kind="process_group")
 
     def dropped(x: Tensor) -> Tensor:
         return torch.nn.functional.dropout(x)
 
     f = shard_map(dropped, mesh=mesh, in_specs=P(), out_specs=P())
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    expected = f(torch.ones(64))
-    torch.manual_seed(0)
-    found = torch.compile(f, backend="aot_eager")(torch.ones(64))
-    torch._dynamo.reset()
-    try:
-        torch.compile(f, backend="aot_eager", fullgraph=True)(torch.ones(64))
-    except TransformError as error:
-        return [str(torch.equal(found, expected)), str(error)]
-    return ["compiled"]
+    found = []
+    for fullgraph in (True, False):
+        torch._dynamo.reset()
+        try:
+            torch.compile(f, backend="aot_eager", fullgraph=fullgraph)(torch.ones(64))
+        except TransformError as error:
+            found.append(str(error))
+    return found
 
 
 def test_a_body_that_draws_is_not_compiled(gloo: Gloo) -> None:
-    for equal, text in gloo(2).run(draws, timeout=120):
-        assert equal == "True"
+    for text in gloo(2).run(draws, timeout=120)[0]:
         assert text.startswith(
             "dropped: torch.compile cannot compile what was checked: it draws from torch's default "
             "generator, which ranks share by their types when they run uncompiled only; draw from "

@@ -2,8 +2,8 @@
 
 Dynamo calls the checker for real, on the shapes and dtypes that it traces with. The casts at the
 boundary, types that only the checker knows, and copies of results are those of the verdict, as
-outside of torch.compile. A call that cannot be checked, or not be traced as it was checked, is not
-compiled: an error with fullgraph=True, and else it runs uncompiled, and is checked there.
+outside of torch.compile. A call that cannot be checked, or not be traced as it was checked, is an
+error.
 """
 
 import operator
