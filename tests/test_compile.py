@@ -297,7 +297,9 @@ def draws() -> list[str]:
 
 
 def test_a_body_that_draws_is_not_compiled(gloo: Gloo) -> None:
-    for text in gloo(2).run(draws, timeout=120)[0]:
+    texts = gloo(2).run(draws, timeout=120)[0]
+    assert len(texts) == 2
+    for text in texts:
         assert text.startswith(
             "dropped: torch.compile cannot compile what was checked: it draws from torch's default "
             "generator, which ranks share by their types when they run uncompiled only; draw from "
