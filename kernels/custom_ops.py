@@ -136,7 +136,7 @@ def _gather_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     dx, *dws = gather_backward_op(gathered, ws, dys, *options)
     dbiases = [as_matrix(dys[index]).sum(0) for index in ctx.biased]
     # torch takes an empty list of numbers for one of tensors, and wants a list back.
-    dbiased = None if ctx.biased else []
+    dbiased: list[None] | None = None if ctx.biased else []
     return dx, dws, dbiases, dbiased, None, None, None, None, None
 
 

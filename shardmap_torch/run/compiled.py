@@ -17,12 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.boundary.matching import Match, can_receive_gradient
+from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.guards.replay import TYPE, Step
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
 from shardmap_torch.core.caching import constant
+from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.tree import Tree, map_leaves, unflatten
 from shardmap_torch.errors import ShardMapError, TransformError
 from shardmap_torch.mesh import Mesh
