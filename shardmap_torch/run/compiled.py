@@ -127,7 +127,8 @@ def _check(asked: Asked, mesh: Mesh, outline: Tree, *described: Any) -> str:
 
     try:
         args, kwargs = map_leaves(leaf, outline)
-        found_mesh, verdict = asked.ask(args, kwargs)
+        with fake:
+            found_mesh, verdict = asked.ask(args, kwargs)
         if found_mesh != mesh:
             raise TransformError(f"{asked.name}: use_mesh in code that torch.compile traces.")
         for obstacle in _obstacles(verdict):
