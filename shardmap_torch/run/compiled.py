@@ -34,7 +34,7 @@ Ask: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Mesh, Verdict
 
 
 class Asked:
-    """What checks the calls of one function, as an object, which Dynamo knows by its identity."""
+    """Checks the calls of one function; an object, which Dynamo knows by its identity."""
 
     def __init__(self, name: str, ask: Ask) -> None:
         """`ask` checks a call."""
@@ -54,7 +54,7 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """What a verdict says about how to trace a call.
+    """The part of a verdict that tracing a call needs.
 
     Attributes:
         match: of the arguments, with every axis typed.
@@ -100,7 +100,7 @@ _TENSOR: Final = "a tensor of"
 
 
 def _described(leaf: Any) -> Any:
-    """A leaf in constants; numbers that Dynamo holds for dynamic become those of this call."""
+    """Describes a leaf by constants; numbers that Dynamo holds as dynamic become this call's."""
     if isinstance(leaf, Tensor):
         shape = tuple([operator.index(size) for size in leaf.shape])
         return (_TENSOR, shape, leaf.dtype, leaf.device, leaf.layout, can_receive_gradient(leaf))
@@ -148,7 +148,7 @@ _CANNOT: Final = (
 
 
 def _obstacles(verdict: Verdict) -> Iterator[str]:
-    """Why a trace would not be the program that was checked."""
+    """Yields the reasons why a trace would not be the program that was checked."""
     if verdict.draws:
         yield (
             "it draws from torch's default generator, which ranks share by their types when they "
