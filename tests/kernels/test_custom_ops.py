@@ -57,7 +57,45 @@ def compiled_difference(overlap: str) -> float:
 
 @pytest.mark.parametrize("overlap", ["auto", "require"])
 def test_one_compiled_graph_equals_the_eager_composition(gloo: Gloo, overlap: str) -> None:
-    assert max(gloo(2).run(compiled_difference, overlap)) < 1e-10
+    assert max(gloo(2).run(compiled_difference, overlap, timeout=120)) < 1e-10
+
+
+EDGES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "gather, no bias": (
+        lambda x, w: all_gather_matmul(x, w, "tp", overlap="require"),
+        [(4, 3), (3, 4)],
+    ),
+    "gather to no columns": (
+        lambda x, w, bias: all_gather_matmul(x, w, "tp", bias=bias, overlap="require"),
+        [(4, 3), (3, 0), (0,)],
+    ),
+    "reduce over no columns": (
+        lambda x, w: matmul_all_reduce(x, w, "tp", dst="I", overlap="require"),
+        [(4, 0), (0, 4)],
+    ),
+}
+
+
+def differences_at_edges() -> dict[str, float]:
+    """Compiled against eager, as in `compiled_difference`."""
+    found = {}
+    with body():
+        for name, (function, shapes) in EDGES.items():
+            torch._dynamo.reset()
+            results = []
+            for run in (torch.compile(function, backend="aot_eager", fullgraph=True), function):
+                leaves = [normal(i, *shape).requires_grad_() for i, shape in enumerate(shapes)]
+                y = run(*leaves)
+                results.append([y.detach(), *torch.autograd.grad(y.pow(2).sum(), leaves)])
+            pairs = [(a - b).abs().sum() for a, b in zip(*results, strict=True)]
+            found[name] = float(torch.stack(pairs).sum())
+    return found
+
+
+def test_an_operator_without_bias_or_with_no_columns_is_the_eager_kernel(gloo: Gloo) -> None:
+    for differences in gloo(2).run(differences_at_edges, timeout=120):
+        assert set(differences) == set(EDGES)
+        assert max(differences.values()) < 1e-10
 
 
 def kernels_in_the_graph(overlap: str) -> list[str]:
@@ -74,8 +112,8 @@ def kernels_in_the_graph(overlap: str) -> list[str]:
 
 
 def test_auto_leaves_the_composition_to_inductor_and_require_puts_operators(gloo: Gloo) -> None:
-    assert gloo(2).run(kernels_in_the_graph, "auto")[0] == []
-    names = gloo(2).run(kernels_in_the_graph, "require")[0]
+    assert gloo(2).run(kernels_in_the_graph, "auto", timeout=120)[0] == []
+    names = gloo(2).run(kernels_in_the_graph, "require", timeout=120)[0]
     assert len(names) == 2
 
 
@@ -100,7 +138,7 @@ def failed_checks() -> list[str]:
 
 
 def test_torch_finds_no_fault_with_the_operators(gloo: Gloo) -> None:
-    assert gloo(2).run(failed_checks, timeout=60.0) == [[], []]
+    assert gloo(2).run(failed_checks, timeout=120) == [[], []]
 
 
 def reduced(dst: Any, overlap: Any) -> Callable[..., Tensor]:
@@ -136,7 +174,7 @@ def compiled_reduction(dst: Any) -> tuple[float, list[str]]:
 def test_a_compiled_all_reduce_has_an_operator_and_one_backward_where_it_sends(
     gloo: Gloo, dst: str, num_operators: int
 ) -> None:
-    for difference, names in gloo(3).run(compiled_reduction, dst, timeout=60.0):
+    for difference, names in gloo(3).run(compiled_reduction, dst, timeout=120):
         assert difference < 1e-10
         assert len(names) == num_operators
 
@@ -161,7 +199,7 @@ def schedules_in_the_graph() -> list[Any]:
 
 
 def test_a_compiled_ring_is_a_ring_in_its_backward_too(gloo: Gloo) -> None:
-    assert gloo(2).run(schedules_in_the_graph)[0] == [
+    assert gloo(2).run(schedules_in_the_graph, timeout=120)[0] == [
         "gather/ring/3",
         "scatter/ring/3",
         "scatter/ring/3",
@@ -202,4 +240,4 @@ def matmuls_that_inductor_can_fuse(dim: int) -> tuple[int, int]:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_inductor_recognises_the_composition_beside_its_matmuls(gloo: Gloo, dim: int) -> None:
     """Two matmuls of one gather, and one before the scatter."""
-    assert gloo(2).run(matmuls_that_inductor_can_fuse, dim) == [(2, 1)] * 2
+    assert gloo(2).run(matmuls_that_inductor_can_fuse, dim, timeout=120) == [(2, 1)] * 2
