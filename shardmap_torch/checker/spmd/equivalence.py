@@ -42,6 +42,7 @@ from shardmap_torch.checker.spmd.collective_rules import Move, after
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
 from shardmap_torch.checker.spmd.state import Notes
@@ -80,7 +81,9 @@ class Relation(Observer):
         self._alignment = Alignment(one)
         self._notes = Notes(interpreter, self._alignment, without)
         self._inside: list[Observer] = []
-        self._gradients = Gradients(self._notes)
+        self._microbatches = Microbatches(interpreter, self._notes)
+        self._notes.reject_part = self._microbatches.reject
+        self._gradients = Gradients(self._notes, self._microbatches)
         self._inputs = iter(one.inputs)
 
     def on_argument(self, tensor: Tensor, spec: P) -> None:
@@ -137,6 +140,8 @@ class Relation(Observer):
                     sums = replace(_without(sums, frozenset(axes)), partial=partial)
                 self._notes.note(y, number, shard)
                 self._notes.set_sums(y, sums)
+                on = collective.axes if collective is not None else ()
+                self._microbatches.note_move(move, str(collective), on, x, y)
 
     def on_python_value(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Requires that a Python value comes from tensors that are unsharded on every rank."""
@@ -269,6 +274,7 @@ class Relation(Observer):
                 if event is None:
                     ((_, source),) = _tensors(arguments)
                     self._notes.copy(source, results[0])
+                    self._microbatches.note_copy(source, results[0])
                 elif results:  # else it answers a question about shapes
                     self._relate(op, event, arguments, results)
 
@@ -297,8 +303,6 @@ class Relation(Observer):
         plain = {name: value for name, value in arguments.items() if not tensors_in(value)}
         factor = factor_of(op, arguments.get("other"), event.arguments.get("other"))
         global_shape = differing({} if factor is not None else plain, event)
-        if len(results) != len(event.results):
-            raise UnrelatedError("on one device it has another number of results")
         shapes = [
             (tuple(tensor.shape), shape)
             for tensor, (_, shape) in zip(results, event.results, strict=True)
@@ -315,10 +319,15 @@ class Relation(Observer):
                 f"and {there} on one device,"
             )
             summed = summed.scaled(factor or Fraction(1), NO_AXES, self._at(cause))
-        for index, sharded in enumerate(propagate(step)):
+        special = self._microbatches.divide(op, arguments, event, shards)
+        special = special or self._microbatches.concatenate(op, arguments)
+        on_parts = (op, arguments, event, read, results, special is not None)
+        combined = self._microbatches.combine(*on_parts)
+        for index, sharded in enumerate(special or propagate(step)):
             number, shape = event.results[index]
             shard = fitted(sharded.dims, tuple(results[index].shape), shape)
             self._finish(op, arguments, results[index], number, shard, sharded, summed)
+        self._microbatches.note(op, arguments, combined, results, special is not None)
 
     def _at(self, what: str) -> str:
         """Names the user's line."""
@@ -367,7 +376,7 @@ class Relation(Observer):
         operands = [t for name, t in _tensors(arguments) if name in read]
         scaled = common_scale([self._notes.sums(x) for x in operands])
         if scaled.scale != 1 and not _is_view(op):
-            require_linear(op, arguments, self._interpreter.types, self._notes.sums)
+            require_linear(op, arguments, self._notes.sums)
         try:
             partial = self._partial(op, arguments, operands)
         except UnrelatedError:

@@ -13,6 +13,7 @@ from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
     fitted,
 )
+from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.recorder import Event, Ref
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums, common_scale, reject_scaled
@@ -32,9 +33,9 @@ class Gradients:
         has_custom_backward: whether the user's own code has run in this differentiation.
     """
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, microbatches: Microbatches) -> None:
         """Reads the layouts of the values from `notes`."""
-        self._notes = notes
+        self._notes, self._microbatches = notes, microbatches
         self.has_custom_backward = False
 
     def note(
@@ -64,6 +65,7 @@ class Gradients:
                 number, shape = next(found)
                 shard = self._batched_like(shard, operand, gradient, shape)
                 self._note(shard, operand, gradient, number, scale, old)
+                self._microbatches.note_gradient(outputs, seeds, operand, gradient, old[0])
 
     def _batched_like(
         self, shard: ShardedTensor, operand: Tensor, gradient: Tensor, shape: Shape

@@ -1,6 +1,6 @@
 """State of the ranks' program: the layout of each of its tensors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from shardmap_torch.checker.spmd.layout import (
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sums import NO_AXES, Axes, Sums, reject_scaled
 from shardmap_torch.spec import P
-from shardmap_torch.types import AxisType
+from shardmap_torch.types import AxisType, Z
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Notes:
         self._on = frozenset(self.sizes)
         self._book: TensorMap[_Note] = TensorMap()
         self._sums: dict[int, Sums] = {}
+        self.reject_part: Callable[[Tensor], None] = lambda tensor: None
         # Cells and not tensors: torch copies a new tensor that has another reference already.
         self._where: dict[int, StorageType] = {}
 
@@ -167,7 +168,8 @@ class Notes:
     def set_sums(self, tensor: Tensor, sums: Sums) -> None:
         """Sets the pending sums and the factor of a tensor's storage."""
         partial, loose = sums.partial & self._on, sums.loose & self._on
-        self._sums[self._storage(tensor)] = replace(sums, partial=partial, loose=loose)
+        zero = set(self._interpreter.types(tensor)) == {Z}
+        self._sums[self._storage(tensor)] = replace(sums, partial=partial, loose=loose, zero=zero)
 
     def reject_unfinished(self, tensor: Tensor) -> None:
         """Requires that a value, after its pending sums, is the value on one device.
@@ -176,6 +178,7 @@ class Notes:
             UnrelatedError: it is not.
         """
         self.reject_loose(tensor)
+        self.reject_part(tensor)
         reject_scaled(self.sums(tensor))
 
     def reject_loose(self, tensor: Tensor, but: Axes = NO_AXES) -> None:

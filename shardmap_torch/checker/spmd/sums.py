@@ -36,6 +36,7 @@ class Sums:
         scale: the factor between the value, after the sums, and that on one device.
         means: axes over which a mean of each rank's part was taken, so that the factor is not 1.
         cause: the step that made the factor, for messages.
+        zero: whether the value is known to be zeros.
     """
 
     partial: Axes = NO_AXES
@@ -44,6 +45,7 @@ class Sums:
     scale: Fraction = Fraction(1)
     means: Axes = NO_AXES
     cause: str = ""
+    zero: bool = False
 
     def over(self, *types: str) -> Axes:
         """Returns the axes over which one of these reductions is pending."""
@@ -137,7 +139,6 @@ def common_scale(sums: Sequence[Sums]) -> Sums:
 def require_linear(
     op: OpOverload,
     arguments: Mapping[str, Any],
-    types_of: Callable[[Tensor], Types],
     sums_of: Callable[[Tensor], Sums],
 ) -> None:
     """Requires that an operation is linear in the operands that have a factor.
@@ -149,7 +150,7 @@ def require_linear(
     def seen(x: Tensor) -> Types:
         if sums_of(x).scale != 1:
             return (Partial,)
-        return (Z,) if set(types_of(x)) == {Z} else (K,)
+        return (Z,) if sums_of(x).zero else (K,)
 
     scaled = common_scale([sums_of(x) for value in arguments.values() for x in _tensors(value)])
     for outcome in type_call(op, arguments, seen, 1):
