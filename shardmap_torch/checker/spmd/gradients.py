@@ -65,7 +65,8 @@ class Gradients:
                 number, shape = next(found)
                 shard = self._batched_like(shard, operand, gradient, shape)
                 self._note(shard, operand, gradient, number, scale, old)
-                self._microbatches.note_gradient(outputs, seeds, operand, gradient, old[0])
+                what = (outputs, seeds, operand, gradient, old[0], self.has_custom_backward)
+                self._microbatches.note_gradient(*what)
 
     def _batched_like(
         self, shard: ShardedTensor, operand: Tensor, gradient: Tensor, shape: Shape

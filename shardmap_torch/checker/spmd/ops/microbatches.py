@@ -185,7 +185,7 @@ class Microbatches:
         if combined is None:
             return
         if special and op is aten.split.Tensor:
-            self._note_chunks(arguments["dim"], combined.made, results)
+            self._note_chunks(arguments, results)
             return
         for name in writes_of(op, arguments):
             for x in _tensors(arguments[name]):
@@ -193,18 +193,20 @@ class Microbatches:
         for index, result in enumerate(results):
             part = combined.added
             if part is not None:
-                complete = len(part.indices) == part.count
-                found = _Entry(part.expression, None if complete else part)
+                found = self._entry(part)
             else:
                 expression = self._number((combined.made, index))
                 found = _Entry(expression, self._made_part(combined, expression, result))
             self._put(result, found)
 
-    def _note_chunks(self, dim: int, made: int, results: Sequence[Tensor]) -> None:
+    def _note_chunks(self, arguments: Mapping[str, Any], results: Sequence[Tensor]) -> None:
+        x, dim = arguments["self"], arguments["dim"]
+        made = self._expression_of(x)
+        self._put(x, _Entry(made, None))
         shard = self._notes.find_any(results[0])
         assert shard is not None  # it has just been noted
         axes = axes_of(shard.dims[dim % len(shard.dims)])
-        expression = self._number(("chunk", made, len(results)))
+        expression = self._number(("chunk", made, dim % len(shard.dims), len(results)))
         for i, result in enumerate(results):
             part = Part(len(results), axes, frozenset({i}), expression, "rows")
             self._put(result, _Entry(expression, part))
@@ -324,7 +326,7 @@ class Microbatches:
         """
         if not self._is_active:
             return
-        part, expression = self._part_of(x), self._number((what, self._expression_of(x)))
+        part, expression = self._part_of(x), self._number((move, what, self._expression_of(x)))
         if part is not None:
             if move in EXTREMA and len(part.indices) > 1:
                 raise UnrelatedError(f"it is not linear in {_shown(part)}", _FIX)
@@ -345,6 +347,7 @@ class Microbatches:
         operand: Tensor,
         gradient: Tensor,
         before: Tensor | None,
+        has_custom_backward: bool,
     ) -> None:
         """Notes a gradient, which may be added to one that was there before.
 
@@ -357,6 +360,11 @@ class Microbatches:
         parts = [self._part_of(x) for x in outputs]
         own = self._part_of(operand)
         first = next((part for part in (*parts, own) if part is not None), None)
+        if first is not None and has_custom_backward:
+            raise UnrelatedError(
+                f"it is a gradient of {_shown(first)}, and code of your own has worked on it",
+                "apply it to the sum of all microbatches.",
+            )
         skeletons = tuple(self._skeleton(x, operand) for x in outputs)
         exprs = tuple(map(self._expression_of, outputs))
         expression = self._number(("gradient", exprs, skeletons))
@@ -384,8 +392,7 @@ class Microbatches:
                 )
         storage = self._storage(gradient)
         self._versions[storage] = self._versions.get(storage, 0) + 1
-        complete = part is not None and len(part.indices) == part.count
-        self._put(gradient, _Entry(expression, None if complete else part))
+        self._put(gradient, _Entry(expression, None) if part is None else self._entry(part))
 
     def reject(self, tensor: Tensor) -> None:
         """Requires that a value does not depend on some microbatches only.
@@ -424,6 +431,12 @@ class Microbatches:
         return labels.get(root, -1) if root is not None else -1
 
     # ------------------------------------------------------------------------------- notes
+
+    def _entry(self, part: Part) -> _Entry:
+        """The entry of a sum of microbatches: that of all of them is another expression."""
+        if len(part.indices) < part.count:
+            return _Entry(part.expression, part)
+        return _Entry(self._number(("all", part.expression)), None)
 
     def _part_of(self, tensor: Tensor) -> Part | None:
         if not self._is_active:

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import I, P, R, ShardTypeError, all_gather, all_reduce, make_mesh, shard_map
+from shardmap_torch import (
+    I,
+    P,
+    Partial,
+    R,
+    ShardTypeError,
+    all_gather,
+    all_reduce,
+    convert,
+    make_mesh,
+    shard_map,
+)
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 COUNT: Final = 3
@@ -160,6 +171,28 @@ def other_rows_twice(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return all_reduce(leaf.grad, "dp", dst=I)
 
 
+def with_a_hook(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    leaf = w.detach().clone().requires_grad_()
+
+    def squared(g: Tensor) -> Tensor:
+        return convert(all_reduce(g, "dp", dst=R).square(), "dp", src=R, dst=Partial)
+
+    leaf.register_hook(squared)
+    for mb in x.chunk(COUNT):
+        (mb @ leaf).sum().backward()
+    assert leaf.grad is not None
+    return all_reduce(leaf.grad, "dp", dst=I)
+
+
+def of_a_sum_and_a_part(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    grams = [mb.T @ mb for mb in x.chunk(COUNT)]
+    operands = [grams[0], grams[0] + grams[1] + grams[2], grams[2]]
+    acc = torch.zeros_like(w[:, :1] @ w[:1, :4])
+    for each in operands:
+        acc = acc + 2 * each
+    return all_reduce(acc, "dp", dst=I)
+
+
 WRONG: Final[list[Step]] = [
     looped(lambda acc, i, mb, w: acc + (i + 1) * sums(w, mb)),
     looped(lambda acc, i, mb, w: (0.9 * acc if i else acc) + sums(w, mb)),
@@ -175,6 +208,8 @@ WRONG: Final[list[Step]] = [
     of_two_leaves,
     written_to_rows,
     other_rows_twice,
+    with_a_hook,
+    of_a_sum_and_a_part,
 ]
 
 
