@@ -30,7 +30,7 @@ from shardmap_torch.run import nested, vmap
 from shardmap_torch.run.checked import Checked
 from shardmap_torch.run.compiled import Asked, as_checked
 from shardmap_torch.run.runtimes import runtime_of
-from shardmap_torch.run.unchecked import run_unchecked
+from shardmap_torch.run.unchecked import Unchecked
 
 Check: TypeAlias = bool | Strictness
 """Strictness of `shard_map`; True is "local"."""
@@ -197,6 +197,7 @@ class _Body:
         self._out_matches: Memo[Match] = Memo()
         strictness: Strictness = "global" if check == "global" else "local"
         self._checked = Checked(self._name, function, strictness, debug)
+        self._unchecked = Unchecked()
         self._asked = Asked(self._name, self._mesh_and_verdict)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
@@ -206,7 +207,7 @@ class _Body:
             infers = scope is not None and scope.monitor is not None
             call = self._call(scope, args, kwargs, infers)
             if scope is None and not torch.compiler.is_compiling():
-                return run_unchecked(call, _run_alone)
+                return self._unchecked.run(call, _run_alone)
             return _run(call, scope, batches=False)
         if torch.compiler.is_dynamo_compiling():
             call = self._call(None, args, kwargs, infers=True)

@@ -28,7 +28,10 @@ _CURRENT: Final = _Current()
 
 
 def current() -> Control | None:
-    """Returns the control of the default process group; None before the first mesh over it."""
+    """Returns the control of the default process group; None before the first mesh over it.
+
+    None too where there is nothing to compare; see `start`.
+    """
     return _CURRENT.control
 
 
@@ -44,16 +47,19 @@ def peers() -> PeerWatch | None:
 
 
 def start(timeout: timedelta) -> Control | None:
-    """Starts the control, or shortens its deadline; every rank must call it. None without gloo."""
+    """Starts the control, or shortens its deadline; every rank must call it.
+
+    Returns None for one process, which has no other to compare with, and without gloo.
+    """
     world = dist.group.WORLD
     if _CURRENT.control is not None and _CURRENT.world is world:
         _CURRENT.control.set_timeout(timeout)
         return _CURRENT.control
-    # torch's backend "fake" runs a program on one process: the other ranks do not exist.
-    if not dist.is_gloo_available() or dist.get_backend() == "fake":
-        return None
     if _CURRENT.control is not None:
         stop()
+    # torch's backend "fake" runs a program on one process: the other ranks do not exist.
+    if dist.get_world_size() == 1 or not dist.is_gloo_available() or dist.get_backend() == "fake":
+        return None
     _CURRENT.control = within(timeout, "Starting the control of the run", lambda: Control(timeout))
     _CURRENT.world = world
     _CURRENT.peers = PeerWatch(_CURRENT.control)

@@ -88,8 +88,13 @@ def _arguments(call: Call) -> Iterator[str]:
             dtype = str(leaf.dtype).removeprefix("torch.")
             grad = ", requires_grad" * leaf.requires_grad
             yield f"  {path}: {dtype}{list(leaf.shape)}, {spec!r}{grad}"
-        elif type(leaf) in _PLAIN:
+        elif is_compared(leaf):
             yield f"  {path} = {leaf!r}"
+
+
+def is_compared(static: object) -> bool:
+    """Returns whether the value of a static argument is part of a description."""
+    return type(static) in _PLAIN
 
 
 def refused(name: str, error: Exception) -> Description:

@@ -1,26 +1,49 @@
-"""Unchecked calls: on processes their arguments and specs are still compared."""
+"""Unchecked: calls without verdicts; on processes their arguments and specs are still compared."""
 
 from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.control.start import current
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree
-from shardmap_torch.run.agree import agree, describe
+from shardmap_torch.run.agree import Description, agree, describe, is_compared
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.guarded import guarded
 
 
-def run_unchecked(call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
-    """Runs a call whose specs give all types.
+class Unchecked:
+    """The unchecked calls of one function, whose specs give all types."""
 
-    Raises:
-        CollectiveMismatchError: the other ranks make another call.
-    """
-    if not runtime_of(call.mesh).is_distributed or current() is None:
+    def __init__(self) -> None:
+        """Starts without descriptions of signatures."""
+        self._descriptions: Memo[Description] = Memo()
+
+    def run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
+        """Runs a call.
+
+        Raises:
+            CollectiveMismatchError: the other ranks make another call.
+        """
+        if not runtime_of(call.mesh).is_distributed:
+            return run(call, False)
+        return guarded(call.mesh, call.name, lambda: self._compare_and_run(call, run))
+
+    def _compare_and_run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
+        if current() is not None:
+            key = _signature(call)
+            agree(self._descriptions.get(key, lambda: describe(call, None)), now=False)
         return run(call, False)
 
-    def compared() -> Tree:
-        agree(describe(call, None), now=False)
-        return run(call, False)
 
-    return guarded(call.mesh, call.name, compared)
+def _signature(call: Call) -> tuple[Any, ...]:
+    """Returns what the description of a call depends on; shapes and dtypes are in the match."""
+    static = call.match.static
+    return (
+        call.match,
+        tuple([x.requires_grad for x in call.leaves if isinstance(x, Tensor)]),
+        # By text, as they are compared: True is 1, and 0.0 is -0.0.
+        tuple([repr(call.leaves[at]) for at in static if is_compared(call.leaves[at])]),
+    )

@@ -17,10 +17,10 @@ def guarded(mesh: Mesh, name: str, run: Callable[[], T]) -> T:
         MeshError: the mesh is closed, or broken since an error.
         CollectiveMismatchError: the other ranks make another call.
     """
+    mesh.require_open()
     control = current()
     if control is None:
         return run()
-    mesh.require_open()
     control.begin_call(name)
     try:
         result = run()
