@@ -23,6 +23,9 @@ generate: $(READY)  ## ask a pretrained Llama, tensor-parallel over 3 simulated 
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps $(LLAMA)
 	$(BIN)/python examples/llama_generate.py --compare
 
+# Modules are compiled once, whatever the surroundings say: tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Two processes take tests from one queue. Each has pools of gloo processes of its own.
 WORKERS := -n 2 --dist worksteal
 
@@ -40,7 +43,8 @@ fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes 
 		tests/checker/end_to_end/test_global_programs.py \
 		tests/checker/end_to_end/test_branching_programs.py \
 		tests/checker/end_to_end/test_second_order.py
-	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/test_bad_input.py tests/parallel/test_beside_torch.py
+	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/test_bad_input.py tests/parallel/test_beside_torch.py \
+		tests/examples/test_train_gpt.py
 	$(BIN)/python -m tests.checker.support.fuzz_all
 	$(BIN)/python -m tests.checker.support.score
 	$(BIN)/python -m tests.checker.support.global_fuzz

@@ -11,6 +11,7 @@ import pytest
 from examples import train_gpt
 from examples.gpt.parallel import CHOICES
 from shardmap_torch.kernels import last_plan
+from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
 REPO = Path(__file__).parent.parent.parent
@@ -96,7 +97,7 @@ def test_wrong_flags_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["1x2", "2x1", "2x2"])
+@pytest.mark.parametrize("mesh", sized(["1x2"], ["1x2", "2x1", "2x2"]))
 def test_the_script_under_torchrun_has_the_losses_of_a_simulated_mesh(
     mesh: str, tmp_path: Path
 ) -> None:
@@ -118,7 +119,8 @@ def test_the_script_under_torchrun_has_the_losses_of_a_simulated_mesh(
 
 
 @pytest.mark.slow
-def test_sixty_steps_of_the_demo_learn_more_than_how_often_bytes_occur(tmp_path: Path) -> None:
-    losses = run_main("--steps 60 --sample 1 --check 0".split(), tmp_path)
+def test_the_demo_learns_more_than_how_often_bytes_occur(tmp_path: Path) -> None:
+    num_steps = sized(30, 60)
+    losses = run_main(f"--steps {num_steps} --sample 1 --check 0".split(), tmp_path)
     unigram_entropy = 3.26  # of this text; the demo's 240 steps end far below the bigrams' 2.45
-    assert sum(losses[-10:]) / 10 < unigram_entropy - 0.5
+    assert sum(losses[-10:]) / 10 < unigram_entropy - sized(0.3, 0.5)

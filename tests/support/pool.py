@@ -39,7 +39,7 @@ GRACE = 3.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch.distributed.tensor", "shardmap_torch", "hypothesis", "pytest"]
+    ["torch.distributed.tensor", "torch._dynamo", "shardmap_torch", "hypothesis", "pytest"]
 )
 
 

@@ -24,6 +24,7 @@ from shardmap_torch import (
     V,
     all_gather,
     all_reduce,
+    assume_constant,
     axis_index,
     check_program,
     convert,
@@ -102,6 +103,8 @@ class Program:
         return tuple(values[len(inputs) :])
 
     def mapped(self, mesh: Any) -> Callable[..., tuple[Tensor, ...]]:
+        # Nothing reads what choices note: a body that changes what it reads is checked again.
+        assume_constant(self)
         return shard_map(self.body, mesh=mesh, in_specs=IN_SPECS, out_specs=tuple(self.specs))
 
 

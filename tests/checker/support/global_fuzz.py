@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
-from shardmap_torch import P, R, ShardMapError, all_reduce, make_mesh, shard_map
+from shardmap_torch import (
+    P,
+    R,
+    ShardMapError,
+    all_reduce,
+    assume_constant,
+    make_mesh,
+    shard_map,
+)
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.spmd.equivalence import Relation
@@ -99,8 +107,9 @@ def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
         WrongError: it is accepted, and the ranks give other values, or other gradients.
     """
     places = list(specs)
-    found: list[P | None] = []
-    pending: list[Pending] = []  # what is left to take of each result
+    # Only written: a body that changes what it refers to would be checked again.
+    found: list[P | None] = assume_constant([])
+    pending: list[Pending] = assume_constant([])  # what is left to take of each result
     taken: list[Pending] = []
 
     def body(*values: Tensor) -> tuple[Tensor, ...]:

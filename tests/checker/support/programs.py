@@ -18,6 +18,7 @@ from shardmap_torch import (
     R,
     ShardTypeError,
     V,
+    assume_constant,
     check_program,
     make_mesh,
     shard_map,
@@ -77,6 +78,9 @@ class Program:
     def mapped(self, mesh: Mesh, notes: Notes, closures: Sequence[Tensor]) -> Any:
         """The program as a function of global values."""
         closures = tuple(closures)
+        # No step reads the notes: a body that changes what it refers to would be checked again.
+        for unread in (self, notes):
+            assume_constant(unread)
 
         def body(*inputs: Tensor) -> tuple[Tensor, ...]:
             machine = OnMesh(closures, notes)
