@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -256,13 +256,17 @@ def _globally(
 ) -> list[str]:
     """Formats the verdict of global strictness."""
     try:
-        _ask(f)(args, kwargs, "global")
+        verdict = _ask(f)(args, kwargs, "global")
     except ShardTypeError as error:
         return ["global: another program than on one device:", *f"{error}".splitlines()]
     regions = [e for e in program.equations if e.name.startswith(REGION) and not e.backward]
     lines = [f"  {region.name}  # {region.site}" for region in regions]
+    lines += [_COUNTED] if verdict.averages else []
     promised = ", if these keep what they promise:" if lines else ""
     return [f"global: the same program on one device{promised}", *lines]
+
+
+_COUNTED: Final = "  cross entropies: no target is their ignore_index, at which each run looks"
 
 
 def _explained(path: ProgramPath, axes: Sequence[str]) -> Iterator[str]:

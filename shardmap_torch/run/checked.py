@@ -7,7 +7,7 @@ last one; a program that changes from run to run is an error.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -31,6 +31,7 @@ from shardmap_torch.run.agree import Description, agree, describe, refused
 from shardmap_torch.run.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.guarded import guarded
+from shardmap_torch.run.safety.ignored import counting_all
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.purity import verified, verify_purely
 from shardmap_torch.run.safety.steps import sealed
@@ -103,7 +104,10 @@ class Checked:
                 self._inputs.require_equal(call, gather)
             try:
                 late = partial(self._stop, processes, _LATE)
-                found = run(verdict.apply(call, late), verdict.batches)
+                applied = verdict.apply(call, late)
+                if verdict.averages:
+                    applied = replace(applied, function=counting_all(call.name, call.function))
+                found = run(applied, verdict.batches)
                 return found if verdict.refusal is None else sealed(call, found, verdict.refusal)
             except Departure as departure:
                 difference = departure.difference

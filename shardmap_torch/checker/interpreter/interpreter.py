@@ -86,7 +86,8 @@ class Interpreter(Memory):
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
         self.batches, self.draws, self.is_decomposing = True, False, False
-        self.takes_gradients = False
+        self.takes_gradients, self.averages = False, False
+        self.function: Any = None
         self._made_by: dict[int, Equation] = {}
         self._sequence = 0
         self._count = 0

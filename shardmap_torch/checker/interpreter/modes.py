@@ -174,6 +174,7 @@ class _Functions(TorchFunctionMode):
         return out
 
     def _apply(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before, self._interpreter.function = self._interpreter.function, func
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -183,6 +184,8 @@ class _Functions(TorchFunctionMode):
                 f"{self._interpreter.name}: {func.__name__} at {call_site()} writes into an input, "
                 "which is read-only.\nFix: clone it first; return what is to be kept."
             ) from None
+        finally:
+            self._interpreter.function = before
 
     def _note(self, args: Sequence[Any], out: Any) -> None:
         results = [t for t in tensors_of(out) if not _differentiable_somewhere(t)]

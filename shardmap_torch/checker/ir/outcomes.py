@@ -82,6 +82,7 @@ class PathOutcome:
         draws: whether it draws from torch's default generator.
         takes_gradients: whether it takes gradients by itself.
         sharing: the input whose memory a result may have, by their positions.
+        averages: whether it averages over shards losses whose targets must not be ignored.
     """
 
     way: ProgramPath
@@ -94,6 +95,7 @@ class PathOutcome:
     draws: bool = False
     takes_gradients: bool = False
     sharing: Mapping[int, int] = field(default_factory=dict)
+    averages: bool = False
 
 
 @dataclass(frozen=True)

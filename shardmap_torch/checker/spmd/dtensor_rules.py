@@ -25,6 +25,7 @@ from shardmap_torch.checker.spmd.layout import (
     distinct,
     unsharded,
 )
+from shardmap_torch.checker.spmd.ops.losses import is_average
 from shardmap_torch.checker.spmd.sharded import WRAP, Sharded, Step
 from shardmap_torch.collectives.moves import EXTREMA
 
@@ -37,21 +38,6 @@ class _Slot:
     dtype: torch.dtype
     dim: int | None
 
-
-aten = torch.ops.aten
-
-_MEANS: Final = frozenset(
-    {
-        aten.mean.default,
-        aten.mean.dim,
-        aten.mse_loss.default,
-        aten.huber_loss.default,
-        aten.smooth_l1_loss.default,
-        aten.binary_cross_entropy.default,
-        aten.binary_cross_entropy_with_logits.default,
-    }
-)
-"""Averages over all entries. Shards of other averages, which ignore some, may differ in weight."""
 
 _AVERAGE: Final = (
     "it averages over a sharded dim, and the mean of a shard is not the mean",
@@ -85,7 +71,7 @@ def by_dtensor(step: Step) -> list[Sharded]:
         for result, answer in enumerate(answers):
             if isinstance(answer, int):
                 dims[result][answer] = _passed_on(axis, step, result, answer)
-            elif answer == "sum" or _is_mean(step.op, answer):
+            elif answer == "sum" or (answer == "avg" and is_average(step)):
                 partial[result].add(axis)
                 means[result] |= {axis} - {axis if answer == "sum" else ""}
             elif answer is not None:
@@ -124,10 +110,6 @@ def _laid_out(step: Step) -> Step:
 
 def _shapes(x: ShardedTensor) -> Hashable:
     return tuple(map(exact, x.local)), tuple(map(exact, x.global_shape))
-
-
-def _is_mean(op: OpOverload, answer: str | None) -> bool:
-    return answer == "avg" and op in _MEANS
 
 
 def _extremum(answer: str) -> str:

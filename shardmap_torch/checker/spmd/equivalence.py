@@ -42,6 +42,7 @@ from shardmap_torch.checker.spmd.collective_rules import Move, after
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.ops.losses import ignores
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
@@ -309,7 +310,9 @@ class Relation(Observer):
         ]
         if any(len(local) != len(there) for local, there in shapes):
             raise UnrelatedError("on one device the result has another number of dims")
-        step = Step(op, shards, global_shape, tensors, shapes, self._notes.sizes)
+        # A run does not look at what backwards call.
+        function = None if self.followed else self._interpreter.function
+        step = Step(op, shards, global_shape, tensors, shapes, self._notes.sizes, function)
         self._reject_hidden_writes(op, arguments, results, step)
         summed = self._summed(op, arguments)
         if factor not in (None, 1):
@@ -323,7 +326,10 @@ class Relation(Observer):
         special = special or self._microbatches.concatenate(op, arguments)
         on_parts = (op, arguments, event, read, results, special is not None)
         combined = self._microbatches.combine(*on_parts)
-        for index, sharded in enumerate(special or propagate(step)):
+        found = special or propagate(step)
+        if ignores(step) and any(sharded.means for sharded in found):
+            self._interpreter.averages = True
+        for index, sharded in enumerate(found):
             number, shape = event.results[index]
             shard = fitted(sharded.dims, tuple(results[index].shape), shape)
             self._finish(op, arguments, results[index], number, shard, sharded, summed)

@@ -50,6 +50,7 @@ class Step:
         tensors: the tensors that these layouts belong to, in order.
         results: shapes of each result in both programs.
         sizes: the size of each axis.
+        function: the torch function that the body calls, if each run can look at its arguments.
     """
 
     op: OpOverload
@@ -58,6 +59,7 @@ class Step:
     tensors: Sequence[Tensor]
     results: Sequence[tuple[Shape, Shape]]
     sizes: Sizes
+    function: Any = None
 
     @property
     def shards(self) -> list[ShardedTensor]:

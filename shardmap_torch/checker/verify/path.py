@@ -327,4 +327,5 @@ class _Verification:
             interpreter.draws,
             interpreter.takes_gradients,
             sharing,
+            interpreter.averages,
         )

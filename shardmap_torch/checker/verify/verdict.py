@@ -53,6 +53,7 @@ class Verdict:
         sharing: the input whose memory a result may have, by their positions.
         start: the notes of what the body asks of its mesh, with which each run is compared.
         takes_gradients: whether the body takes gradients by itself.
+        averages: whether the body averages over shards losses whose targets must not be ignored.
         refusal: why results cannot be differentiated, where the body is right without that.
     """
 
@@ -70,6 +71,7 @@ class Verdict:
     sharing: dict[int, int]
     start: Step
     takes_gradients: bool
+    averages: bool
     refusal: ShardTypeError | None = None
 
     @lazy
@@ -259,6 +261,7 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         {at: source for outcome in outcomes for at, source in outcome.sharing.items()},
         this.start,
         any(outcome.takes_gradients for outcome in outcomes),
+        any(outcome.averages for outcome in outcomes),
     )
 
 

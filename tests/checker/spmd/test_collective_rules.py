@@ -171,9 +171,11 @@ def largest_mean(h: Tensor) -> Tensor:
 
 
 def mean_of_what_counts(h: Tensor) -> Tensor:
-    """Each rank's rows may have another number of targets that count."""
+    """Each rank's rows may have targets of other weights."""
     targets = torch.zeros(h.shape[:1], dtype=torch.int64)
-    return mean(functional.nll_loss(all_gather(h, "tp", dim=1, dst=R), targets), "dp")
+    logits = all_gather(h, "tp", dim=1, dst=R)
+    weight = torch.ones(logits.shape[1], dtype=h.dtype)
+    return mean(functional.nll_loss(logits, targets, weight=weight), "dp")
 
 
 def counted(h: Tensor) -> Tensor:

@@ -1,0 +1,129 @@
+"""check="global": mean losses of a batch that ranks share, averaged over the ranks."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardmap_torch import (
+    I,
+    P,
+    ShardMapError,
+    ShardTypeError,
+    all_reduce,
+    explain,
+    make_mesh,
+    shard_map,
+)
+from tests.support.pool import Gloo
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+X: Final = torch.randn(8, 4, dtype=torch.float64)
+W: Final = torch.randn(4, 5, dtype=torch.float64)
+IDS: Final = torch.arange(8) % 5
+IGNORED: Final = torch.where(IDS == 3, -100, IDS)  # as many on one rank as on the other
+SPECS: Final[Any] = {"in_specs": (P(), P("dp"), P("dp")), "out_specs": P(), "check": "global"}
+
+LOSSES: Final[list[Loss]] = [
+    functional.cross_entropy,
+    lambda h, t: functional.nll_loss(h.log_softmax(-1), t),
+    lambda h, t: torch.nn.CrossEntropyLoss(ignore_index=-1)(h, t),
+    lambda h, t: functional.cross_entropy(h.view(-1, 5, 1), t.unsqueeze(1)),
+    lambda h, t: functional.cross_entropy(h, functional.one_hot(t, 5).to(h.dtype)),
+    lambda h, t: functional.binary_cross_entropy_with_logits(
+        h, t.view(-1, 1).expand_as(h).to(h.dtype) / 5
+    ),
+    lambda h, t: functional.kl_div(
+        h.log_softmax(-1), h.detach().softmax(-1), reduction="batchmean"
+    ),
+]
+
+
+def averaged(of: Loss) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The loss and its gradient, both of a rank's batch, averaged over dp."""
+
+    def step(w: Tensor, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        gradient, value = torch.func.grad_and_value(lambda w: of(x @ w, t))(w)
+        return tuple(all_reduce(y, "dp", op="mean", dst=I) for y in (value, gradient))
+
+    return step
+
+
+def run(of: Loss, targets: Tensor = IDS, **mesh: Any) -> tuple[Tensor, Tensor]:
+    on = make_mesh((2,), ("dp",), **{"kind": "simulated", **mesh})
+    found: tuple[Tensor, Tensor] = shard_map(averaged(of), mesh=on, **SPECS)(W, X, targets)
+    return found
+
+
+@pytest.mark.parametrize("of", LOSSES)
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+def test_averaged_means_of_a_loss_are_its_mean_on_one_device(of: Loss, simulate: str) -> None:
+    want = torch.func.grad_and_value(lambda w: of(X @ w, IDS))(W)
+    torch.testing.assert_close(run(of, simulate=simulate), want[::-1])
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+def test_a_run_in_which_a_target_is_ignored_raises(simulate: str) -> None:
+    with pytest.raises(ShardTypeError) as raised:
+        run(functional.cross_entropy, IGNORED, simulate=simulate)
+    line = averaged.__code__.co_firstlineno + 4
+    assert str(raised.value).splitlines() == [
+        "step: check='global': cross_entropy averages over a sharded dim, and a target is "
+        "ignore_index=-100: shards that leave out different numbers of entries have means of "
+        "different weights.",
+        f"  at test_losses.py:{line}: gradient, value = torch.func.grad_and_value(lambda w: "
+        "of(x @ w, t))(w)",
+        "Fix: take reduction='sum', all_reduce it, and divide by the number of entries that "
+        "count: all_reduce((target != ignore_index).sum(), axis, dst=I).",
+    ]
+
+
+def in_worker() -> str:
+    run(functional.cross_entropy, kind="process_group")
+    try:
+        run(functional.cross_entropy, IGNORED, kind="process_group")
+    except ShardMapError as error:
+        return str(error)
+    return "ran"
+
+
+def test_processes_look_for_ignored_targets_too(gloo: Gloo) -> None:
+    assert all("ignore_index=-100" in found for found in gloo(2).run(in_worker))
+
+
+def test_ignored_targets_are_right_where_the_sum_is_divided_by_their_global_number() -> None:
+    def step(w: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        def of(w: Tensor) -> Tensor:
+            count = all_reduce((t != -100).sum(), "dp", dst=I)
+            return functional.cross_entropy(x @ w, t, reduction="sum") / count
+
+        return all_reduce(torch.func.grad(of)(w), "dp", dst=I)
+
+    targets = torch.where(torch.arange(8) < 3, -100, IDS)
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    want = torch.func.grad(lambda w: functional.cross_entropy(X @ w, targets))(W)
+    torch.testing.assert_close(shard_map(step, mesh=mesh, **SPECS)(W, X, targets), want)
+
+
+WRONG: Final[list[Loss]] = [
+    lambda h, t: functional.cross_entropy(h, t, weight=torch.arange(5.0).to(h.dtype)),
+    lambda h, t: torch.ops.aten.nll_loss_nd(h.log_softmax(-1), t),
+]
+
+
+@pytest.mark.parametrize("of", WRONG)
+def test_averages_whose_weights_no_run_looks_at_are_refused(of: Loss) -> None:
+    with pytest.raises(ShardTypeError, match="averages over a sharded dim"):
+        run(of)
+
+
+def test_explain_tells_that_targets_must_not_be_ignored() -> None:
+    mesh = make_mesh((2,), ("dp",), kind="abstract")
+    f = shard_map(averaged(functional.cross_entropy), mesh=mesh, **SPECS)
+    assert explain(f, W, X, IDS).splitlines()[-2:] == [
+        "global: the same program on one device, if these keep what they promise:",
+        "  cross entropies: no target is their ignore_index, at which each run looks",
+    ]
