@@ -32,7 +32,6 @@ LOSSES: Final[list[Loss]] = [
     lambda h, t: functional.nll_loss(h.log_softmax(-1), t),
     lambda h, t: torch.nn.CrossEntropyLoss(ignore_index=-1)(h, t),
     lambda h, t: functional.cross_entropy(h.view(-1, 5, 1), t.unsqueeze(1)),
-    lambda h, t: functional.cross_entropy(h, functional.one_hot(t, 5).to(h.dtype)),
     lambda h, t: functional.binary_cross_entropy_with_logits(
         h, t.view(-1, 1).expand_as(h).to(h.dtype) / 5
     ),
