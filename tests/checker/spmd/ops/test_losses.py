@@ -99,7 +99,8 @@ def test_ignored_targets_are_right_where_the_sum_is_divided_by_their_global_numb
             count = all_reduce((t != -100).sum(), "dp", dst=I)
             return functional.cross_entropy(x @ w, t, reduction="sum") / count
 
-        return all_reduce(torch.func.grad(of)(w), "dp", dst=I)
+        gradient: Tensor = torch.func.grad(of)(w)
+        return all_reduce(gradient, "dp", dst=I)
 
     targets = torch.where(torch.arange(8) < 3, -100, IDS)
     mesh = make_mesh((2,), ("dp",), kind="simulated")
