@@ -4,7 +4,9 @@ b sequences   t new positions   s cached positions   d model width   v vocabular
 g key heads   r query heads for each   k head width   f hidden width
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from typing import Any, TypeAlias
 
@@ -24,10 +26,13 @@ from shardmap_torch.nn import (
     rotary_tables,
     row_linear,
     vocab_parallel_embedding,
+    vocab_parallel_linear_cross_entropy,
 )
 
 Params: TypeAlias = Any
 """A pytree of tensors, or of their specs."""
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Cache: TypeAlias = list[Tensor]
 """Keys and values of each layer, [b, s, g, 2, k]."""
@@ -128,23 +133,47 @@ def apply(
     params: Params, tokens: Tensor, cache: Cache, position: Tensor, config: Config
 ) -> tuple[Tensor, Cache]:
     """Logits [b, v] after the last of `tokens` [b, t], which stand at `position` and after it."""
-    x = vocab_parallel_embedding(tokens, params["embedding"], "tp")  # [b, t, d]
     at = positions(tokens.shape[1], offset=position)
     seen = torch.arange(cache[0].shape[1]) <= at.unsqueeze(1)  # [t, s]
+    updated: Cache = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attends to what this layer has cached, and caches the new keys and values."""
+        cached = cache[len(updated)]
+        updated.append(kv_update(cached, torch.stack([k, v], 3), position, dim=1))
+        return attention(q, *updated[-1].unbind(3), mask=seen)
+
+    x = _hidden(params, tokens, at, attend, config)[:, -1]
+    logits = column_linear(x, params["embedding"].mT, "tp")  # [b, v/tp], of the same table
+    return all_gather(logits, "tp", dim=1, dst=I), updated
+
+
+def loss(params: Params, batch: Tensor, config: Config) -> Tensor:
+    """Batch [b/dp, t+1] -> mean nats a token over the batch of all ranks, equal on all of them.
+
+    Gradients of parameters are each rank's addend over "dp". Full logits never exist.
+    """
+    tokens, targets = batch[:, :-1], batch[:, 1:]
+    attend = partial(attention, causal=True)
+    x = _hidden(params, tokens, positions(tokens.shape[1]), attend, config)
+    table = params["embedding"].mT
+    return vocab_parallel_linear_cross_entropy(
+        x, table, targets, "tp", batch_axis="dp", ignore_index=None
+    )
+
+
+def _hidden(params: Params, tokens: Tensor, at: Tensor, attend: Attend, config: Config) -> Tensor:
+    """Tokens [b, t] at positions [t] -> [b, t, d], ready to be unembedded."""
+    x = vocab_parallel_embedding(tokens, params["embedding"], "tp")  # [b, t, d]
     tables = rotary_tables(at, config.head_width, base=config.rotary_base, dtype=x.dtype)
-    updated = []
-    for layer, cached in zip(params["layers"], cache, strict=True):
+    for layer in params["layers"]:
         h = rms_norm(x, layer["attention_norm"], eps=config.epsilon)
         qkv = column_linear(h, layer["qkv"], "tp")  # [b, t, g/tp, r + 2, k]
         q = rotary(qkv[..., :-2, :].flatten(2, 3), tables, interleaved=True)  # [b, t, gr/tp, k]
         k, v = rotary(qkv[..., -2, :], tables, interleaved=True), qkv[..., -1, :]
-        cached = kv_update(cached, torch.stack([k, v], 3), position, dim=1)
-        y = attention(q, *cached.unbind(3), mask=seen).unflatten(2, (-1, layer["out"].shape[1]))
+        y = attend(q, k, v).unflatten(2, (-1, layer["out"].shape[1]))
         x = x + row_linear(y, layer["out"], "tp", overlap="off")
         h = rms_norm(x, layer["mlp_norm"], eps=config.epsilon)
         gate, up = column_linear(h, layer["gate_up"], "tp").unbind(-1)  # [b, t, f/tp]
         x = x + row_linear(functional.silu(gate) * up, layer["down"], "tp", overlap="off")
-        updated.append(cached)
-    x = rms_norm(x[:, -1], params["final_norm"], eps=config.epsilon)
-    logits = column_linear(x, params["embedding"].mT, "tp")  # [b, v/tp], of the same table
-    return all_gather(logits, "tp", dim=1, dst=I), updated
+    return rms_norm(x, params["final_norm"], eps=config.epsilon)

@@ -16,6 +16,20 @@ def apply(
     params: Params, tokens: Tensor, cache: Cache | None, config: Config
 ) -> tuple[Tensor, Cache]:
     """Logits [b, v] after the last of `tokens` [b, t], and a cache that has grown by them."""
+    x, grown = _hidden(params, tokens, cache, config)
+    return functional.linear(x[:, -1], params["embedding"]), grown
+
+
+def loss(params: Params, batch: Tensor, config: Config) -> Tensor:
+    """Batch [b, t+1] -> mean nats a token."""
+    x, _ = _hidden(params, batch[:, :-1], None, config)
+    logits = functional.linear(x, params["embedding"])
+    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def _hidden(
+    params: Params, tokens: Tensor, cache: Cache | None, config: Config
+) -> tuple[Tensor, Cache]:
     x = functional.embedding(tokens, params["embedding"])
     start = 0 if cache is None else cache[0][0].shape[2]
     grown = []
@@ -34,8 +48,7 @@ def apply(
         h = functional.rms_norm(x, x.shape[-1:], layer["mlp_norm"], config.epsilon)
         gate, up = (h @ layer["gate_up"].flatten(1)).unflatten(-1, (-1, 2)).unbind(-1)
         x = x + (functional.silu(gate) * up) @ layer["down"]
-    x = functional.rms_norm(x[:, -1], x.shape[-1:], params["final_norm"], config.epsilon)
-    return functional.linear(x, params["embedding"]), grown
+    return functional.rms_norm(x, x.shape[-1:], params["final_norm"], config.epsilon), grown
 
 
 def _rotate(x: Tensor, start: int, base: float) -> Tensor:

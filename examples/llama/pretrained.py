@@ -4,7 +4,7 @@ The package itself is not imported: only the file in it is read.
 """
 
 import importlib.util
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from examples.llama.gguf_file import GgufFile
+from examples.llama.layout import pack_layer
 from examples.llama.model import Config, Params, check_ranks
 from examples.llama.tokenizer import Tokenizer
 
@@ -50,9 +51,12 @@ def load(
     def read(name: str) -> Tensor:
         return file.tensor(f"{name}.weight", dtype)
 
+    def layer(number: int, part: str) -> Tensor:
+        return read(f"blk.{number}.{_NAMES[part]}")
+
     params = {
         "embedding": read("token_embd"),
-        "layers": [_layer(read, f"blk.{i}", config) for i in range(config.layers)],
+        "layers": [pack_layer(partial(layer, number), config) for number in range(config.layers)],
         "final_norm": read("output_norm"),
     }
     return config, params, _tokenizer(file.fields)
@@ -67,6 +71,18 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
 
 _CONTROL = 3  # gguf.TokenType.CONTROL
 
+_NAMES = {
+    "attention_norm": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "out": "attn_output",
+    "mlp_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+
 
 def _config(fields: dict[str, Any]) -> Config:
     return Config(
@@ -79,23 +95,3 @@ def _config(fields: dict[str, Any]) -> Config:
         rotary_base=fields["llama.rope.freq_base"],
         epsilon=fields["llama.attention.layer_norm_rms_epsilon"],
     )
-
-
-def _layer(read: Callable[[str], Tensor], name: str, config: Config) -> dict[str, Tensor]:
-    """Turns matrices [output, input] around, and puts what one rank needs side by side."""
-    d, f, k = config.width, config.hidden, config.head_width
-    g, r = config.key_heads, config.heads // config.key_heads
-
-    def matrix(part: str, *shape: int) -> Tensor:
-        return read(f"{name}.{part}").T.reshape(shape)
-
-    heads = [("attn_q", r), ("attn_k", 1), ("attn_v", 1)]
-    halves = [matrix(f"ffn_{part}", d, f) for part in ("gate", "up")]
-    return {
-        "attention_norm": read(f"{name}.attn_norm"),
-        "qkv": torch.cat([matrix(part, d, g, count, k) for part, count in heads], 2),
-        "out": matrix("attn_output", g, r, k, d).contiguous(),
-        "mlp_norm": read(f"{name}.ffn_norm"),
-        "gate_up": torch.stack(halves, 2),
-        "down": matrix("ffn_down", f, d).contiguous(),
-    }
