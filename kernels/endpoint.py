@@ -7,13 +7,16 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import constant
+from shardmap_torch.core.torch_private.engine import (
+    TransformType,
+    forward_level,
+    functorch,
+    temporarily_clear_interpreter_stack,
+)
 from shardmap_torch.kernels import calibrate, symmetric
 from shardmap_torch.kernels.planner import Overlap
 from shardmap_torch.kernels.planning.cost import ASSUMED_GPU, Fabric
@@ -117,9 +120,9 @@ def _is_transformed(s: Situation) -> bool:
         torch.compiler.is_compiling()
     ):  # Dynamo can trace neither line below; a later row handles it.
         return False
-    levels = torch._C._functorch.get_interpreter_stack() or ()
+    levels = functorch.get_interpreter_stack() or ()
     others = any(level.key() != TransformType.Grad for level in levels)
-    return others or forward_ad._current_level >= 0
+    return others or forward_level() >= 0
 
 
 def _is_left_to_inductor(s: Situation) -> bool:
@@ -191,8 +194,8 @@ def is_ordinary(backend: Backend) -> bool:
     return (
         not torch.compiler.is_compiling()
         and type(backend) is ProcessGroupBackend
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
+        and functorch.peek_interpreter_stack() is None
+        and forward_level() < 0
         and not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
         and not is_captured()
     )

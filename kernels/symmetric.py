@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmap_torch.core.torch_private.engine import has_kernel
 from shardmap_torch.kernels.algorithms import ChunkedDim
 from shardmap_torch.kernels.planner import Options, Plan, Problem
 from shardmap_torch.kernels.planning.cost import Fabric
@@ -209,7 +210,7 @@ def lacking(device_type: str) -> str | None:
         if overload is None or not accepts(overload._schema, arguments):
             return f"this torch has no operator symm_mem::{name}({', '.join(arguments)})"
         key = device_type.upper()
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", key):
+        if not has_kernel(f"symm_mem::{name}", key):
             return f"symm_mem::{name} does not run on {device_type}"
     return None
 

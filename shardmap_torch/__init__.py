@@ -27,6 +27,7 @@ from shardmap_torch.errors import (
     ShardTypeError,
     SpecError,
     TransformError,
+    UnsupportedTorchError,
 )
 from shardmap_torch.function import Function
 from shardmap_torch.mesh import Mesh, current_mesh, make_mesh, use_mesh
@@ -123,6 +124,7 @@ __all__ = [
     "ShardTypeError",
     "SpecError",
     "TransformError",
+    "UnsupportedTorchError",
     "V",
     "Validation",
     "assert_type",

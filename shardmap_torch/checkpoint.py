@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.vmap import restore_vmap
 from torch.autograd.graph import Node
 
 from shardmap_torch.backends.threads import handing_over
 from shardmap_torch.backends.vmap import markers_of, rebound
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.torch_private.engine import TransformType, functorch, restore_vmap
 from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.errors import TransformError, listing, show
 
@@ -256,11 +255,11 @@ def _is_tracked(x: Tensor) -> bool:
 
     Under a level of vmap a level further out does not serve: it adds up what the ranks have.
     """
-    top = torch._C._functorch.peek_interpreter_stack()
+    top = functorch.peek_interpreter_stack()
     if top is None:
         return x.requires_grad
-    tracked = top.key() == TransformType.Grad and torch._C._functorch.is_gradtrackingtensor(x)
-    return tracked and torch._C._functorch.maybe_get_level(x) == top.level() and x.requires_grad
+    tracked = top.key() == TransformType.Grad and functorch.is_gradtrackingtensor(x)
+    return tracked and functorch.maybe_get_level(x) == top.level() and x.requires_grad
 
 
 def _inner(y: Tensor, grad: Tensor) -> Tensor:

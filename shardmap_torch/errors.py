@@ -62,6 +62,10 @@ class OptimizerError(ShardMapError):
     """An optimizer cannot be made, or cannot update its arguments."""
 
 
+class UnsupportedTorchError(ShardMapError, ImportError):
+    """This release of torch lacks private names that are needed; lists them all."""
+
+
 class PostmortemError(ShardMapError):
     """The flight records of the ranks cannot be compared."""
 

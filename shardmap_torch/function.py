@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import CtxWithSavedTensors
 
 from shardmap_torch.backends.vmap import BatchedBackend, markers_of, rebound
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.core.torch_private.engine import CtxWithSavedTensors, are_transforms_active
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 
@@ -134,7 +134,7 @@ class _Levels(threading.local):
     @contextmanager
     def applying(self, cls: type) -> Iterator[None]:
         """Marks that the user applies `cls`."""
-        self._entered = cls if torch._C._are_functorch_transforms_active() else None
+        self._entered = cls if are_transforms_active() else None
         try:
             yield
         finally:
@@ -142,7 +142,7 @@ class _Levels(threading.local):
 
     def is_second_apply(self, cls: type) -> bool:
         """Returns whether this is torch's second call; resets the mark, as user code follows."""
-        is_second = self._entered is cls and not torch._C._are_functorch_transforms_active()
+        is_second = self._entered is cls and not are_transforms_active()
         if is_second:
             self._entered = None
         return is_second

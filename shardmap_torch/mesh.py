@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.control.groups import (
@@ -26,6 +25,7 @@ from shardmap_torch.control.groups import (
     start_process_group,
 )
 from shardmap_torch.control.start import current, within
+from shardmap_torch.core.torch_private.engine import set_timeout
 from shardmap_torch.core.views import refined
 from shardmap_torch.errors import MeshError, show
 
@@ -419,7 +419,7 @@ def _with_groups(mesh: Mesh, limit: timedelta | None) -> Mesh:
     for axis in mesh.axis_names:
         group = mesh.group((axis,))
         if patience is not None and dist.get_backend(group) in ("gloo", "nccl"):
-            distributed_c10d._set_pg_timeout(patience, group)
+            set_timeout(patience, group)
     control = current()
     mesh._state.epoch = control.epoch if control is not None else 0
     return mesh

@@ -6,7 +6,6 @@ from functools import partial, wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.backends.vmap import BatchedBackend
@@ -23,6 +22,7 @@ from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.torch_private.engine import eval_frame_callback
 from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import MeshError, SpecError, read_names, show
 from shardmap_torch.mesh import Mesh, as_mesh
@@ -213,7 +213,7 @@ class _Body:
             call = self._call(None, args, kwargs, infers=True)
             return _run(as_checked(self._asked, call), None, batches=False)
         # Dynamo may have given the call up, and look into what runs then.
-        if get_eval_frame_callback() is not None:
+        if eval_frame_callback() is not None:
             uncompiled = torch.compiler.disable(self._run_checked)
             return uncompiled(args, kwargs)
         return self._run_checked(args, kwargs)

@@ -6,7 +6,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -22,6 +21,7 @@ from shardmap_torch.automatic.propagation import (
 )
 from shardmap_torch.automatic.report import AutoReport
 from shardmap_torch.boundary.placements import placements_of
+from shardmap_torch.core.torch_private.engine import FakeTensorMode
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten, map_leaves
 from shardmap_torch.errors import MeshError, SpecError, listing
 from shardmap_torch.mesh import Mesh, as_mesh

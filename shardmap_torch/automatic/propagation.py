@@ -6,22 +6,32 @@ torch's private interface, as the checker does (`checker/spmd/dtensor_rules.py`)
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.distributed.tensor import Placement, Replicate
 
 from shardmap_torch.automatic.report import Redistribution, bytes_sent
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.torch_private.dtensor import (
+    DTensorSpec,
+    OpSchema,
+    TensorMeta,
+    sharding_propagator,
+)
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    OpOverload,
+    TorchDispatchMode,
+    current_autograd_node,
+    disable_current_modes,
+    sequence_number,
+)
 from shardmap_torch.errors import ShardMapError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
@@ -84,7 +94,7 @@ class Propagation(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func.namespace == "prim":  # asks for the device of a fake tensor
             return func(*args, **kwargs)
-        self._sites.setdefault(_sequence_number() - 1, call_site())
+        self._sites.setdefault(sequence_number() - 1, call_site())
         operands = [x for x in _flat((args, kwargs)) if isinstance(x, Tensor)]
         placed = [self.placements(x) for x in operands]
         out = func(*args, **kwargs)
@@ -102,14 +112,14 @@ class Propagation(TorchDispatchMode):
         return out
 
     def _propagate(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        propagator = DTensor._op_dispatcher.sharding_propagator
+        propagator = sharding_propagator()
         schema = OpSchema(
             func,
             tuple(self._spec(arg) for arg in args),
             {name: self._spec(value) for name, value in kwargs.items()},
             schema_info=propagator.op_to_schema_info.get(func),
         )
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with DisableTorchFunction(), disable_current_modes():
             try:
                 return propagator.propagate_op_sharding_non_cached(schema)
             except Exception as error:
@@ -135,7 +145,7 @@ class Propagation(TorchDispatchMode):
 
     def _site(self) -> tuple[Site | None, bool]:
         """Returns the user's line (in a backward the forward's), and whether it is a backward."""
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None:
             return call_site(), False
         return self._sites.get(node._sequence_nr()), True
@@ -143,9 +153,6 @@ class Propagation(TorchDispatchMode):
 
 def _is_spec(value: Any) -> bool:
     return isinstance(value, DTensorSpec)
-
-
-_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def _key(x: Tensor) -> object:

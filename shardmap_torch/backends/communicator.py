@@ -12,10 +12,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from shardmap_torch.control.start import current, peers
 from shardmap_torch.core.storage import is_spare
+from shardmap_torch.core.torch_private.engine import c10d
 
 # Methods of the group, called as torch's functions do, whose argument checks cost as much again.
 # torch 2.13 renamed two of them and keeps the old names; 2.11 has only those.

@@ -20,6 +20,7 @@ from shardmap_torch.control.start import current
 from shardmap_torch.core.caching import constant, lazy
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import unviewed
+from shardmap_torch.core.torch_private.engine import current_graph_task_id
 from shardmap_torch.mesh import Mesh
 
 _WIRE: Final = {
@@ -114,7 +115,7 @@ class ProcessGroupBackend(RankBackend):
 
     def _site(self) -> Site | None:
         """Returns the user's line of this collective, or of the call of the backward."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == -1:
             scope = current_scope()
             site: Site | None = getattr(scope.monitor, "site", None) if scope is not None else None

@@ -14,13 +14,13 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import MOVES, Stack
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autocasting import without_autocast
 from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.torch_private.engine import current_graph_task_id, forward_level
 from shardmap_torch.errors import CollectiveMismatchError, TransformError, listing
 from shardmap_torch.mesh import Mesh, current_mesh, use_mesh
 
@@ -58,7 +58,7 @@ class Rendezvous:
         self._waiting: dict[int, Post] = {}
         self._inbox: dict[int, Tensor] = {}
         self._failure: BaseException | None = None
-        self.forward_level = forward_ad._current_level
+        self.forward_level = forward_level()
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """Runs `work(rank)` for every rank and returns the results in rank order.
@@ -223,7 +223,7 @@ class ThreadBackend(RankBackend):
         Raises:
             TransformError: in forward mode begun in the body, whose levels all threads share.
         """
-        if forward_ad._current_level != self.rendezvous.forward_level:
+        if forward_level() != self.rendezvous.forward_level:
             raise TransformError(_NO_FORWARD_MODE)
         members = self.mesh.peers(collective.axes, self.place)
         # The source of a broadcast and the pairs of a permutation must agree as well.
@@ -245,7 +245,7 @@ def show_tensor(x: Tensor) -> str:
 
 def _place() -> str:
     """Returns the user's line; for collectives that autograd runs, "the backward pass"."""
-    if torch._C._current_graph_task_id() != -1:
+    if current_graph_task_id() != -1:
         return "the backward pass"
     site = call_site()
     return f"{Path(site.file).name}:{site.line}" if site is not None else "an unknown line"

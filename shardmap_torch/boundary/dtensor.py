@@ -8,9 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor import _dtensor_spec as private
 
 from shardmap_torch.boundary.casts import entry_shards
 from shardmap_torch.boundary.placements import Placements, placements_of, spec_of
@@ -25,16 +23,18 @@ from shardmap_torch.collectives.operations import (
 )
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.torch_private.dtensor import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import MeshError, SpecError, TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 from shardmap_torch.types import I, R
 from shardmap_torch.types import Partial as PartialType
 
-_SPECS: Final = Memo[private.DTensorSpec]()
+_SPECS: Final = Memo[DTensorSpec]()
 
 
-def _dtensor_spec(mesh: Mesh, spec: P, x: Tensor) -> private.DTensorSpec:
+def _dtensor_spec(mesh: Mesh, spec: P, x: Tensor) -> DTensorSpec:
     shape, stride = x.shape, x.stride()
     # Meshes of one layout are equal, yet each has groups of its own.
     key = (id(mesh), mesh, spec, shape, stride, x.dtype)
@@ -43,7 +43,7 @@ def _dtensor_spec(mesh: Mesh, spec: P, x: Tensor) -> private.DTensorSpec:
 
 def _make_spec(
     mesh: Mesh, spec: P, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
-) -> private.DTensorSpec:
+) -> DTensorSpec:
     assert mesh.device_mesh is not None  # only process-group meshes come here
     placements = placements_of(mesh, spec)
     sizes = [size * _sharded_by(mesh, spec, dim) for dim, size in enumerate(shape)]
@@ -54,8 +54,8 @@ def _make_spec(
             s * mesh.num_ranks(axes) if s > stride[dim] or (s == stride[dim] and k < dim) else s
             for k, s in enumerate(strides)
         ]
-    meta = private.TensorMeta(torch.Size(sizes), tuple(strides), dtype)
-    return private.DTensorSpec(mesh.device_mesh, placements, tensor_meta=meta)
+    meta = TensorMeta(torch.Size(sizes), tuple(strides), dtype)
+    return DTensorSpec(mesh.device_mesh, placements, tensor_meta=meta)
 
 
 def _sharded_by(mesh: Mesh, spec: P, dim: int) -> int:
@@ -101,7 +101,7 @@ def _by_placements(mesh: Mesh, x: DTensor) -> DTensor:
     spec = spec_of(x, mesh)
     assert isinstance(spec, P)  # a DTensor with such an order has plain shards only
     placements = placements_of(mesh, spec)
-    known = private.DTensorSpec(x.device_mesh, placements, tensor_meta=x._spec.tensor_meta)
+    known = DTensorSpec(x.device_mesh, placements, tensor_meta=x._spec.tensor_meta)
     return DTensor.__new__(DTensor, x._local_tensor, known, requires_grad=False)
 
 
@@ -238,7 +238,6 @@ class Leave(Linear):
 
 def _is_batched(x: Tensor) -> bool:
     """Returns whether it is at any functorch level."""
-    functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_batchedtensor(x):
             return True
@@ -271,7 +270,7 @@ class Crossings:
     def __init__(self, mesh: Mesh, specs: Sequence[P]) -> None:
         """Starts empty, for leaves with these specs."""
         self.mesh, self._specs = mesh, specs
-        self._entered: list[private.DTensorSpec | None] = [None] * len(specs)
+        self._entered: list[DTensorSpec | None] = [None] * len(specs)
         self._exited: list[tuple[Any, ...] | None] = [None] * len(specs)
         self._replicated = [not (spec.sharded_dims or spec.partial) for spec in specs]
 
@@ -314,7 +313,7 @@ class Crossings:
         return result
 
 
-def _matching_spec(mesh: Mesh, spec: P, x: Tensor) -> private.DTensorSpec | None:
+def _matching_spec(mesh: Mesh, spec: P, x: Tensor) -> DTensorSpec | None:
     """Returns the DTensorSpec of a value that needs no redistribution for `spec`, else None."""
     if type(x) is not DTensor or spec.partial or _by_placements(mesh, x) is not x:
         return None

@@ -8,13 +8,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardmap_torch.boundary.casts import entry_casts, exit_casts
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of, can_receive_gradient
+from shardmap_torch.core.torch_private.engine import dispatch_mode_stack
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
@@ -265,7 +265,7 @@ def _is_stray_fake(x: Tensor) -> bool:
     mode = getattr(base_of(x), "fake_mode", None)
     if mode is None:
         return False
-    return all(active is not mode for active in _get_current_dispatch_mode_stack())
+    return all(active is not mode for active in dispatch_mode_stack())
 
 
 def _require_named(name: str, mapped: Sequence[str], placed: Sequence[Placed[Spec]]) -> None:

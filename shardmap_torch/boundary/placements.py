@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor import placement_types as private
 
 from shardmap_torch.core.caching import memo
+from shardmap_torch.core.torch_private.dtensor import StridedShard
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P, expanded
@@ -47,13 +47,12 @@ def _shard(mesh: Mesh, spec: P, dim: int, major: tuple[str, ...], axis: str) -> 
     blocks = mesh.num_ranks([other for other in major if other in after])
     if blocks == 1:
         return Shard(dim)
-    strided = getattr(private, "_StridedShard", None)
-    if strided is None:
+    if StridedShard is None:
         raise SpecError(
             f"{spec!r} shards a dim over axes in another order than the mesh's {mesh.axis_names}, "
             f"which DTensor of torch {torch.__version__} cannot store; write them in mesh order."
         )
-    placement: Placement = strided(dim, split_factor=blocks)
+    placement: Placement = StridedShard(dim, split_factor=blocks)
     return placement
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import (
@@ -17,6 +16,7 @@ from shardmap_torch.checker.ir.program import (
     show_types,
 )
 from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.core.torch_private.engine import FakeTensorMode
 from shardmap_torch.core.tree import Tree, map_leaves
 from shardmap_torch.errors import ShardTypeError, SpecError, TransformError, show
 from shardmap_torch.mesh import Mesh

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
-import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
@@ -13,6 +12,7 @@ from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, StorageType, use_of
 from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.torch_private.engine import sequence_number
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.ops.arguments import finest_spec
@@ -98,13 +98,13 @@ def local_region(
         axes = _named_axes([*flatten(in_types)[0], *flatten(out_types)[0]])
         inside = observer.on_region_start(name, inputs, in_specs, axes)
         interpreter.observer = inside
-        first = torch._C._autograd._get_sequence_nr()
+        first = sequence_number()
         try:
             out = f(*args, **kwargs)
         finally:
             interpreter.observer = observer
             # The declaration covers the backward as well.
-            interpreter.regions.append(range(first, torch._C._autograd._get_sequence_nr()))
+            interpreter.regions.append(range(first, sequence_number()))
         outputs, out_specs = _placed(name, out_types, out, "result")
         checked = set(interpreter.axes)
         if inside is not UNOBSERVED:

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from shardmap_torch.collectives.operations import Collective, Operation
 from shardmap_torch.collectives.protocol import Backend, is_checker
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.control.start import call_number
 from shardmap_torch.core.caching import constant
+from shardmap_torch.core.torch_private.engine import are_transforms_active, forward_level, functorch
 from shardmap_torch.errors import TransformError
 
-_has_levels: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
+_has_levels: Final[Callable[[], bool]] = are_transforms_active
 
 
 def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def is_transformed() -> bool:
     if torch.compiler.is_dynamo_compiling():
         _reject_transforms()
         return False
-    return _has_levels() or forward_ad._current_level >= 0
+    return _has_levels() or forward_level() >= 0
 
 
 @constant
@@ -68,7 +68,7 @@ def _reject_transforms() -> None:
     Raises:
         TransformError: a torch.func transform is active.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if functorch.peek_interpreter_stack() is not None:
         raise TransformError(
             "A collective, or the boundary of a shard_mapped function, cannot be compiled under a "
             "torch.func transform: torch.compile does not differentiate or batch autograd "
@@ -114,7 +114,7 @@ class EagerForm(TypedFunction):
 
 def unshared(y: Tensor) -> Tensor:
     """Copies in forward mode: torch needs a view of the tangent there, which nested levels lose."""
-    return y.clone() if forward_ad._current_level >= 0 else y
+    return y.clone() if forward_level() >= 0 else y
 
 
 # What Function.apply ends in, after it has looked for transforms, which costs 2 us: `bind` has seen

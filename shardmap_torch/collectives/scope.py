@@ -9,10 +9,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.protocol import Backend, Drawing, LaterDrawing, Monitor, is_checker
+from shardmap_torch.core.torch_private.engine import current_autograd_node, current_graph_task_id
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.types import AxisType, I, V
 
@@ -118,13 +118,13 @@ def scope_of(name: str, axes: Sequence[str]) -> Scope:
     scope = current_scope()
     if scope is not None and len(axes) == 1 and axes[0] in scope.axes:
         return scope
-    if scope is None and torch._C._current_graph_task_id() != -1:
+    if scope is None and current_graph_task_id() != -1:
         error = CollectiveError(
             f"{name} was called in a backward pass that does not know the mesh of the body. Derive "
             "the autograd.Function whose backward calls it from shardmap_torch.Function, which "
             "keeps the mesh for its backward."
         )
-        error.node = torch._C._current_autograd_node()  # type: ignore[attr-defined]  # the checker's
+        error.node = current_autograd_node()  # type: ignore[attr-defined]  # the checker's
         raise error
     if scope is None and threading.current_thread() is not threading.main_thread():
         thread = threading.current_thread().name

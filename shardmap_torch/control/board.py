@@ -11,7 +11,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Final
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from shardmap_torch.control.waits import Stand, read
 

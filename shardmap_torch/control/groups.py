@@ -10,10 +10,10 @@ from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardmap_torch.control.start import current, start, within
+from shardmap_torch.core.torch_private.engine import group_names
 from shardmap_torch.errors import CommunicationError, MeshError, show
 
 TORCHRUN_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -144,7 +144,7 @@ def keep_name(name: str) -> None:
     It names a group by its ranks and the number of groups that there are; a group of an old name
     would find the addresses of the old one in the store, where nobody listens any more.
     """
-    names: Any = distributed_c10d._world.pg_names
+    names: Any = group_names()
     if dist.is_initialized():
         names[_Destroyed()] = name
 

@@ -17,7 +17,6 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from shardmap_torch.control.board import Board
 from shardmap_torch.control.messages import (
@@ -29,6 +28,12 @@ from shardmap_torch.control.messages import (
 from shardmap_torch.control.recorder import Recorder, dump_folder
 from shardmap_torch.control.waits import CHECK, Stand, find_deadlock, lacks
 from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.torch_private.engine import (
+    current_autograd_node,
+    current_graph_task_id,
+    default_store,
+    set_timeout,
+)
 from shardmap_torch.errors import (
     CollectiveMismatchError,
     CommunicationError,
@@ -88,7 +93,7 @@ class Control:
         options.reduceOp = dist.ReduceOp.MAX
         self._options = options
         self._group = self._make_group()
-        store = distributed_c10d._get_default_store()
+        store = default_store()
         self._board = Board(store, self.rank, self.size, self.stand, timeout)
 
     def _make_group(self) -> Any:
@@ -98,7 +103,7 @@ class Control:
         """Shortens the deadline; a longer one changes nothing."""
         if timeout < self.timeout:
             self.timeout = timeout
-            distributed_c10d._set_pg_timeout(timeout, self._group)
+            set_timeout(timeout, self._group)
 
     # The calls of this rank.
 
@@ -213,9 +218,9 @@ class Control:
         if known is None:
             known = self._key(operation, x)
         key, made_in = known[1], 0
-        task = -1 if self.in_call else torch._C._current_graph_task_id()
+        task = -1 if self.in_call else current_graph_task_id()
         if task != -1:  # in a backward: the ranks must also agree on the call that it belongs to
-            made_in = getattr(torch._C._current_autograd_node(), "call", 0)
+            made_in = getattr(current_autograd_node(), "call", 0)
             key += made_in << 32
         if every or task not in (-1, self._task):
             self._task = task

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Final
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+from shardmap_torch.core.torch_private.engine import FakeTensorMode
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

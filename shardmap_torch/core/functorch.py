@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.torch_private.engine import functorch
+
 
 def base_of(tensor: Tensor) -> Tensor:
     """Returns the tensor under all torch.func transforms."""
-    functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
@@ -18,7 +19,6 @@ def can_receive_gradient(value: Any) -> bool:
     """Returns whether a gradient can flow into `value` in this call, at any functorch level."""
     if not isinstance(value, Tensor) or not torch.is_grad_enabled():
         return False
-    functorch = torch._C._functorch
     while True:
         if value.requires_grad:
             return True
@@ -43,7 +43,6 @@ def dims_of(tensor: Tensor) -> tuple[list[int], dict[int, int]]:
         >>> found
         [([0, 2], {1: 1})]
     """
-    functorch = torch._C._functorch
     if not functorch.is_functorch_wrapped_tensor(tensor):
         return list(range(tensor.ndim)), {}
     dims, levels = dims_of(functorch.get_unwrapped(tensor))

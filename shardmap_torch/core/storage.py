@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.torch_private.engine import functorch
+
 
 class _Spare(threading.local):
     tensor: Tensor | None = None
@@ -37,7 +39,6 @@ def is_spare(x: Tensor) -> bool:
 
 def memory_of(x: Tensor) -> int | None:
     """Returns a key that tensors sharing memory have in common; None where unknown."""
-    functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x.untyped_storage()._cdata if x.layout is torch.strided else None

@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.torch_private.engine import are_transforms_active, functorch
+
 Tensors: TypeAlias = list[Tensor]
 
 
@@ -48,8 +50,8 @@ def each_own(
 
 def _is_transformed(operands: Sequence[Sequence[Tensor] | Tensor | float]) -> bool:
     """Returns whether an operand is under a functorch transform; never while Dynamo traces."""
-    if torch.compiler.is_dynamo_compiling() or not torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_dynamo_compiling() or not are_transforms_active():
         return False
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    wrapped = functorch.is_functorch_wrapped_tensor
     values = [value for o in operands for value in (o if isinstance(o, list) else [o])]
     return any(isinstance(value, Tensor) and wrapped(value) for value in values)

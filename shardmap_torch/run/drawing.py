@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.checker.interpreter.draws import DRAW
@@ -23,6 +22,7 @@ from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Monitor
 from shardmap_torch.core.threefry import threefry_of_ints
+from shardmap_torch.core.torch_private.engine import TorchDispatchMode
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, I, V
 

@@ -19,6 +19,7 @@ from shardmap_torch.boundary.shards import global_of, locals_of
 from shardmap_torch.collectives.autograd import TypedFunction
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.storage import unviewed
+from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing
 from shardmap_torch.run.drawing import CallSeed, Drawing
@@ -31,7 +32,7 @@ def run(call: Call) -> Tree:
     """Runs all ranks and joins their results."""
     tensors = [call.leaves[i] for i in call.crossing]
     ranks = _Ranks(call, [can_receive_gradient(x) for x in tensors])
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if functorch.peek_interpreter_stack() is None:
         # Closed-over tensors are known only after the run, and are operands of the Function too.
         ranks.forward(tensors)
         tensors += ranks.find_closures()
@@ -48,7 +49,7 @@ def run(call: Call) -> Tree:
 
 def _reject_wrapped(call: Call) -> None:
     """Rejects closures over a transform's tensors: on other threads their gradient is lost."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    wrapped = functorch.is_functorch_wrapped_tensor
     if any(wrapped(tensor) for tensor in closed_over(call.function)):
         raise TransformError(
             f"{call.name}: the body closes over a tensor that a torch.func transform outside "

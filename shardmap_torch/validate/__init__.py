@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 
 from shardmap_torch.checker.rules.registry import MEANINGS, row_of
+from shardmap_torch.core.torch_private.engine import OpOverload, OpOverloadPacket
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardTypeError, SpecError, show
 from shardmap_torch.validate.decompositions import try_values

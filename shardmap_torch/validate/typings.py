@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.api import ShapeDtype, check_program
 from shardmap_torch.checker.assertions import typeof
 from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.core.tree import Placed, Structure, broadcast_prefix, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.mesh import make_mesh

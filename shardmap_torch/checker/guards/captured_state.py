@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardmap_torch.checker.guards.constants import is_constant
+from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import ShardTypeError
 
 _PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
@@ -233,7 +234,7 @@ class _Walk:
 
     def _level(self, value: Tensor) -> Hashable:
         """Returns the identity of a transform's tensor, which belongs to that transform alone."""
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+        wrapped = functorch.is_functorch_wrapped_tensor(value)
         return self._keep(value) if wrapped else None
 
     def _enter(self, value: Any) -> Hashable:

@@ -13,13 +13,13 @@ from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardmap_torch.checker.interpreter.state import kept
 from shardmap_torch.checker.ir.crossing import Crossing
 from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.torch_private.engine import FakeTensor
 from shardmap_torch.types import AxisType
 
 TYPE: Final = "type"

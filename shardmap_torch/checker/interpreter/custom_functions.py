@@ -11,7 +11,6 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
@@ -23,6 +22,7 @@ from shardmap_torch.checker.ir.repairs import propose
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.torch_private.engine import FakeTensor
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import I, K, Partial, R, V, Z
 

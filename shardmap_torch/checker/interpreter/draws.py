@@ -8,12 +8,11 @@ rank its own numbers. Runs seed the generator accordingly on every mesh; see `ru
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch._ops import OpOverload
-
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rules.infer import Types, draws, may_draw, signature_of, tensors_of
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import K, V
 

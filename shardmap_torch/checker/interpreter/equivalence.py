@@ -15,7 +15,6 @@ from typing import Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.program import Equation, KernelCollective, use_of
@@ -24,6 +23,7 @@ from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.checker.rules.registry import table_version
 from shardmap_torch.collectives.protocol import Form
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.torch_private.engine import temporarily_clear_interpreter_stack
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 

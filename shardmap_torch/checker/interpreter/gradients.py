@@ -23,6 +23,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.functorch import base_of, dims_of
 from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.types import COTANGENT, I, K, Partial, R, V, Z
 
 _EQUAL: Final = frozenset({R, K, Z})
@@ -92,7 +93,7 @@ def hand_over_fields(interpreter: Interpreter, leaves: Sequence[Tensor], old: se
     """
     place = interpreter.gradient_places.next(call_site())
     for leaf in leaves:
-        with interpreter.paused(), torch._C.DisableTorchFunction():
+        with interpreter.paused(), DisableTorchFunction():
             gradient = leaf.grad
             if gradient is None:
                 continue
@@ -149,7 +150,7 @@ def sum_by_repair(
 def sum_fields_by_repair(interpreter: Interpreter, leaves: Sequence[Tensor]) -> None:
     """Applies them to gradients in `.grad`."""
     if interpreter.repair.gradients:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             for leaf in leaves:
                 if leaf.grad is not None:
                     leaf.grad = _summed_by_repair(interpreter, leaf.grad)

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    UnsupportedOperatorException,
-)
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.draws import drawn_types
@@ -46,6 +38,17 @@ from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.core.hashing import numbers_of
 from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.torch_private.engine import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    OpOverload,
+    UnsupportedOperatorException,
+    current_autograd_node,
+    current_graph_task_id,
+    disable_current_modes,
+    sequence_number,
+)
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import I, K, Partial, R, V
@@ -108,7 +111,7 @@ class Interpreter(Memory):
 
     def begin(self) -> None:
         """Starts recording autograd nodes; earlier ones are not the body's."""
-        self._sequence = torch._C._autograd._get_sequence_nr()
+        self._sequence = sequence_number()
 
     def needs_ranks(self) -> None:
         """Records that the body has code that `torch.func.vmap` would drop or reject."""
@@ -134,13 +137,13 @@ class Interpreter(Memory):
             return op(*args, **kwargs)
         if op.namespace in distributed_calls.NAMESPACES:
             self.numbers.branches.fail(distributed_calls.refused(self.name, op))
-        if not self._running and torch._C._current_graph_task_id() != -1:
+        if not self._running and current_graph_task_id() != -1:
             raise ShardTypeError(
                 f"{self.name}: a backward was started that the checker did not see start. Use "
                 "torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
                 "Tensor.backward()."
             )
-        if self.observer is not UNOBSERVED and torch._C._current_graph_task_id() != -1:
+        if self.observer is not UNOBSERVED and current_graph_task_id() != -1:
             reject_unseen(self, name_of_own)
         if op is _LITERAL and not isinstance(args[0], FakeTensor):
             return self._lift(op, args[0])
@@ -196,7 +199,7 @@ class Interpreter(Memory):
         """Types a tensor made of Python numbers in the body as K."""
         out = op(literal)
         made = self.bring(out, (K,) * len(self.axes), "a literal")
-        with _disable_current_modes():  # the numbers are real
+        with disable_current_modes():  # the numbers are real
             made.numbers = numbers_of(literal)
         self.observer.on_literal(out, literal)
         return out
@@ -422,14 +425,14 @@ class Interpreter(Memory):
     def add(self, equation: Equation) -> None:
         """Appends an equation, and links it with the autograd nodes made since the last one."""
         self.equations.append(equation)
-        now = torch._C._autograd._get_sequence_nr()
+        now = sequence_number()
         for number in range(self._sequence, now):
             self._made_by[number] = equation
         self._sequence = now
 
     def forward_of_current_node(self) -> Equation | None:
         """Returns the equation whose backward runs now, or None."""
-        return self.equation_of(torch._C._current_autograd_node())
+        return self.equation_of(current_autograd_node())
 
     def equation_of(self, node: Node | None) -> Equation | None:
         """Returns the equation whose backward an autograd node is, or None."""
@@ -437,7 +440,7 @@ class Interpreter(Memory):
 
     def site(self) -> tuple[Site | None, bool]:
         """Returns the user's line (in a backward the forward's), and whether a backward runs."""
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             return call_site(), False
         forward = self.forward_of_current_node()
         return (forward.site if forward is not None else None), True

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from torch._ops import OpOverload
-
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import Repair, propose
 from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
@@ -13,6 +11,7 @@ from shardmap_torch.checker.rules.lattice import COUNTED, MIXED, NONLINEAR, plai
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
 from shardmap_torch.core.source_location import Site
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import AxisType, I, K, Partial, R, V
 

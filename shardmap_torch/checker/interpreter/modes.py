@@ -17,13 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import custom_function_call
-from torch._functorch.eager_transforms import _autograd_grad
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch.checker.interpreter import gradients, scalars, user_code
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
@@ -41,11 +35,20 @@ from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.registry import MEANINGS
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site, is_own
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    FakeTensor,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    custom_function_call,
+    functorch,
+    gradient_of_transform,
+    temporarily_clear_interpreter_stack,
+)
 from shardmap_torch.errors import ShardTypeError
 
-_functorch = torch._C._functorch
 _PLAINLY: Final = nullcontext()
-_TAKES_GRADIENT: Final = _autograd_grad.__code__
+_TAKES_GRADIENT: Final = gradient_of_transform.__code__
 _DEVICE: Final = torch.ops.prim.device.default
 
 
@@ -100,9 +103,9 @@ def _differentiable_somewhere(tensor: Tensor) -> bool:
     while True:
         if tensor.requires_grad:
             return True
-        if not _functorch.is_functorch_wrapped_tensor(tensor):
+        if not functorch.is_functorch_wrapped_tensor(tensor):
             return False
-        tensor = _functorch.get_unwrapped(tensor)
+        tensor = functorch.get_unwrapped(tensor)
 
 
 class _Operations(TorchDispatchMode):
@@ -216,7 +219,7 @@ def _forget(found: Sequence[Any]) -> None:
 
 def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*args, **kwargs)
-    if _functorch.is_functorch_wrapped_tensor(out):
+    if functorch.is_functorch_wrapped_tensor(out):
         interpreter.mark_differentiated(out)
     elif not interpreter.is_paused:
         interpreter.batches = False  # torch.func.vmap allows no requires_grad_
@@ -241,7 +244,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     interpreter.takes_gradients = True
     seeds = tuple(map(partial(gradients.seed, interpreter), outputs, told))
     given["outputs"], given["grad_outputs"] = outputs, seeds
-    interpreter.batches &= any(map(_functorch.is_functorch_wrapped_tensor, outputs))
+    interpreter.batches &= any(map(functorch.is_functorch_wrapped_tensor, outputs))
     with interpreter.differentiating(seeds), interpreter.ending(_ending(outputs)):
         grads = func(
             given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
@@ -261,7 +264,7 @@ def _ending(outputs: Sequence[Any]) -> int | None:
         frame = frame.f_back
     if frame is None or frame.f_back is None or frame.f_back.f_code is not _TAKES_GRADIENT:
         return None
-    return max(int(_functorch.maybe_get_level(x)) for x in outputs)
+    return max(int(functorch.maybe_get_level(x)) for x in outputs)
 
 
 def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
@@ -318,7 +321,7 @@ def _fill_fields(
         return
     seeds = list(map(partial(gradients.seed, interpreter), outputs, told))
     interpreter.batches, interpreter.takes_gradients = False, True
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         before = [leaf.grad for leaf in leaves]
     with interpreter.differentiating(seeds):
         run(seeds)

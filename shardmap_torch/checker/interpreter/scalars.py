@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.program import Equation, use_of
@@ -20,6 +19,7 @@ from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.collectives.operations import Collective, Extremum
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.torch_private.engine import OpOverload, functorch
 from shardmap_torch.types import I, Partial, V
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
@@ -133,7 +133,6 @@ def proposals(
 
 def is_batched(tensor: Tensor) -> bool:
     """Returns whether a torch.func.vmap batches it, at any level."""
-    functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
             return True

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
@@ -24,13 +22,18 @@ from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.core.fake_mode import fake_mode
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    FakeTensor,
+    GradInterpreter,
+    functorch,
+    retrieve_all_functorch_interpreters,
+)
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.types import I, K, R
 
 if TYPE_CHECKING:  # it takes a second to import, which torch does when a body is first checked
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-_functorch = torch._C._functorch
 
 
 class Token:
@@ -43,7 +46,7 @@ class Token:
     @property
     def level(self) -> int:
         """Level of the transform; not positive once it has ended."""
-        return int(_functorch.maybe_get_level(self._witness))
+        return int(functorch.maybe_get_level(self._witness))
 
     @property
     def alive(self) -> bool:
@@ -216,15 +219,15 @@ class Memory:
     def reject_outer(self, args: Sequence[Any]) -> None:
         """Refuses tensors that a transform outside the body differentiates or batches."""
         for tensor in (t for value in args for t in tensors_of(value)):
-            if not _functorch.is_functorch_wrapped_tensor(tensor):
+            if not functorch.is_functorch_wrapped_tensor(tensor):
                 continue
             base = base_of(tensor)
             if isinstance(base, FakeTensor) or id(base) in self._differentiated:
                 continue
             # Transforms in the body may batch a closed-over tensor, at levels of their own.
-            depth = _functorch.get_dynamic_layer_stack_depth()
-            differentiates = _functorch.is_gradtrackingtensor(tensor)
-            if differentiates or _functorch.maybe_get_level(tensor) > depth:
+            depth = functorch.get_dynamic_layer_stack_depth()
+            differentiates = functorch.is_gradtrackingtensor(tensor)
+            if differentiates or functorch.maybe_get_level(tensor) > depth:
                 raise closed_over_outer(
                     self.name, "differentiates" if differentiates else "batches"
                 )
@@ -334,7 +337,7 @@ class Memory:
                 "Pass it as an argument."
             )
         # torch reads `.grad`, which is refused in a body.
-        with self.paused(), torch._C.DisableTorchFunction():
+        with self.paused(), DisableTorchFunction():
             fake = self.fake.from_tensor(real)
         if fake.untyped_storage()._cdata not in self._storage_types:
             label = f"a closed-over {type(real).__name__} of shape {list(real.shape)}"

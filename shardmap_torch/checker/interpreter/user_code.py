@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -18,11 +17,14 @@ from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import is_own
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    current_autograd_node,
+    functorch,
+)
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
-
-_functorch = torch._C._functorch
 
 
 def is_observed(interpreter: "Interpreter") -> bool:
@@ -37,9 +39,9 @@ def remember(interpreter: "Interpreter", values: Iterable[Any]) -> None:
         while True:
             if level.grad_fn is not None:
                 interpreter.values[level.grad_fn, level.output_nr] = base_of(tensor)
-            if not _functorch.is_functorch_wrapped_tensor(level):
+            if not functorch.is_functorch_wrapped_tensor(level):
                 break
-            level = _functorch.get_unwrapped(level)
+            level = functorch.get_unwrapped(level)
 
 
 def _value(interpreter: "Interpreter", node: Node | None, number: int) -> Tensor | None:
@@ -82,7 +84,7 @@ def leave_backward(
 
 def reject_unseen(interpreter: "Interpreter", name_of: Callable[[Node | None], str | None]) -> None:
     """Refuses steps of a custom backward whose start was not reported, as in a recomputation."""
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     # The start of a watched node is reported; steps after its end are autograd's sums.
     if node is None or node in interpreter.watched:
         return
@@ -141,7 +143,7 @@ def register_field_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs
 
 
 def _field(leaf: Tensor) -> Tensor | None:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return leaf.grad
 
 

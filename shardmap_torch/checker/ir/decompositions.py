@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.ir.observer import tensors_in
 from shardmap_torch.checker.rules.registry import MEANINGS, row_of
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError
 
 Context: TypeAlias = AbstractContextManager[object]

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from torch import Tensor
-from torch._functorch import autograd_function
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
+from shardmap_torch.core.torch_private.engine import CtxWithSavedTensors
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.function import Function as KeepingFunction
 
@@ -56,7 +56,7 @@ _NOT_OWN: Final = ("shardmap_torch.", "torch.utils.checkpoint")
 
 def _applied(function: type[Function] | None) -> type[Function] | None:
     """Returns the Function, or the one that a transform's Function wraps."""
-    if function is None or function.__module__ != autograd_function.__name__:
+    if function is None or function.__module__ != CtxWithSavedTensors.__module__:
         return function
     cells = getattr(function.backward, "__closure__", None) or ()
     found = (cell.cell_contents for cell in cells)

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import _SingleLevelFunction
 
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.torch_private.engine import SingleLevelFunction, top_saved_tensors_hooks
 from shardmap_torch.function import Function as KeepingFunction
 from shardmap_torch.function import keeping_scope
 
@@ -39,7 +38,7 @@ HOOKS: Final[frozenset[Any]] = frozenset(
 
 def has_saving_hooks() -> bool:
     """Returns whether hooks for tensors that autograd saves are active."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return top_saved_tensors_hooks(True) is not None
 
 
 def takes_vmap(function: type) -> bool:
@@ -65,7 +64,7 @@ class _Watch(threading.local):
 
 _WATCH: Final = _Watch()
 _LOCK: Final = threading.Lock()
-_BASE: Final[Any] = _SingleLevelFunction
+_BASE: Final[Any] = SingleLevelFunction
 _WATCHES: Final[list[int]] = []
 
 
@@ -88,7 +87,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return keeping.apply(*args, **kwargs)
     if _WATCH.stack and not takes_vmap(cls):
         _WATCH.stack[-1][0]()
-    out = super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+    out = super(SingleLevelFunction, cls).apply(*args, **kwargs)
     return _WATCH.stack[-1][1](cls, args, out) if _WATCH.stack else out
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardmap_torch.checker.ir.program import Equation, StorageType
 from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 
 _READ_AGAIN: Final = (
     "is read after a write into the tensor that it is a part of, at a position that a tensor gives"
@@ -104,5 +105,5 @@ class Rows:
 
 
 def _memory(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return int(base_of(tensor).untyped_storage()._cdata)

@@ -7,12 +7,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.nn import functional
 
 from shardmap_torch.checker.rewrites import indexing, ranges
 from shardmap_torch.checker.rewrites.aliases import Host
+from shardmap_torch.core.torch_private.engine import (
+    TransformType,
+    retrieve_all_functorch_interpreters,
+)
 
 Rewrite = Callable[..., Any]
 

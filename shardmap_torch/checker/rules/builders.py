@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Final
 
 import torch
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.rules.rule import Arguments, Row
+from shardmap_torch.core.torch_private.engine import OpOverload
 
 
 def sums(*addends: str, unread: tuple[str, ...] = ()) -> Row:

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Final
 
 import torch
-from torch._ops import OpOverload
 
 from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError
 
 NAMESPACES: Final = frozenset(

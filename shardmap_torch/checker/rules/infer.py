@@ -7,13 +7,13 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.rules.lattice import Conflict, Outcome, combine, join
 from shardmap_torch.checker.rules.nn import HIDDEN_WRITES
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward, join_linearly
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.rules.rule import Row
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.types import AxisType, K, Partial, V, Z
 
 Types: TypeAlias = tuple[AxisType, ...]

@@ -8,9 +8,8 @@ pending sum would be refused there; yet the backward's result is a pending sum o
 from collections.abc import Sequence
 from typing import Final
 
-import torch
-
 from shardmap_torch.checker.rules.lattice import PRODUCT, Conflict, Outcome, join, plain
+from shardmap_torch.core.torch_private.engine import current_autograd_node
 from shardmap_torch.types import AxisType, K, Partial, R, Z
 
 _LINEAR: Final = frozenset({"LinalgMatrixExpBackward0", "LogcumsumexpBackward0"})
@@ -18,7 +17,7 @@ _LINEAR: Final = frozenset({"LinalgMatrixExpBackward0", "LogcumsumexpBackward0"}
 
 def is_in_linear_backward() -> bool:
     """Returns whether the backward of such a node is running."""
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     return node is not None and node.name() in _LINEAR
 
 

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.rules.builders import merged
 from shardmap_torch.checker.rules.factories import ROWS as MAKE
@@ -16,6 +15,7 @@ from shardmap_torch.checker.rules.matmul import ROWS as MATMUL
 from shardmap_torch.checker.rules.nn import ROWS as NN
 from shardmap_torch.checker.rules.pointwise import ROWS as BASIC
 from shardmap_torch.checker.rules.rule import Row
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError, show
 
 TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType(

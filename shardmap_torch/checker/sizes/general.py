@@ -13,9 +13,7 @@ from types import CodeType
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch._guards import Source
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.printers import PythonPrinter
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import program_of
@@ -25,6 +23,7 @@ from shardmap_torch.checker.sizes.passing import MARKED, passing_for_numbers
 from shardmap_torch.checker.sizes.slots import Slot
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.caching import lazy
+from shardmap_torch.core.torch_private.symbols import PythonPrinter, Source
 
 Numbers: TypeAlias = tuple[int, ...]
 """The numbers in the slots of a call."""

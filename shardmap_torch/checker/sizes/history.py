@@ -8,6 +8,7 @@ from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.ir.sizes import Sizes
 from shardmap_torch.checker.sizes.slots import Slot, layout_of, numbers_of, slots_of
 from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.errors import UnsupportedTorchError
 
 if TYPE_CHECKING:  # it takes a second to import, which torch does when a body is first checked
     from shardmap_torch.checker.sizes.general import General, Numbers
@@ -92,7 +93,11 @@ class History:
         family = self._family(key, call, new=True)
         if family is None or len(family.exact) < _BEFORE or len(family.failures) >= _FAILURES:
             return None
-        from shardmap_torch.checker.sizes.general import derive, groups_of, is_large
+        try:
+            from shardmap_torch.checker.sizes.general import derive, groups_of, is_large
+        except UnsupportedTorchError:  # each signature is checked by itself then
+            family.failures.extend(["this torch lacks what symbols for sizes need"] * _FAILURES)
+            return None
 
         numbers = numbers_of(call)
         groups = groups_of(family.slots, [*family.exact, numbers])

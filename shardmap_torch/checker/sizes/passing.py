@@ -19,7 +19,8 @@ from typing import Any, Final
 import optree
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch.utils._sympy.printers import PythonPrinter
+
+from shardmap_torch.core.torch_private.symbols import PythonPrinter
 
 MARKED: Final = re.compile("⟦(.*?)⟧")
 """A symbolic expression in a text, in Python."""

@@ -5,9 +5,9 @@ from math import isnan
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
+from shardmap_torch.core.torch_private.engine import OpOverload
 
 _IDENTITIES: Final = frozenset(
     {

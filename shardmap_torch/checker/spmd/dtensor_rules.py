@@ -10,8 +10,6 @@ from math import prod
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardmap_torch.checker.ir.sizes import exact
 from shardmap_torch.checker.rules.infer import signature_of, writes_of
@@ -28,6 +26,11 @@ from shardmap_torch.checker.spmd.layout import (
 from shardmap_torch.checker.spmd.ops.losses import is_average
 from shardmap_torch.checker.spmd.sharded import WRAP, Sharded, Step
 from shardmap_torch.collectives.moves import EXTREMA
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    OpOverload,
+    disable_current_modes,
+)
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ def _answered(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | No
     """
     args, kwargs = arguments
     # Outside of the interpreter's modes: what torch computes here is not the body's.
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with DisableTorchFunction(), disable_current_modes():
         try:
             found = _propagator().propagate_op_sharding_non_cached(
                 _schema(op, args, dict(kwargs), _mesh(size))
@@ -209,9 +212,9 @@ def _answer(spec: Any) -> int | str | None:
 
 @cache
 def _propagator() -> Any:
-    from torch.distributed.tensor import DTensor
+    from shardmap_torch.core.torch_private.dtensor import sharding_propagator
 
-    return DTensor._op_dispatcher.sharding_propagator
+    return sharding_propagator()
 
 
 @cache
@@ -223,7 +226,7 @@ def _mesh(size: int) -> Any:
 
 
 def _schema(op: OpOverload, args: Any, kwargs: Mapping[str, Any], mesh: Any) -> Any:
-    from torch.distributed.tensor._op_schema import OpSchema
+    from shardmap_torch.core.torch_private.dtensor import OpSchema
 
     def spec(value: Any) -> Any:
         if isinstance(value, _Slot):
@@ -242,7 +245,8 @@ def _schema(op: OpOverload, args: Any, kwargs: Mapping[str, Any], mesh: Any) -> 
 
 def _spec(slot: _Slot, mesh: Any) -> Any:
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    from shardmap_torch.core.torch_private.dtensor import DTensorSpec, TensorMeta
 
     like = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
     placement = Replicate() if slot.dim is None else Shard(slot.dim)

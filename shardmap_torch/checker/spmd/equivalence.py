@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -58,6 +56,11 @@ from shardmap_torch.checker.spmd.sums import (
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.functorch import dims_of
+from shardmap_torch.core.torch_private.engine import (
+    OpOverload,
+    current_graph_task_id,
+    disable_current_modes,
+)
 from shardmap_torch.spec import P
 from shardmap_torch.types import Partial, V
 
@@ -106,7 +109,7 @@ class Relation(Observer):
         with self._judged(LITERAL, []) as live:
             if live:
                 event = self._take(LITERAL)
-                with _disable_current_modes():  # the numbers are real
+                with disable_current_modes():  # the numbers are real
                     same = event.literal is not None and torch.equal(event.literal, numbers)
                 if not same:
                     raise UnrelatedError("it has other numbers there")
@@ -221,7 +224,7 @@ class Relation(Observer):
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
         """Gives the cotangents of a custom backward the layouts of its values, as types ensure."""
-        self.followed.append(torch._C._current_graph_task_id())
+        self.followed.append(current_graph_task_id())
         self._gradients.has_custom_backward = True
         with self._judged(f"{BACKWARD} {name}", _named("value", values)):
             event = self._take(f"{BACKWARD} {name}")

@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.spmd.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.layout import (
@@ -37,6 +36,7 @@ from shardmap_torch.checker.spmd.sharded import (
     Step,
     shards_of,
 )
+from shardmap_torch.core.torch_private.engine import OpOverload
 
 aten = torch.ops.aten
 

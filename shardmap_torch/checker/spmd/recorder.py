@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from shardmap_torch.checker.ir.observer import Observer
@@ -12,6 +11,7 @@ from shardmap_torch.checker.ir.sizes import exact
 from shardmap_torch.checker.spmd.layout import Shape
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.spec import P
 
 X = TypeVar("X")
@@ -38,7 +38,7 @@ class TensorMap(Generic[X]):
 
     @staticmethod
     def _key(tensor: Tensor) -> Key:
-        with torch._C.DisableTorchFunction():  # which would see each of these
+        with DisableTorchFunction():  # which would see each of these
             base = base_of(tensor)
             return (
                 base.untyped_storage()._cdata,

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.spmd.layout import Dim, Shape, ShardedTensor, Sizes
+from shardmap_torch.core.torch_private.engine import OpOverload
 
 WRAP: Final = "gather the operands first, or wrap per-rank code in local_region."
 """Advice where an operation cannot be done on shards."""

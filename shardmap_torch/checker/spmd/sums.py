@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.rules.infer import Refusal, Types, type_call
 from shardmap_torch.checker.spmd.layout import UnrelatedError
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.types import K, Partial, Z
 
 Axes = frozenset[str]

@@ -25,6 +25,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
@@ -145,7 +146,7 @@ def _as_step(call: Call, strictness: Strictness) -> Verdict | None:
     None where it is not one, or is wrong; or where a transform around the call differentiates it.
     """
     leaves = [call.leaves[position] for position in call.crossing]
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if functorch.peek_interpreter_stack() is not None:
         return None
     if not any(map(can_receive_gradient, leaves)):
         return None

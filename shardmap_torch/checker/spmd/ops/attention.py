@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
 
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -22,6 +21,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.sharded import WRAP, Rule, Sharded, Step
+from shardmap_torch.core.torch_private.engine import OpOverload
 
 _MASKS: Final = ("attn_mask", "attn_bias", "bias")
 

@@ -1,0 +1,113 @@
+"""Private names of torch's core: autograd, functorch, modes, fake tensors, c10d."""
+
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any, Final
+
+from torch._C import DisableTorchFunction, _distributed_c10d
+from torch._C import _are_functorch_transforms_active as are_transforms_active
+from torch._C import _current_autograd_node as current_autograd_node
+from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C import _functorch as functorch
+from torch._C._autograd import _get_sequence_nr as sequence_number
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+from torch._C._functorch import TransformType
+from torch._functorch.autograd_function import CtxWithSavedTensors, custom_function_call
+from torch._functorch.eager_transforms import _autograd_grad as gradient_of_transform
+from torch._functorch.pyfunctorch import (
+    GradInterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
+from torch._functorch.vmap import restore_vmap
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+
+c10d: Final = _distributed_c10d
+set_timeout: Final[Callable[..., None]] = distributed_c10d._set_pg_timeout
+default_store: Final = distributed_c10d._get_default_store
+
+
+def forward_level() -> int:
+    """Returns the level of forward-mode differentiation that is active; negative for none."""
+    return forward_ad._current_level
+
+
+def group_names() -> Any:
+    """Returns torch's table from process groups to their names."""
+    return distributed_c10d._world.pg_names
+
+
+def is_always_active() -> bool:
+    """Stands in for `eval_frame_callback` where torch has none."""
+    return True
+
+
+def probed(path: str, otherwise: Any) -> Any:
+    """Returns what has this path, or `otherwise` where this torch has nothing there."""
+    try:
+        return resolve_name(path)
+    except (ImportError, AttributeError):
+        return otherwise
+
+
+eval_frame_callback: Final[Callable[[], Any]] = probed(
+    "torch._C._dynamo.eval_frame:get_eval_frame_callback", is_always_active
+)
+"""Returns None where torch.compile is not active; without torch's, every call counts as active."""
+
+has_kernel: Final[Callable[[str, str], bool]] = probed(
+    "torch._C:_dispatch_has_kernel_for_dispatch_key", lambda name, key: False
+)
+"""Returns whether an operator has a kernel for a dispatch key; without torch's, none has."""
+
+__all__ = (
+    "CtxWithSavedTensors",
+    "DataDependentOutputException",
+    "DisableTorchFunction",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradInterpreter",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "SingleLevelFunction",
+    "TorchDispatchMode",
+    "TransformType",
+    "UnsupportedOperatorException",
+    "are_transforms_active",
+    "c10d",
+    "current_autograd_node",
+    "current_graph_task_id",
+    "custom_function_call",
+    "default_store",
+    "disable_current_modes",
+    "dispatch_mode_stack",
+    "eval_frame_callback",
+    "forward_level",
+    "functorch",
+    "gradient_of_transform",
+    "group_names",
+    "has_kernel",
+    "is_always_active",
+    "probed",
+    "restore_vmap",
+    "retrieve_all_functorch_interpreters",
+    "sequence_number",
+    "set_timeout",
+    "temporarily_clear_interpreter_stack",
+    "top_saved_tensors_hooks",
+)

@@ -1,0 +1,190 @@
+"""Table of the private names of torch that the library uses, and what happens without them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Final
+
+import torch
+
+from shardmap_torch.errors import UnsupportedTorchError
+
+KNOWN: Final = "2.11 to 2.14"
+"""Releases of torch that have every name below; docs/versions.md says what was run on each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """One private name of torch.
+
+    Attributes:
+        path: its module, a colon, and its name there.
+        serves: what the library needs it for.
+        known: the releases that are known to have it.
+    """
+
+    path: str
+    serves: str
+    known: str = KNOWN
+
+    @property
+    def is_missing(self) -> bool:
+        """Returns whether this torch lacks it."""
+        try:
+            resolve_name(self.path)
+        except (ImportError, AttributeError):
+            return True
+        return False
+
+
+def _rows(serves: str, module: str, *names: str) -> tuple[PrivateName, ...]:
+    return tuple(PrivateName(f"{module}:{name}", serves) for name in names)
+
+
+_MODES: Final = "interpretation under torch's modes"
+_BACKWARD: Final = "collectives and checks in a backward"
+_TRANSFORMS: Final = "torch.func transforms in and around a body"
+_PROCESSES: Final = "meshes of processes"
+
+ENGINE: Final[Sequence[PrivateName]] = (
+    *_rows(_MODES, "torch._C", "DisableTorchFunction"),
+    *_rows(_MODES, "torch._ops", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"),
+    *_rows(
+        _MODES,
+        "torch._subclasses.fake_tensor",
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+        "FakeTensor",
+        "FakeTensorMode.cache",
+        "FakeTensorMode.cache_clear",
+        "UnsupportedOperatorException",
+    ),
+    *_rows(
+        _MODES,
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        "_disable_current_modes",
+        "_get_current_dispatch_mode_stack",
+    ),
+    *_rows(_BACKWARD, "torch._C", "_current_autograd_node", "_current_graph_task_id"),
+    *_rows(_BACKWARD, "torch._C._autograd", "_get_sequence_nr", "_top_saved_tensors_default_hooks"),
+    *_rows("autograd Functions of the user's", "torch.autograd.function", "_SingleLevelFunction"),
+    *_rows(
+        "autograd Functions of the user's",
+        "torch._functorch.autograd_function",
+        "CtxWithSavedTensors",
+        "custom_function_call",
+    ),
+    *_rows(_TRANSFORMS, "torch._C", "_are_functorch_transforms_active"),
+    *_rows(
+        _TRANSFORMS,
+        "torch._C._functorch",
+        "TransformType",
+        "get_dynamic_layer_stack_depth",
+        "get_interpreter_stack",
+        "get_unwrapped",
+        "is_batchedtensor",
+        "is_functorch_wrapped_tensor",
+        "is_gradtrackingtensor",
+        "maybe_get_bdim",
+        "maybe_get_level",
+        "peek_interpreter_stack",
+    ),
+    *_rows(_TRANSFORMS, "torch._functorch.eager_transforms", "_autograd_grad"),
+    *_rows(
+        _TRANSFORMS,
+        "torch._functorch.pyfunctorch",
+        "GradInterpreter",
+        "retrieve_all_functorch_interpreters",
+        "temporarily_clear_interpreter_stack",
+    ),
+    *_rows(_TRANSFORMS, "torch._functorch.vmap", "restore_vmap"),
+    *_rows(_TRANSFORMS, "torch.autograd.forward_ad", "_current_level"),
+    *_rows(
+        _PROCESSES,
+        "torch._C._distributed_c10d",
+        "AllgatherOptions",
+        "AllreduceOptions",
+        "ReduceScatterOptions",
+    ),
+    *_rows(
+        _PROCESSES,
+        "torch.distributed.distributed_c10d",
+        "_get_default_store",
+        "_set_pg_timeout",
+        "_world",
+    ),
+)
+"""Names without which nothing works: `import shardmap_torch` raises an error that lists them."""
+
+DTENSOR: Final[Sequence[PrivateName]] = (
+    *_rows(
+        "DTensors as arguments and results",
+        "torch.distributed._functional_collectives",
+        "AsyncCollectiveTensor",
+    ),
+    *_rows(
+        "DTensors as arguments and results, check='global'",
+        "torch.distributed.tensor._dtensor_spec",
+        "DTensorSpec",
+        "TensorMeta",
+    ),
+    *_rows("check='global'", "torch.distributed.tensor._op_schema", "OpSchema"),
+    *_rows(
+        "check='global'",
+        "torch.distributed.tensor",
+        "DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached",
+        "DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
+    ),
+)
+"""Names that DTensors and global strictness need: the first use of either raises the error."""
+
+SYMBOLS: Final[Sequence[PrivateName]] = (
+    *_rows("one verdict for many sizes", "torch._guards", "Source"),
+    *_rows("one verdict for many sizes", "torch.utils._sympy.printers", "PythonPrinter"),
+)
+"""Names that symbolic sizes need: without them each signature is checked by itself."""
+
+OPTIONAL: Final[Sequence[PrivateName]] = (
+    *_rows(
+        "to see if torch.compile is active; without it each call steps out of Dynamo",
+        "torch._C._dynamo.eval_frame",
+        "get_eval_frame_callback",
+    ),
+    *_rows(
+        "overlap in symmetric memory; without them kernels use other transports",
+        "torch.distributed._symmetric_memory",
+        "get_symm_mem_workspace",
+    ),
+    *_rows(
+        "overlap in symmetric memory; without them kernels use other transports",
+        "torch._C",
+        "_dispatch_has_kernel_for_dispatch_key",
+    ),
+    *_rows(
+        "to refuse DTensors sharded in strides by name; without it they are refused as unknown",
+        "torch.distributed.tensor.placement_types",
+        "_StridedShard",
+    ),
+)
+"""Names whose lack turns a feature off, as `serves` says."""
+
+
+def unsupported(names: Sequence[PrivateName]) -> UnsupportedTorchError:
+    """Makes the error that lists which of the names this torch lacks, and what needs them."""
+    missing = [name for name in names if name.is_missing]
+    return UnsupportedTorchError(
+        f"shardmap_torch needs private names that torch {torch.__version__} does not have:\n"
+        + "\n".join(f"  {each.path.replace(':', '.')}, for {each.serves}" for each in missing)
+        + f"\nKnown to work: torch {KNOWN}. Install one of these, or a newer shardmap_torch."
+    )
+
+
+def demand(names: Sequence[PrivateName]) -> None:
+    """Checks that this torch has the names.
+
+    Raises:
+        UnsupportedTorchError: it lacks some, all of which the error lists.
+    """
+    if any(name.is_missing for name in names):
+        raise unsupported(names)
