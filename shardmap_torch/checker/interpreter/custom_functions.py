@@ -52,10 +52,12 @@ def uncommitted(
         return out
     read = [interpreter.storage_type(x).types for x in args if isinstance(x, FakeTensor)]
     open_axes = [at for at in range(len(interpreter.axes)) if all(t[at] in _ONE for t in read)]
+    # Inside of a forward, where grad mode is off, results do not say that they will.
+    is_tracked = any(isinstance(x, FakeTensor) and x.requires_grad for x in args)
 
     def reopened(value: Any) -> Any:
         is_new = isinstance(value, FakeTensor) and not any(value is x for x in args)
-        if not (is_new and value.requires_grad):
+        if not (is_new and (value.requires_grad or is_tracked)):
             return value
         types = interpreter.storage_type(value).types
         own = tuple(K if at in open_axes and have == I else have for at, have in enumerate(types))

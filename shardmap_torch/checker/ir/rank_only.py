@@ -15,7 +15,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.torch_private.engine import SingleLevelFunction, top_saved_tensors_hooks
+from shardmap_torch.core.torch_private.engine import (
+    SingleLevelFunction,
+    are_transforms_active,
+    top_saved_tensors_hooks,
+)
 from shardmap_torch.function import Function as KeepingFunction
 from shardmap_torch.function import keeping_scope
 
@@ -60,12 +64,18 @@ class _Watch(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[tuple[Callable[[], None], Made]] = []
+        self.seen: list[type] = []  # those whose `apply` has reported
 
 
 _WATCH: Final = _Watch()
 _LOCK: Final = threading.Lock()
-_BASE: Final[Any] = SingleLevelFunction
 _WATCHES: Final[list[int]] = []
+_FORWARDS: Final[list[int]] = []
+_HELD: Final[Any] = vars(Function)["apply"]
+"""What torch gives to names of `Function.apply`: until 2.13 in Python, which calls its base's."""
+
+_IS_FINAL: Final = not isinstance(_HELD, classmethod)
+"""From torch 2.14 on it is in C and calls no other, so that it has to be replaced itself."""
 
 
 _KEEPING: Final[WeakKeyDictionary[type, type[KeepingFunction]]] = WeakKeyDictionary()
@@ -77,21 +87,85 @@ def keep_scope(function: type[Function]) -> None:
     with _LOCK:
         if function not in _KEEPING:
             _KEEPING[function] = keeping_scope(function)
-            _WATCHES.append(1)  # never taken away
-            _BASE.apply = _WATCHED
+            _begin()  # never taken away
+
+
+def _begin() -> None:
+    _WATCHES.append(1)
+    for host in _HOSTS:
+        host.apply = _WATCHED
+
+
+def _end() -> None:
+    _WATCHES.pop()
+    if not _WATCHES:
+        del SingleLevelFunction.apply
+        if _IS_FINAL:
+            Function.apply = _HELD  # type: ignore[method-assign]  # as it was
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    apply = super(SingleLevelFunction, cls).apply
+    if issubclass(cls, Function) and are_transforms_active():
+        return apply(*args, **kwargs)  # torch applies another one for each level
     keeping = _KEEPING.get(cls)
     if keeping is not None and current_scope() is not None:
         return keeping.apply(*args, **kwargs)
-    if _WATCH.stack and not takes_vmap(cls):
-        _WATCH.stack[-1][0]()
-    out = super(SingleLevelFunction, cls).apply(*args, **kwargs)
-    return _WATCH.stack[-1][1](cls, args, out) if _WATCH.stack else out
+    if not _WATCH.stack:
+        return apply(*args, **kwargs)
+    found, made = _WATCH.stack[-1]
+    if not takes_vmap(cls):
+        found()
+    _WATCH.seen.append(cls)
+    try:
+        out = apply(*args, **kwargs)
+    finally:
+        _WATCH.seen.pop()
+    return made(cls, args, out)
 
 
-_WATCHED: Final = classmethod(_apply)
+_WATCHED: Final[Any] = classmethod(_apply)
+_HOSTS: Final[Sequence[Any]] = (SingleLevelFunction, *([Function] if _IS_FINAL else []))
+
+
+def _forward_of(cls: Any) -> Callable[..., Any]:
+    """Returns `cls.forward`, which reports if torch calls it for an `apply` of a name of its own.
+
+    In C, `Function.apply` of torch 2.14 cannot be replaced under names that users have for it. All
+    that it looks up in Python before it has run is `setup_context` and `forward`.
+    """
+    forward: Callable[..., Any] = _lookup(cls, "forward")
+    is_reported = not _WATCH.stack or cls in _WATCH.seen or not issubclass(cls, Function)
+    if is_reported or are_transforms_active():
+        return forward
+    found, made = _WATCH.stack[-1]
+    if not takes_vmap(cls):
+        found()
+    has_context = cls.setup_context is Function.setup_context
+
+    def reporting(*args: Any) -> Any:
+        return made(cls, args[1:] if has_context else args, forward(*args))
+
+    return reporting
+
+
+def _watch_forward(change: int) -> None:
+    """Has all Functions look up `forward` by `_forward_of` while a body is interpreted."""
+    if not _IS_FINAL:
+        return
+    _FORWARDS.extend([1] * change)
+    if change < 0:
+        _FORWARDS.pop()
+    metaclass: Any = type(Function)
+    if _FORWARDS:
+        metaclass.forward = property(_forward_of)
+    else:
+        del metaclass.forward
+
+
+def _lookup(cls: type, name: str) -> Any:
+    found = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+    return found.__get__(None, cls) if hasattr(found, "__get__") else found
 
 
 @contextmanager
@@ -104,14 +178,13 @@ def watching_functions(found: Callable[[], None], made: Made) -> Iterator[None]:
     own; so a method is put between it and what it calls, and taken away again.
     """
     with _LOCK:
-        _WATCHES.append(1)
-        _BASE.apply = _WATCHED
+        _begin()
+        _watch_forward(1)
     _WATCH.stack.append((found, made))
     try:
         yield
     finally:
         _WATCH.stack.pop()
         with _LOCK:
-            _WATCHES.pop()
-            if not _WATCHES:
-                del _BASE.apply
+            _end()
+            _watch_forward(-1)

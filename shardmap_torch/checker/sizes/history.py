@@ -8,7 +8,6 @@ from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.ir.sizes import Sizes
 from shardmap_torch.checker.sizes.slots import Slot, layout_of, numbers_of, slots_of
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.errors import UnsupportedTorchError
 
 if TYPE_CHECKING:  # it takes a second to import, which torch does when a body is first checked
     from shardmap_torch.checker.sizes.general import General, Numbers
@@ -95,7 +94,7 @@ class History:
             return None
         try:
             from shardmap_torch.checker.sizes.general import derive, groups_of, is_large
-        except UnsupportedTorchError:  # each signature is checked by itself then
+        except ImportError:  # an UnsupportedTorchError too; each signature is checked by itself
             family.failures.extend(["this torch lacks what symbols for sizes need"] * _FAILURES)
             return None
 

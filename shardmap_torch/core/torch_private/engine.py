@@ -36,7 +36,10 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
 
 c10d: Final = _distributed_c10d
-set_timeout: Final[Callable[..., None]] = distributed_c10d._set_pg_timeout
+# A public name since torch 2.14, which warns of the private one.
+set_timeout: Final[Callable[..., None]] = (
+    getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+)
 default_store: Final = distributed_c10d._get_default_store
 
 
