@@ -14,7 +14,6 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import Match
@@ -24,6 +23,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.torch_private.engine import FakeTensorMode
 from shardmap_torch.core.tree import Tree, map_leaves, unflatten
 from shardmap_torch.errors import ShardMapError, TransformError
 from shardmap_torch.mesh import Mesh
@@ -175,7 +175,8 @@ def _give_up(error: ShardMapError) -> NoReturn:
 
     Dynamo would wrap any other in an error of its own.
     """
-    from torch._dynamo.exc import Unsupported  # here: importing Dynamo takes a second
+    # Here: importing Dynamo takes a second.
+    from shardmap_torch.core.torch_private.dynamo import Unsupported
 
     kind = type(error)
     passed = type(kind.__name__, (kind, Unsupported), {"__module__": kind.__module__})

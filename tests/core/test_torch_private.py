@@ -29,7 +29,7 @@ SOURCES = sorted(
 )
 OPERATORS = ("torch.ops.",)
 """Names of operators, not of Python: a table without a row for one refuses it."""
-EVERY_NAME = (*names.ENGINE, *names.DTENSOR, *names.SYMBOLS, *names.OPTIONAL)
+EVERY_NAME = (*names.ENGINE, *names.DTENSOR, *names.DYNAMO, *names.SYMBOLS, *names.OPTIONAL)
 
 
 def _is_private(path: str) -> bool:

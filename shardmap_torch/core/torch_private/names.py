@@ -145,6 +145,11 @@ SYMBOLS: Final[Sequence[PrivateName]] = (
 )
 """Names that symbolic sizes need: without them each signature is checked by itself."""
 
+DYNAMO: Final[Sequence[PrivateName]] = _rows(
+    "errors while torch.compile traces", "torch._dynamo.exc", "Unsupported"
+)
+"""Names that torch.compile needs: what it refuses raises an UnsupportedTorchError instead."""
+
 OPTIONAL: Final[Sequence[PrivateName]] = (
     *_rows(
         "to see if torch.compile is active; without it each call steps out of Dynamo",

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shardmap_torch.checker.spmd.ops.losses import READING_TARGETS
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
 
 _SIGNATURES: Final = {function: signature(function) for function in READING_TARGETS}
@@ -61,5 +62,5 @@ class _Counting(TorchFunctionMode):
 
 
 def _any_is(target: Tensor, index: int) -> bool:
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with DisableTorchFunction(), torch.no_grad():
         return bool((base_of(target) == index).any())

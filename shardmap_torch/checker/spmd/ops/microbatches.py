@@ -14,7 +14,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.graph import Node, get_gradient_edge
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -30,6 +29,7 @@ from shardmap_torch.checker.spmd.sharded import Sharded
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction, OpOverload
 from shardmap_torch.types import K, Partial, Z
 
 aten = torch.ops.aten
@@ -408,7 +408,7 @@ class Microbatches:
 
     def _skeleton(self, output: Tensor, operand: Tensor) -> int:
         """The graph from an output to an operand, as a number that equal graphs share."""
-        with self._interpreter.paused(), torch._C.DisableTorchFunction():
+        with self._interpreter.paused(), DisableTorchFunction():
             root, (target, number) = output.grad_fn, get_gradient_edge(operand)[:2]
         labels: dict[Node, int] = {}
         stack = [] if root is None else [root]
