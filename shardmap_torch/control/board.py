@@ -11,9 +11,8 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Final
 
-from torch.distributed import Store
-
 from shardmap_torch.control.waits import Stand, read
+from shardmap_torch.core.torch_private.engine import Store
 
 BEAT: Final = 1.0
 """Seconds between two posts of a rank."""

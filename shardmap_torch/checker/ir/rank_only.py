@@ -99,7 +99,7 @@ def _begin() -> None:
 def _end() -> None:
     _WATCHES.pop()
     if not _WATCHES:
-        del SingleLevelFunction.apply
+        del _HOSTS[0].apply
         if _IS_FINAL:
             Function.apply = _HELD  # type: ignore[method-assign]  # as it was
 

@@ -11,6 +11,7 @@ from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _functorch as functorch
 from torch._C._autograd import _get_sequence_nr as sequence_number
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+from torch._C._distributed_c10d import Store
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import CtxWithSavedTensors, custom_function_call
 from torch._functorch.eager_transforms import _autograd_grad as gradient_of_transform
@@ -88,6 +89,7 @@ __all__ = (
     "OpOverload",
     "OpOverloadPacket",
     "SingleLevelFunction",
+    "Store",
     "TorchDispatchMode",
     "TransformType",
     "UnsupportedOperatorException",

@@ -106,6 +106,7 @@ ENGINE: Final[Sequence[PrivateName]] = (
         "AllgatherOptions",
         "AllreduceOptions",
         "ReduceScatterOptions",
+        "Store",
     ),
     *_rows(
         _PROCESSES,
