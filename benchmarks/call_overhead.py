@@ -1,4 +1,4 @@
-"""What a call of a shard_mapped function costs, beside torch's `local_map`.
+"""Cost of a call of a shard_mapped function, beside torch's `local_map`.
 
     .venv/bin/python benchmarks/call_overhead.py
 
@@ -106,7 +106,7 @@ def converting(xs: Sequence[Tensor]) -> Tensor:
 
 
 def checking_rows(mesh: Mesh) -> list[tuple[str, ...]]:
-    """What a later call pays for having been checked, in the process' own time."""
+    """Measures the process time that a later call pays for having been checked."""
     cut, whole = P("tp"), P(invariant="tp")
     x = device_put(torch.ones(8), mesh, cut).requires_grad_()
     cases: list[tuple[str, Callable[..., Any], P, list[Tensor], float | None]] = [

@@ -1,4 +1,4 @@
-"""What checking a transformer costs: one block and 32 layers, on 8 and on 8192 ranks.
+"""Cost of checking a transformer: one block and 32 layers, on 8 and on 8192 ranks.
 
     .venv/bin/python benchmarks/checker.py
 

@@ -26,7 +26,7 @@ class CannotRunError(Exception):
 
 @dataclass(frozen=True)
 class Link:
-    """Where the two ranks run: what to put before each command, and how they find each other."""
+    """Connection of the two ranks: a prefix for each command, and how they find each other."""
 
     prefixes: tuple[tuple[str, ...], tuple[str, ...]]
     host: str

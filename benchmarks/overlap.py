@@ -60,7 +60,7 @@ def fitted_fabric(
 
 
 def virtual_seconds(setting: Setting, fabric: Fabric) -> dict[str, dict[str, float]]:
-    """The same kernels on the alpha-beta clock, without data."""
+    """Runs the same kernels on the alpha-beta clock, without data."""
     predicted: dict[str, dict[str, float]] = {}
     for op, build in OPERATIONS.items():
         for name, variant in build(replace(setting, device="meta")).items():

@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """Of times where there are any, else of CPU seconds."""
+        """Divides times where there are any, else CPU seconds."""
         return median_ratio(self.rounds or self.cpu, "auto")
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks/overlap_auto.py`: times `auto` beside the composition, case by case."""
+"""A rank of `benchmarks/overlap_auto.py`: times `auto` beside the composition, case by case."""
 
 import argparse
 import json
@@ -114,7 +114,7 @@ def one_round(actions: dict[str, Action], calls: int) -> Round:
 
 
 def measure(actions: dict[str, Action], args: argparse.Namespace) -> dict[str, Any]:
-    """Its undisturbed rounds, how many were rejected, and what `auto` ran."""
+    """Returns undisturbed rounds, how many were rejected, and the plan that `auto` ran."""
     for run in actions.values():
         run()
     actions["auto"]()

@@ -129,7 +129,7 @@ class Layer:
 
 
 def report_efficiency(layer: Layer, say: Callable[[str], None]) -> float:
-    """What the matmul alone loses to being cut."""
+    """Prints the time that the matmul alone loses to being divided into chunks."""
     whole = milliseconds(layer.multiply)
     rows, n = layer.whole.shape[0], layer.t.num_ranks
     say(f"matmul {rows} x {INNER} x {COLUMNS}, bfloat16: {whole:.3f} ms in one piece")

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks/overlap.py`: times every variant in rounds and prints JSON on rank 0."""
+"""A rank of `benchmarks/overlap.py`: times every variant in rounds and prints JSON on rank 0."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def one_round(transport: GlooTransport, variants: Mapping[str, Variant]) -> Roun
 
 
 def undisturbed(result: Round, args: argparse.Namespace) -> bool:
-    """Whether nobody else used the cores, and their own speed stayed the same."""
+    """Returns whether nobody else used the cores, and their speed stayed the same."""
     return bool(result["others"] <= args.max_load and result["drift"] <= args.max_drift)
 
 
@@ -66,7 +66,7 @@ def measure(
 
 
 def link_and_matmul(transport: GlooTransport, setting: Setting) -> dict[str, float]:
-    """What the virtual clock is told: latency, and a chunk's matmul beside the whole one."""
+    """Measures for the virtual clock: latency, and a chunk's matmul beside the global one."""
     word = torch.zeros(1)
 
     def ping() -> None:

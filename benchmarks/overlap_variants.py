@@ -1,4 +1,4 @@
-"""What `benchmarks/overlap.py` times: overlapped, unoverlapped and as the toy does it.
+"""Contestants of `benchmarks/overlap.py`: overlapped, unoverlapped, and as the toy does it.
 
 All are kernels over a `Transport` and so run on two real ranks and on the virtual clock alike,
 except those that call gloo's own collectives. Two ranks.
@@ -39,7 +39,7 @@ COMPUTE, COMM, UNFUSED, OVERLAP, TOY, PARTLY = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run (a piece of) an operation; `real_only` where it needs a process group."""
+    """A way to run (a chunk of) an operation; `real_only` where it needs a process group."""
 
     role: str
     kernel: Kernel

@@ -1,4 +1,4 @@
-"""What simulating 8 or 64 ranks costs: a tensor-parallel MLP beside the same MLP, unsharded.
+"""Cost of simulating 8 or 64 ranks: a tensor-parallel MLP beside the same MLP, unsharded.
 
     .venv/bin/python benchmarks/simulated_mlp.py
 

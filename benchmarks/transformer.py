@@ -50,7 +50,7 @@ def nothing(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Parallel:
-    """What a parallel program does besides: by default nothing.
+    """Hooks of a parallel program; by default they do nothing.
 
     Attributes:
         use: the parameters of a layer, alike on all ranks of "dp", meet other sequences on each.

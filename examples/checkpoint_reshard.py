@@ -38,7 +38,7 @@ def init() -> State:
 
 
 def specs() -> State:
-    """How they are cut, whatever the mesh."""
+    """Returns how each leaf is sharded, whatever the mesh."""
     params = model.specs(CONFIG)
     return {"params": params, "optimizer": OPTIMIZER.specs(params)}
 

@@ -49,7 +49,7 @@ LAST = 20  # the final loss is the mean over so many steps
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of this program works with."""
+    """Values that one run of this program works with."""
 
     options: argparse.Namespace
     config: Config
@@ -63,7 +63,7 @@ class Run:
         return self._sample(self.text, self.options.seed + step)
 
     def held_out_batch(self, step: int) -> Tensor:
-        """As `batch`, from text that is never trained on."""
+        """Samples a batch from text that is never trained on."""
         return self._sample(self.held_out, step)
 
     def _sample(self, text: Tensor, seed: int) -> Tensor:

@@ -97,7 +97,7 @@ def layer(params: Params, x: Tensor, embed: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def plain_layer(params: Params, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same on one device: x [b, t, e]."""
+    """Computes the layer on one device: x [b, t, e]."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True))
     q_wi = torch.einsum("bte,hed->bthd", normed, params["q_wi"])
     fused, k, v = attend_and_activate(q_wi, normed @ params["kv"])

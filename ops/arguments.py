@@ -50,7 +50,7 @@ def finest(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def finest_spec(spec: P) -> P:
-    """The same for the axes of a spec."""
+    """Replaces the axes of a spec by those of the finest view."""
     scope = current_scope()
     return spec if scope is None else expanded(spec, scope.backend.mesh.aliases)
 

@@ -208,7 +208,7 @@ def _reduction(
     op: str,
     *dtypes: torch.dtype | None,
 ) -> Collective | Extremum:
-    """The same object for the same arguments, which are checked once."""
+    """Returns the same object for the same arguments, which are checked once."""
     to = read_type("all_reduce", dst, "dst", (R, I))
     _check_source(op, src)
     extremum = op in ("max", "min")
@@ -226,7 +226,7 @@ def _total(
     grad_comm_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
 ) -> Collective:
-    """The same object for the same arguments: its row and transpose are looked up once."""
+    """Returns the same object for the same arguments: its row and transpose are looked up once."""
     return check_dtypes(
         Collective(
             "all_reduce",

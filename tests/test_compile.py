@@ -257,7 +257,7 @@ def test_results_share_no_memory_with_arguments_compiled_or_not(gloo: Gloo) -> N
 
 
 def recompiled() -> list[int]:
-    """How often it is compiled: for each size, and static number, once."""
+    """Counts compilations: one for each size, and static number."""
     torch._dynamo.reset()
     mesh = make_mesh((2,), ("tp",), kind="process_group")
 
@@ -342,7 +342,7 @@ def test_a_compiled_function_returns_dtensors(gloo: Gloo) -> None:
 
 
 def refusal(f: Callable[..., Any], *xs: Tensor) -> str:
-    """What compiling `f` says, which must leave no transform active."""
+    """Returns what compiling `f` says, which must leave no transform active."""
     torch._dynamo.reset()
     expected = full(f(*xs))
     try:

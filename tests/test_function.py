@@ -68,7 +68,7 @@ class GatherMatmul(Function):
 
 
 class OldGatherMatmul(Function):
-    """The same in the form that torch.func cannot transform, with `vjp` for `backward`."""
+    """A Function in the form that torch.func cannot transform, with `vjp` for `backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -385,7 +385,7 @@ def test_without_setup_context_a_batched_body_rejects_it() -> None:
 
 
 class Plain(torch.autograd.Function):
-    """What the error is about: its backward has no mesh."""
+    """A Function as the error describes it: its backward has no mesh."""
 
     generate_vmap_rule = True
 

@@ -65,7 +65,7 @@ def test_every_path_without_special_characters_matches_itself_alone(names: list[
 
 
 def test_keys_that_have_dots_are_paths_too() -> None:
-    """As in the state dicts of modules."""
+    """Keys may have dots, as in the state dicts of modules."""
     specs = match_specs({"layers.0.wq": torch.ones(1)}, {"layers.*.wq": P("tp")})
     assert specs == {"layers.0.wq": P("tp")}
 

@@ -55,7 +55,7 @@ def reference(x: Tensor, w: Tensor) -> Tensor:
 
 
 def whole_body(x: Tensor, w: Tensor) -> Tensor:
-    """The same where w still is one value."""
+    """Computes the body where w still is one value."""
     return body(x, convert(w, "tp", src=I, dst=R))
 
 
@@ -181,7 +181,7 @@ def test_transform_in_the_body(transform: str, kind: str, gloo: Gloo) -> None:
 
 
 def after_a_step(f: F) -> F:
-    """What differs after a step along a gradient whose cotangents depend on `w`."""
+    """Returns what differs after a step along a gradient whose cotangents depend on `w`."""
     return lambda w: w - torch.func.grad(lambda w: f(w) ** 3)(w)
 
 

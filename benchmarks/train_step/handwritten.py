@@ -1,4 +1,4 @@
-"""The same step by hand: Megatron-style autograd Functions on raw torch.distributed.
+"""A training step by hand: Megatron-style autograd Functions on raw torch.distributed.
 
 Everything that can be left out is: no types, no checks, gradients of the norms' scales summed in
 one buffer, foreach updates in place.

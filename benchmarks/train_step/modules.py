@@ -1,4 +1,4 @@
-"""The same step as a module that torch's `parallelize_module` shards into DTensors."""
+"""A training step as a module that torch's `parallelize_module` shards into DTensors."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What a collective, and the boundary of a call, cost in software: on torch's fake process group.
+"""Software cost of a collective and of the boundary of a call, on torch's fake process group.
 
 Nothing is sent, so that what is left is Python and copies. Prints JSON.
 """
@@ -57,7 +57,7 @@ COLLECTIVES: Final[Pairs] = {
 
 
 def seconds(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Of a forward and a backward, on the processor."""
+    """Measures the processor time of a forward and a backward."""
     start = time.process_time()
     for _ in range(CALLS // TOGETHER):
         ys = [function(x) for _ in range(TOGETHER)]

@@ -1,4 +1,4 @@
-"""One rank of the measurement: makes the contestants, holds them against each other, times them."""
+"""A rank of the measurement: makes the contestants, compares their results, times them."""
 
 import json
 import sys

@@ -30,18 +30,18 @@ class Spread:
         return cls(*statistics.quantiles(values, n=4))
 
     def __str__(self) -> str:
-        """As in `1.05 (1.03 to 1.08)`."""
+        """Writes median and quartiles: `1.05 (1.03 to 1.08)`."""
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
 def ratios(samples: Sequence[Sequence[float]], base: Sequence[Sequence[float]], at: int) -> Spread:
-    """Of one clock: 0 is wall time, 1 the processor's."""
+    """Returns the ratios of one clock: 0 is wall time, 1 the processor's."""
     return Spread.of([one[at] / other[at] for one, other in zip(samples, base, strict=True)])
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """One table."""
+    """A table of a report."""
 
     title: str
     columns: tuple[str, ...]
@@ -57,7 +57,7 @@ class Sheet:
         console.print(table)
 
     def markdown(self) -> str:
-        """As a section of a page."""
+        """Writes the table as a section of a page."""
         lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"## {self.title}\n\n{table}\n"

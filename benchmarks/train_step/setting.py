@@ -1,4 +1,4 @@
-"""What is measured: sizes, and the contestants' common form."""
+"""Sizes that are measured, and the contestants' common form."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """One size of the model; `examples/gpt` defines what it computes."""
+    """A size of the model; `examples/gpt` defines what it computes."""
 
     width: int
     layers: int = 4
@@ -26,7 +26,7 @@ class Setting:
 
     @property
     def config(self) -> model.Config:
-        """As the example has it; no overlapped kernels."""
+        """Returns the example's configuration; no overlapped kernels."""
         return model.Config(
             length=self.length,
             width=self.width,

@@ -83,13 +83,13 @@ def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> P
 
 @lru_cache
 def specs(config: Config) -> Params:
-    """How the parameters are sharded."""
+    """Returns how the parameters are sharded."""
     return match_specs(init(config), config.parallel.params)
 
 
 @lru_cache
 def moment_specs(config: Config) -> Params:
-    """How the moments are sharded that the optimizer keeps of the parameters."""
+    """Returns how the moments are sharded that the optimizer keeps of the parameters."""
     return match_specs(init(config), config.parallel.moments)
 
 

@@ -85,7 +85,7 @@ class Parallel:
         return Parallel(frozenset(names))
 
     def __str__(self) -> str:
-        """As it is written: `fsdp+tp`."""
+        """Writes the choice as users do: `fsdp+tp`."""
         return "+".join(name for name in CHOICES if name in self.chosen)
 
     @property
@@ -119,7 +119,7 @@ class Parallel:
 
     @property
     def has_sharded_params(self) -> bool:
-        """Whether a rank of "dp" holds a part of the parameters only."""
+        """Returns whether a rank of "dp" holds only a shard of the parameters."""
         return "fsdp" in self.chosen
 
     @property
@@ -129,7 +129,7 @@ class Parallel:
 
     @property
     def residual(self) -> AxisType:
-        """How activations [b, t, d] lie over "tp" between the layers."""
+        """Returns how activations [b, t, d] lie over "tp" between the layers."""
         return S(1) if "sp" in self.chosen else I
 
     @property
@@ -166,7 +166,7 @@ class Parallel:
         return EXPERTS if self.has_experts else {}
 
     def _norms(self, *wide: str) -> Table:
-        """Where positions are sharded over "tp", so are the uses of a norm's scale [d]."""
+        """Shards the uses of a norm's scale [d] where positions are sharded over "tp"."""
         entries = ("dp",) if self.chosen & set(wide) else ()
         return {"**.*norm": P(*entries, replicate={"tp"} if "sp" in self.chosen else ())}
 

@@ -1,4 +1,4 @@
-"""The same model on one device, written with torch's own layers: what the sharded one must equal.
+"""A one-device GPT written with torch's own layers, which the sharded one must equal.
 
 Nothing is shared with the sharded one but the parameters, and the key of dropout.
 """
@@ -79,7 +79,7 @@ def _experts(x: Tensor, layer: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """As a complex number, each pair is multiplied by exp(i * position * frequency)."""
+    """Multiplies each pair, as a complex number, by exp(i * position * frequency)."""
     length, half = x.shape[-2], x.shape[-1] // 2
     frequencies = 10_000.0 ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)
     angles = torch.outer(torch.arange(length, dtype=x.dtype, device=x.device), frequencies)

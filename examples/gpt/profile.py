@@ -46,7 +46,7 @@ def sizes_of(num_axes: int, ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step of one choice takes.
+    """Time, memory and bytes that a step of one choice takes.
 
     Attributes:
         loss: of the first step.
@@ -117,7 +117,7 @@ def _sharded(mesh: Mesh, config: Config, batch: Tensor) -> tuple[Step, Norm]:
 
 
 def bytes_sent(mesh: Mesh, config: Config, batch: Tensor) -> Mapping[str, int]:
-    """What the program of a step sends, on an abstract mesh of the same shape."""
+    """Counts the bytes that a step's program sends, on an abstract mesh of the same shape."""
     abstract = make_mesh(mesh.axis_sizes, mesh.axis_names, kind="abstract")
     optimizer = make_optimizer(config, steps=1000)
     params = model.init(config)

@@ -1,4 +1,4 @@
-"""What the demo shows: progress, a curve, and how values are sharded."""
+"""Terminal output of the demo: progress, a curve, and how values are sharded."""
 
 from pathlib import Path
 

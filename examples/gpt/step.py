@@ -69,7 +69,7 @@ def sharded_logits(mesh: Mesh, config: Config) -> Callable[[Params, Tensor], Ten
 
 
 def logits_spec(config: Config) -> P:
-    """How the logits [b, t, v] lie."""
+    """Returns how the logits [b, t, v] lie."""
     return P("dp", config.parallel.context, "tp")
 
 

@@ -46,7 +46,7 @@ def greedy(
 def greedy_on_one_device(
     params: Params, config: Config, prompt: list[int], num: int
 ) -> Iterator[int]:
-    """The same of the plain model, whose parameters are global."""
+    """Generates greedily by the plain model, whose parameters are global."""
     tokens, cache = torch.tensor([prompt]), None
     with torch.no_grad():
         for _ in range(num):

@@ -35,7 +35,7 @@ _FLOAT32 = 0  # of the types of tensors
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor lies in the file, and how it is stored."""
+    """Position of a tensor in the file, and the format in which it is stored."""
 
     shape: tuple[int, ...]
     quantization: int

@@ -85,7 +85,7 @@ def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> P
 
 
 def specs(config: Config) -> Params:
-    """How the parameters are sharded: key heads and theirs, hidden width, vocabulary."""
+    """Returns how the parameters are sharded: key heads and theirs, hidden width, vocabulary."""
     layer = {
         "attention_norm": P(),
         "qkv": P(None, "tp"),

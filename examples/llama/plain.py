@@ -1,4 +1,4 @@
-"""The same model on one device, with torch's own functions and complex rotations.
+"""A one-device Llama written with torch's own functions and complex rotations.
 
 It shares nothing with the sharded one but the parameters.
 """

@@ -43,7 +43,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    """As one writes it for one device: layer norm, gelu, attention-like softmax, a mean."""
+    """A loss as written for one device: layer norm, gelu, attention-like softmax, a mean."""
     h = functional.layer_norm(x, x.shape[-1:], params["scale"])
     y = functional.gelu(h @ params["w1"] + params["b1"]) @ params["w2"]
     scores = torch.softmax(y @ y.mT / math.sqrt(y.shape[-1]), -1)

@@ -34,7 +34,7 @@ def rank() -> int:
 
 
 def line_of(function: Callable[..., Any], text: str) -> str:
-    """Where `text` stands in `function`, as errors write it."""
+    """Returns the place of `text` in `function`, as errors write it."""
     lines, first = inspect.getsourcelines(function)
     return f"{HERE}:{first + next(i for i, line in enumerate(lines) if text in line)}"
 

@@ -67,7 +67,7 @@ SPECS = [
 
 
 def from_each_to_each(mesh: Mesh) -> None:
-    """What lies by one spec enters by another, and its gradient lies as it does."""
+    """Enters by one spec what lies by another; its gradient must lie as it does."""
     x, cotangent = random((4, 8), 0), random((4, 8), 1)
     for src, dst in product(SPECS, SPECS):
         given = device_put(x, mesh, src).detach()

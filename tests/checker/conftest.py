@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """One thread, which is what small tensors want, and no warnings of the operators tried."""
+    """Sets one thread, which suits small tensors, and drops warnings of the operators tried."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings():

@@ -47,7 +47,7 @@ class Messages:
 
 
 def run_body(mesh: Mesh, body: Callable[[Tensor], Tree]) -> tuple[list[Tree], list[int]]:
-    """What a body returns on this rank, unchecked, and the messages that it sent."""
+    """Returns the body's results on this rank, unchecked, and the messages that it sent."""
     found: list[Tree] = []
 
     def keeping(x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def broken(key: Key) -> Iterator[None]:
 
 
 def is_caught(row: Row, mesh: Mesh, axes: tuple[str, ...]) -> bool:
-    """Whether `check_transpose` sees that the transpose of `row` is wrong."""
+    """Returns whether `check_transpose` sees that the transpose of `row` is wrong."""
     case = breakable(row, axes, mesh.num_ranks(axes))
     check_transpose(case, mesh)
     with broken(row.key):

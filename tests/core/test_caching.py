@@ -1,4 +1,4 @@
-"""What is remembered between calls, and that nothing stale is used."""
+"""Values are remembered between calls, and nothing stale is used."""
 
 import pytest
 import torch

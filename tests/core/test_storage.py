@@ -1,4 +1,4 @@
-"""What shares memory with what, on every mesh: writing into one value must not change another."""
+"""Values share memory on no mesh: writing into one must not change another."""
 
 from collections.abc import Callable
 from itertools import product
@@ -151,7 +151,7 @@ def _summed(x: Tensor) -> Tensor:
 
 
 def write_under_autograd(mesh: Mesh) -> None:
-    """As in `loss /= 2`, which autograd forbids for views that Functions return."""
+    """Writes as `loss /= 2` does, which autograd forbids for views that Functions return."""
     x = random((4, 4), 0)
     for body, out_spec in ((_summed, P()), (_squared, P("tp"))):
         leaf = x.clone().requires_grad_()

@@ -186,7 +186,7 @@ def train(
 
 
 def train_with_torch(weights: Params, steps: int) -> list[float]:
-    """The same by torch's AdamW and schedule."""
+    """Trains by torch's AdamW and schedule."""
     leaves = [leaf.requires_grad_() for leaf in optree.tree_leaves(weights)]
     groups = [
         {"params": [leaf for leaf in leaves if (leaf.ndim > 1) == decays], "weight_decay": decay}

@@ -56,7 +56,7 @@ def on_mesh(sizes: tuple[int, int], strategy: Any = "auto", check: Any = True) -
 
 
 def masks(sizes: tuple[int, int], strategy: Any = "auto") -> Tensor:
-    """What dropout leaves of ones, over shards of the batch and the sequence."""
+    """Returns what dropout leaves of ones, over shards of the batch and the sequence."""
     mesh = make_mesh(sizes, AXES, simulate=strategy)
     mapped = shard_map(
         lambda key, x: Dropout(P_DROP, key).shards(AXES)(x),

@@ -1,4 +1,4 @@
-"""Where one rank does something else, every rank gets an error in time, and no wrong number."""
+"""A rank that does something else gives every rank an error in time, and no wrong number."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ QUICK = [
 
 
 def run_cases(rank: int, shape: Shape, names: Sequence[str], odd: int) -> dict[str, Told]:
-    """How each case ended on this rank; after each all ranks go on with new groups."""
+    """Returns how each case ended on this rank; after each all ranks go on with new groups."""
     mesh = make_mesh(*shape, timeout=DEADLINE)
     told: dict[str, Told] = {}
     for name in names:

@@ -99,7 +99,7 @@ NEED_STORE = ("before a mesh", "before recovery")  # new groups do, calls do not
 
 
 def run(rank: int, moment: str, victim: int | str, number: int, store: int) -> End:
-    """How a rank ends that goes on where another one, or the store, has been struck."""
+    """Returns how a rank ends that goes on after another one, or the store, has been struck."""
     began = [time.monotonic()]
 
     def strike() -> None:

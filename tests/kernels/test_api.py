@@ -120,7 +120,7 @@ def test_second_derivatives_equal_the_unfused_composition(gloo: Gloo, name: str,
 
 
 def compare_under_func_grad(name: str) -> list[tuple[str, float]]:
-    """As `compare_with_unfused`, by torch.func.grad, and by one torch.func.grad of another."""
+    """Compares by torch.func.grad, and by one torch.func.grad of another."""
     worst = []
     with body():
         for shape, save in itertools.product(SHAPES, (False, True)):
@@ -186,7 +186,7 @@ def test_frozen_operands_and_unused_outputs_leave_the_other_gradients_right(gloo
 
 
 def results_of_repeats(dtype: torch.dtype) -> bool:
-    """Whether five runs of everything agree bit for bit."""
+    """Returns whether five runs of everything agree bit for bit."""
     runs = []
     with body():
         for _ in range(5):

@@ -208,7 +208,7 @@ def test_a_compiled_ring_is_a_ring_in_its_backward_too(gloo: Gloo) -> None:
 
 
 def matmuls_that_inductor_can_fuse(dim: int) -> tuple[int, int]:
-    """What the micro-pipeline pass finds in the composition: gathers and scatters beside an mm."""
+    """Returns what the micro-pipeline pass finds: gathers and scatters beside an mm."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Of what inductor imports.
         inductor = import_module("torch._inductor.fx_passes.micro_pipeline_tp")

@@ -1,4 +1,4 @@
-"""What was decided for one call serves those that are alike, and no others."""
+"""Decisions for one call serve those that are alike, and no others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support.pool import Gloo
 
 
 def decisions_of(calls: list[Callable[[], Any]]) -> list[int]:
-    """How many decisions were made after each call, in one body."""
+    """Returns how many decisions were made after each call, in one body."""
     counts: list[int] = []
     with mock.patch.object(dispatch, "_prepare", wraps=dispatch._prepare) as decide:
         for call in calls:

@@ -22,7 +22,7 @@ GPU = torch.device("cuda", 0)
 
 
 def operand(device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> Any:
-    """As much of a tensor as is looked at."""
+    """Stands in for a tensor, with the attributes that are looked at."""
     return SimpleNamespace(device=torch.device(device), dtype=dtype)
 
 

@@ -200,7 +200,7 @@ def test_what_the_operators_cannot_do_our_schedules_do_and_the_plan_tells_why(gl
 
 
 def answers() -> list[object]:
-    """One rank lacks something at one check; what all answer, and which checks were made."""
+    """Returns what all answer where one rank lacks something, and which checks were made."""
     group = dist.group.WORLD
     assert group is not None
     found: list[object] = []

@@ -270,7 +270,7 @@ def operand(kind: str, rows: int, columns: int) -> ShapeDtype:
 
 
 def verdict(body: Body, kinds: Sequence[str], out: P, rows: Sequence[int]) -> str:
-    """What is wrong, or nothing."""
+    """Returns what is wrong, or nothing."""
     specs = tuple(KINDS[kind] for kind in kinds)
     shapes = [
         operand(kind, *size) for kind, size in zip(kinds, ((rows[0], 4), (4, 4)), strict=True)

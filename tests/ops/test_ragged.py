@@ -76,7 +76,7 @@ def routed(x: Tensor) -> Tensor:
 
 
 def routed_on_one_device(x: Tensor) -> Tensor:
-    """The same over two halves of each "dp" shard; negative rows get a factor of all of them."""
+    """Routes over two halves of each "dp" shard; negative rows get a factor of all of them."""
     made = []
     for rows in x.chunk(2) if x.shape[0] == 24 else [x]:
         low = torch.where(rows[:, :1] > 0, torch.zeros_like(rows), rows)

@@ -167,7 +167,7 @@ def steps(mesh: Mesh) -> None:
 
 
 def torch_itself(mesh: Mesh) -> None:
-    """What torch refuses for mixed trees it does for those of `device_put(as_dtensor=True)`."""
+    """Calls torch where it refuses mixed trees, on those of `device_put(as_dtensor=True)`."""
     specs = {"w": P("dp", "tp"), "v": P(None, "tp"), "b": P()}
     plain = {name: random((4, 4), seed) for seed, name in enumerate(specs)}
 

@@ -109,7 +109,7 @@ SPECS_PARTIAL = {
 
 
 def count(mesh: Mesh, into: bool, **options: Any) -> int:
-    """How many collectives a synchronisation of gradients runs."""
+    """Counts the collectives that a synchronisation of gradients runs."""
     target = shards(mesh) if into else BARE
 
     @shard_map(mesh=mesh, in_specs=(SPECS_PARTIAL,), out_specs=target)
@@ -156,7 +156,7 @@ def test_gradients_that_are_pending_otherwise_are_an_error_that_names_each_of_th
 
 
 def test_the_promise_of_a_bucket_is_kept() -> None:
-    """What `check="global"` takes a bucket to be, simulated ranks compute, backward included."""
+    """Simulated ranks compute what `check="global"` takes a bucket to be, backward included."""
     found: dict[str, tuple[Any, list[int]]] = {}
 
     def spy(move: Any, in_types: Any, out_types: Any) -> Any:

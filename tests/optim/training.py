@@ -82,7 +82,7 @@ def train(mesh: Mesh, optimizer: Optimizer, update: Update, check: Any = "global
 
 
 def train_with_torch(make: Callable[[list[Tensor]], Any], max_norm: float | None) -> Params:
-    """The same on one device, by an optimizer of torch."""
+    """Trains on one device, by an optimizer of torch."""
     weights = {name: value.requires_grad_() for name, value in params().items()}
     optimizer = make(list(weights.values()))
     for number in range(NUM_STEPS):

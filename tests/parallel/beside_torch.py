@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a module returned on one process, and the gradients of a weighted sum of it."""
+    """A module's result on one process, and the gradients of a weighted sum of it."""
 
     placements: list[tuple[Placement, ...] | None]
     values: list[Tensor]

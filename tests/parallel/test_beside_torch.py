@@ -38,7 +38,7 @@ def embedding() -> nn.Module:
 
 
 def shape(layout: Placement, global_shape: tuple[int, ...] = (2, 4, 8)) -> tuple[int, ...]:
-    """What one of two processes has of a tensor."""
+    """Returns the shape that one of two processes has of a tensor."""
     sizes = list(global_shape)
     if isinstance(layout, Shard):
         sizes[layout.dim] //= 2
@@ -138,7 +138,7 @@ def whole_modules() -> Iterator[tuple[str, Row]]:
 
 
 def attention_plan(package: Any) -> Any:
-    """What torch can do of nn.MultiheadAttention: gather before it, and scatter after it."""
+    """Returns what torch can do of nn.MultiheadAttention: gather before it, scatter after it."""
     return package.PrepareModuleInputOutput(
         input_layouts=S1,
         desired_input_layouts=R,

@@ -85,7 +85,7 @@ def test_three_steps_on_processes_are_those_of_one_device(case: str, gloo: Gloo)
 
 
 def places() -> dict[str, tuple[Any, ...]]:
-    """How the parameters of an MLP lie, after other ranks have started from other values."""
+    """Returns how the parameters of an MLP lie, after other ranks started from other values."""
     mesh = worker_mesh((2,), ("tp",))
     torch.manual_seed(dist.get_rank())
     module = models.mlp()

@@ -46,7 +46,7 @@ def test_program_on_processes_equals_one_device(program: Program, size: int, glo
 
 @pytest.mark.parametrize("program", CASES)
 def test_the_checker_types_the_axes_that_no_spec_mentions(program: Program) -> None:
-    """The same gradients without `replicate=` and `invariant=` on inputs."""
+    """Gradients are the same without `replicate=` and `invariant=` on inputs."""
     num_ranks = max(program.meshes)
     mesh = make_mesh(program.meshes[num_ranks], program.axis_names, kind="simulated")
     untyped = tuple(P(*spec.entries, partial=spec.partial) for spec in program.in_specs)

@@ -289,7 +289,7 @@ def test_reports_name_the_positions_and_one_equation_draws() -> None:
 
 
 def test_the_promise_of_the_region_holds() -> None:
-    """What validate_rule asks of a region: its shards put together are what one device computes."""
+    """The region's shards put together are what one device computes, as validate_rule asks."""
     mesh = make_mesh((2, 4), ("dp", "tp"), kind="simulated", simulate="ranks")
     for spec in (P("dp", "tp"), P(("tp", "dp")), P("tp", "dp")):
         mapped = shard_map(

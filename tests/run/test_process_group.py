@@ -1,4 +1,4 @@
-"""What a call on processes communicates, and that it fails cleanly."""
+"""Calls on processes: what they communicate, and that they fail cleanly."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a call on rank threads keeps, and what it refuses."""
+"""Calls on rank threads: what they keep, and what they refuse."""
 
 import gc
 import weakref

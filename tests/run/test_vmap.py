@@ -1,4 +1,4 @@
-"""What a batched body can and cannot do."""
+"""Batched bodies: what they can and cannot do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ MESH = make_mesh((2,), ("tp",), kind="simulated", simulate="vmap")
 
 
 def test_a_backward_that_the_body_let_out_is_refused() -> None:
-    """Its ranks are levels of vmap, which have ended."""
+    """The ranks of such a backward are levels of vmap, which have ended."""
     kept: list[Callable[..., Any]] = []
 
     def body(x: Tensor) -> Tensor:

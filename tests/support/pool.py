@@ -56,7 +56,7 @@ class Raised:
 
 
 class WorkerError(Exception):
-    """What every rank of a failed run did, with its traceback and captured output."""
+    """An error that describes what every rank of a failed run did, with traceback and output."""
 
 
 class Pool:

@@ -1,4 +1,4 @@
-"""What a type claims of the numbers that the ranks compute."""
+"""Claims of a type about the numbers that the ranks compute."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a `local_region` promises, held against the same function on one rank."""
+"""Promises of a `local_region`, compared with the same function on one rank."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is kept of many runs."""
+"""Reports on many runs."""
 
 import pytest
 

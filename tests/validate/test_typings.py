@@ -1,4 +1,4 @@
-"""What the checker says of an operator or a local function, held against numbers."""
+"""Typings of an operator or a local function, compared with numbers."""
 
 import pytest
 import torch

@@ -280,7 +280,7 @@ def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
 
 
 def _several_backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    """The same for `torch.autograd.backward`, of several values at once."""
+    """Interprets `torch.autograd.backward` of several values at once."""
     given = {**dict(zip(("tensors",), args, strict=False)), **kwargs}
     outputs = _as_tuple(given.pop("tensors"))
     seeds_given = given.pop("grad_tensors", None)

@@ -176,7 +176,7 @@ def run(program: Program, strategy: Strategy, seed: int) -> Any:
 
 
 def check(seed: int, num_steps: int) -> tuple[int, int]:
-    """How many choices the program has, and how many of them were made both ways."""
+    """Returns how many choices the program has, and how many of them were made both ways."""
     program = generate(seed, num_steps)
     choices = [step for step in program.steps if isinstance(step, Choice)]
     for choice in choices:

@@ -62,7 +62,7 @@ class Recomputed(TypedFunction):
 
 
 class Reentrant(Recomputed):
-    """The same by a backward that nobody sees start."""
+    """Differentiates by a backward that nobody sees start."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
@@ -160,7 +160,7 @@ def test_what_is_made_of_the_sign_of_a_cotangent_has_its_type() -> None:
 
 
 class Constant(TypedFunction):
-    """Its gradient does not come from the cotangent, like that of an auxiliary loss."""
+    """A Function whose gradient does not depend on the cotangent, as for an auxiliary loss."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def caught_assertion(w: Tensor, x: Tensor) -> Tensor:
 
 
 class Catching(TypedFunction):
-    """Its backward catches what is wrong with it."""
+    """A Function whose backward catches its own errors."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:

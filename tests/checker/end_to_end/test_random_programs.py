@@ -43,7 +43,7 @@ SEEDS: Final = st.integers(0, 2**32)
 
 
 def examples(count: int, many: int) -> Callable[[X], X]:
-    """So many examples, the same each time; `many` others in `make fuzz`."""
+    """Takes `count` examples, the same each time; `many` others in `make fuzz`."""
     chosen: Callable[[X], X] = settings(
         max_examples=sized(count, many),
         derandomize=not FUZZ,

@@ -403,7 +403,7 @@ def test_another_tensor_of_the_same_kind_needs_no_check() -> None:
 
 
 def test_an_object_at_the_address_of_an_old_one_is_another_object() -> None:
-    """What counts by identity is kept alive as long as verdicts refer to it."""
+    """Objects that count by identity are kept alive as long as verdicts refer to them."""
     flags = array("b", [1])
     f, checks = count_checks(lambda x: all_reduce(x, "i", dst=I) if flags[0] else x)
     addresses = set()

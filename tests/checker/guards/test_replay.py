@@ -317,7 +317,7 @@ def test_a_backward_of_some_results_for_some_inputs_is_a_part_of_the_program(
 
 
 def on_one_rank(way: str, late: bool) -> list[str]:
-    """What each process is told when only rank 1 changes its flag."""
+    """Returns each process's error when only rank 1 changes its flag."""
     reset()
     mesh = worker_mesh((2,), ("a",))
     f = shard_map(own if late else reduced_by_flag, mesh=mesh, in_specs=SPECS[late], out_specs=P())
@@ -344,7 +344,7 @@ def reduced_by_flag(x: Tensor) -> Tensor:
 
 
 def on_one_end() -> list[str]:
-    """The same where a process waits for a message of one other."""
+    """Returns the errors where a process waits for a message of one other."""
     reset()
     mesh = worker_mesh((2,), ("a",))
     f = shard_map(sent_by_flag, mesh=mesh, in_specs=P("a"), out_specs=P("a"))

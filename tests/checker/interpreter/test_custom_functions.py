@@ -28,7 +28,7 @@ class Plain(TypedFunction):
 
 
 class SetUp(TypedFunction):
-    """The same in torch's newer form."""
+    """A Function in torch's newer form."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class SetUp(TypedFunction):
 
 
 class Summing(shardmap_torch.Function):
-    """The same, and the backward sums."""
+    """A Function whose backward sums."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def test_under_torch_func_a_function_whose_backward_sums_is_right() -> None:
 
 
 class Batched(Summing):
-    """The same for torch.func.vmap."""
+    """A Function that torch.func.vmap can batch."""
 
     generate_vmap_rule = True
 
@@ -191,7 +191,7 @@ def differentiated_from_outside(body: Any) -> str:
 
 
 def test_a_backward_that_is_right_only_once_is_rejected_where_it_is_differentiated() -> None:
-    """What `Summing` gives `w` mixes I and V, and nothing sums that gradient's gradient."""
+    """The gradient that `Summing` gives `w` mixes I and V, and its own gradient is never summed."""
     body = gradients(Summing)
 
     def twice(x: Tensor, w: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def test_a_backward_in_the_body_is_watched_too() -> None:
 
 
 class Buffered(TypedFunction):
-    """Its gradients are collected in a buffer: that of the first result is whole on every rank."""
+    """A Function that collects gradients in a buffer: that of the first result is global."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

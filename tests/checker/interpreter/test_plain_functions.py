@@ -192,7 +192,7 @@ def test_a_result_used_in_one_way_by_all_ranks_and_in_different_ways_is_refused(
 
 
 def test_a_sum_of_the_forward_is_not_used_in_different_ways() -> None:
-    """Its backward gives addends the cotangent as it is, which then has to be the sum's."""
+    """The backward of a sum gives addends the cotangent as it is, so it has to be the sum's."""
 
     def body(x: Tensor, w: Tensor) -> Tensor:
         return all_reduce((Reduce.of(x @ w) * w.sum()).sum(), "tp", dst=I)

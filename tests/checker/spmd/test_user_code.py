@@ -100,7 +100,7 @@ def with_our_gradient(back: Callable[[Any, Tensor], Tensor]) -> Body:
 
 
 class _Context:
-    """What hooks see in place of a context: they close over the value."""
+    """Stands in for a context where a hook closes over the value."""
 
     def __init__(self, value: Tensor) -> None:
         self.saved_tensors, self.rows = (value.detach(),), value.shape[0]
@@ -178,7 +178,7 @@ def test_a_norm_over_all_ranks_is_accepted_and_right() -> None:
 
 @pytest.mark.parametrize("name", [name for name in BACKS if not BACKS[name][0]])
 def test_each_refused_backward_is_another_one_on_one_device(name: str) -> None:
-    """So that the refusals above refuse nothing that is right."""
+    """Shows that the refusals above refuse nothing that is right."""
     body = with_function(BACKS[name][1])
     found, expected = (outcome(mapped(body, mesh, P("dp"), True)) for mesh in (RANKS, ONE))
     assert not all(map(torch.allclose, found, expected))

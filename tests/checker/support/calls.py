@@ -26,7 +26,7 @@ class UnrecordableError(Exception):
 
 
 def encode(value: object) -> Any:
-    """One argument as JSON."""
+    """Writes one argument as JSON."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -28,7 +28,7 @@ from shardmap_torch.types import AxisType
 
 @dataclass(frozen=True)
 class Communication:
-    """One call. What depends on the number of ranks is made when it runs.
+    """A call of a collective; what depends on the number of ranks is made when it runs.
 
     Attributes:
         name: of the function.
@@ -52,7 +52,7 @@ class Communication:
 
     @property
     def axis(self) -> str | tuple[str, ...]:
-        """As users write it."""
+        """Returns the axis as users write it."""
         return self.axes[0] if len(self.axes) == 1 else self.axes
 
     @property

@@ -148,7 +148,7 @@ class Case:
 
     @property
     def places(self) -> list[int]:
-        """Where the operands are that get types: floating tensors, or all where there are none."""
+        """Returns the operands that get types: floating tensors, or all where there are none."""
         tensors = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
         return [i for i in tensors if _is_real(self.leaves[i])] or tensors
 
@@ -200,7 +200,7 @@ class Typings:
 
 @dataclass
 class Report:
-    """What one trial found.
+    """Findings of one trial.
 
     Attributes:
         refused: why the tables refuse it; None if they accept it.
@@ -305,7 +305,7 @@ def derive(
 
 @dataclass
 class Typed:
-    """What the tables say about one trial."""
+    """Types that the tables give one trial."""
 
     types: list[AxisType | None]
     columns: dict[int, list[Tensor]]
@@ -345,7 +345,7 @@ def interpret(case: Case, types: Typings, values: Values) -> Typed:
 
 
 def try_types(case: Case, types: Typings, seed: int = 0) -> Report:
-    """One trial: what the tables say, held against the ranks."""
+    """Compares what the tables say of one trial with what the ranks compute."""
     report = Report()
     generator = torch.Generator().manual_seed(seed)
     values = Values(case, types, generator)
@@ -413,7 +413,7 @@ def _compare_equal(case: Case, place: int, kind: AxisType, column: list[Any]) ->
 
 
 def _precision(tensor: Tensor) -> float:
-    """What rounding costs in a result's dtype, with a few hundred operations to spare."""
+    """Returns what rounding costs in a dtype, with a few hundred operations to spare."""
     return 256 * float(torch.finfo(tensor.dtype).eps) if _is_real(tensor) else 0.0
 
 

@@ -49,7 +49,7 @@ NOT_RUN: Final = {
 
 @dataclass
 class Summary:
-    """What all trials of one operator found.
+    """Findings of all trials of one operator.
 
     Attributes:
         name: of the operator, with its variant.
@@ -86,13 +86,13 @@ def name_of(info: Any) -> str:
 
 
 def runs_here(info: Any) -> bool:
-    """Whether there is anything to fuzz: jiterator needs a GPU."""
+    """Returns whether there is anything to fuzz: jiterator needs a GPU."""
     types = info.supported_dtypes("cpu")
     return bool({torch.float64, torch.complex128} & types) and "jiterator" not in info.name
 
 
 def runs_forward(info: Any) -> bool:
-    """Whether it takes integers only, or bools, so that there is a forward to fuzz."""
+    """Returns whether it takes only integers or bools, so that there is a forward to fuzz."""
     whole = torch.int64 in info.supported_dtypes("cpu") and "jiterator" not in info.name
     return whole and not runs_here(info)
 

@@ -48,7 +48,7 @@ RANKS: Final = make_mesh(
 
 @dataclass
 class Score:
-    """What has been found out about an operator; `cut`: accepted with an operand that is cut."""
+    """Findings about an operator; `cut`: accepted with an operand that is sharded."""
 
     name: str
     accepted: int = 0
@@ -101,7 +101,7 @@ class WrongError(Exception):
 
 
 def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
-    """Why it is refused, or None.
+    """Returns why it is refused, or None.
 
     Raises:
         WrongError: it is accepted, and the ranks give other values, or other gradients.
@@ -179,7 +179,7 @@ def _compare(got: Sequence[Tensor], want: Sequence[Tensor], operands: Sequence[T
 
 
 def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Of a sum of the results in which each entry has a weight of its own."""
+    """Differentiates a sum of the results in which each entry has a weight of its own."""
     smooth = [y for y in outputs if y.requires_grad]
     seeds = [torch.linspace(1, 2, y.numel()).reshape(y.shape).to(y.dtype) for y in smooth]
     found = torch.autograd.grad(smooth, leaves, seeds, allow_unused=True)
@@ -222,7 +222,7 @@ def _note(score: Score, case: Case, specs: dict[int, P], grad: bool) -> bool:
 
 
 def is_drawn(info: Any) -> bool:
-    """Whether it draws numbers, which are others on one device, or signs that nobody chose."""
+    """Returns whether it draws numbers, or signs, that are others on one device."""
     return name_of(info) in DRAWN
 
 
@@ -238,7 +238,7 @@ DRAWS: Final = 20
 
 
 def section(scores: Sequence[Score], draws: int, commit: str) -> str:
-    """What the page on coverage says of operators under global strictness."""
+    """Writes the section on operators under global strictness of the page on coverage."""
     never = [f"`{score.name}`" for score in scores if not score.cut]
     accepted = sum(score.accepted for score in scores)
     refused = sum(score.refused.total() for score in scores)

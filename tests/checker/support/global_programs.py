@@ -184,7 +184,7 @@ def drawn(rng: random.Random, count: int) -> Step:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a value leaves: by the digits of its dims, each of which a spec can cut.
+    """Form in which a value leaves: the digits of its dims, each of which a spec can shard.
 
     `P` cuts the leading digit of a dim only. A dim of heads merged with what they are cut from has
     the cut further back, and leaves as several dims.
@@ -210,7 +210,7 @@ def _specs(exits: Exits) -> tuple[P, ...]:
 
 
 def exit_of(relation: Relation, x: Tensor) -> Exit | None:
-    """How global strictness says that a value is cut.
+    """Returns how global strictness says that a value is sharded.
 
     None where it is half of a maximum or a mean, of which the ranks have theirs: it may be read by
     the collective that is the other half, and cannot leave. A multiple of what is on one device
@@ -243,14 +243,14 @@ class Program:
         return make_mesh(self.sizes, NAMES, kind=kind, simulate=simulate)
 
     def values(self, inputs: Sequence[Tensor], erased: bool = False) -> list[Tensor]:
-        """Of all steps, after the inputs; `erased` leaves the collectives out."""
+        """Returns the inputs and the values of all steps; `erased` leaves the collectives out."""
         values = list(inputs)
         for step in self.steps:
             values.append(step.run(values, erased))
         return values
 
     def exits(self, inputs: Sequence[Tensor]) -> Exits | None:
-        """How the values leave, or None if the checker refuses the program."""
+        """Returns how the values leave, or None if the checker refuses the program."""
         # No step reads it: a body that changes what it refers to would be checked again.
         told: list[Exit | None] = assume_constant([])
         assume_constant(self)
@@ -288,7 +288,7 @@ class Program:
         return _with_gradients(body, inputs)
 
     def on_one_device(self, inputs: Sequence[Tensor], exits: Exits) -> list[Tensor]:
-        """The same of the program without its collectives, in plain PyTorch."""
+        """Runs the program without its collectives, in plain PyTorch."""
 
         def erased(*leaves: Tensor) -> list[Tensor]:
             pairs = zip(exits, self.values(leaves, erased=True), strict=True)
@@ -338,7 +338,7 @@ def grown(seed: int, inputs: Sequence[Tensor], num_steps: int = 10) -> tuple[Pro
 
 
 def mutants(program: Program, rng: random.Random) -> Iterator[tuple[str, Program]]:
-    """The same with one collective missing, doubled, or told something else."""
+    """Yields the program with one collective missing, doubled, or given other arguments."""
     for at, step in enumerate(program.steps):
         if step.name in CALLS:
             for what, new in _changed(step, rng):

@@ -1,4 +1,4 @@
-"""What becomes under check="global" of programs with one collective changed.
+"""Fates under check="global" of programs with one collective changed.
 
 Writes a section of docs/coverage.md:
 .venv/bin/python -m tests.checker.support.global_score
@@ -32,7 +32,7 @@ ENDS: Final = (REFUSED, EQUAL, MISSED)
 
 
 def fate_of(mutant: Program, inputs: Sequence[Tensor]) -> str:
-    """What becomes of a mutant, which on one device is the program that it was made of.
+    """Returns the fate of a mutant, which on one device is the program that it was made of.
 
     Refused: on the program's own mesh, or on one of 2, 3 and 4 ranks an axis. Equal: on all of them
     it has the values and gradients of one device. Missed: it is accepted on one of them, and has
@@ -106,7 +106,7 @@ def scored(seeds: Sequence[int]) -> Score:
 
 
 def section(score: Score, commit: str) -> str:
-    """What the page on coverage says of random programs under global strictness."""
+    """Writes the section on random programs under global strictness of the page on coverage."""
     total: Counter[str] = sum(score.fates.values(), Counter())
     rows = [
         f"| {what} | " + " | ".join(str(fates[end]) for end in ENDS) + " |"

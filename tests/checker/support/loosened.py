@@ -1,4 +1,4 @@
-"""What becomes of the rows of the rule tables, each loosened in one place.
+"""Fates of the rows of the rule tables, each loosened in one place.
 
 Run, which writes a section of docs/coverage.md: .venv/bin/python -m tests.checker.support.loosened
 """
@@ -52,7 +52,7 @@ def calls_to_try(op: OpOverload) -> Sequence[Call]:
 
 
 def fate_of(op: OpOverload, row: Row) -> str:
-    """What the tests of rows would say of a loosened row.
+    """Returns what the tests of rows would say of a loosened row.
 
     Refuted: a claim does not hold, or the kernel refuses what the row allows. Unshown: nothing is
     wrong, but no call shows all that the row claims, which the tests demand of every row. True as
@@ -79,7 +79,7 @@ def holding(fates: Mapping[str, str]) -> set[str]:
 
 
 def section(found: Mapping[str, Mapping[str, str]], commit: str) -> str:
-    """What the page on coverage says of loosened rows."""
+    """Writes the section on loosened rows of the page on coverage."""
     count = Counter(fate for each in found.values() for fate in each.values())
     rows = [
         f"| `{name}` | {what} | {why} |"

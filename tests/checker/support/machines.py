@@ -38,7 +38,7 @@ def match(x: Tensor) -> Tensor:
 
 
 class Machine(Protocol):
-    """What a program's steps are made of; a value is opaque to them."""
+    """Operations that a program's steps are made of; a value is opaque to them."""
 
     def local(self, f: Callable[..., Tensor], *values: Any) -> Any:
         """Every rank's own computation."""
@@ -63,7 +63,7 @@ class Machine(Protocol):
 
 @dataclass
 class Notes:
-    """What the checker said of one program while it interpreted it.
+    """Types that the checker found in one program while it interpreted it.
 
     Attributes:
         gradients: types of loss, operand and gradient, for each gradient taken inside.
@@ -90,7 +90,7 @@ def types_of(value: Tensor) -> Types:
 
 
 def types_as_read(value: Tensor) -> Types:
-    """The same as an operation reads it: I and R are K where no gradient flows."""
+    """Returns types as an operation reads them: I and R are K where no gradient flows."""
     interpreter = current_interpreter()
     assert interpreter is not None
     return interpreter.types_of(value)
@@ -217,7 +217,7 @@ class AllRanks:
         return [self.closures[number]] * len(self.places)
 
     def gradient(self, how: str, loss: Callable[[Any], Any], value: Any) -> Any:
-        """What the types of loss and operand say that the gradient is.
+        """Returns the gradient that the types of loss and operand promise.
 
         A loss that is I is one number, one that is V or P is the ranks' sum. The gradient of an
         operand that is I is of the one value that it is; else each rank gets that of its own.
@@ -250,12 +250,12 @@ class AllRanks:
 
 
 def _is_one(kind: AxisType, gradient: AxisType) -> bool:
-    """Whether an operand stands for one value, whose gradient is the sum over its copies."""
+    """Returns whether an operand is one value, whose gradient is the sum over its copies."""
     return kind == I or (kind in (K, Z) and gradient in (I, K, Z))
 
 
 def _fresh(x: Tensor, detaching: bool) -> Tensor:
-    """The same value as an operand of its own."""
+    """Makes the value an operand of its own."""
     return x.view_as(x) if x.requires_grad and not detaching else x.detach().requires_grad_()
 
 

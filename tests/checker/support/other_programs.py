@@ -199,7 +199,7 @@ WRONG = [
 
 
 def messages() -> str:
-    """What global strictness says of each."""
+    """Returns what global strictness says of each."""
     texts = []
     for body, out, _ in WRONG:
         try:

@@ -60,7 +60,7 @@ NAMES: Final = ("i", "j")
 
 @dataclass(frozen=True)
 class Program:
-    """How values enter, steps, and how each step's value leaves."""
+    """A program: how values enter, its steps, and how each step's value leaves."""
 
     in_specs: tuple[P, ...]
     smooth: tuple[bool, ...]
@@ -108,7 +108,7 @@ class Program:
         return made
 
     def closures(self) -> list[Tensor]:
-        """What its body closes over."""
+        """Returns the tensors that its body closes over."""
         generator = torch.Generator().manual_seed(99)
         drawn = torch.randn(LENGTH, LENGTH, dtype=torch.float64, generator=generator)
         return [drawn.requires_grad_()]
@@ -128,7 +128,7 @@ def abstract(shape: Sequence[int]) -> Mesh:
 
 
 def judged(program: Program, shape: Sequence[int]) -> tuple[Notes | None, str]:
-    """What the checker notes of a program, or None and why it is refused. No repairs are tried."""
+    """Returns what the checker notes of a program, or why it is refused. No repairs are tried."""
     mesh, notes = abstract(shape), Notes()
     try:
         with patch.object(verdict, "_TRIES", 0), differentiable():
@@ -173,7 +173,7 @@ def differentiated(values: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[T
 
 
 def simulated(program: Program, shape: Sequence[int], strategy: Any) -> Outcome:
-    """What the mesh computes."""
+    """Computes the program on the mesh."""
     mesh = make_mesh(shape, program.axes, kind="simulated", simulate=strategy)
     xs, closures = program.inputs(mesh), program.closures()
     with patch.object(verdict, "_TRIES", 0), differentiable():
@@ -184,7 +184,7 @@ def simulated(program: Program, shape: Sequence[int], strategy: Any) -> Outcome:
 
 
 def truth(program: Program, shape: Sequence[int], notes: Notes) -> Outcome:
-    """What the ranks' values and the types noted of them mean."""
+    """Computes what the ranks' values and the types noted of them mean."""
     mesh = abstract(shape)
     xs, closures = program.inputs(mesh), program.closures()
     ys, broken = on_one_device(program, mesh, notes, xs, closures)
@@ -277,7 +277,7 @@ def same(first: Outcome, second: Outcome) -> bool:
 
 
 def is_tame(outcome: Outcome) -> bool:
-    """Whether its numbers are such that a comparison says something."""
+    """Returns whether its numbers are such that a comparison says something."""
     return all(
         bool(torch.isfinite(x).all()) and float(x.abs().max()) < 1e6
         for x in [*outcome.values, *outcome.gradients]
@@ -375,7 +375,7 @@ class Draw:
         return Gradient(how, self.operand(num_values), tuple(steps), reduce)
 
     def _from_last(self, step: Step, last: int) -> Step:
-        """The same step of the latest value, so that the loss depends on all of them."""
+        """Applies the step to the latest value, so that the loss depends on all of them."""
         if isinstance(step, Local):
             return replace(step, operands=(last, *step.operands[1:]))
         return replace(step, operand=last)
@@ -476,7 +476,7 @@ def _with_step(program: Program, step: Step) -> Program:
 
 
 def _with_whole(program: Program, number: int, axis: str) -> Program:
-    """One output promises to be whole over `axis`."""
+    """Promises one output to be equal on all ranks of `axis`."""
     specs = list(program.out_specs)
     old = specs[number]
     kept = [tuple(a for a in axes if a != axis) or None for axes in _entries(old)]

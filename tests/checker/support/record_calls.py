@@ -23,7 +23,7 @@ SAMPLES = 12
 
 
 def variant(coded: Any) -> Any:
-    """What tells calls apart: all but the sizes of tensors."""
+    """Returns what tells calls apart: all but the sizes of tensors."""
     if isinstance(coded, list):
         if coded and all(isinstance(each, int | float) for each in coded):
             return len(coded)

@@ -223,7 +223,7 @@ CASES: Final[tuple[tuple[Callable[..., Any], P, Any], ...]] = (
 
 
 def messages() -> str:
-    """What the checker says about each."""
+    """Returns what the checker says about each."""
     texts = []
     for body, w_spec, out_specs in CASES:
         mapped = shard_map(body, mesh=MESH, in_specs=(P("dp"), w_spec), out_specs=out_specs)

@@ -1,4 +1,4 @@
-"""What becomes of programs with one collective changed: refused, the same, another, or missed.
+"""Fates of programs with one collective changed: refused, equal, another program, or missed.
 
 Run, which writes a section of docs/coverage.md: .venv/bin/python -m tests.checker.support.score
 """
@@ -35,7 +35,7 @@ MISSED: Final = "missed"
 
 
 def fate_of(program: Program, mutant: Program, shape: Sequence[int]) -> str:
-    """What becomes of a mutant that was made of an accepted program.
+    """Returns the fate of a mutant that was made of an accepted program.
 
     Refused: the checker, or a collective, rejects it. Equal: on 2, 3 and 4 ranks it has the values
     and gradients of the program that it was made of. Another program: what each type promises, and
@@ -62,7 +62,7 @@ def _fate_on(program: Program, mutant: Program, shape: Sequence[int]) -> str:
 
 
 def meant(program: Program, shape: Sequence[int]) -> Outcome | None:
-    """What a program computes by its types; None where the checker refuses it."""
+    """Computes a program by its types; None where the checker refuses it."""
     notes, _ = judged(program, shape)
     return None if notes is None else truth(program, shape, notes)
 
@@ -91,7 +91,7 @@ class Score:
 
 
 def wrongs_of(program: Program, shape: Sequence[int]) -> list[str]:
-    """What an accepted program does not keep of its promises, on rank threads and batched."""
+    """Lists the promises that an accepted program breaks, on rank threads and batched."""
     promised = meant(program, shape)
     assert promised is not None
     if not is_tame(promised):
@@ -128,7 +128,7 @@ SEEDS: Final = range(200)
 
 
 def section(score: Score, commit: str) -> str:
-    """What the page on coverage says of random programs."""
+    """Writes the section on random programs of the page on coverage."""
     ends = (REFUSED, EQUAL, OTHER, MISSED)
     rows = [
         f"| {what} | " + " | ".join(str(fates[end]) for end in ends) + " |"

@@ -35,7 +35,7 @@ Run = Callable[[Mapping[str, Any]], Sequence[Any]]
 
 @dataclass
 class Findings:
-    """What came of trying one row.
+    """Findings of trying one row.
 
     Attributes:
         wrong: the claims that do not hold.
@@ -228,7 +228,7 @@ def types_of(
 
 
 def _told_apart(types: Mapping[Unit, AxisType], row: Row) -> bool:
-    """Whether what is meant can be computed: not with two V in one product."""
+    """Returns whether what is meant can be computed: not with two V in one product."""
     varying = {name for (name, _), kind in types.items() if kind == V}
     rows = row.results or (row,)
     return all(len(varying & set(term)) < 2 for each in rows for term in each.linear)

@@ -42,7 +42,7 @@ ENTERS: Final[Mapping[AxisType, P]] = {
 
 @dataclass
 class Finding:
-    """What one trial came to: refused, skipped, wrong, or none of these."""
+    """Result of one trial: refused, skipped, wrong, or none of these."""
 
     refused: str | None = None
     skipped: str | None = None
@@ -206,7 +206,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def trials_of(case: Case) -> dict[str, Trial]:
-    """What must be accepted, and one P beside R for each operand."""
+    """Returns the trials that must be accepted, and one P beside R for each operand."""
     places = case.places
     named = {
         "V": Trial(case, Typings(dict.fromkeys(places, V))),
@@ -241,14 +241,14 @@ GAPS: Final = {
 
 
 def is_excused(trial: str, case: Case, refused: str) -> bool:
-    """Whether a floor is missed for a reason that is known; what draws is V, and meets no I."""
+    """Returns whether a floor is missed for a known reason; what draws is V, and meets no I."""
     met = any(each in refused for each in ("of I and V", "gets a gradient that is V"))
     draws = trial == "I" and met and case_draws(case)
     return draws or any(part in refused for part in GAPS)
 
 
 def case_draws(case: Case) -> bool:
-    """Whether an operator draws random numbers, as far as its sample can show it."""
+    """Returns whether an operator draws random numbers, as far as its sample can show it."""
     if not any(case.leaves[place].numel() for place in case.places):
         return True
     state = torch.get_rng_state()

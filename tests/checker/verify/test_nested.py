@@ -78,7 +78,7 @@ def twice(x: Tensor, w: Tensor) -> Any:
 
 
 def tiled(x: Tensor, w: Tensor) -> Any:
-    """What all ranks have leaves as pieces of n copies."""
+    """Returns shards of n copies: the form in which a value leaves that all ranks have."""
     return over_tp(lambda x, w: x @ w, P(), P("tp"))(x, w)
 
 

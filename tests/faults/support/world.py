@@ -24,7 +24,7 @@ START = 90.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank: how it ended, its error or result, and after how long."""
+    """Fate of one rank: how it ended, its error or result, and after how long."""
 
     end: str
     kind: str

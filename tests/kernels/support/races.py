@@ -62,7 +62,7 @@ ASKS_FOR_A_VALUE = {
 
 
 class RaceError(AssertionError):
-    """What would go wrong on a GPU."""
+    """An error that would be a race on a GPU."""
 
 
 class AbandonedError(Exception):
@@ -257,7 +257,7 @@ class RaceDetector(TorchDispatchMode):
         return self._memory[key]
 
     def _resolve(self, lane: Lane) -> int:
-        """As CUDA does: the compute lane is whatever stream is current."""
+        """Resolves lanes as CUDA does: the compute lane is whatever stream is current."""
         return self._current if lane is Lane.COMPUTE else LANES[lane]
 
     # What is freed, and the end.
@@ -296,7 +296,7 @@ class RaceDetector(TorchDispatchMode):
             self._check_kept(memory)
 
     def alive(self) -> list[str]:
-        """What made the memory that is still held."""
+        """Returns the places that made the memory that is still held."""
         self._sweep()
         return [memory.made_by for memory in self._memory.values()]
 
@@ -442,7 +442,7 @@ INSTANT = Fabric(latency=1e-6, bandwidth=1e9, flops=1e9)
 
 @dataclass
 class Watched:
-    """What a kernel did under the detectors."""
+    """Findings of the detectors about one kernel."""
 
     results: list[Any]
     detectors: list[RaceDetector]

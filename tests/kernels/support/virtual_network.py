@@ -221,7 +221,7 @@ class VirtualNetwork:
         self._deliver(ready_at, key)
 
     def _links(self, key: Key) -> tuple[Hashable, Hashable]:
-        """What the transfer occupies: the source's outgoing and the target's incoming link."""
+        """Returns the links that are busy: the source's outgoing and the target's incoming one."""
         source, target, _ = key
         pair = (source, target) if self.dedicated_links else None
         return ("out", pair or source), ("in", pair or target)
@@ -244,7 +244,7 @@ class VirtualNetwork:
             raise KernelError(f"{self._describe(send)}: the buffer was written while being sent")
 
     def _deliver_rest(self) -> None:
-        """What a kernel does not wait for itself would leak into a later call."""
+        """Delivers what a kernel does not wait for, which would leak into a later call."""
         rest = [self._describe(h) for side in (self.sends, self.receives) for h in side.values()]
         if rest:
             raise KernelError(listing("transfers that nobody waited for:", rest))

@@ -1,4 +1,4 @@
-"""What transports say when something is wrong, and how tags are handed out."""
+"""Transports name what is wrong, and hand out tags in order."""
 
 from typing import Any
 

@@ -178,7 +178,7 @@ def is_verb(call: ast.Call) -> bool:
 
 
 def is_missed(place: Place, transport: str) -> bool:
-    """Whether some kernel is refused when the verb at `place` does nothing."""
+    """Returns whether some kernel is refused when the verb at `place` does nothing."""
     for name in KERNELS:
         try:
             run(name, transport, 3, skipped=place)
@@ -237,7 +237,7 @@ def test_a_finished_kernel_holds_no_memory(name: str, transport: str) -> None:
 
 
 def clocks(watched: Watched, lane: int, *names: str) -> list[list[int]]:
-    """What each operation of rank 1 on a lane was issued after, one clock an operation."""
+    """Returns a clock for each operation of rank 1 on a lane: what it was issued after."""
     return [
         clock
         for what, where, clock in watched.detectors[1].operations

@@ -28,7 +28,7 @@ def llama_plan(package: Any) -> Any:
 
 
 def sequence_plan(package: Any) -> Any:
-    """As torchtitan has it."""
+    """Returns the plan that torchtitan has."""
     column, row = package.ColwiseParallel, package.RowwiseParallel
     norm, prepare = package.SequenceParallel, package.PrepareModuleInput
     return {

@@ -72,7 +72,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def one_device(program: Program) -> Outcome:
-    """What the reference gives, under the names of all ways."""
+    """Returns what the reference gives, under the names of all ways to run."""
     inputs = program.inputs()
     values = program.reference(*inputs)
     gradients = _by_vjp(program.reference, inputs, _cotangents(values))

@@ -236,7 +236,7 @@ def cases_of(row: table.Row, axes: tuple[str, ...], n: int) -> list[Case]:
 
 
 def _counts(n: int) -> tuple[tuple[int, ...], ...]:
-    """Of which no two ranks send the same; the last one sends nothing, the first all it has."""
+    """Returns counts of which no two ranks send the same; the last one sends nothing."""
     full = n * (n + 1) // 2
     sizes = [tuple((r + 2 * t) % n + (r == 0) for t in range(n)) for r in range(n)]
     fit = [counts if sum(counts) <= full else (1,) * n for counts in sizes]
@@ -353,7 +353,7 @@ def check_transpose(case: Case, mesh: Mesh) -> None:
 
 
 def _pairing(kind: AxisType, values: list[Array], cotangents: list[Array]) -> float:
-    """What a cotangent says of a value, by the value's type."""
+    """Returns what a cotangent says of a value, by the value's type."""
     if kind == I:
         return float(np.sum(values[0] * cotangents[0]))
     if kind == R:

@@ -11,7 +11,7 @@ from examples.llama.model import Config, Params
 
 @dataclass(frozen=True)
 class Words:
-    """What the tokenizer of a file knows; the last word ends a text."""
+    """Words that the tokenizer of a file knows; the last one ends a text."""
 
     words: list[str]
     merges: list[str]
