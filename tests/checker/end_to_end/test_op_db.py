@@ -13,7 +13,12 @@ from shardmap_torch.checker.rules.registry import TABLE
 from shardmap_torch.checker.rules.rule import Row
 from tests.checker.support.fuzz import cases
 from tests.checker.support.fuzz_all import dtypes_of, name_of, runs_here
-from tests.checker.support.recorded_rows import changed_operators, digest, recorded_rows
+from tests.checker.support.recorded_rows import (
+    changed_operators,
+    changed_rows,
+    digest,
+    recorded_rows,
+)
 from tests.checker.support.whole import FLOORS, is_excused, trials_of, tried
 from tests.support.fuzzing import FUZZ, sized
 
@@ -42,4 +47,5 @@ def test_a_row_that_changes_has_its_operators_tried_again() -> None:
     assert digest(Row(zero=True)) != digest(Row(linear=(("self",),)))
     assert "relu" not in {name.removeprefix("nn.functional.") for name in changed_operators()}
     rows = {str(op): digest(row) for op, row in TABLE.items()}
+    assert changed_rows({**rows, relu: "another"}) - changed_rows(rows) == {relu}
     assert "nn.functional.relu" in changed_operators({**rows, relu: "another"})

@@ -1,4 +1,7 @@
-"""Every row of the rule tables holds numerically, and every loosened row is caught."""
+"""Every row of the rule tables holds numerically, and every loosened row is caught.
+
+Tried are a fixed tenth, and the rows that have changed since `make fuzz` tried all.
+"""
 
 import ast
 import random
@@ -26,12 +29,15 @@ from tests.checker.support.loosened import (
     fates,
     holding,
 )
+from tests.checker.support.recorded_rows import changed_rows
 from tests.checker.support.true_mutants import TRUE
 from tests.checker.support.validate import missing, same, validate
+from tests.support.fuzzing import FUZZ
 
 # Some overloads warn of their deprecation.
 pytestmark = pytest.mark.usefixtures("quiet")
 TENTH: Final = frozenset(random.Random(0).sample(sorted(ROWS), len(ROWS) // 10))
+CHANGED: Final = frozenset(name.removeprefix("aten.") for name in changed_rows())
 FILES: Final = [
     path
     for path in sorted(Path(registry.__file__).parent.glob("*.py"))
@@ -39,15 +45,7 @@ FILES: Final = [
 ]
 
 
-def sampled() -> list[object]:
-    """All rows; those outside a fixed random tenth are marked slow."""
-    return [
-        pytest.param(name, id=name, marks=[] if name in TENTH else [pytest.mark.slow])
-        for name in ROWS
-    ]
-
-
-@pytest.mark.parametrize("name", sampled())
+@pytest.mark.parametrize("name", [name for name in ROWS if FUZZ or name in TENTH | CHANGED])
 def test_row_holds_on_every_recorded_call(name: str) -> None:
     op, row = ROWS[name]
     findings = validate(op, row, calls_to_try(op))

@@ -69,13 +69,19 @@ def recorded_rows() -> dict[str, dict[str, Any]]:
     return dict(loaded)
 
 
+def changed_rows(rows: Mapping[str, str] | None = None) -> frozenset[str]:
+    """Overloads whose row is not as it was when it was recorded, is new, or is gone."""
+    then, now = recorded_rows()["rows"], digests() if rows is None else rows
+    return frozenset(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+
+
 def changed_operators(rows: Mapping[str, str] | None = None) -> frozenset[str]:
-    """Operators that meet a row which is not as it was when it was recorded, or is new."""
-    then, now = recorded_rows(), digests() if rows is None else rows
-    changed = {name for name, each in now.items() if then["rows"].get(name) != each}
-    changed |= then["rows"].keys() - now.keys()
+    """Operators that meet a row which has changed."""
+    changed = changed_rows(rows)
     return frozenset(
-        name for name, overloads in then["operators"].items() if changed & set(overloads)
+        name
+        for name, overloads in recorded_rows()["operators"].items()
+        if not changed.isdisjoint(overloads)
     )
 
 
