@@ -2,7 +2,7 @@
 
 The realistic layer of the design document of JAX's shard_map (JEP 14273), after Pope et al. 2022,
 "Efficiently Scaling " "Transformer " "Inference", section 3.2: weights are sharded over two dims,
-activations are gathered and scattered around the matmuls, and no rank ever holds a whole weight.
+activations are gathered and scattered around the matmuls, and no rank ever holds a full weight.
 The layer is PaLM's: one key and value head for all heads, SwiGLU, and both branches fused into two
 matmuls.
 
@@ -143,7 +143,7 @@ def example(sizes: Sizes, seed: int = 0) -> tuple[Params, Tensor]:
 
 
 def main() -> None:
-    """Shows how the layer is cut, and that it equals the plain one."""
+    """Shows how the layer is sharded, and that it equals the plain one."""
     console = Console()
     mesh = make_mesh((2, 2, 2), AXES, kind="simulated")
     params, x = example(Sizes())

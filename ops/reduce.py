@@ -117,7 +117,7 @@ def reduce_scatter(
     grad_comm_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> X:
-    """Sums the values of all ranks of `axis` and leaves each rank its piece along `dim`.
+    """Sums the values of all ranks of `axis` and leaves each rank its shard along `dim`.
 
     Shape: `dim` of size d becomes d/n; with `tiled=False` it must be n and goes away; with `sizes`
     it is sum(sizes) and becomes max(sizes), rank r holding sizes[r] rows and zeros below.
@@ -129,7 +129,7 @@ def reduce_scatter(
         dim: the dimension to split.
         op: "sum" or "mean".
         tiled: whether the dimension stays.
-        sizes: true length of each rank's piece, where they differ.
+        sizes: true length of each rank's shard, where they differ.
         comm_dtype: dtype in which the values are sent and are added.
         grad_comm_dtype: the same for the backward; needed beside a `comm_dtype` that rounds, where
             a gradient flows and the backward adds as well.

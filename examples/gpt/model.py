@@ -1,4 +1,4 @@
-"""The GPT: its parameters as a pytree, how they are cut, and what they compute."""
+"""The GPT: its parameters as a pytree, their shardings, and the forward and loss."""
 
 import math
 from dataclasses import dataclass
@@ -141,7 +141,7 @@ def gathered(shards: Params, lies: Params, parallel: Parallel) -> Params:
 
 
 def loss(params: Params, batch: Tensor, config: Config, dropout: Dropout | None = None) -> Tensor:
-    """Batch [b/dp, t+1] -> mean nats a token over the whole batch, equal on all ranks.
+    """Batch [b/dp, t+1] -> mean nats a token over the global batch, equal on all ranks.
 
     With experts, and the loss by which they get even loads.
 

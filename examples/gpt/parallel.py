@@ -75,7 +75,7 @@ class Parallel:
         if unknown:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(CHOICES)}")
         if "sp" in names and "tp" not in names:
-            raise ValueError("sp needs tp: it shards what tp leaves whole between its layers")
+            raise ValueError("sp needs tp: it shards what tp leaves unsharded between its layers")
         apart = [name for name in names if name in ("fsdp", "zero", "sp", "cp")]
         if "ep" in names and apart:
             raise ValueError(f"ep and {apart[0]} exclude each other")

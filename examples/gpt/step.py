@@ -26,7 +26,7 @@ Step = Callable[[Params, State, Tensor], tuple[Params, State, Tensor]]
 
 
 def loss_and_grads(params: Params, batch: Tensor, config: Config) -> tuple[Tensor, Params]:
-    """The loss, and the whole gradient of this rank's piece of every parameter."""
+    """Returns the loss, and the reduced gradient of this rank's shard of every parameter."""
     value, grads = value_and_grad(model.loss)(params, batch, config)
     return value, sync_gradients(grads, model.specs(config), config.parallel.pending)
 
@@ -74,7 +74,7 @@ def logits_spec(config: Config) -> P:
 
 
 def sharded_next_logits(mesh: Mesh, config: Config) -> Callable[[Params, Tensor], Tensor]:
-    """Logits [b, v] of the token after the last, whole on every rank."""
+    """Returns logits [b, v] of the token after the last, gathered on every rank."""
     context = config.parallel.context
 
     @shard_map(mesh=mesh, in_specs=(model.specs(config), P(*config.parallel.data)), out_specs=P())

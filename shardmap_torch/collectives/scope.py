@@ -1,6 +1,6 @@
 """The scope of a body: its mesh, its bound axes, and the monitor of its run.
 
-It is the one piece of ambient state inside a body: a stack in a `threading.local` (Dynamo cannot
+It is the only ambient state inside a body: a stack in a `threading.local` (Dynamo cannot
 trace `ContextVar.get`), which operations read once, in their forward.
 """
 

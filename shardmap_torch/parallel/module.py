@@ -46,7 +46,7 @@ def parallelize(
 ) -> M:
     """Parallelizes a module in place, by a plan in torch's words, and returns it.
 
-    A call of the module runs its whole forward as the body of one `shard_map`, on this rank's
+    A call of the module runs its forward as the body of one `shard_map`, on this rank's
     shards of the parameters; the modules of the plan change layouts by typed collectives before
     and after their own forward. So all code of the module, between the styles too, is checked
     before it first runs, and `check_program`, `explain` and `trace` take the module. Types are

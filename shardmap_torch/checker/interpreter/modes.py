@@ -235,14 +235,14 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     rest = args[len(names) :]
     outputs = _as_tuple(given["outputs"])
-    told = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
-    if len(told) == 1:
-        told = told * len(outputs) if told[0] is None else told
+    given_seeds = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
+    if len(given_seeds) == 1:
+        given_seeds = given_seeds * len(outputs) if given_seeds[0] is None else given_seeds
     watch(interpreter, outputs)
-    if interpreter.goes_on(told):
+    if interpreter.goes_on(given_seeds):
         return func(*args, **kwargs)
     interpreter.takes_gradients = True
-    seeds = tuple(map(partial(gradients.seed, interpreter), outputs, told))
+    seeds = tuple(map(partial(gradients.seed, interpreter), outputs, given_seeds))
     given["outputs"], given["grad_outputs"] = outputs, seeds
     interpreter.batches &= any(map(functorch.is_functorch_wrapped_tensor, outputs))
     with interpreter.differentiating(seeds), interpreter.ending(_ending(outputs)):
@@ -253,7 +253,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     for operand, gradient in zip(inputs, grads, strict=True):
         gradients.check_gradient(interpreter, operand, gradient, "the value it is the gradient of")
     grads = gradients.hand_over(interpreter, inputs, grads)
-    interpreter.observer.on_gradient(outputs, told, inputs, grads)
+    interpreter.observer.on_gradient(outputs, given_seeds, inputs, grads)
     return gradients.sum_by_repair(interpreter, grads)
 
 
@@ -270,36 +270,36 @@ def _ending(outputs: Sequence[Any]) -> int | None:
 def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(("self", "gradient"), args, strict=False)), **kwargs}
     output = given.pop("self")
-    told = given.pop("gradient", None)
+    given_seeds = given.pop("gradient", None)
     inputs = args[4] if len(args) > 4 else given.get("inputs")
 
     def run(seeds: Sequence[Tensor | None]) -> None:
         func(output, *seeds, *args[2:], **given)
 
-    _fill_fields(interpreter, run, [output], [told], _as_tuple(inputs))
+    _fill_fields(interpreter, run, [output], [given_seeds], _as_tuple(inputs))
 
 
 def _several_backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     """Interprets `torch.autograd.backward` of several values at once."""
     given = {**dict(zip(("tensors",), args, strict=False)), **kwargs}
     outputs = _as_tuple(given.pop("tensors"))
-    seeds_given = given.pop("grad_tensors", None)
-    told = (None,) * len(outputs) if seeds_given is None else _as_tuple(seeds_given)
-    if len(told) != len(outputs) or not all(isinstance(x, Tensor) for x in outputs):
+    listed = given.pop("grad_tensors", None)
+    given_seeds = (None,) * len(outputs) if listed is None else _as_tuple(listed)
+    if len(given_seeds) != len(outputs) or not all(isinstance(x, Tensor) for x in outputs):
         func(*args, **kwargs)  # torch says what is wrong
         return
 
     def run(seeds: Sequence[Tensor | None]) -> None:
         func(outputs, seeds, **given)
 
-    _fill_fields(interpreter, run, outputs, told, _as_tuple(given.get("inputs")))
+    _fill_fields(interpreter, run, outputs, given_seeds, _as_tuple(given.get("inputs")))
 
 
 def _fill_fields(
     interpreter: Interpreter,
     run: Callable[[Sequence[Tensor | None]], None],
     outputs: Sequence[Tensor],
-    told: Sequence[Tensor | None],
+    given_seeds: Sequence[Tensor | None],
     inputs: Sequence[Tensor | None],
 ) -> None:
     """A backward that adds gradients to `.grad`; `run` takes its seeds."""
@@ -316,10 +316,10 @@ def _fill_fields(
             "closed-over tensor. Pass the tensor as an argument, and return its gradient."
         )
     watch(interpreter, outputs)
-    if interpreter.goes_on(told):
-        run(told)
+    if interpreter.goes_on(given_seeds):
+        run(given_seeds)
         return
-    seeds = list(map(partial(gradients.seed, interpreter), outputs, told))
+    seeds = list(map(partial(gradients.seed, interpreter), outputs, given_seeds))
     interpreter.batches, interpreter.takes_gradients = False, True
     with DisableTorchFunction():
         before = [leaf.grad for leaf in leaves]
@@ -329,7 +329,7 @@ def _fill_fields(
         gradients.check_gradient(interpreter, leaf, leaf.grad, "the value it is the gradient of")
     gradients.hand_over_fields(interpreter, leaves, set(map(id, before)))
     grads = [leaf.grad for leaf in leaves]
-    interpreter.observer.on_gradient(outputs, told, leaves, grads, before)
+    interpreter.observer.on_gradient(outputs, given_seeds, leaves, grads, before)
     gradients.sum_fields_by_repair(interpreter, leaves)
 
 

@@ -21,7 +21,7 @@ from shardmap_torch.core.functorch import base_of, dims_of
 from shardmap_torch.types import Partial, V
 
 WRAP: Final = (
-    "compute it in forward and backward from values that are whole over the axis, with "
+    "compute it in forward and backward from values that are equal on its ranks, with "
     "all_reduce in a shardmap_torch.Function, or wrap it in local_region(f, in_types, out_types)."
 )
 
@@ -190,7 +190,7 @@ class Gradients:
             found not in (wanted, ANY) for found, wanted in zip(have.dims, shard.dims, strict=True)
         ):
             raise UnrelatedError(
-                f"a gradient that it returns is cut {have.spec()}, and its value {shard.spec()}",
+                f"a gradient that it returns is sharded {have.spec()}, its value {shard.spec()}",
                 WRAP,
             )
         known = self._notes.sums(value).partial | set(shard.axes)

@@ -69,7 +69,7 @@ def sharded_dim(size: int, axes: Sequence[str], sizes: Sizes) -> Dim:
 
 
 def axes_of(dim: Dim) -> tuple[str, ...]:
-    """The axes that cut a dim, most significant first."""
+    """The axes that shard a dim, most significant first."""
     return (
         ()
         if dim == ANY or step_of(dim) is not None

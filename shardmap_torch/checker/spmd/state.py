@@ -119,10 +119,10 @@ class Notes:
 
     def dims(self, spec: P, global_shape: Shape) -> tuple[Dim, ...]:
         """Returns how a spec shards each dim, without axes of one rank."""
-        cuts = dict(spec.sharded_dims)
+        sharded_dims = dict(spec.sharded_dims)
         return tuple(
             sharded_dim(
-                size, [axis for axis in cuts.get(dim, ()) if axis in self.sizes], self.sizes
+                size, [axis for axis in sharded_dims.get(dim, ()) if axis in self.sizes], self.sizes
             )
             for dim, size in enumerate(global_shape)
         )
