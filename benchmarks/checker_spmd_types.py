@@ -75,7 +75,7 @@ def _typecheck(depth: int, mesh: DeviceMesh, local: bool, context: Context) -> N
 def typechecks(
     depth: int, meshes: Sequence[tuple[int, int]], strict: Sequence[str]
 ) -> dict[str, Callable[[], object]]:
-    """By name, what to time, for each strictness and each mesh."""
+    """Returns what to time, by name, for each strictness and each mesh."""
     if not distributed.is_initialized():
         world = max(dp * tp for dp, tp in meshes)
         distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())

@@ -37,7 +37,7 @@ from shardmap_torch import Mesh, P, SpecError, device_put, full, make_mesh, savi
 
 @dataclass(frozen=True)
 class Results:
-    """What a run has found.
+    """Findings of a run.
 
     Attributes:
         losses: of each step.

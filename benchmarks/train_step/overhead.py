@@ -66,7 +66,7 @@ def seconds(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def interleaved(pairs: Mapping[str, tuple[Callable[[], float], Callable[[], float]]]) -> Any:
-    """By name, for each round: seconds of the first and of the second of a pair."""
+    """Returns, by name, for each round: seconds of the first and of the second of a pair."""
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for turn in range(ROUNDS):
         for name, (first, second) in pairs.items():

@@ -20,7 +20,7 @@ CONTESTANTS: Final[Mapping[str, Callable[[Setting], Step]]] = {
 }
 
 Samples = dict[str, list[list[float]]]
-"""By contestant, for each round: wall and processor seconds of a step, the mean of the ranks."""
+"""Wall and processor seconds of a step, by contestant and round, the mean of the ranks."""
 
 
 def compare_losses(steps: Mapping[str, Step], num_steps: int = 3) -> None:

@@ -29,7 +29,7 @@ def tolerance(dtype: torch.dtype, num_tokens: int) -> float:
 def compare(
     sharded: LossAndGrads, params: Params, batch: Tensor, dtype: torch.dtype
 ) -> dict[str, float]:
-    """By leaf the largest error of the gradient, relative to its largest entry; so for the loss.
+    """Returns, by leaf, the largest error of the gradient relative to its largest entry.
 
     Both models start from the same global values, in `dtype`, and no gradient is clipped.
 

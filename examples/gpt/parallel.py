@@ -134,7 +134,7 @@ class Parallel:
 
     @property
     def activations(self) -> tuple[Entry, ...]:
-        """Which axes shard the activations [b, t, d] between the layers, by dim."""
+        """Returns the axes that shard the activations [b, t, d] between the layers, by dim."""
         positions = [axis for axis, name in (("cp", "cp"), ("tp", "sp")) if name in self.chosen]
         return "dp", tuple(positions) or None
 

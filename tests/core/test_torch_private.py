@@ -154,7 +154,7 @@ def test_without_the_callback_of_dynamo_calls_step_out_of_it(
 def test_without_names_for_symbols_each_size_is_checked_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As at import: the module of general verdicts has not been imported yet."""
+    """Restores the state at import: the module of general verdicts has not been imported yet."""
     package = "shardmap_torch.core.torch_private.symbols"
     for module in (package, "shardmap_torch.checker.sizes.general"):
         monkeypatch.delitem(sys.modules, module, raising=False)

@@ -58,7 +58,7 @@ def results(runner: Any, name: str, operands: Sequence[Tensor]) -> tuple[Tensor,
 def differences(
     mesh: Any, collective: Collective, shapes: Any, save: bool, engine: str = "overlapped"
 ) -> Tensor:
-    """By rank: the largest difference of a result or gradient from the composition's."""
+    """Returns, by rank, the largest difference from a result or gradient of the composition."""
 
     def body(*operands: Tensor) -> Tensor:
         scope = current_scope()

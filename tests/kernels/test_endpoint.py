@@ -1,4 +1,4 @@
-"""Which transport a device gets, and what keeps a call on a GPU from overlapping."""
+"""Devices get the right transport, and say what keeps a call on a GPU from overlapping."""
 
 from types import SimpleNamespace
 from typing import Any

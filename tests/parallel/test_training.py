@@ -119,7 +119,7 @@ def test_parameters_are_those_of_the_first_rank_placed_as_the_plan_says(gloo: Gl
 
 
 def save_and_load(folder: str) -> None:
-    """By torch.distributed.checkpoint from one plan into another, and by torch.save."""
+    """Saves by torch.distributed.checkpoint from one plan into another, and by torch.save."""
     mesh, x = worker_mesh((2,), ("tp",)), random((3, 8), 0)
     first = parallelize(models_from_seed(1), mesh, mlp_plan(parallel))
     other = {"0": RowwiseParallel(input_layouts=Replicate())}

@@ -270,7 +270,7 @@ def internal_errors(seeds: range) -> Iterator[str]:
 
 
 def _is_of_body(error: Exception) -> bool:
-    """Whether an operation of a body, or of this file, failed, and no function of the package."""
+    """Returns whether an operation of a body or of this file failed, no function of ours."""
     frames = [(frame.filename, frame.name) for frame in extract_tb(error.__traceback__)]
     bodies = (__file__, _MODULES)
     last = max(i for i, (file, _) in enumerate(frames) if file.startswith(bodies))
@@ -281,7 +281,7 @@ def _is_of_body(error: Exception) -> bool:
 _ROOT: Final = Path(__file__).parents[2]
 _PACKAGE: Final = tuple(f"{_ROOT}/{name}/" for name in ("shardmap_torch", "ops", "kernels"))
 _MODULES: Final = str(Path(nn.__file__).parent)
-"""Where the forwards of the modules are that are parallelized here."""
+"""File with the forwards of the modules that are parallelized here."""
 
 _INTERPRETATION: Final = frozenset({"__torch_function__", "__torch_dispatch__", "_call", "_apply"})
 """Functions that run torch's operations on stand-ins, and pass its errors on."""

@@ -72,7 +72,7 @@ _LOCK: Final = threading.Lock()
 _WATCHES: Final[list[int]] = []
 _FORWARDS: Final[list[int]] = []
 _HELD: Final[Any] = vars(Function)["apply"]
-"""What torch gives to names of `Function.apply`: until 2.13 in Python, which calls its base's."""
+"""Torch's value of names of `Function.apply`: until 2.13 in Python, calling that of the base."""
 
 _IS_FINAL: Final = not isinstance(_HELD, classmethod)
 """From torch 2.14 on it is in C and calls no other, so that it has to be replaced itself."""

@@ -1,4 +1,4 @@
-"""Which checked bodies a mesh may batch: where a write does not fit, it would be an error."""
+"""Checked bodies that a mesh may batch: a write that does not match would be an error."""
 
 from collections.abc import Callable
 

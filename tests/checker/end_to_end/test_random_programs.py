@@ -195,7 +195,7 @@ def test_the_fuzzing_sees_a_wrong_rule(name: str) -> None:
 
 
 def sees_wrong(seed: int) -> bool:
-    """By what a program computes, a step that must be refused, or what a mutant computes."""
+    """Returns whether a program, a step that must be refused, or a mutant shows it."""
     shape, rng = SHAPES[seed % len(SHAPES)], random.Random(seed)
     program = grown(rng, shape, 6).program
     if wrongs_of(program, shape):

@@ -258,7 +258,7 @@ CALLS: Final[dict[str, Callable[[], Sequence[Call]]]] = {
     "random_.from": lambda: [c(t(3), 2, 90)],
     "random_.to": lambda: [c(t(3), 90)],
 }
-"""By `packet.overload`."""
+"""Calls by `packet.overload`."""
 
 
 def _lists() -> list[Tensor]:

@@ -45,7 +45,7 @@ NAMES: Final = ("a", "b")
 SIZE: Final = 12
 MESHES: Final = ((2, 3), (3, 2), (2, 2), (4, 3))
 OTHERS: Final = ((2, 2), (3, 2), (4, 3))
-"""Where a mutant is tried: an axis of 2, of 3 and of 4 ranks."""
+"""Meshes on which a mutant is tried: an axis of 2, of 3 and of 4 ranks."""
 
 Run = Callable[..., Tensor]
 

@@ -33,7 +33,7 @@ SPECIAL: Final[Mapping[str, Callable[[Tensor, torch.Generator], Tensor]]] = {
     "p": _probabilities,
     "A": _singular_at_times,
 }
-"""By the name of the argument."""
+"""Operands by the name of the argument."""
 
 
 def drawn(name: str, like: Tensor, generator: torch.Generator) -> Tensor:

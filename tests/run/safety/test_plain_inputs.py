@@ -62,7 +62,7 @@ def test_the_proposed_repair_is_right(gloo: Gloo) -> None:
 
 
 def later_calls(debug: bool) -> list[str]:
-    """Which of three calls are refused; the second has other values, the third other shapes."""
+    """Returns which of three calls are refused: the second has other values, the third shapes."""
     mesh, f = mapped(debug)
     found = []
     for length, differs in ((4, 0.0), (4, 1.0), (8, 1.0)):
