@@ -1,9 +1,9 @@
 """`shard_map`: maps a per-rank function over the ranks of a mesh."""
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,8 +32,8 @@ from shardmap_torch.run.compiled import Asked, as_checked
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.unchecked import Unchecked
 
-Check: TypeAlias = bool | Strictness
-"""Strictness of `shard_map`; True is "local"."""
+Check: TypeAlias = bool | Literal["local", "global"] | Mapping[str, Literal["local", "global"]]
+"""Strictness of `shard_map`, of all axes or by axis; True is "local"."""
 
 A = ParamSpec("A")
 Y = TypeVar("Y")
@@ -104,8 +104,10 @@ def shard_map(
         check: verify, before a signature runs for the first time, that the body is well-typed and
             that the backward which autograd derives computes right gradients: "local", or True.
             "global" requires in addition that the forward is that of the same program on one
-            device, its collectives left out; per-rank code goes into `local_region`. With False
-            specs must name every axis of inputs that can receive a gradient.
+            device, its collectives left out; per-rank code goes into `local_region`. A dict, as in
+            `{"tp": "global", "dp": "local"}`, requires that over some axes: the program is compared
+            with itself where these have one rank, and axes that it leaves out are "local". With
+            False specs must name every axis of inputs that can receive a gradient.
         debug: on processes, compare the plain inputs of every checked call, and not of the first
             one of each signature only. The environment variable SHARDMAP_DEBUG decides for all
             functions: 1 compares always, 0 never.
@@ -152,9 +154,8 @@ def shard_map(
             f"dict by parameter name, not {show(in_specs)}."
             + (f" Write P({in_specs!r})." if isinstance(in_specs, str) else "")
         )
-    if not isinstance(check, bool | str) or check not in (True, False, "local", "global"):
-        raise SpecError(f"check is True, False, 'local' or 'global', not {show(check)}.")
-    body = _Body(f, in_specs, out_specs, mesh, axis_names, check, debug)
+    strictness = _read_check(check)
+    body = _Body(f, in_specs, out_specs, mesh, axis_names, strictness, debug)
 
     @wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -163,6 +164,30 @@ def shard_map(
     # `check_program` and its like call the checker by this.
     mapped._shardmap_verdict = body.verdict_on  # type: ignore[attr-defined]
     return mapped
+
+
+def _read_check(check: object) -> Strictness | None:
+    """Reads `check`; None if nothing is checked.
+
+    Raises:
+        SpecError: it is no strictness.
+    """
+    if isinstance(check, bool):
+        return "local" if check else None
+    if isinstance(check, str) and check in _STRICTNESS:
+        return _STRICTNESS[check]
+    if isinstance(check, Mapping) and all(
+        isinstance(axis, str) and isinstance(each, str) and each in _STRICTNESS
+        for axis, each in check.items()
+    ):
+        return frozenset(axis for axis, each in check.items() if each == "global") or "local"
+    raise SpecError(
+        "check is True, False, 'local' or 'global', or a dict from axes to 'local' or 'global', "
+        f"not {show(check)}."
+    )
+
+
+_STRICTNESS: Final[Mapping[str, Strictness]] = {"local": "local", "global": "global"}
 
 
 def _read_check_vma(check_vma: object, check: Check) -> bool:
@@ -185,18 +210,17 @@ class _Body:
         out_specs: Tree,
         mesh: Mesh | DeviceMesh | None,
         axis_names: Collection[str] | None,
-        check: Check,
+        strictness: Strictness | None,
         debug: bool,
     ) -> None:
         self._function, self._signature = function, _signature(function)
         self._name = getattr(function, "__name__", type(function).__name__)
         self._in_specs, self._out_specs = in_specs, out_specs
-        self._mesh, self._axis_names, self._check = mesh, axis_names, bool(check)
+        self._mesh, self._axis_names, self._check = mesh, axis_names, strictness is not None
         # Annotated, since Dynamo cannot call the generic alias Memo[Match].
         self._in_matches: Memo[Match] = Memo()
         self._out_matches: Memo[Match] = Memo()
-        strictness: Strictness = "global" if check == "global" else "local"
-        self._checked = Checked(self._name, function, strictness, debug)
+        self._checked = Checked(self._name, function, strictness or "local", debug)
         self._unchecked = Unchecked()
         self._asked = Asked(self._name, self._mesh_and_verdict)
 

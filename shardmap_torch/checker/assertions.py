@@ -12,7 +12,7 @@ from shardmap_torch.checker.ir.outcomes import Asserted
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.errors import CollectiveError, ShardTypeError, show
-from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V, Z, as_type
+from shardmap_torch.types import AxisType, I, K, Partial, R, S, TypeLike, V, Z, as_type
 
 X = TypeVar("X", bound=Tensor)
 
@@ -99,7 +99,7 @@ def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
     have = types_in_check(interpreter, x)
     shards = interpreter.observer.spec_of(interpreter.fakify(x)) is not None
     for axis, like in _by_axis(interpreter, types).items():
-        expected = as_type(like)
+        expected = _counted_from_front(as_type(like), x)
         if expected.kind == "S" and not shards:
             raise CollectiveError(
                 f"assert_type: {expected} over {axis!r} cannot be distinguished from V: shards "
@@ -107,7 +107,8 @@ def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
                 "only with check='global'. Use V."
             )
         storage_type = interpreter.storage_type(interpreter.fakify(x))
-        if not _matches(have[axis], expected):
+        is_shard = expected.kind == "S" and interpreter.mesh.shape[axis] == 1  # all of it
+        if not _matches(have[axis], V if is_shard else expected):
             wrong = messages.error(
                 interpreter,
                 f"assert_type expects {expected} over {axis!r}, but the value is {have[axis]}.",
@@ -119,6 +120,17 @@ def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
             asserted = Asserted(storage_type.leaf, axis, expected, interpreter.site()[0])
             interpreter.asserted.append(asserted)
     return x
+
+
+def _counted_from_front(expected: AxisType, x: Tensor) -> AxisType:
+    """Returns a type whose dim is counted from the front, as in S(-1) of a matrix."""
+    if expected.kind != "S" or expected.dim is None:
+        return expected
+    if not -x.ndim <= expected.dim < x.ndim:
+        raise CollectiveError(
+            f"assert_type: {expected} names dim {expected.dim} of a tensor of {x.ndim} dims."
+        )
+    return S(expected.dim % x.ndim)
 
 
 def _by_axis(interpreter: Interpreter, types: object) -> Mapping[str, TypeLike]:

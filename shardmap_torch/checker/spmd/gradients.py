@@ -122,12 +122,15 @@ class Gradients:
         old: tuple[Tensor | None, Ref | None],
     ) -> None:
         sums = self._notes.sums(operand)
-        if sums.partial:
-            raise UnrelatedError("the value is a pending sum")
         reject_scaled(sums)
         # Gradients of values that each rank uses differently are pending sums.
         parts = (a for a, axis_type in self._notes.types(gradient) if axis_type in (V, Partial))
         partial = frozenset(parts) - frozenset(shard.axes)
+        if partial & sums.partial:  # each addend has the gradient of the sum: equal on all ranks
+            raise UnrelatedError(
+                f"over {min(partial & sums.partial)!r} the value is a pending sum, and ranks have "
+                "other gradients of it"
+            )
         made = Sums(partial).scaled(scale.scale, scale.means, scale.cause)
         self._check_before(shard, made, *old)
         self._notes.note(gradient, number, shard)

@@ -34,6 +34,7 @@ from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums, reject_scaled
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.errors import SpecError
 from shardmap_torch.spec import P
 
 Axes = frozenset[str]
@@ -150,13 +151,72 @@ class ProgramRelation(Relation):
             self._notes.set_sums(tensor, sums)
 
 
-class RegionRelation(Relation):
+class AxesRelation(Relation):
+    """Follows the ranks' program over some axes: the other program has the same ranks on others."""
+
+    def __init__(self, interpreter: Interpreter, steps: Recorder, axes: Axes) -> None:
+        """Takes the `axes` over which nothing is compared, along which `steps` has ranks too."""
+        super().__init__(interpreter, steps, without=axes)
+        self._axes = axes
+
+    def on_argument(self, tensor: Tensor, spec: P) -> None:
+        """Lays out an argument as its spec says, over the axes that are compared."""
+        _require_leading(self._interpreter.name, spec, self._axes)
+        super().on_argument(tensor, spec)
+
+    def on_result(self, path: str, value: Tensor, spec: P) -> None:
+        """Requires that a result is sharded as its spec says over these axes."""
+        _require_leading(self._interpreter.name, spec, self._axes)
+        super().on_result(path, value, spec)
+
+    def _follow_region(
+        self, inputs: Sequence[Tensor], refs: Sequence[Ref], specs: Sequence[P], axes: Axes
+    ) -> Observer:
+        for spec in specs:
+            _require_leading(self._interpreter.name, spec, self._axes)
+        return super()._follow_region(inputs, refs, specs, axes)
+
+    def _place_results(
+        self, inside: Observer, places: Sequence[tuple[Tensor, tuple[int, Shape], P]]
+    ) -> None:
+        for _, _, spec in places:
+            _require_leading(self._interpreter.name, spec, self._axes)
+        super()._place_results(inside, places)
+
+    def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
+        """Moves data over the axes that are not compared, which leaves others' shards together."""
+        others = collective is not None and not self._axes.issuperset(collective.axes)
+        if (
+            collective is None
+            or self._axes.isdisjoint(collective.axes)
+            or (others and move == "sum")
+        ):
+            super().on_collective(move, collective, x, y)
+            return
+        with self._judged(str(collective), [("x", x)]) as live:
+            if live:
+                event = self._take(COLLECTIVE)
+                ((number, shape),) = event.results
+                sums = self._notes.sums(x)
+                if not self._axes.issuperset(collective.axes):
+                    raise UnrelatedError("it goes over axes that the region names, and others")
+                if move in EXTREMA and sums.partial:
+                    raise UnrelatedError("its operand is a pending sum over another axis")
+                if move in EXTREMA:
+                    reject_scaled(sums)
+                shard = self._notes.find(x, event.arguments["x"], "its operand")
+                dims = _MOVED.get(move, _unknown)(collective, shard, shape)
+                self._notes.note(y, number, fitted(dims, tuple(y.shape), shape))
+                self._notes.set_sums(y, sums)
+
+
+class RegionRelation(AxesRelation):
     """Follows per-rank code over the axes that its types do not name."""
 
     def __init__(self, interpreter: Interpreter, steps: Recorder, axes: Axes, outer: Notes) -> None:
         """Takes the `axes` that the types name, and the `outer` notes of the program around it."""
-        super().__init__(interpreter, steps, without=axes)
-        self._axes, self._outer = axes, outer
+        super().__init__(interpreter, steps, axes)
+        self._outer = outer
 
     def enter(self, tensor: Tensor, shard: ShardedTensor, spec: P) -> None:
         """Places an argument, which must be sharded over the named axes as its type says."""
@@ -193,26 +253,20 @@ class RegionRelation(Relation):
         """Returns the axes over which a result is a pending sum that its type does not name."""
         return self._notes.sums(tensor).partial
 
-    def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
-        """Moves data over the named axes, which leaves what others shard together."""
-        if collective is None or self._axes.isdisjoint(collective.axes):
-            super().on_collective(move, collective, x, y)
-            return
-        with self._judged(str(collective), [("x", x)]) as live:
-            if live:
-                event = self._take(COLLECTIVE)
-                ((number, shape),) = event.results
-                sums = self._notes.sums(x)
-                if not self._axes.issuperset(collective.axes):
-                    raise UnrelatedError("it goes over axes that the region names, and others")
-                if move in EXTREMA and sums.partial:
-                    raise UnrelatedError("its operand is a pending sum over another axis")
-                if move in EXTREMA:
-                    reject_scaled(sums)
-                shard = self._notes.find(x, event.arguments["x"], "its operand")
-                dims = _MOVED.get(move, _unknown)(collective, shard, shape)
-                self._notes.note(y, number, fitted(dims, tuple(y.shape), shape))
-                self._notes.set_sums(y, sums)
+
+def _require_leading(name: str, spec: P, axes: Axes) -> None:
+    """Requires that axes which are not compared come first where several shard one dim.
+
+    Raises:
+        SpecError: shards over the others would be no shards of a rank's part.
+    """
+    for dim, entry in spec.sharded_dims:
+        is_free = [axis in axes for axis in entry]
+        if is_free != sorted(is_free, reverse=True):
+            raise SpecError(
+                f"{name}: {spec!r} shards dim {dim} over {', '.join(map(repr, entry))}: with "
+                "check= by axis, those that are 'local' come first."
+            )
 
 
 def _rest(number: int, have: Dim, want: Dim, axes: Axes, spec: P) -> Dim:

@@ -168,7 +168,7 @@ class Notes:
     def set_sums(self, tensor: Tensor, sums: Sums) -> None:
         """Sets the pending sums and the factor of a tensor's storage."""
         partial, loose = sums.partial & self._on, sums.loose & self._on
-        zero = set(self._interpreter.types(tensor)) == {Z}
+        zero = set(self._interpreter.storage_type(tensor).types) == {Z}
         self._sums[self._storage(tensor)] = replace(sums, partial=partial, loose=loose, zero=zero)
 
     def reject_unfinished(self, tensor: Tensor) -> None:

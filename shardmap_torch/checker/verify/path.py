@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.spmd.recorder import Recorder
 from shardmap_torch.checker.spmd.reference import OneDevice
 from shardmap_torch.checker.spmd.regions import (
+    AxesRelation,
     ProgramRelation,
     RecordNeededError,
     Records,
@@ -40,11 +41,12 @@ from shardmap_torch.checker.verify.record import Recording
 from shardmap_torch.checker.verify.sharing import input_sharing
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.functorch import can_receive_gradient
-from shardmap_torch.errors import ShardMapError, ShardTypeError
+from shardmap_torch.errors import ShardMapError, ShardTypeError, SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, K, R
 
-Strictness = Literal["local", "global"]
+Strictness: TypeAlias = Literal["local", "global"] | frozenset[str]
+"""A set has the axes over which it is "global"; over the others it is "local"."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class Round:
 
 def go(this: Round, branches: Branches) -> PathOutcome:
     """Verifies one path, a second time with another type of K results if the first fails."""
-    is_global = this.strictness == "global"
-    one = _on_one_device(this, branches.again()) if is_global else None
+    is_local = this.strictness == "local"
+    one = None if is_local else _on_one_device(this, branches.again())
     records = Records(lambda axes: _record_regions(this, branches.again(), axes))
     try:
         try:
@@ -109,10 +111,25 @@ def _verify(
 
 
 def _on_one_device(this: Round, branches: Branches) -> OneDevice:
-    """Interprets the same path where every axis has one rank."""
+    """Interprets the same path where every axis that is compared has one rank."""
     steps = Recorder()
-    verification, failure = _record(this, branches, steps, frozenset())
+    verification, failure = _record(this, branches, steps, _uncompared(this))
     return OneDevice(steps, branches.taken, verification.numbers, failure)
+
+
+def _uncompared(this: Round) -> frozenset[str]:
+    """Returns the axes over which strictness is local.
+
+    Raises:
+        SpecError: strictness names an axis that the mesh lacks.
+    """
+    if isinstance(this.strictness, str):
+        return frozenset()
+    mesh = this.call.mesh
+    unknown = sorted(this.strictness - set(mesh.shape))
+    if unknown:
+        raise SpecError(f"{this.call.name}: check= names no axis {unknown[0]!r} in the {mesh}.")
+    return frozenset(mesh.axis_names) - set(mesh.finest(sorted(this.strictness)))
 
 
 def _record_regions(
@@ -186,7 +203,12 @@ class _Verification:
         self._uncommitted = Uncommitted(self._interpreter, uncommitted)
         self._inner = Inner(self._interpreter, self._uncommitted)
         if one is not None and records is not None and one.failure is None:
-            self._interpreter.observer = ProgramRelation(self._interpreter, one.steps, records)
+            axes = _uncompared(this)
+            self._interpreter.observer = (
+                AxesRelation(self._interpreter, one.steps, axes)
+                if axes
+                else ProgramRelation(self._interpreter, one.steps, records)
+            )
         self._backend = AbstractBackend(self._interpreter, this.repair, this.readings)
 
     @property

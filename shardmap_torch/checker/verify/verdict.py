@@ -194,7 +194,7 @@ def _search(call: Call, error: ShardTypeError, strictness: Strictness) -> list[R
 
 def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = EXACT) -> Verdict:
     """Tries JAX's reading of its casts first, and then the one that leaves gradients unsummed."""
-    copies = R if strictness == "global" else V
+    copies = V if strictness == "local" else R
     readings = Readings(I, copies)
     try:
         return _attempt_as(Round(call, repair, strictness, readings=readings, sizes=sizes))
