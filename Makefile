@@ -68,11 +68,14 @@ clean:  ## remove all that the other targets made, .venv included
 	rm -rf .venv .venv-* build dist out *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# Releases before 2.13 need an older setuptools than the pinned one.
+OTHER_TORCH = s/^torch==.*/torch==$(TORCH)/; s/^setuptools==.*/setuptools>=77,<82/
+
 $(READY): pyproject.toml constraints.txt
 	set -e; for python in $(PYTHONS); do \
 		if $$python -c "$(FITS)" 2>/dev/null; then $$python -m venv $(VENV); break; fi; \
 	done; test -x $(BIN)/pip || { echo "needs Python 3.11 to 3.14 with venv" >&2; exit 1; }
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(TORCH),$(OTHER_TORCH))' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt setuptools
 	$(BIN)/pip install --quiet -c $(VENV)/constraints.txt --no-build-isolation --editable ".[demo,dev]"
 	touch $@

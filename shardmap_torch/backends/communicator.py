@@ -18,12 +18,9 @@ from shardmap_torch.core.storage import is_spare
 from shardmap_torch.core.torch_private.engine import c10d
 
 # Methods of the group, called as torch's functions do, whose argument checks cost as much again.
-# torch 2.13 renamed two of them and keeps the old names; 2.11 has only those.
 _GROUP: Final[Any] = dist.ProcessGroup
-_ALL_GATHER: Final = getattr(_GROUP, "all_gather_single", None) or _GROUP._allgather_base
-_REDUCE_SCATTER: Final = (
-    getattr(_GROUP, "reduce_scatter_single", None) or _GROUP._reduce_scatter_base
-)
+_ALL_GATHER: Final = _GROUP.all_gather_single
+_REDUCE_SCATTER: Final = _GROUP.reduce_scatter_single
 
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -114,7 +114,7 @@ def test_missing_names_are_listed_all_at_once_with_what_needs_them() -> None:
     assert rest == [
         "  torch._C._gone, for a backward",
         "  torch._moved.module.name, for transforms",
-        "Known to work: torch 2.11 to 2.14. Install one of these, or a newer shardmap_torch.",
+        "Known to work: torch 2.13 and 2.14. Install one of these, or a newer shardmap_torch.",
     ]
 
 

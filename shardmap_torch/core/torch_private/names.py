@@ -9,7 +9,7 @@ import torch
 
 from shardmap_torch.errors import UnsupportedTorchError
 
-KNOWN: Final = "2.11 to 2.14"
+KNOWN: Final = "2.13 and 2.14"
 """Releases of torch that have every name below; docs/versions.md says what was run on each."""
 
 
