@@ -16,6 +16,7 @@ from torch import Tensor
 from shardmap_torch.collectives.autograd import TypedFunction, bind
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.core.functorch import is_transformed_otherwise, reject_batched_gradients
 from shardmap_torch.kernels.algorithms import ChunkedDim, as_matrix
 from shardmap_torch.kernels.engine import Engine, Scheduled
 from shardmap_torch.kernels.planner import (
@@ -47,13 +48,23 @@ class Operation(Protocol):
         """Computes the needed gradients, one for each operand; `operands` end in what was kept."""
 
 
+class BackwardOperation(Operation, Protocol):
+    """The backward of a kernel."""
+
+    def unfused(self, *operands: Any) -> tuple[Tensor, ...]:
+        """Runs the backward of the unfused composition in its place."""
+
+
 class Overlapped(TypedFunction):
     """Autograd Function of any operation, also under torch.func.grad."""
 
     @staticmethod
     def forward(operation: Operation, *operands: Tensor | None) -> tuple[Tensor, ...]:
-        """Runs the kernel."""
-        return operation.run(*operands)
+        """Runs the kernel.
+
+        Its results are views, whose bases autograd must not see: it would refuse writes into them.
+        """
+        return tuple(y.data for y in operation.run(*operands))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -70,6 +81,7 @@ class Overlapped(TypedFunction):
         """Pulls cotangents back; without any, there is no communication."""
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
+        reject_batched_gradients()
         operation: Operation = ctx.operation
         return (None, *operation.pull_back(ctx.saved_tensors, ctx.needs_input_grad[1:], grads))
 
@@ -239,10 +251,16 @@ class GatherMatmul:
 
 
 def _only_needed(
-    operation: Operation, needs_grad: Sequence[bool], *operands: Tensor | None
+    operation: BackwardOperation, needs_grad: Sequence[bool], *operands: Tensor | None
 ) -> list[Tensor | None]:
-    """Runs a backward operation; returns None in place of the gradients it does not compute."""
-    gradients = iter(overlapped(operation, *operands) if any(needs_grad) else ())
+    """Runs a backward operation; returns None in place of the gradients it does not compute.
+
+    Under other transforms than gradients, such as the vmap of jacrev, it is the composition's.
+    """
+    if not any(needs_grad):
+        return [None] * len(needs_grad)
+    run = operation.unfused if is_transformed_otherwise() else partial(overlapped, operation)
+    gradients = iter(run(*operands))
     return [next(gradients) if needed else None for needed in needs_grad]
 
 
@@ -310,6 +328,10 @@ class GatherMatmulBackward:
         dx, *others = _differentiate(self._composition, (x, *rest), grads)
         return dx, None, *others
 
+    def unfused(self, x: Tensor, gathered: Tensor | None, *rest: Tensor) -> tuple[Tensor, ...]:
+        """Gathers x again, even if it was kept."""
+        return self._composition(x, *rest)
+
 
 @dataclass(frozen=True, slots=True)
 class MatmulScatter:
@@ -367,7 +389,9 @@ class _ProductBackward:
     needs_grad: tuple[bool, bool]
     num_kept: ClassVar[int] = 0
 
-    def _composition(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    def unfused(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        """Differentiates the product and its collective."""
+
         def product(x: Tensor, w: Tensor) -> tuple[Tensor]:
             return (reduce_unfused(self.call.backend, self.call.collective, x, w),)
 
@@ -375,7 +399,7 @@ class _ProductBackward:
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
         """Differentiates the composition."""
-        return _differentiate(self._composition, operands, grads)
+        return _differentiate(self.unfused, operands, grads)
 
     def _flops(self, x: Tensor, w: Tensor) -> float:
         return 2.0 * x.numel() * w.shape[1] * sum(self.needs_grad)

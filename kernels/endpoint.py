@@ -11,8 +11,8 @@ from torch import Tensor
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import constant
+from shardmap_torch.core.functorch import is_transformed_otherwise
 from shardmap_torch.core.torch_private.engine import (
-    TransformType,
     forward_level,
     functorch,
     temporarily_clear_interpreter_stack,
@@ -116,13 +116,9 @@ class Situation:
 
 def _is_transformed(s: Situation) -> bool:
     """Returns whether a transform other than torch.func.grad and vjp is active."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # Dynamo can trace neither line below; a later row handles it.
+    if torch.compiler.is_compiling():  # Dynamo cannot trace the question; a later row handles it.
         return False
-    levels = functorch.get_interpreter_stack() or ()
-    others = any(level.key() != TransformType.Grad for level in levels)
-    return others or forward_level() >= 0
+    return is_transformed_otherwise()
 
 
 def _is_left_to_inductor(s: Situation) -> bool:

@@ -12,6 +12,7 @@ from shardmap_torch.collectives.protocol import Backend, is_checker
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.control.start import call_number
 from shardmap_torch.core.caching import constant
+from shardmap_torch.core.functorch import reject_batched_gradients
 from shardmap_torch.core.torch_private.engine import are_transforms_active, forward_level, functorch
 from shardmap_torch.errors import TransformError
 
@@ -105,6 +106,8 @@ class EagerForm(TypedFunction):
         """Pulls the cotangent back; a missing one stays missing, with no communication."""
         if grad is None:
             return None, None, None
+        if not torch.compiler.is_dynamo_compiling():
+            reject_batched_gradients()
         return (
             ctx.operation.pull_back(partial(bind, ctx.backend), grad, ctx.saved_tensors),
             None,

@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.torch_private.engine import functorch
+from shardmap_torch.core.torch_private.engine import (
+    TransformType,
+    forward_level,
+    functorch,
+    is_vmapped_by_autograd,
+)
+from shardmap_torch.errors import TransformError
 
 
 def base_of(tensor: Tensor) -> Tensor:
@@ -49,3 +55,26 @@ def dims_of(tensor: Tensor) -> tuple[list[int], dict[int, int]]:
     if functorch.is_batchedtensor(tensor):
         levels[functorch.maybe_get_level(tensor)] = dims.pop(functorch.maybe_get_bdim(tensor))
     return dims, levels
+
+
+def is_transformed_otherwise() -> bool:
+    """Returns whether a transform other than torch.func.grad and vjp is active."""
+    levels = functorch.get_interpreter_stack() or ()
+    others = any(level.key() != TransformType.Grad for level in levels)
+    return others or forward_level() >= 0
+
+
+def reject_batched_gradients() -> None:
+    """Refuses the vmap of `torch.autograd.grad(is_grads_batched=True)`, a backward's caller.
+
+    It has no rules for autograd Functions.
+
+    Raises:
+        TransformError: a backward runs under it.
+    """
+    if is_vmapped_by_autograd():
+        raise TransformError(
+            "The backward of a collective cannot be batched by is_grads_batched=True, nor by "
+            "vectorize=True of torch.autograd.functional. Use torch.func.jacrev, or torch.func."
+            "vmap over the function that torch.func.vjp returns."
+        )

@@ -23,6 +23,7 @@ from shardmap_torch.checker.sizes.history import History
 from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt, verify
 from shardmap_torch.control.start import current
+from shardmap_torch.core import autograd_state
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import ShardMapError, ShardTypeError
@@ -128,7 +129,12 @@ class Checked:
         raise error
 
     def _find(self, key: Signature, call: Call) -> "_Known":
-        return self._verdicts.get(key, lambda: _Known(self._make(key, call)))
+        return self._verdicts.get(key, lambda: self._know(key, call))
+
+    def _know(self, key: Signature, call: Call) -> "_Known":
+        # torch's checkpoint, around the call, would keep or recompute what the check computes.
+        with autograd_state.set_aside():
+            return _Known(self._make(key, call))
 
     def _make(self, key: Signature, call: Call) -> Verdict:
         """A verdict for all sizes like those of the call, or else for these alone."""

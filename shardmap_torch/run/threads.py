@@ -17,7 +17,7 @@ from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
 from shardmap_torch.boundary.matching import crosses
 from shardmap_torch.boundary.shards import global_of, locals_of
 from shardmap_torch.collectives.autograd import TypedFunction
-from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.functorch import can_receive_gradient, reject_batched_gradients
 from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.core.tree import Tree
@@ -266,6 +266,7 @@ class _RanksFunction(TypedFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        reject_batched_gradients()
         return None, *_RanksBackward.apply(ctx.ranks, len(grads), *grads, *ctx.saved_tensors)
 
     @staticmethod

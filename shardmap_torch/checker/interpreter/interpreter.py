@@ -36,6 +36,8 @@ from shardmap_torch.checker.rules.infer import (
 from shardmap_torch.checker.rules.lattice import Conflict, add, join, plain
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.checker.rules.registry import row_of
+from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
+from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.hashing import numbers_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import (
@@ -45,7 +47,6 @@ from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     UnsupportedOperatorException,
     current_autograd_node,
-    current_graph_task_id,
     disable_current_modes,
     sequence_number,
 )
@@ -137,13 +138,13 @@ class Interpreter(Memory):
             return op(*args, **kwargs)
         if op.namespace in distributed_calls.NAMESPACES:
             self.numbers.branches.fail(distributed_calls.refused(self.name, op))
-        if not self._running and current_graph_task_id() != -1:
+        if not self._running and running_backward() != NO_BACKWARD:
             raise ShardTypeError(
                 f"{self.name}: a backward was started that the checker did not see start. Use "
                 "torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
                 "Tensor.backward()."
             )
-        if self.observer is not UNOBSERVED and current_graph_task_id() != -1:
+        if self.observer is not UNOBSERVED and running_backward() != NO_BACKWARD:
             reject_unseen(self, name_of_own)
         if op is _LITERAL and not isinstance(args[0], FakeTensor):
             return self._lift(op, args[0])
@@ -440,7 +441,7 @@ class Interpreter(Memory):
 
     def site(self) -> tuple[Site | None, bool]:
         """Returns the user's line (in a backward the forward's), and whether a backward runs."""
-        if current_graph_task_id() == -1:
+        if running_backward() == NO_BACKWARD:
             return call_site(), False
         forward = self.forward_of_current_node()
         return (forward.site if forward is not None else None), True

@@ -14,8 +14,10 @@ from torch import Tensor
 from shardmap_torch.checker.rules.infer import writes_of
 from shardmap_torch.checker.rules.registry import functional
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
+from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.torch_private.engine import OpOverload, current_graph_task_id
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.spec import P
 
@@ -37,8 +39,8 @@ class Observer:
     @property
     def is_ignored(self) -> bool:
         """Returns whether autograd runs its own code, whose steps are checked by types alone."""
-        task = current_graph_task_id()
-        return task != -1 and (not self.followed or self.followed[-1] != task)
+        task = running_backward()
+        return task != NO_BACKWARD and (not self.followed or self.followed[-1] != task)
 
     def on_argument(self, tensor: Tensor, spec: P) -> None:
         """Observes an argument that has been sharded by its spec."""
@@ -87,7 +89,7 @@ class Observer:
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
         """Observes the start of the user's own backward or hook, with gradients of these values."""
-        self.followed.append(current_graph_task_id())
+        self.followed.append(running_backward())
         self.on_step(f"{BACKWARD} {name}", {"values": values}, _present(gradients))
 
     def on_backward_end(

@@ -55,10 +55,10 @@ from shardmap_torch.checker.spmd.sums import (
 )
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import dims_of
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,
-    current_graph_task_id,
     disable_current_modes,
 )
 from shardmap_torch.spec import P
@@ -224,7 +224,7 @@ class Relation(Observer):
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
         """Gives the cotangents of a custom backward the layouts of its values, as types ensure."""
-        self.followed.append(current_graph_task_id())
+        self.followed.append(running_backward())
         self._gradients.has_custom_backward = True
         with self._judged(f"{BACKWARD} {name}", _named("value", values)):
             event = self._take(f"{BACKWARD} {name}")

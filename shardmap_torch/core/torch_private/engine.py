@@ -9,7 +9,11 @@ from torch._C import _are_functorch_transforms_active as are_transforms_active
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _functorch as functorch
+from torch._C import _vmapmode_decrement_nesting as leave_vmapmode
+from torch._C import _vmapmode_increment_nesting as enter_vmapmode
 from torch._C._autograd import _get_sequence_nr as sequence_number
+from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
 from torch._C._distributed_c10d import Store
 from torch._C._functorch import TransformType
@@ -47,6 +51,13 @@ default_store: Final = distributed_c10d._get_default_store
 def forward_level() -> int:
     """Returns the level of forward-mode differentiation that is active; negative for none."""
     return forward_ad._current_level
+
+
+def is_vmapped_by_autograd() -> bool:
+    """Returns whether the vmap of `torch.autograd.grad(is_grads_batched=True)` is active."""
+    level: int = enter_vmapmode()
+    leave_vmapmode()
+    return level > 1
 
 
 def group_names() -> Any:
@@ -108,7 +119,10 @@ __all__ = (
     "group_names",
     "has_kernel",
     "is_always_active",
+    "is_vmapped_by_autograd",
+    "pop_saved_tensors_hooks",
     "probed",
+    "push_saved_tensors_hooks",
     "restore_vmap",
     "retrieve_all_functorch_interpreters",
     "sequence_number",

@@ -67,7 +67,14 @@ ENGINE: Final[Sequence[PrivateName]] = (
         "_get_current_dispatch_mode_stack",
     ),
     *_rows(_BACKWARD, "torch._C", "_current_autograd_node", "_current_graph_task_id"),
-    *_rows(_BACKWARD, "torch._C._autograd", "_get_sequence_nr", "_top_saved_tensors_default_hooks"),
+    *_rows(
+        _BACKWARD,
+        "torch._C._autograd",
+        "_get_sequence_nr",
+        "_pop_saved_tensors_default_hooks",
+        "_push_saved_tensors_default_hooks",
+        "_top_saved_tensors_default_hooks",
+    ),
     *_rows("autograd Functions of the user's", "torch.autograd.function", "_SingleLevelFunction"),
     *_rows(
         "autograd Functions of the user's",
@@ -75,7 +82,13 @@ ENGINE: Final[Sequence[PrivateName]] = (
         "CtxWithSavedTensors",
         "custom_function_call",
     ),
-    *_rows(_TRANSFORMS, "torch._C", "_are_functorch_transforms_active"),
+    *_rows(
+        _TRANSFORMS,
+        "torch._C",
+        "_are_functorch_transforms_active",
+        "_vmapmode_decrement_nesting",
+        "_vmapmode_increment_nesting",
+    ),
     *_rows(
         _TRANSFORMS,
         "torch._C._functorch",
