@@ -44,7 +44,7 @@ fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes 
 		tests/checker/end_to_end/test_branching_programs.py \
 		tests/checker/end_to_end/test_second_order.py
 	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/test_bad_input.py tests/parallel/test_beside_torch.py \
-		tests/examples/test_train_gpt.py
+		tests/examples/test_train_gpt.py tests/test_compile.py
 	$(BIN)/python -m tests.checker.support.fuzz_all
 	$(BIN)/python -m tests.checker.support.score
 	$(BIN)/python -m tests.checker.support.global_fuzz
