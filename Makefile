@@ -33,7 +33,7 @@ WORKERS := -n 2 --dist worksteal
 test: $(if $(TORCH),$(READY),lint)  ## every check and every test; with TORCH=2.14.1 the tests alone
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS)
 
-fast: lint  ## every check and the tests that take seconds
+fast: lint  ## every check and the tests of single modules that need one process
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) -m "not slow"
 
 fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes docs/coverage.md
