@@ -17,7 +17,7 @@ hypothesis.settings.load_profile("tests")
 
 
 # Folders whose tests run programs from end to end.
-PROGRAMS: Final = ("checker/end_to_end", "examples", "faults", "nn", "parallel", "programs", "saving")
+PROGRAMS: Final = "checker/end_to_end examples faults nn parallel programs saving".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

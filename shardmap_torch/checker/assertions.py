@@ -66,7 +66,7 @@ def _tensor(name: str, x: object) -> Tensor:
 
 def types_in_check(interpreter: Interpreter, x: Tensor) -> dict[str, AxisType]:
     """Returns the types along each axis; under global strictness with the sharded dims."""
-    types = dict(zip(interpreter.axes, interpreter.types_of(x), strict=True))
+    types = interpreter.by_axis(interpreter.types_of(x))
     spec = interpreter.observer.spec_of(interpreter.fakify(x))
     return types if spec is None else {**types, **spec.types}
 

@@ -66,7 +66,7 @@ class AbstractBackend:
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
         """Requires that a value has this type, as an operation reads it."""
         interpreter = self._interpreter
-        have = dict(zip(interpreter.axes, interpreter.types_of(x), strict=True))
+        have = interpreter.by_axis(interpreter.types_of(x))
         for axis in axes:
             if plain(have[axis]) not in EXACTLY[axis_type]:
                 head = f"{name} from {axis_type} over {axis!r}, but the value is {have[axis]}."
@@ -112,7 +112,7 @@ class AbstractBackend:
         storage_type = interpreter.storage_type(gradient)
         types = tuple(
             I if axis in axes else axis_type
-            for axis, axis_type in zip(interpreter.axes, storage_type.types, strict=True)
+            for axis, axis_type in interpreter.by_axis(storage_type.types).items()
         )
         nbytes = gradient.numel() * gradient.element_size()
         sent = bytes_sent(collective, nbytes, self.mesh.num_ranks(axes))
@@ -203,9 +203,7 @@ class AbstractBackend:
         self, collective: Collective, forward: Equation | None, types: tuple[AxisType, ...]
     ) -> tuple[AxisType, ...]:
         result = []
-        for position, (axis, axis_type) in enumerate(
-            zip(self._interpreter.axes, types, strict=True)
-        ):
+        for position, (axis, axis_type) in enumerate(self._interpreter.by_axis(types).items()):
             dst = collective.dst if axis in collective.axes else axis_type
             if dst == R and _summed_varying(forward, collective, axis, position):
                 # The sum has reinterpreted V as Partial implicitly: the transpose of that makes V.

@@ -60,8 +60,8 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
 def _reduced(interpreter: "Interpreter", x: Tensor) -> Tensor:
     """Applies the collective of the repair that is tried to a tensor; see `proposals`."""
     scope, types = current_scope(), interpreter.storage_type(x).types
-    pairs = zip(interpreter.axes, types, strict=True)
-    axes = tuple(axis for axis, kind in pairs if plain(kind) in (V, Partial))
+    by_axis = interpreter.by_axis(types).items()
+    axes = tuple(axis for axis, have in by_axis if plain(have) in (V, Partial))
     if scope is None or not axes:
         return x
     total = Collective("all_reduce", Partial, I, axes)

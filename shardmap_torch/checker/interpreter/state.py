@@ -30,7 +30,7 @@ from shardmap_torch.core.torch_private.engine import (
     retrieve_all_functorch_interpreters,
 )
 from shardmap_torch.errors import ShardTypeError, TransformError
-from shardmap_torch.types import I, K, R
+from shardmap_torch.types import AxisType, I, K, R
 
 if TYPE_CHECKING:  # it takes a second to import, which torch does when a body is first checked
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -251,6 +251,10 @@ class Memory:
     def types_of(self, tensor: Tensor) -> Types:
         """Returns the types of any tensor in the body as an operand."""
         return self.types(base_of(self.fakify(tensor)))
+
+    def by_axis(self, types: Types) -> dict[str, AxisType]:
+        """Returns types by the names of their axes, in the order of the mesh."""
+        return dict(zip(self.axes, types, strict=True))
 
     # ------------------------------------------------------------------------ cotangents
 

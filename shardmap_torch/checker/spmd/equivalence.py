@@ -429,7 +429,7 @@ class Relation(Observer):
         types = self._interpreter.types(x)
         return tuple(
             Partial if axis in partial else axis_type
-            for axis, axis_type in zip(self._interpreter.axes, types, strict=True)
+            for axis, axis_type in self._interpreter.by_axis(types).items()
         )
 
     def _finish(

@@ -89,7 +89,7 @@ class PullBack:
                 replicate: list[str] = []
                 storage_type = interpreter.storage_type(gradient)
                 self.gradients.append((path, storage_type.types))
-                for axis, have in zip(interpreter.axes, storage_type.types, strict=True):
+                for axis, have in interpreter.by_axis(storage_type.types).items():
                     at = interpreter.axes.index(axis)
                     axis_type = enters_as(spec, axis, call.mapped)
                     if not accepts(axis_type, have):
@@ -126,7 +126,7 @@ class PullBack:
         if gradient is None:
             return
         storage_type = self._interpreter.storage_type(gradient)
-        for axis, axis_type in zip(self._interpreter.axes, storage_type.types, strict=True):
+        for axis, axis_type in self._interpreter.by_axis(storage_type.types).items():
             if axis_type not in (I, K, Z):
                 raise ShardTypeError(
                     f"{self._call.name}: a closed-over tensor of shape {list(closure.shape)} gets "

@@ -59,9 +59,7 @@ class Inner:
         for position in edge.positions:
             spec, path = edge.spec(position), edge.paths[position]
             value = self._interpreter.fakify(edge.values[position])
-            types = dict(
-                zip(self._interpreter.axes, self._uncommitted.types_of(value), strict=True)
-            )
+            types = self._interpreter.by_axis(self._uncommitted.types_of(value))
             for axis in edge.axes:
                 if axis in spec.replicate:
                     continue  # the spec's own conversion requires an R
@@ -131,7 +129,7 @@ class Open(Linear):
         storage_type = interpreter.storage_type(x)
         types = tuple(
             K if axis in self.open_axes and axis_type == I else axis_type
-            for axis, axis_type in zip(interpreter.axes, storage_type.types, strict=True)
+            for axis, axis_type in interpreter.by_axis(storage_type.types).items()
         )
         site, backward = interpreter.site()
         operand = use_of("x", interpreter.fakify(x), storage_type, storage_type.types)
@@ -152,7 +150,7 @@ class Open(Linear):
         interpreter = self.interpreter
         storage_type = interpreter.storage_type(grad)
         summed: list[str] = []
-        for at, (axis, have) in enumerate(zip(interpreter.axes, storage_type.types, strict=True)):
+        for at, (axis, have) in enumerate(interpreter.by_axis(storage_type.types).items()):
             if axis not in self.open_axes or have == Z:
                 continue
             if not accepts(K, have):

@@ -37,7 +37,7 @@ class Recording:
             ShardTypeError: they differ on another path that looks the same to a run.
         """
         interpreter = self._interpreter
-        known = dict(zip(interpreter.axes, interpreter.storage_type(x).types, strict=True))
+        known = interpreter.by_axis(interpreter.storage_type(x).types)
         found = tuple(known[axis] for axis in axes)
         self.on_operation((TYPE, axes), x)
         if self._at.types not in ((), found):
