@@ -95,7 +95,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     choices = "; ".join(f"{name}: {meaning}" for name, meaning in CHOICES.items())
     parser.add_argument("--parallel", type=parallel, default="dp+tp+sp", help=choices)
     parser.add_argument(
-        "--mesh", type=mesh_sizes, help="ranks along each axis, data x context x tensor: 2x4"
+        "--mesh",
+        type=mesh_sizes,
+        help="ranks along each axis, data x context x pipeline x tensor: 2x4",
     )
     parser.add_argument("--strategy", default="vmap", choices=["auto", "vmap", "ranks"])
     parser.add_argument("--device", help="cpu or cuda; by default where the mesh's kind runs")
@@ -121,7 +123,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args(arguments)
     axes = options.parallel.axes
-    options.mesh = options.mesh or DEFAULT_SIZES[len(axes)]
+    sizes_of_axes = dict(zip(axes, DEFAULT_SIZES[len(axes)], strict=True))
+    if "pp" in sizes_of_axes:
+        sizes_of_axes["pp"] = options.layers  # its ranks must divide them
+    options.mesh = options.mesh or tuple(sizes_of_axes.values())
     if len(options.mesh) != len(axes):
         parser.error(f"--mesh needs {len(axes)} sizes, of {' x '.join(axes)}")
     if options.steps < 1:
@@ -154,10 +159,9 @@ def start(options: argparse.Namespace) -> Run:
 def show_sharding(run: Run, params: Params) -> None:
     """Prints which ranks hold which part of a weight, a batch and the logits."""
     tokens = run.batch(0)[:, :-1]
-    down, lies = params["layers"][0]["down"], model.specs(run.config)
     logits = sharded_logits(run.mesh, run.config)(params, tokens)
     shown = {
-        "one weight, layers[0]['down'] [hidden, width]": (down, lies["layers"][0]["down"]),
+        **one_weight(params["layers"], model.specs(run.config)["layers"]),
         "the batch [sequences, positions]": (tokens, P("dp")),
     }
     if run.config.parallel.context is None:  # else three dims are sharded, and a table shows two
@@ -166,6 +170,14 @@ def show_sharding(run: Run, params: Params) -> None:
     for name, (value, spec) in shown.items():
         run.console.print(f"\n{name}", style="bold", markup=False, highlight=False)
         visualize_sharding(value, mesh=run.mesh, spec=spec, console=run.console)
+
+
+def one_weight(layers: Params, lies: Params) -> dict[str, tuple[Tensor, P]]:
+    """A weight and its spec by its name; those of a pipeline are of all layers."""
+    if isinstance(layers, dict):
+        return {"one weight, layers['down'] [layer, hidden, width]": (layers["down"], lies["down"])}
+    down, spec = layers[0]["down"], lies[0]["down"]
+    return {"one weight, layers[0]['down'] [hidden, width]": (down, spec)}
 
 
 def check(run: Run, sharded: LossAndGrads, step: int, params: Params) -> None:

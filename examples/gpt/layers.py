@@ -32,15 +32,16 @@ def row(x: Tensor, weight: Tensor, parallel: Parallel, overlap: Overlap) -> Tens
 def experts(x: Tensor, layer: Any, parallel: Parallel) -> tuple[Tensor, Tensor]:
     """x [b, t, d] -> [b, t, d], and how uneven the loads of the experts are."""
     names = ("gate_up", "down")  # [e/ep, d, 2, f/tp], [e/ep, f/tp, d]
-    return nn.moe(
-        x,
+    made, balance = nn.moe(
+        x.flatten(0, 1).unsqueeze(1),  # no position waits for another: there is room for all
         layer["router"],
         {name: layer[name] for name in names},
         "ep",
         expert=_feed_forward,
         capacity_factor=None,
-        batch_axis=("edp",),
+        batch_axis=("edp", *parallel.data[1:]),
     )
+    return made.reshape(x.shape), balance
 
 
 def _feed_forward(weights: Any, x: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """The GPT: its parameters as a pytree, their shardings, and the forward and loss."""
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+import optree
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,7 +22,7 @@ from examples.gpt.layers import (
     row,
 )
 from examples.gpt.parallel import DEFAULT, Parallel
-from shardmap_torch import I, V, convert, match_specs, nn
+from shardmap_torch import I, V, all_gather, convert, match_specs, nn
 from shardmap_torch.kernels import Overlap
 
 Params: TypeAlias = Any
@@ -46,6 +48,7 @@ class Config:
     hidden: int = 384
     layers: int = 3
     experts: int = 4  # of each layer; with "ep" only
+    microbatches: int = 4  # of the sequences of a rank of "dp"; with "pp" only
     overlap: Overlap = "off"
     parallel: Parallel = DEFAULT
 
@@ -73,12 +76,25 @@ def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> P
             "down": normal(*e, f, d, inputs=f * deep),
         }
 
-    return {
+    params = {
         "embedding": normal(v, d, inputs=d),
         "layers": [layer() for _ in range(config.layers)],
         "final_norm": torch.ones(d, dtype=dtype),
         "unembedding": normal(d, v, inputs=d),
     }
+    return stack_layers(params) if config.parallel.has_stages else params
+
+
+def stack_layers(params: Params) -> Params:
+    """Makes the layers one pytree, whose leaves have a leading dimension for them."""
+    stacked = optree.tree_map(lambda *leaves: torch.stack(leaves), *params["layers"])
+    return {**params, "layers": stacked}
+
+
+def unstack_layers(layers: Params) -> list[Params]:
+    """Gives each layer its part of such leaves."""
+    columns = zip(*(leaf.unbind() for leaf in layers.values()), strict=True)
+    return [dict(zip(layers, column, strict=True)) for column in columns]
 
 
 @lru_cache
@@ -102,30 +118,56 @@ def forward(
     params: Params, tokens: Tensor, config: Config, dropout: Dropout | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Computes the logits, and how uneven the loads of each layer's experts are."""
-    parallel, overlap = config.parallel, config.overlap
+    parallel = config.parallel
     drop = (dropout or Dropout()).shards(parallel.activations)
     lies = specs(config)
     first = gathered(params["embedding"], lies["embedding"], parallel)
     x = drop(embed(tokens, first, parallel))  # [b, t/tp, d]
     balances: list[Tensor] = []
-    for shards, layer_lies in zip(params["layers"], lies["layers"], strict=True):
-        layer = gathered(shards, layer_lies, parallel)
-        attended = _attention(x, layer, config)
-        x = x + drop(row(attended, layer["attention_out"], parallel, overlap))
-        normed = rms_norm(x, layer["mlp_norm"])
-        if parallel.has_experts:
-            made, balance = experts(normed, layer, parallel)
-            balances.append(balance)
-        else:
-            gate, up = column(normed, layer["gate_up"], parallel, overlap).unbind(-2)
-            made = row(functional.silu(gate) * up, layer["down"], parallel, overlap)
-        x = x + drop(made)
-    names = ("final_norm", "unembedding")
-    last = gathered(
-        {name: params[name] for name in names}, {name: lies[name] for name in names}, parallel
-    )
+    for layer in _layers(params, config):
+        x, balance = block(x, layer, config, drop)
+        balances += balance
+    last = gathered(head(params), head(lies), parallel)
+    return unembed(x, last, config), balances
+
+
+def head(params: Params) -> Params:
+    """The part of the parameters that comes after the layers."""
+    return {name: params[name] for name in ("final_norm", "unembedding")}
+
+
+def unembed(x: Tensor, last: Params, config: Config) -> Tensor:
+    """x [b, t/tp, d] -> logits [b, t, v/tp]."""
     normed = rms_norm(x, last["final_norm"])
-    return column(normed, last["unembedding"], parallel, overlap), balances
+    return column(normed, last["unembedding"], config.parallel, config.overlap)
+
+
+def _layers(params: Params, config: Config) -> Iterator[Params]:
+    """Yields this rank's shards of each layer; those of FSDP and of stages are gathered."""
+    parallel = config.parallel
+    if parallel.has_stages:
+        yield from unstack_layers(all_gather(params["layers"], "pp", dst=I))
+        return
+    for shards, lies in zip(params["layers"], specs(config)["layers"], strict=True):
+        yield gathered(shards, lies, parallel)
+
+
+def block(
+    x: Tensor, layer: Params, config: Config, drop: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """x [b, t/tp, d] -> the same after one layer, and how uneven its experts' loads are."""
+    parallel, overlap = config.parallel, config.overlap
+    attended = _attention(x, layer, config)
+    x = x + drop(row(attended, layer["attention_out"], parallel, overlap))
+    normed = rms_norm(x, layer["mlp_norm"])
+    balances: list[Tensor] = []
+    if parallel.has_experts:
+        made, balance = experts(normed, layer, parallel)
+        balances.append(balance)
+    else:
+        gate, up = column(normed, layer["gate_up"], parallel, overlap).unbind(-2)
+        made = row(functional.silu(gate) * up, layer["down"], parallel, overlap)
+    return x + drop(made), balances
 
 
 def _attention(x: Tensor, layer: Params, config: Config) -> Tensor:

@@ -1,5 +1,7 @@
 """AdamW as the example uses it: warm-up and cosine decay, matrices decayed, gradients clipped."""
 
+import optree
+
 from examples.gpt import model
 from examples.gpt.model import Config
 from shardmap_torch.optim import Optimizer, adamw, warmup_cosine, zero
@@ -13,6 +15,7 @@ def make_optimizer(
 ) -> Optimizer:
     """Takes pending gradients; sums and clips them, and steps where the moments lie."""
     rate = warmup_cosine(PEAK, steps=steps, warmup=warmup, final=PEAK / 10)
-    plain = adamw(rate, betas=(0.9, 0.98), weight_decay=0.1, decays=lambda p: p.ndim > 1)
     lies, moments = model.specs(config), model.moment_specs(config)
+    decays = optree.tree_map_with_path(lambda path, _: not path[-1].endswith("norm"), lies)
+    plain = adamw(rate, betas=(0.9, 0.98), weight_decay=0.1, decays=decays)
     return zero(plain, config.parallel.pending, lies, moments, max_norm=max_norm)

@@ -1,11 +1,11 @@
 """The ways in which the ranks share the work: `dp`, `tp+sp`, `fsdp+tp`, ..., a table of specs each.
 
 Every mesh of the example has the axes "dp" and "tp", of size 1 where a choice does without, and
-"cp" where it is chosen. Over "dp" the sequences of a batch are sharded, over "cp" their positions,
-over "tp" the weights. With "ep" the ranks of "dp" are seen as "edp" and "ep" too. Shapes in the
-tables:
+"cp" and "pp" where they are chosen. Over "dp" the sequences of a batch are sharded, over "cp" their
+positions, over "pp" the layers, over "tp" the weights. With "ep" the ranks of "dp" are seen as
+"edp" and "ep" too. Shapes in the tables:
 
-    d model width   h heads   k head width   f hidden width   v vocabulary
+    d model width   h heads   k head width   f hidden width   v vocabulary   l layers   e experts
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,6 +25,7 @@ CHOICES: Final[Mapping[str, str]] = {
     "zero": "as dp; moments are sharded, and each rank updates its part of the parameters",
     "ep": "as dp; feed-forwards are mixtures of experts, which are sharded over a part of dp",
     "cp": "the positions of a sequence are sharded; keys and values go round in a ring",
+    "pp": "layers are sharded; microbatches pass from rank to rank",
     "tp": "heads, hidden width and vocabulary are sharded",
     "sp": "with tp, positions are sharded between the layers",
 }
@@ -45,6 +46,18 @@ EXPERTS: Final[Table] = {
     "**.down": P("ep", "tp"),  # [e, f, d]
 }
 """Of mixtures of experts, in place of the same in `WEIGHTS`."""
+
+STAGES: Final[Table] = {
+    "embedding": P("tp"),  # [v, d]
+    "layers.*norm": P("pp"),  # [l, d]
+    "layers.qkv": P("pp", None, "tp"),  # [l, d, h, 3, k]
+    "layers.attention_out": P("pp", "tp"),  # [l, h, k, d]
+    "layers.gate_up": P("pp", None, None, "tp"),  # [l, d, 2, f]
+    "layers.down": P("pp", "tp"),  # [l, f, d]
+    "final_norm": P(),
+    "unembedding": P(None, "tp"),  # [d, v]
+}
+"""Of a pipeline, whose layers are one pytree of stacked weights, in place of `WEIGHTS`."""
 
 WIDTHS: Final[Table] = {
     "embedding": P("tp", "dp"),
@@ -76,12 +89,10 @@ class Parallel:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(CHOICES)}")
         if "sp" in names and "tp" not in names:
             raise ValueError("sp needs tp: it shards what tp leaves unsharded between its layers")
-        apart = [name for name in names if name in ("fsdp", "zero", "sp", "cp")]
-        if "ep" in names and apart:
-            raise ValueError(f"ep and {apart[0]} exclude each other")
-        several = [name for name in names if name in ("dp", "fsdp", "zero")]
-        if len(several) > 1:
-            raise ValueError(f"{' and '.join(several)} exclude each other")
+        for name, others in _EXCLUDED:
+            apart = [other for other in names if other in others and other != name]
+            if name in names and apart:
+                raise ValueError(f"{name} and {apart[0]} exclude each other")
         return Parallel(frozenset(names))
 
     def __str__(self) -> str:
@@ -91,12 +102,13 @@ class Parallel:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes whose sizes one chooses, in the order of the mesh."""
-        return tuple(axis for axis in self.mesh_axes if axis == "cp" or self.chosen & _USES[axis])
+        return tuple(axis for axis in self.mesh_axes if self.chosen & _USES[axis])
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """All axes of the mesh."""
-        return ("dp", "cp", "tp") if "cp" in self.chosen else ("dp", "tp")
+        inner = tuple(axis for axis in ("cp", "pp") if axis in self.chosen)
+        return "dp", *inner, "tp"
 
     def mesh_sizes(self, sizes: Iterable[int]) -> tuple[int, ...]:
         """The sizes of all axes of the mesh, given those of `axes`."""
@@ -121,6 +133,11 @@ class Parallel:
     def has_sharded_params(self) -> bool:
         """Returns whether a rank of "dp" holds only a shard of the parameters."""
         return "fsdp" in self.chosen
+
+    @property
+    def has_stages(self) -> bool:
+        """Returns whether the layers are sharded, as the stages of a pipeline."""
+        return "pp" in self.chosen
 
     @property
     def context(self) -> str | None:
@@ -151,12 +168,16 @@ class Parallel:
     @property
     def params(self) -> Table:
         """Specs of the parameters by patterns over their paths."""
+        if self.has_stages:
+            return STAGES
         weights = WIDTHS if self.has_sharded_params else WEIGHTS
         return {**weights, **self._experts, **self._norms("fsdp")}
 
     @property
     def moments(self) -> Table:
         """Specs of what the optimizer keeps of each parameter."""
+        if self.has_stages:
+            return STAGES
         is_wide = bool(self.chosen & {"fsdp", "zero"})
         weights = WIDTHS if is_wide else WEIGHTS
         return {**weights, **self._experts, **self._norms("fsdp", "zero")}
@@ -173,7 +194,17 @@ class Parallel:
 
 _USES: Final[Mapping[str, set[str]]] = {
     "dp": {"dp", "fsdp", "zero", "ep"},
+    "cp": {"cp"},
+    "pp": {"pp"},
     "tp": {"tp"},
 }
+
+_EXCLUDED: Final = (
+    ("ep", {"fsdp", "zero", "sp"}),
+    ("pp", {"fsdp", "zero", "ep", "cp", "sp"}),
+    ("dp", {"fsdp", "zero"}),
+    ("fsdp", {"zero"}),
+)
+"""Choices that do not go together."""
 
 DEFAULT: Final = Parallel()

@@ -23,7 +23,7 @@ def forward(
     balances: list[Tensor] = []
     drop = (dropout or Dropout()).unsharded()
     x = drop(functional.embedding(tokens, params["embedding"]))
-    for layer in params["layers"]:
+    for layer in _layers(params):
         x = x + drop(_attention(_norm(x, layer["attention_norm"]), layer))
         normed = _norm(x, layer["mlp_norm"])
         if "router" in layer:
@@ -34,6 +34,15 @@ def forward(
         x = x + drop(made)
     logits: Tensor = _norm(x, params["final_norm"]) @ params["unembedding"]
     return logits, balances
+
+
+def _layers(params: Params) -> list[Params]:
+    """Those of a pipeline are one pytree of stacked weights."""
+    layers = params["layers"]
+    if isinstance(layers, list):
+        return layers
+    count = len(layers["down"])
+    return [{name: stacked[number] for name, stacked in layers.items()} for number in range(count)]
 
 
 def loss(params: Params, batch: Tensor, dropout: Dropout | None = None) -> Tensor:

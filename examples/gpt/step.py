@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from examples.gpt import model
+from examples.gpt import model, pipeline
 from examples.gpt.model import Config, Params
 from shardmap_torch import (
     I,
@@ -27,8 +27,16 @@ Step = Callable[[Params, State, Tensor], tuple[Params, State, Tensor]]
 
 def loss_and_grads(params: Params, batch: Tensor, config: Config) -> tuple[Tensor, Params]:
     """Returns the loss, and the reduced gradient of this rank's shard of every parameter."""
-    value, grads = value_and_grad(model.loss)(params, batch, config)
+    value, grads = _value_and_grad(params, batch, config)
     return value, sync_gradients(grads, model.specs(config), config.parallel.pending)
+
+
+def _value_and_grad(params: Params, batch: Tensor, config: Config) -> tuple[Tensor, Params]:
+    """The loss, and this rank's addend of every gradient over `Parallel.pending`."""
+    if config.parallel.has_stages:
+        return pipeline.value_and_grad(params, batch, config)
+    value, grads = value_and_grad(model.loss)(params, batch, config)
+    return value, grads
 
 
 def sharded_loss_and_grads(mesh: Mesh, config: Config) -> LossAndGrads:
@@ -45,7 +53,7 @@ def sharded_step(mesh: Mesh, config: Config, optimizer: Optimizer) -> Step:
 
     @shard_map(mesh=mesh, in_specs=(lies, state_lies, P("dp")), out_specs=(lies, state_lies, P()))
     def step(params: Params, state: State, batch: Tensor) -> tuple[Params, State, Tensor]:
-        loss, grads = value_and_grad(model.loss)(params, batch, config)
+        loss, grads = _value_and_grad(params, batch, config)
         params, state = optimizer.update(params, grads, state)
         return params, state, loss
 

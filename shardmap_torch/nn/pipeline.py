@@ -24,7 +24,7 @@ from shardmap_torch.spec import P
 from shardmap_torch.types import I
 
 Stage = Callable[[Any, Tensor], Tensor]
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 
 
 def pipeline_value_and_grad(
@@ -35,6 +35,7 @@ def pipeline_value_and_grad(
     targets: Tensor,
     axis: str,
     *,
+    head: Any = None,
     schedule: Callable[[int, int], Schedule] = one_forward_one_backward_schedule,
 ) -> tuple[Tensor, Any, Tensor]:
     """Computes the loss of all microbatches and its gradients, layers being sharded over `axis`.
@@ -44,22 +45,26 @@ def pipeline_value_and_grad(
 
     Shape: x [m, ...] has m microbatches, as have the targets; every leaf of `params` has the layers
     of this rank as leading dimension. Returns a scalar, gradients as `params`, and the gradient of
-    x, [m, ...]. Types: `params` are sharded over `axis` along dimension 0, x and targets equal on
-    its ranks; the loss and the gradient of x are I, the other gradients sharded as `params`. Over
-    an axis that shards x the loss and the gradients of `params` are pending sums, and `params` are
-    R. Memory: the inputs of `num_saved(schedule)` microbatches (m for GPipe, at most 2n - 1 for
-    1F1B) and the activations of one stage for one microbatch, which are recomputed in its backward.
-    All ranks run one program: if one runs forward and another backward in the same tick, each
-    computes both and keeps its own. Sends one microbatch in each tick and direction that has work,
-    and all-reduces the loss and the gradient of x.
+    x, [m, ...]. Types: `params` are sharded over `axis` along dimension 0, x, targets and `head`
+    equal on its ranks; the loss and the gradients of x and `head` are I, the other gradients
+    sharded as `params`. Over an axis that shards x the loss and the gradients of `params` and
+    `head` are pending sums, and `params` and `head` are R. Memory: the inputs of
+    `num_saved(schedule)` microbatches (m for GPipe, at most 2n - 1 for 1F1B) and the activations of
+    one stage for one microbatch, which are recomputed in its backward. All ranks run one program:
+    if one runs forward and another backward in the same tick, each computes both and keeps its own.
+    Sends one microbatch in each tick and direction that has work, and all-reduces the loss and the
+    gradients of x and `head`.
 
     Args:
         stage: `stage(params, x)` applies the layers of one rank; the result has the shape of x.
-        loss: `loss(y, targets)` of one microbatch, a scalar; microbatches are summed.
+        loss: `loss(y, targets)` of one microbatch, a scalar, or with a head `loss(head, y,
+            targets)`; microbatches are summed.
         params: a pytree of this rank's layers.
         x: inputs of the first layer.
         targets: second argument of `loss`.
         axis: over which the layers are sharded.
+        head: parameters of the loss, a pytree, as of a final norm and an unembedding. With it the
+            second result is a pair, of the gradients of `params` and of `head`.
         schedule: takes the numbers of ranks and microbatches; `gpipe_schedule`,
             `one_forward_one_backward_schedule`, or one of your own.
 
@@ -90,10 +95,16 @@ def pipeline_value_and_grad(
             "pipeline_value_and_grad: x and targets have one leading dimension for microbatches, "
             f"not {list(x.shape)} and {list(targets.shape)}."
         )
-    leaves, structure = flatten(params)
-    region = pipeline_region(stage, loss, structure, axis, schedule)
+    with_head = loss if head is not None else _without_head(loss)
+    leaves, structure = flatten((params, () if head is None else head))
+    region = pipeline_region(stage, with_head, structure, axis, schedule, len(flatten(params)[0]))
     value, d_x, *grads = region(x, targets, *leaves)
-    return value, unflatten(structure, grads), d_x
+    d_params, d_head = unflatten(structure, grads)
+    return value, d_params if head is None else (d_params, d_head), d_x
+
+
+def _without_head(loss: Loss) -> Loss:
+    return lambda head, y, targets: loss(y, targets)
 
 
 def pipeline_region(
@@ -102,29 +113,35 @@ def pipeline_region(
     structure: Any,
     axis: str,
     schedule: Callable[[int, int], Schedule],
+    num_own: int,
 ) -> PerRank:
-    """Makes the per-rank code of `pipeline_value_and_grad`, of x, targets and parameters."""
+    """Makes the per-rank code of `pipeline_value_and_grad`, of x, targets, parameters and head.
+
+    `structure` is that of parameters and head, whose first `num_own` leaves are parameters.
+    """
 
     def pipeline_of_own_layers(x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
         count = num_ranks("pipeline_value_and_grad", axis)
         ticks = schedule(count, x.shape[0])
         check_schedule(ticks, count, x.shape[0])
-        run = _Run(stage, loss, unflatten(structure, leaves), x, targets, axis, ticks)
+        params, head = unflatten(structure, leaves)
+        run = _Run(stage, loss, params, head, x, targets, axis, ticks)
         for tick in ticks:
             run.go_forward(tick.forward)
             run.go_back(tick.backward)
-        value, d_x = all_reduce((run.value, run.d_x), axis, dst=I)
-        return (value, d_x, *flatten(run.grads)[0])
+        value, d_x, d_head = all_reduce((run.value, run.d_x, run.d_head), axis, dst=I)
+        return (value, d_x, *flatten(run.grads)[0], *flatten(d_head)[0])
 
-    return PerRank(pipeline_of_own_layers, partial(_types, axis=axis))
+    return PerRank(pipeline_of_own_layers, partial(_types, axis=axis, num_own=num_own))
 
 
-def _types(layouts: Sequence[P], ranks: Sequence[int], axis: str) -> Types:
+def _types(layouts: Sequence[P], ranks: Sequence[int], axis: str, num_own: int) -> Types:
     """Computes the types: results of all positions are pending sums over the axes that shard x."""
     batch = [a for entry in layouts[0].entries if entry is not None for a in axes_of(entry)]
-    params = [P(axis, *layout.entries[1:]) for layout in layouts[2:]]
+    x, targets, *leaves = (P(*layout.entries) for layout in layouts)
+    own = [P(axis, *leaf.entries[1:]) for leaf in leaves[:num_own]]
+    params = *own, *leaves[num_own:]
     sums = tuple(P(*each.entries, partial=batch) for each in params)
-    x, targets = (P(*layout.entries) for layout in layouts[:2])
     return (x, targets, *params), (P(partial=batch), x, *sums)
 
 
@@ -136,6 +153,7 @@ class _Run:
         stage: Stage,
         loss: Loss,
         params: Any,
+        head: Any,
         x: Tensor,
         targets: Tensor,
         axis: str,
@@ -153,6 +171,9 @@ class _Run:
         self.value = torch.zeros((), dtype=x.dtype, device=x.device)
         self.d_x = torch.zeros_like(own).expand_as(x)
         self.grads = map_leaves(torch.zeros_like, params)
+        # The ranks have other gradients of it, of which the last one's count.
+        self._head = map_leaves(lambda p: p.where(self._rank >= 0, p), head)
+        self.d_head = map_leaves(torch.zeros_like, self._head)
 
     def go_forward(self, row: Row) -> None:
         """Applies the stage to a microbatch, saves its input and sends the result onward."""
@@ -177,13 +198,12 @@ class _Run:
         x = self._saved.index_select(0, m % self._room).squeeze(0)
         y, pull = vjp(self._stage, self._params, x)
         target = self._targets.index_select(0, m).squeeze(0)
-        value, pull_loss = vjp(lambda y: self._loss(y, target), y.detach())
-        (d_y,) = pull_loss(torch.ones_like(value))
+        value, pull_loss = vjp(lambda head, y: self._loss(head, y, target), self._head, y.detach())
+        d_head, d_y = pull_loss(torch.ones_like(value))
         d_params, d_x = pull(d_y.where(self._is_last, self._cotangent))
         self.value = self.value + value.where(works & self._is_last, 0)
-        totals, structure = flatten(self.grads)
-        pairs = zip(totals, flatten(d_params)[0], strict=True)
-        self.grads = unflatten(structure, [total + new.where(works, 0) for total, new in pairs])
+        self.grads = _added(self.grads, d_params, works)
+        self.d_head = _added(self.d_head, d_head, works & self._is_last)
         place = self._place(m, self._x.shape[0], works & self._is_first)
         self.d_x = d_x.where(place, self.d_x)
         self._cotangent = shift(d_x, self._axis, -1, wrap=False)
@@ -198,3 +218,10 @@ class _Run:
         """Returns the mask of this rank's row among `count`, empty if it has no work."""
         at = (torch.arange(count, device=m.device) == m) & works
         return at.reshape(-1, *[1] * (self._x.ndim - 1))
+
+
+def _added(totals: Any, new: Any, mask: Tensor) -> Any:
+    """Adds the new leaves where the mask is true."""
+    leaves, structure = flatten(totals)
+    pairs = zip(leaves, flatten(new)[0], strict=True)
+    return unflatten(structure, [total + each.where(mask, 0) for total, each in pairs])

@@ -25,7 +25,7 @@ from shardmap_torch.nn import loss
 from shardmap_torch.optim import Optimizer, clip_by_global_norm, sync_gradients
 from tests.support.pool import Gloo
 
-CONFIG = Config(vocabulary=32, length=8, width=16, heads=4, hidden=24, layers=2)
+CONFIG = Config(vocabulary=32, length=8, width=16, heads=4, hidden=24, layers=2, microbatches=2)
 AXES = ("dp", "tp")
 # The sharded model adds the same float64 numbers in another order; nothing else may differ.
 EXACT = 1e-10
@@ -38,8 +38,10 @@ def params(config: Config = CONFIG) -> Params:
     def disturb(p: Tensor) -> Tensor:
         return p + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
 
-    disturbed: Params = optree.tree_map(disturb, model.init(config, 0, torch.float64))
-    return disturbed
+    without_stages = Parallel(config.parallel.chosen - {"pp"})
+    drawn = model.init(replace(config, parallel=without_stages), 0, torch.float64)
+    disturbed: Params = optree.tree_map(disturb, drawn)
+    return model.stack_layers(disturbed) if config.parallel.has_stages else disturbed
 
 
 def batch() -> Tensor:
@@ -172,7 +174,7 @@ def train(
 ) -> list[float]:
     """Losses of a few steps that clip, warm up and decay; without a mesh on one device."""
     config = replace(CONFIG, overlap=overlap, parallel=Parallel.of(parallel))
-    weights = params()
+    weights = params(config)
     if mesh is None:
         return train_with_torch(weights, steps)
     optimizer = optimizer_of(config, steps)
@@ -291,18 +293,20 @@ COMBINATIONS = {
     "cp": (4,),
     "cp+tp+sp": (2, 2),
 }
+PIPELINES = {"pp": (2,), "dp+pp": (2, 2), "pp+tp": (2, 2)}
+SIZES = COMBINATIONS | PIPELINES
 
 
-@pytest.mark.parametrize("parallel", COMBINATIONS)
+@pytest.mark.parametrize("parallel", SIZES)
 def test_every_choice_has_the_gradients_of_one_device(parallel: str) -> None:
     chosen = Parallel.of(parallel)
     config = replace(CONFIG, parallel=chosen)
-    sizes = chosen.mesh_sizes(COMBINATIONS[parallel])
+    sizes = chosen.mesh_sizes(SIZES[parallel])
     found = on_mesh(sizes, "vmap", check="global", config=config)
     assert wrong_leaves(found, config) == set()
 
 
-MIXTURES = {"ep": (4,), "ep+tp": (2, 2)}
+MIXTURES = {"ep": (4,), "ep+tp": (2, 2), "ep+cp": (2, 2)}
 
 
 @pytest.mark.parametrize("experts", [2, 4])
@@ -322,19 +326,19 @@ def test_mixtures_of_experts_on_processes_have_the_gradients_of_one_device(gloo:
 
 def train_by(parallel: str) -> list[float]:
     chosen = Parallel.of(parallel)
-    sizes = chosen.mesh_sizes(COMBINATIONS[parallel])
+    sizes = chosen.mesh_sizes(SIZES[parallel])
     return train(make_mesh(sizes, chosen.mesh_axes, simulate="ranks"), parallel=parallel)
 
 
-@pytest.mark.parametrize("parallel", ["fsdp+tp+sp", "zero+tp"])
-def test_training_with_sharded_parameters_or_moments_has_the_losses_of_one_device(
+@pytest.mark.parametrize("parallel", ["fsdp+tp+sp", "zero+tp", "dp+pp"])
+def test_training_with_sharded_parameters_or_moments_or_layers_has_the_losses_of_one_device(
     parallel: str,
 ) -> None:
     assert train_by(parallel) == pytest.approx(train(None), rel=EXACT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", COMBINATIONS)
+@pytest.mark.parametrize("parallel", [*COMBINATIONS, "pp+tp"])
 def test_training_by_every_choice_on_processes_has_the_losses_of_one_device(
     parallel: str, gloo: Gloo
 ) -> None:
@@ -345,9 +349,10 @@ def test_training_by_every_choice_on_processes_has_the_losses_of_one_device(
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("tp+dq", "'dq' is none of dp, fsdp, zero, ep, cp, tp, sp"),
+        ("tp+dq", "'dq' is none of dp, fsdp, zero, ep, cp, pp, tp, sp"),
         ("ep+zero", "ep and zero exclude each other"),
-        ("ep+cp", "ep and cp exclude each other"),
+        ("ep+sp+tp", "ep and sp exclude each other"),
+        ("pp+cp", "pp and cp exclude each other"),
         ("dp+sp", "sp needs tp: it shards what tp leaves whole between its layers"),
         ("dp+zero", "dp and zero exclude each other"),
     ],
@@ -364,7 +369,7 @@ def test_a_choice_prints_as_it_is_written() -> None:
         "tp+sp",
         "fsdp",
     ]
-    assert "+".join(CHOICES) == "dp+fsdp+zero+ep+cp+tp+sp"
+    assert "+".join(CHOICES) == "dp+fsdp+zero+ep+cp+pp+tp+sp"
 
 
 def test_float32_gradients_are_within_the_stated_tolerance() -> None:

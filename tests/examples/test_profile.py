@@ -69,4 +69,4 @@ def test_ranks_are_spread_over_the_axes_of_a_choice(num_axes: int, sizes: tuple[
 def test_an_unknown_choice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         profile.main(["--parallel", "plain", "ddp"])
-    assert "'ddp' is none of dp, fsdp, zero, ep, cp, tp, sp" in capsys.readouterr().err
+    assert "'ddp' is none of dp, fsdp, zero, ep, cp, pp, tp, sp" in capsys.readouterr().err

@@ -52,6 +52,18 @@ def test_the_demo_shows_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
+def test_the_demo_runs_as_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--parallel pp+tp --layers 2 --mesh 2x2 --steps 1 --sample 1 --check 1".split()
+    (loss,) = run_main([*SMALL, *flags], tmp_path)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "simulated mesh (dp=1, pp=2, tp=2)" in shown
+    assert "(2, 32, 16) sharded by P('pp', 'tp')" in shown
+    assert "step 1, torch.float64: loss and 9 gradients equal one device's" in shown
+    assert 5 < loss < 6  # of 256 bytes
+    assert "held-out loss" in shown
+
+
+@pytest.mark.slow
 def test_processes_have_the_losses_of_a_simulated_mesh(gloo: Gloo, tmp_path: Path) -> None:
     simulated = run_main(without_check("2x4"), tmp_path)
     for losses in gloo(4).run(run_main, without_check("2x2"), tmp_path):

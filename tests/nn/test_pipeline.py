@@ -32,6 +32,7 @@ from tests.nn.support.cases import EXACT, random
 from tests.support.pool import Gloo
 
 PARAMS = {"w": random(4, 3, 3), "b": random(4, 3)}
+HEAD = random(3, 3, seed=2)
 X, TARGETS = random(5, 4, 3), random(5, 4, 3, seed=1)
 SCHEDULES = {"gpipe": gpipe_schedule, "1f1b": one_forward_one_backward_schedule}
 
@@ -50,20 +51,23 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def one_device() -> list[Tensor]:
-    def total(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.stack(
-            [loss(stage(params, each), t) for each, t in zip(x, TARGETS, strict=True)]
-        ).sum()
+def loss_of_head(head: Tensor, y: Tensor, target: Tensor) -> Tensor:
+    return loss(y @ head, target)
 
-    grads, value = torch.func.grad_and_value(total, argnums=(0, 1))(PARAMS, X)
+
+def one_device() -> list[Tensor]:
+    def total(params: dict[str, Tensor], head: Tensor, x: Tensor) -> Tensor:
+        pairs = zip(x, TARGETS, strict=True)
+        return torch.stack([loss_of_head(head, stage(params, each), t) for each, t in pairs]).sum()
+
+    grads, value = torch.func.grad_and_value(total, argnums=(0, 1, 2))(PARAMS, HEAD, X)
     return [value, *flatten(grads)[0]]
 
 
-def step(params: Any, x: Tensor, targets: Tensor, schedule: Any) -> Any:
-    params = convert(params, "dp", src=I, dst=R)
+def step(params: Any, head: Tensor, x: Tensor, targets: Tensor, schedule: Any) -> Any:
+    params, head = convert((params, head), "dp", src=I, dst=R)
     value, grads, d_x = pipeline_value_and_grad(
-        stage, loss, params, x, targets, "pp", schedule=schedule
+        stage, loss_of_head, params, x, targets, "pp", head=head, schedule=schedule
     )
     return all_reduce((value, grads), "dp", dst=I), d_x
 
@@ -73,11 +77,11 @@ def on_mesh(mesh: Mesh, schedule: str) -> list[Tensor]:
     f = shard_map(
         partial(step, schedule=SCHEDULES[schedule]),
         mesh=mesh,
-        in_specs=(P("pp"), batch, batch),
-        out_specs=((P(), P("pp")), batch),
+        in_specs=(P("pp"), P(), batch, batch),
+        out_specs=((P(), (P("pp"), P())), batch),
         check="global",
     )
-    (value, grads), d_x = full(f(PARAMS, X, TARGETS))
+    (value, grads), d_x = full(f(PARAMS, HEAD, X, TARGETS))
     return [value, *flatten((grads, d_x))[0]]
 
 
@@ -106,9 +110,11 @@ def test_on_processes_loss_and_gradients_are_those_of_one_device(gloo: Gloo) -> 
 
 
 def test_the_region_keeps_its_promise() -> None:
-    leaves, structure = flatten(PARAMS)
-    region = pipeline_region(stage, loss, structure, "pp", one_forward_one_backward_schedule)
-    typed = region.typed(*[P()] * 4, ranks=[x.ndim for x in (X, TARGETS, *leaves)])
+    leaves, structure = flatten((PARAMS, HEAD))
+    region = pipeline_region(
+        stage, loss_of_head, structure, "pp", one_forward_one_backward_schedule, len(PARAMS)
+    )
+    typed = region.typed(*[P()] * 5, ranks=[x.ndim for x in (X, TARGETS, *leaves)])
     assert validate_rule(typed, X, TARGETS, *leaves, num_ranks=2)
 
 
