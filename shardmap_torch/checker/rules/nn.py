@@ -2,7 +2,16 @@
 
 from typing import Final
 
-from shardmap_torch.checker.rules.builders import GRAD, SELF, each, merged, never, product, sums
+from shardmap_torch.checker.rules.builders import (
+    GRAD,
+    SELF,
+    argument_of,
+    each,
+    merged,
+    never,
+    product,
+    sums,
+)
 from shardmap_torch.checker.rules.rule import Arguments, Row
 
 _OUT: Final = ("grad_out",)
@@ -46,6 +55,8 @@ HIDDEN_WRITES: Final = dict.fromkeys(
 )
 """Arguments an overload writes when `training` is true, although its schema does not say so."""
 
+# torch 2.14 renamed it.
+_DISTANCE: Final = sums(argument_of("_cdist_backward", "grad", "grad_output"))
 _NLL_LOSS: Final = Row(
     results=(
         sums("self"),
@@ -66,7 +77,7 @@ LOSSES: Final = merged(
         product("grad_output", "weight", unread=("self",)), "nll_loss_backward nll_loss2d_backward"
     ),
     each(sums("grad"), "_ctc_loss_backward _ctc_loss_backward.Tensor"),
-    each(sums("grad"), "_cdist_backward _pdist_backward"),
+    each(_DISTANCE, "_cdist_backward _pdist_backward"),
 )
 
 
