@@ -154,6 +154,11 @@ def _obstacles(verdict: Verdict) -> Iterator[str]:
             "it draws from torch's default generator, which ranks share by their types when they "
             "run uncompiled only; draw from a key of shardmap_torch.random"
         )
+    if verdict.averages:
+        yield (
+            "it averages a cross entropy over a sharded dim, and uncompiled runs look whether a "
+            "target is ignored; take reduction='sum', and divide by the global number of targets"
+        )
     step = verdict.start
     while step.next:
         if len(step.next) > 1:

@@ -82,7 +82,7 @@ def refused(
     if conflict.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
         return _both_ways(interpreter, axis, uses, refusal.axis)
     gradients = _pending_gradients(uses, refusal.axis, axis)
-    advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis)
+    advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis, name)
     rejection = error(interpreter, head, lines, advice)
     if gradients:
         return propose(rejection, [_summing(equation, axis) for equation in gradients])
@@ -210,7 +210,20 @@ def chain_of(storage_type: StorageType, axis: int, limit: int = 6) -> Iterator[s
         storage_type, limit = sources[0], limit - 1
 
 
-def _advice(refusal: Refusal, axis: str) -> str:
+_KEPT: Final = (
+    "keep the shape: of x[mask].sum() write torch.where(mask, x, 0).sum(), and of x[mask].mean() "
+    "that by mask.sum(), each after its all_reduce."
+)
+_SELECTING: Final[Mapping[str, str]] = {
+    "index": _KEPT,
+    "masked_select": _KEPT,
+    "nonzero": "count with mask.sum(), or give a bound, with torch.nonzero_static(mask, size=n), "
+    "which goes into a local_region under check='global'.",
+}
+"""Advice about operations whose results have sizes that depend on data."""
+
+
+def _advice(refusal: Refusal, axis: str, name: str) -> str:
     conflict, reason = refusal.conflict, refusal.reason
     assert conflict is not None  # the caller has one
     if reason == MIXED:
@@ -220,6 +233,8 @@ def _advice(refusal: Refusal, axis: str) -> str:
         )
     if reason in (NONLINEAR, COUNTED):
         return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
+    if reason == BRANCH and name in _SELECTING:
+        return f"{_SELECTING[name]} Or gather the values over {axis!r} first."
     if reason == BRANCH:
         return (
             f"compute what it decides with torch.where or a mask, or make it equal on all ranks of "

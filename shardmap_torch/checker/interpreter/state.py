@@ -7,7 +7,7 @@ runs: a sum of contributions of type I and V is an error, not a V.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rewrites.aliases import Rows
 from shardmap_torch.checker.rules.infer import Types, tensors_of
+from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.fake_mode import fake_mode
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
@@ -54,13 +55,13 @@ class Token:
         return self.level > 0
 
 
-def closed_over_outer(name: str, does: str) -> TransformError:
+def closed_over_outer(name: str, does: str, tensor: str | None = None) -> TransformError:
     """Makes the error of closing over a tensor of a transform around the call."""
     site = call_site()
     at = "" if site is None else f", at {site}"
     return TransformError(
-        f"{name}: the body closes over a tensor that a torch.func transform outside {does}{at}. "
-        "Pass it as an argument."
+        f"{name}: the body closes over {tensor or 'a tensor'}, which a torch.func transform "
+        f"outside {does}{at}. Pass it as an argument, with a spec of its own."
     )
 
 
@@ -94,6 +95,7 @@ class Memory:
         self.name, self.axes = name, axes
         self.fake = fake_mode(env)
         self.observer: Observer = UNOBSERVED
+        self.body: Callable[..., Any] | None = None
         self.closures: dict[int, Tensor] = {}
         self.rows = Rows()
         self._storage_types: dict[int, StorageType] = {}
@@ -229,7 +231,9 @@ class Memory:
             differentiates = functorch.is_gradtrackingtensor(tensor)
             if differentiates or functorch.maybe_get_level(tensor) > depth:
                 raise closed_over_outer(
-                    self.name, "differentiates" if differentiates else "batches"
+                    self.name,
+                    "differentiates" if differentiates else "batches",
+                    name_in(self.body, tensor),
                 )
 
     def mark_constant(self, tensor: Tensor) -> None:

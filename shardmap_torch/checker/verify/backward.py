@@ -14,6 +14,7 @@ from shardmap_torch.checker.ir.outcomes import Need, Where
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
+from shardmap_torch.core.closures import name_in
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
 from shardmap_torch.types import COTANGENT, I, K, Partial, R, V, Z
@@ -126,6 +127,7 @@ class PullBack:
         if gradient is None:
             return
         storage_type = self._interpreter.storage_type(gradient)
+        name = name_in(self._call.function, closure) or "the tensor"
         for axis, axis_type in self._interpreter.by_axis(storage_type.types).items():
             if axis_type not in (I, K, Z):
                 raise ShardTypeError(
@@ -133,7 +135,7 @@ class PullBack:
                     f"a gradient that is {axis_type} over {axis!r}: "
                     f"{messages.wrong(I, axis_type)}.\n"
                     f"  the gradient is from {storage_type.origin()}\n"
-                    f"Fix: pass the tensor as an argument{_by_call(closure)}."
+                    f"Fix: pass {name} as an argument{_by_call(closure)}."
                 )
 
 

@@ -200,6 +200,7 @@ class _Verification:
         self._branches, self._one = branches, one
         env = this.sizes.env
         self._interpreter = Interpreter(call.name, call.mesh, branches, this.repair, env)
+        self._interpreter.body = call.function  # for messages
         self._uncommitted = Uncommitted(self._interpreter, uncommitted)
         self._inner = Inner(self._interpreter, self._uncommitted)
         if one is not None and records is not None and one.failure is None:

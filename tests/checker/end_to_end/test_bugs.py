@@ -331,7 +331,7 @@ def test_a_closed_over_parameter_whose_gradient_is_never_reduced_is_rejected() -
         "body: a closed-over tensor of shape [6, 8] gets a gradient that is V over 'tp': each rank "
         "has its own part of it, and nothing sums them."
     )
-    assert text.splitlines()[-1] == "Fix: pass the tensor as an argument."
+    assert text.splitlines()[-1] == "Fix: pass W as an argument."
 
 
 def test_of_a_module_that_is_closed_over_the_way_to_call_it_is_told() -> None:
@@ -343,8 +343,8 @@ def test_of_a_module_that_is_closed_over_the_way_to_call_it_is_told() -> None:
 
     text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
     assert text.splitlines()[-1] == (
-        "Fix: pass the tensor as an argument; torch.func.functional_call(module, parameters, args) "
-        "calls a module so."
+        "Fix: pass module.weight as an argument; torch.func.functional_call(module, parameters, "
+        "args) calls a module so."
     )
 
 
@@ -560,9 +560,11 @@ def test_a_closure_that_an_outer_vmap_batches_is_to_be_passed_as_an_argument() -
         with pytest.raises(TransformError) as caught:
             torch.func.vmap(f)(scales)
         text = str(caught.value)
-        head = "<lambda>: the body closes over a tensor that a torch.func transform outside batches"
+        head = (
+            "<lambda>: the body closes over a tensor, which a torch.func transform outside batches"
+        )
         assert text.startswith(head)
-        assert text.endswith("Pass it as an argument.")
+        assert text.endswith("Pass it as an argument, with a spec of its own.")
 
 
 def test_a_closure_may_be_batched_in_the_body() -> None:

@@ -13,6 +13,7 @@ from shardmap_torch import (
     P,
     ShardMapError,
     ShardTypeError,
+    TransformError,
     all_reduce,
     explain,
     make_mesh,
@@ -91,6 +92,13 @@ def in_worker() -> str:
 
 def test_processes_look_for_ignored_targets_too(gloo: Gloo) -> None:
     assert all("ignore_index=-100" in found for found in gloo(2).run(in_worker))
+
+
+def test_a_call_that_is_compiled_looks_at_no_target_and_is_refused() -> None:
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    f = shard_map(averaged(functional.cross_entropy), mesh=mesh, **SPECS)
+    with pytest.raises(TransformError, match="uncompiled runs look whether a target is ignored"):
+        torch.compile(f, backend="eager", fullgraph=True)(W, X, IDS)
 
 
 def test_ignored_targets_are_right_where_the_sum_is_divided_by_their_global_number() -> None:
