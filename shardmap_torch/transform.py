@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
@@ -218,7 +219,7 @@ class _Body:
         self._in_specs, self._out_specs = in_specs, out_specs
         self._mesh, self._axis_names, self._check = mesh, axis_names, strictness is not None
         # Annotated, since Dynamo cannot call the generic alias Memo[Match].
-        self._in_matches: Memo[Match] = Memo()
+        self._in_matches: Memo[_Bound] = Memo()
         self._out_matches: Memo[Match] = Memo()
         self._checked = Checked(self._name, function, strictness or "local", debug)
         self._unchecked = Unchecked()
@@ -274,29 +275,42 @@ class _Body:
         runs: bool = True,
     ) -> Call:
         mesh = _resolve_mesh(self._mesh, scope)
-        axes = _resolve_axes(self._name, mesh, self._axis_names, scope)
         if not runtime_of(mesh).has_data:
             runs = False
             args, kwargs = stand_ins((args, kwargs))
         leaves, structure = flatten((args, kwargs))
 
-        def match() -> Match:
-            placed = place_arguments(self._function, self._signature, args, kwargs, self._in_specs)
-            return Match.of(check_inputs(self._name, mesh, axes, placed, infers, runs))
+        outer = None if scope is None else scope.axes
 
-        key = (structure, mesh, axes, infers, runs, *map(input_signature, leaves))
+        def bind() -> _Bound:
+            axes = _resolve_axes(self._name, mesh, self._axis_names, scope)
+            placed = place_arguments(self._function, self._signature, args, kwargs, self._in_specs)
+            match = Match.of(check_inputs(self._name, mesh, axes, placed, infers, runs))
+            return _Bound(match, axes, frozenset(axes) | (outer or frozenset()))
+
+        key = (structure, mesh, outer, infers, runs, *map(input_signature, leaves))
+        bound = self._in_matches.get(key, bind)
         return Call(
             self._function,
             self._name,
             mesh,
-            frozenset(axes) | (scope.axes if scope is not None else frozenset()),
-            axes,
+            bound.axes,
+            bound.mapped,
             leaves,
-            self._in_matches.get(key, match),
+            bound.match,
             structure,
             self._out_specs,
             self._out_matches,
         )
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The match of one signature, the axes that it maps, and all that are bound in the body."""
+
+    match: Match
+    mapped: tuple[str, ...]
+    axes: frozenset[str]
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -71,7 +71,7 @@ class Call:
         return self.match.crossing
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, as `Call`
 class Result:
     """The result of one run of a body, flattened like the arguments in `Call`."""
 
@@ -84,8 +84,16 @@ class Result:
         """Every leaf with its path and spec."""
         return self.match.place(self.leaves)
 
-    def rebuild(self, leaves: Sequence[Any]) -> Tree:
-        """Puts other leaves in the places of these."""
+    @property
+    def crossing(self) -> list[Tensor]:
+        """The leaves that are tensors and cross by a spec."""
+        return [self.leaves[position] for position in self.match.crossing]
+
+    def rebuild(self, crossing: Sequence[Tensor]) -> Tree:
+        """Returns the result with other values of the leaves that cross."""
+        leaves = list(self.leaves)
+        for position, value in zip(self.match.crossing, crossing, strict=True):
+            leaves[position] = value
         return unflatten(self.structure, leaves)
 
 
@@ -106,7 +114,7 @@ def run_body(
         for position, casts, local in zip(
             call.match.crossing, call.match.entries, tensors, strict=True
         ):
-            values[position] = apply(backend, casts, local)
+            values[position] = apply(backend, casts, local) if casts else local
         for position, inferred in _enter(call, monitor).items():
             values[position] = apply(backend, inferred, values[position])
         args, kwargs = unflatten(call.structure, values)
@@ -117,7 +125,8 @@ def run_body(
         exits = _leave(call, monitor, match, leaves)
         for position, casts in zip(match.crossing, match.exits, strict=True):
             promised = exits.get(position, ())
-            leaves[position] = apply(backend, (*casts, *promised), leaves[position])
+            if casts or promised:
+                leaves[position] = apply(backend, (*casts, *promised), leaves[position])
     return Result(leaves, match, structure)
 
 

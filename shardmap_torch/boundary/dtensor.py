@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardmap_torch.boundary.casts import entry_shards
 from shardmap_torch.boundary.placements import Placements, placements_of, spec_of
-from shardmap_torch.collectives.autograd import bind, is_transformed
+from shardmap_torch.collectives.autograd import apply_eager, bind, is_transformed
 from shardmap_torch.collectives.operations import (
     Bind,
     Collective,
@@ -22,7 +22,7 @@ from shardmap_torch.collectives.operations import (
     collective_of,
 )
 from shardmap_torch.collectives.protocol import Backend
-from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.caching import Memo, memo
 from shardmap_torch.core.torch_private.dtensor import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import MeshError, SpecError, TransformError
@@ -137,6 +137,12 @@ def _finished(spec: P) -> tuple[Collective, ...]:
     return (collective_of("convert", R, I, axes),) if axes else ()
 
 
+@memo
+def _entries_of(spec: P) -> P:
+    """Returns the spec of a cotangent, which is no pending sum outside of the body."""
+    return P(*spec.entries)
+
+
 class Enter(Linear):
     """Operation that brings a value into a body: the local tensor of a DTensor, or a slice.
 
@@ -172,7 +178,7 @@ class Enter(Linear):
         if self._placements is not None:
             for collective in _finished(self._spec):
                 grad = bind(collective, grad)
-            return bind(Leave(self._mesh, P(*self._spec.entries), self._placements), grad)
+            return bind(Leave(self._mesh, _entries_of(self._spec), self._placements), grad)
         for collective in reversed(entry_shards(self._spec)):
             grad = bind(collective.transpose, grad)
         return grad
@@ -215,7 +221,7 @@ class Leave(Linear):
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Brings the cotangent in; that of a partial sum is the same on all ranks."""
-        grad = bind(Enter(self._mesh, P(*self._spec.entries)), grad)
+        grad = bind(Enter(self._mesh, _entries_of(self._spec)), grad)
         for collective in _shared(self._spec):
             grad = bind(collective, grad)
         return grad
@@ -259,18 +265,45 @@ def leave(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
     return bind(backend, Leave(mesh, spec), x)
 
 
+class _EnterKnown(Enter):
+    """Operation that brings in a DTensor of a DTensorSpec that is known to lie as the spec says."""
+
+    def __init__(self, mesh: Mesh, spec: P, known: DTensorSpec) -> None:
+        """Keeps the placements, which all these DTensors have."""
+        super().__init__(mesh, spec)
+        self._placements = tuple(known.placements)
+
+    def run(self, mover: Mover, x: Tensor) -> Tensor:
+        """Returns the local tensor."""
+        local: Tensor = x._local_tensor  # type: ignore[attr-defined]  # a DTensor
+        return local.detach()
+
+
+class _LeaveKnown(Leave):
+    """Operation that brings out local tensors of one shape, strides and dtype as DTensors."""
+
+    def __init__(self, mesh: Mesh, spec: P, known: DTensorSpec) -> None:
+        """Keeps the DTensorSpec, which all these DTensors have."""
+        super().__init__(mesh, spec)
+        self._known = known
+
+    def run(self, mover: Mover, x: Tensor) -> Tensor:
+        """Makes the DTensor."""
+        return DTensor.__new__(DTensor, x.detach(), self._known, requires_grad=False)
+
+
 class Crossings:
     """Cache of the DTensorSpecs of one signature, leaf by leaf, from the last call.
 
-    A training step passes the same specs in and out each time. An argument without gradient whose
-    DTensorSpec is the same object as last time is unwrapped directly; a result with the shape,
-    strides and dtype of last time gets the DTensorSpec of last time. That costs a sixth per leaf.
+    A training step passes the same specs in and out each time. An argument whose DTensorSpec is the
+    same object as last time is unwrapped directly; a result with the shape, strides and dtype of
+    last time gets the DTensorSpec of last time. That costs a sixth per leaf.
     """
 
     def __init__(self, mesh: Mesh, specs: Sequence[P]) -> None:
         """Starts empty, for leaves with these specs."""
         self.mesh, self._specs = mesh, specs
-        self._entered: list[DTensorSpec | None] = [None] * len(specs)
+        self._entered: list[tuple[DTensorSpec, Enter] | None] = [None] * len(specs)
         self._exited: list[tuple[Any, ...] | None] = [None] * len(specs)
         self._replicated = [not (spec.sharded_dims or spec.partial) for spec in specs]
 
@@ -282,14 +315,15 @@ class Crossings:
             return [enter(backend, mesh, spec, x) for spec, x in pairs]
         tracked, result = torch.is_grad_enabled(), []
         for at, x in enumerate(leaves):
-            spec = known[at]
-            if spec is not None and type(x) is DTensor and x._spec is spec:
+            last = known[at]
+            if last is not None and type(x) is DTensor and x._spec is last[0]:
                 local = x._local_tensor
-                if type(local) is Tensor and not (tracked and x.requires_grad):
-                    result.append(local.detach())
+                if type(local) is Tensor:
+                    grad = tracked and x.requires_grad
+                    result.append(apply_eager(x, last[1], backend) if grad else local.detach())
                     continue
             result.append(enter(backend, mesh, specs[at], x))
-            known[at] = _matching_spec(mesh, specs[at], x)
+            known[at] = _known_entry(mesh, specs[at], x)
         return result
 
     def leave(self, backend: Backend, values: Sequence[Tensor]) -> list[Tensor]:
@@ -298,26 +332,29 @@ class Crossings:
         if torch.compiler.is_dynamo_compiling() or is_transformed():
             pairs = zip(specs, values, strict=True)
             return [leave(backend, mesh, spec, x) for spec, x in pairs]
+        tracked = torch.is_grad_enabled()
         result: list[Tensor] = []
         for at, x in enumerate(values):
-            if x.requires_grad:
-                result.append(leave(backend, mesh, specs[at], x))
-            elif self._replicated[at]:
-                result.append(x)
-            else:
-                like = x.shape, x.stride(), x.dtype
-                last = known[at]
-                if last is None or last[0] != like:
-                    last = known[at] = like, _dtensor_spec(mesh, specs[at], x)
-                result.append(DTensor.__new__(DTensor, x.detach(), last[1], requires_grad=False))
+            if self._replicated[at]:
+                result.append(leave(backend, mesh, specs[at], x) if x.requires_grad else x)
+                continue
+            like = x.shape, x.stride(), x.dtype
+            last = known[at]
+            if last is None or last[0] != like:
+                spec = _dtensor_spec(mesh, specs[at], x)
+                last = known[at] = like, _LeaveKnown(mesh, specs[at], spec)
+            grad = tracked and x.requires_grad
+            result.append(apply_eager(x, last[1], backend) if grad else last[1].run(backend, x))
         return result
 
 
-def _matching_spec(mesh: Mesh, spec: P, x: Tensor) -> DTensorSpec | None:
-    """Returns the DTensorSpec of a value that needs no redistribution for `spec`, else None."""
+def _known_entry(mesh: Mesh, spec: P, x: Tensor) -> tuple[DTensorSpec, Enter] | None:
+    """Returns the DTensorSpec of a value that needs no redistribution for `spec`, and its entry."""
     if type(x) is not DTensor or spec.partial or _by_placements(mesh, x) is not x:
         return None
-    return x._spec if x._spec.placements == placements_of(mesh, spec) else None
+    if x._spec.placements != placements_of(mesh, spec):
+        return None
+    return x._spec, _EnterKnown(mesh, spec, x._spec)
 
 
 # Dynamo cannot make a DTensor from a spec, but knows torch's own ways in and out, with backward.

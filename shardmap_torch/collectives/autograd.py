@@ -32,7 +32,7 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
         out: Tensor = FunctorchForm.apply(x, operation, backend, *markers)
         return out
     if x.requires_grad and torch.is_grad_enabled():
-        apply = EagerForm.apply if torch.compiler.is_dynamo_compiling() else _apply_eager
+        apply = EagerForm.apply if torch.compiler.is_dynamo_compiling() else apply_eager
         out = apply(x, operation, backend)
         return out
     return operation.run(backend, x)
@@ -120,9 +120,11 @@ def unshared(y: Tensor) -> Tensor:
     return y.clone() if forward_level() >= 0 else y
 
 
-# What Function.apply ends in, after it has looked for transforms, which costs 2 us: `bind` has seen
-# that there are none.
-_apply_eager: Final[Callable[..., Tensor]] = super(torch.autograd.Function, EagerForm).apply
+apply_eager: Final[Callable[..., Tensor]] = super(torch.autograd.Function, EagerForm).apply
+"""Applies `EagerForm` where no transform is active, and no code is compiled.
+
+It is what Function.apply ends in, after it has looked for transforms, which costs 2 us.
+"""
 
 
 class FunctorchForm(TypedFunction):

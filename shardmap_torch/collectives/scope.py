@@ -19,9 +19,9 @@ from shardmap_torch.types import AxisType, I, V
 _UNCHECKED: Final = (I, V)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: that would add a microsecond to each call
 class Scope:
-    """The context in which a body runs.
+    """The context in which a body runs; immutable after construction.
 
     Attributes:
         backend: runs its collectives.

@@ -6,7 +6,7 @@ Dynamo warns of functools.lru_cache, cannot trace the lock of functools.cached_p
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 
@@ -31,11 +31,7 @@ class lazy(Generic[O_, T]):  # noqa: N801 - a decorator, like property
         return value
 
 
-class _Unknown:
-    pass
-
-
-_UNKNOWN = _Unknown()
+_UNKNOWN: Final[Any] = object()
 
 
 class Memo(Generic[T]):
@@ -57,10 +53,10 @@ class Memo(Generic[T]):
         if torch.compiler.is_dynamo_compiling():
             return make()
         try:
-            known: T | _Unknown = self._known.get(key, _UNKNOWN)
+            known: T = self._known.get(key, _UNKNOWN)
         except Exception:  # no hash: such as the metadata of a user's own kind of pytree node
             return make()
-        if not isinstance(known, _Unknown):
+        if known is not _UNKNOWN:
             return known
         result = make()
         if len(self._known) >= self._limit:

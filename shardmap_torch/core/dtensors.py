@@ -15,7 +15,8 @@ class _NotImported:
 
 # A constant, since Dynamo does not trace through `sys.modules`.
 @constant
-def _dtensor_class() -> type:
+def dtensor_class() -> type:
+    """Returns the class, for loops over many values; see `is_dtensor`."""
     module = sys.modules.get("torch.distributed.tensor")
     found: type = getattr(module, "DTensor", _NotImported)
     return found
@@ -29,4 +30,4 @@ def is_dtensor(x: object) -> "TypeGuard[DTensor]":
         >>> is_dtensor(torch.ones(2))
         False
     """
-    return isinstance(x, _dtensor_class())
+    return isinstance(x, dtensor_class())

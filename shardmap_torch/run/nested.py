@@ -14,7 +14,6 @@ def run(call: Call, backend: Backend) -> Tree:
     watch = Untouched(call, local)
     result = run_body(call, backend, local)
     watch.check()
-    leaves = list(result.leaves)
-    for i in result.match.crossing:
-        leaves[i] = apply(backend, exit_joins(result.match.spec(i)), leaves[i])
-    return result.rebuild(leaves)
+    specs = map(result.match.spec, result.match.crossing)
+    pairs = zip(specs, result.crossing, strict=True)
+    return result.rebuild([apply(backend, exit_joins(spec), value) for spec, value in pairs])

@@ -39,12 +39,8 @@ def run(call: Call, batches: bool) -> Tree:
     drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
     result = run_body(call, backend, local, drawing)
     watch.check()
-    leaves = list(result.leaves)
-    values = apart([leaves[i] for i in result.match.crossing], call.leaves, _sharing(call, result))
-    values = _crossings(call.mesh, result.match).leave(backend, values)
-    for i, value in zip(result.match.crossing, values, strict=True):
-        leaves[i] = value
-    return result.rebuild(leaves)
+    values = apart(result.crossing, call.leaves, _sharing(call, result))
+    return result.rebuild(_crossings(call.mesh, result.match).leave(backend, values))
 
 
 def _sharing(call: Call, result: Result) -> Mapping[int, int] | None:

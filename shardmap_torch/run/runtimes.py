@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
@@ -53,7 +54,8 @@ _LOADED: dict[str, Any] = {}
 
 def runtime_of(mesh: Mesh) -> Runtime:
     """Returns the runtime of a mesh."""
-    _load(mesh.kind)
+    if torch.compiler.is_dynamo_compiling() or mesh.kind not in _LOADED:
+        _load(mesh.kind)
     found: Runtime = _LOADED[mesh.kind]
     return found
 

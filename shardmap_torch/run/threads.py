@@ -41,10 +41,7 @@ def run(call: Call) -> Tree:
     outputs = _RanksFunction.apply(ranks, *tensors)
     ranks.outputs = None  # they refer to the Function, which refers to `ranks`: a cycle
     result = ranks.results[0]
-    leaves = list(result.leaves)
-    for position, value in zip(ranks.joined, outputs, strict=True):
-        leaves[position] = value
-    return result.rebuild(leaves)
+    return result.rebuild(outputs)
 
 
 def _reject_wrapped(call: Call) -> None:

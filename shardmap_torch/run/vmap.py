@@ -50,22 +50,19 @@ def run(call: Call) -> Tree:
         backend = BatchedBackend(call.mesh, _outer_markers() | markers)
         result = run_body(call, backend, values[: len(values) - len(axes)])
         results.append(result)
-        return tuple(result.leaves[i] for i in result.match.crossing)
+        return tuple(result.crossing)
 
     watch = Untouched(call, operands[: len(call.crossing)])
     stacked = _nest(body, axes, batching)(*operands)
     watch.check()
     result = results[0]
-    leaves = list(result.leaves)
     if not is_checked(call):  # zeros_like of a varying value is batched too; types tell more
         _reject_varying(call, [result.outputs[i] for i in result.match.crossing], stacked, axes)
     joined = [
         join(value, result.match.spec(position), call.mesh, axes)
         for position, value in zip(result.match.crossing, stacked, strict=True)
     ]
-    for position, value in zip(result.match.crossing, apart(joined, call.leaves), strict=True):
-        leaves[position] = value
-    return result.rebuild(leaves)
+    return result.rebuild(apart(joined, call.leaves))
 
 
 def _outer_markers() -> dict[str, Tensor]:

@@ -165,9 +165,9 @@ class _Walk:
                         attributes.values,
                     )
                 )
-                and all(all(map(is_, items, was)) for items, was in self._sets)
-                and all(call() is was for call, was in self._calls)
-                and not any(name in table for (_, name), table in self._missing.items())
+                and (not self._sets or all(all(map(is_, items, was)) for items, was in self._sets))
+                and (not self._calls or all(call() is was for call, was in self._calls))
+                and not any([name in table for (_, name), table in self._missing.items()])
             )
         except LookupError:
             return False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.dtensors import is_dtensor
+from shardmap_torch.core.dtensors import dtensor_class, is_dtensor
 from shardmap_torch.core.storage import memory_of
 
 
@@ -25,9 +25,12 @@ def apart(
     """
     if torch.compiler.is_dynamo_compiling():
         return _traced_apart(results, arguments, sharing)
-    plain = [x for x in arguments if isinstance(x, Tensor) and not is_dtensor(x)]
+    kind = dtensor_class()
+    plain = [x for x in arguments if isinstance(x, Tensor) and not isinstance(x, kind)]
     used = {memory_of(x) for x in plain} - {None}
-    return [y.clone() if used and memory_of(y) in used else y for y in results]
+    if not used:
+        return list(results)
+    return [y.clone() if memory_of(y) in used else y for y in results]
 
 
 def _traced_apart(
