@@ -1,4 +1,4 @@
-"""Runtime of simulated meshes: one batched program, or one thread per rank."""
+"""Runtime of simulated meshes: one batched program, one thread per rank, or plain code."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run import threads, vmap
+from shardmap_torch.run import solo, threads, vmap
 from shardmap_torch.spec import P
 
 has_data: Final = True
@@ -26,9 +26,11 @@ def run(call: Call, batches: bool) -> Tree:
     if torch.compiler.is_compiling():
         _reject_compiled(call.name)
     chosen = call.mesh.simulate
-    return (
-        vmap.run(call) if chosen == "vmap" or (chosen == "auto" and batches) else threads.run(call)
-    )
+    if chosen == "vmap":
+        return vmap.run(call)
+    if chosen == "ranks" or not batches:
+        return threads.run(call)
+    return solo.run(call) if call.mesh.size == 1 else vmap.run(call)
 
 
 def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
