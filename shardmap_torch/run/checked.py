@@ -29,12 +29,12 @@ from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.agree import Description, agree, describe, refused
-from shardmap_torch.run.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.guarded import guarded
 from shardmap_torch.run.safety.ignored import counting_all
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.purity import verified, verify_purely
+from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.safety.steps import sealed
 
 Run = Callable[[Call, bool], Tree]

@@ -1,1 +1,1 @@
-"""Safeguards around a checked run: purity, equal inputs, memory shared with arguments."""
+"""Safeguards around a checked run: purity, equal inputs, shared memory, repeated checks."""

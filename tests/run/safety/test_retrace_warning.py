@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import P, make_mesh, shard_map
-from shardmap_torch.run import retrace_warning
+from shardmap_torch.run.safety import retrace_warning
 
 MESH = make_mesh((2,), ("i",), kind="simulated", simulate="ranks")
 X = torch.ones(2)
