@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Final, NoReturn, TypeAlias
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -37,9 +38,18 @@ class Asked:
     """Checks the calls of one function; an object, which Dynamo knows by its identity."""
 
     def __init__(self, name: str, ask: Ask) -> None:
-        """`ask` checks a call."""
-        self.name, self.ask = name, ask
+        """Keeps the name and a weak reference to `ask`, a method that checks a call.
+
+        Its object has this one, and is freed with the last reference to it, without gc.
+        """
+        self.name, self._ask = name, WeakMethod(ask)
         self._count = 0
+
+    def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mesh, Verdict]:
+        """Checks a call, and returns the mesh that it is for as well."""
+        ask = self._ask()
+        assert ask is not None  # Dynamo traces a call of its object
+        return ask(args, kwargs)
 
     def keep(self, found: "Checked") -> str:
         """Keeps what a check has found in an attribute, and returns its name.

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from shardmap_torch import Mesh, P, device_put, make_mesh, shard_map
 from tests.support.pool import Gloo

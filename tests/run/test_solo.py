@@ -90,7 +90,7 @@ def loss(x: Tensor, w: Tensor) -> Tensor:
     )
     y = all_gather(nested(x), "dp", dst=R) @ w + axis_index("dp")
     per_row = torch.func.grad(lambda row: (row.sin() * row).sum())
-    z = torch.func.vmap(per_row)(y)
+    z: Tensor = torch.func.vmap(per_row)(y)
     return all_reduce((z * z).sum() / axis_size("dp"), "dp", dst=I)
 
 
