@@ -20,7 +20,7 @@ from shardmap_torch import Mesh, P, device_put, make_mesh, shard_map
 from tests.support.pool import Gloo
 
 Case = tuple[bool, bool]
-"""Whether the call is checked, and whether its argument requires a gradient."""
+"""A kind of call: is it checked, and does its argument require a gradient?"""
 
 ONE_PROCESS: Final[Mapping[Case, int]] = {
     (True, False): 175,
