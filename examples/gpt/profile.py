@@ -2,6 +2,7 @@
 
     python -m examples.profile                                   # plain, tp, tp+sp, tp+sp+overlap
     python -m examples.profile --parallel plain fsdp zero --ranks 4
+    python -m examples.profile --parallel plain+ep ep ep+tp         # mixtures of experts
     torchrun --nproc-per-node 4 -m examples.profile              # on processes
 
 Loss and gradient norm must be those of the plain model on one device. The bytes are those that the
@@ -36,6 +37,9 @@ from examples.gpt.parallel import Parallel
 from shardmap_torch import Mesh, P, device_put, full, make_mesh, shard_map, trace
 from shardmap_torch.optim import clip_by_global_norm, global_norm
 
+PLAIN = {"plain": Parallel.of("dp"), "plain+ep": Parallel.of("ep")}
+"""The model on one device, and the one whose feed-forwards are mixtures of experts."""
+
 DEFAULT = ("plain", "tp", "tp+sp", "tp+sp+overlap")
 
 
@@ -65,14 +69,16 @@ class Measured:
 
 def measure(choice: str, config: Config, ranks: int, batch: Tensor, steps: int) -> Measured:
     """Runs some steps of one choice."""
-    if choice == "plain":
+    if choice in PLAIN:
+        config = replace(config, parallel=PLAIN[choice])
         return _measured(*_plain(config, batch), steps, {})
     names = choice.removesuffix("+overlap")
     parallel = Parallel.of(names)
     overlap: Any = "auto" if choice.endswith("+overlap") else "off"
     config = replace(config, parallel=parallel, overlap=overlap)
     sizes = parallel.mesh_sizes(sizes_of(len(parallel.axes), ranks))
-    mesh = make_mesh(sizes, parallel.mesh_axes, simulate="vmap")
+    views = parallel.views(sizes, config.experts)
+    mesh = make_mesh(sizes, parallel.mesh_axes, simulate="vmap", views=views)
     return _measured(*_sharded(mesh, config, batch), steps, bytes_sent(mesh, config, batch))
 
 
@@ -118,7 +124,8 @@ def _sharded(mesh: Mesh, config: Config, batch: Tensor) -> tuple[Step, Norm]:
 
 def bytes_sent(mesh: Mesh, config: Config, batch: Tensor) -> Mapping[str, int]:
     """Counts the bytes that a step's program sends, on an abstract mesh of the same shape."""
-    abstract = make_mesh(mesh.axis_sizes, mesh.axis_names, kind="abstract")
+    views = config.parallel.views(mesh.axis_sizes, config.experts)
+    abstract = make_mesh(mesh.axis_sizes, mesh.axis_names, kind="abstract", views=views)
     optimizer = make_optimizer(config, steps=1000)
     params = model.init(config)
     train = step.sharded_step(abstract, config, optimizer)
@@ -198,7 +205,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for choice in options.parallel:
         try:
-            choice == "plain" or Parallel.of(choice.removesuffix("+overlap"))
+            choice in PLAIN or Parallel.of(choice.removesuffix("+overlap"))
         except ValueError as error:
             parser.error(str(error))
     return options

@@ -353,7 +353,7 @@ def test_training_by_every_choice_on_processes_has_the_losses_of_one_device(
         ("ep+zero", "ep and zero exclude each other"),
         ("ep+sp+tp", "ep and sp exclude each other"),
         ("pp+cp", "pp and cp exclude each other"),
-        ("dp+sp", "sp needs tp: it shards what tp leaves whole between its layers"),
+        ("dp+sp", "sp needs tp: it shards what tp leaves unsharded between its layers"),
         ("dp+zero", "dp and zero exclude each other"),
     ],
 )

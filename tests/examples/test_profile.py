@@ -13,6 +13,7 @@ from examples.gpt import profile
 from examples.gpt.model import Config
 from examples.gpt.parallel import Parallel
 from shardmap_torch import make_mesh
+from tests.support.pool import Gloo
 
 SMALL = "--width 16 --layers 1 --length 16 --batch 4 --steps 1".split()
 
@@ -39,6 +40,21 @@ def test_every_choice_has_the_loss_and_the_norm_of_one_device(
     assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((tmp_path / "profile.json").read_text())
     assert numbers["tp"]["sent"] == dict(results["tp"].sent)
+
+
+def measured(folder: Path) -> dict[str, profile.Measured]:
+    choices = ["plain+ep", "ep"]
+    return profile.main([*SMALL, "--ranks", "2", "--parallel", *choices, "--out", str(folder)])
+
+
+@pytest.mark.slow
+def test_experts_on_processes_have_the_loss_and_the_norm_of_one_device(
+    gloo: Gloo, tmp_path: Path
+) -> None:
+    for results in gloo(2).run(measured, tmp_path, timeout=240):
+        assert results["ep"].loss == pytest.approx(results["plain+ep"].loss, rel=1e-5)
+        assert results["ep"].norm == pytest.approx(results["plain+ep"].norm, rel=1e-4)
+        assert results["ep"].sent["dp"] > 0
 
 
 def test_zero_and_data_parallelism_send_the_same_bytes_of_gradients() -> None:
