@@ -23,6 +23,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardmap_torch.checker.guards.changing import (
+    CHANGING_MODULES,
+    DICT_VIEWS,
+    content_of,
+    gives_other_values,
+    is_array,
+)
 from shardmap_torch.checker.guards.constants import is_constant
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import ShardTypeError
@@ -141,6 +148,10 @@ class _Walk:
         self._sizes = _Parts()
         self._sets: list[tuple[Collection[Any], tuple[Any, ...]]] = []
         self._calls: list[tuple[Callable[[], Any], Any]] = []
+        self._contents: list[tuple[Any, bytes]] = []
+        self._modules: list[Table] = []
+        self._names: dict[str, None] = {}
+        self._read: set[tuple[int, str]] = set()
         self._missing: dict[tuple[int, str], Table] = {}
         self._variables: dict[int, str] = {}
         self._pending: list[Any] = [function]
@@ -167,6 +178,7 @@ class _Walk:
                 )
                 and (not self._sets or all(all(map(is_, items, was)) for items, was in self._sets))
                 and (not self._calls or all(call() is was for call, was in self._calls))
+                and (not self._contents or not self._changed_contents())
                 and not any([name in table for (_, name), table in self._missing.items()])
             )
         except LookupError:
@@ -184,12 +196,16 @@ class _Walk:
                 if get(owner, name) is not value:
                     found.append(self._label(owner, name))
         found += [self._label(items) for items, was in self._sets if tuple(items) != was]
+        found += map(self._label, self._changed_contents())
         found += [repr(name) for (_, name), table in self._missing.items() if name in table]
         return list(dict.fromkeys(found)) or ["what it refers to"]
 
+    def _changed_contents(self) -> list[Any]:
+        return [value for value, was in self._contents if content_of(value) != was]
+
     def iterators(self) -> Sequence[str]:
-        """Names the iterators, whose positions cannot be read."""
-        return [self._label(value) for value in self.opaque if hasattr(value, "__next__")]
+        """Names iterators, generators of numbers and clocks, whose states cannot be read."""
+        return [self._label(value) for value in self.opaque if gives_other_values(value)]
 
     def _label(self, owner: Any, name: Any = None) -> str:
         """Returns the name by which the code refers to an object, as in `'counter'`."""
@@ -215,6 +231,8 @@ class _Walk:
     def _follow(self, function: Callable[..., Any]) -> Iterator[Hashable]:
         places: dict[int, int] = {}
         for place in count():
+            if not self._pending:
+                self._enter_modules()
             if not self._pending:
                 return
             if place == _LIMIT:
@@ -245,6 +263,8 @@ class _Walk:
             if isinstance(value, types):
                 own = enter in _OPEN and not _is_library(type(value))
                 return enter(self, value), self._enter_object(value) if own else None
+        if is_array(value):
+            return self._enter_content(value)
         if not _is_library(type(value)):
             return self._enter_object(value)
         holder = _root(type(value)) in _STANDARD and hasattr(value, "__dict__")
@@ -271,6 +291,7 @@ class _Walk:
     def _enter_names(self, table: Table, code: CodeType) -> None:
         """Enters the globals of some code, and the attributes that it may read of modules."""
         globals_, attributes, imports, texts = _names_of(code)
+        self._names |= dict.fromkeys(attributes)
         if not _DYNAMIC.isdisjoint(globals_):
             # The names among its strings, as in globals()["FLAG"]; else it may be any global.
             named = [text for text in texts if text in table]
@@ -291,6 +312,14 @@ class _Walk:
                 if below and not _is_library(value) and id(below) not in seen:
                     seen.add(id(below))
                     tables.append((below, tuple(n for n in attributes if n in below)))
+
+    def _enter_modules(self) -> None:
+        """Enters what any code may read of modules that it gets by closures or attributes."""
+        for table in self._modules:
+            for name in self._names:
+                if name in table and (id(table), name) not in self._read:
+                    self._read.add((id(table), name))
+                    self._enter_name(table, name)
 
     def _imported(self, names: Iterable[str], table: Table) -> Iterator[ModuleType]:
         """Yields the user's own modules that code imports when it runs, also relatively."""
@@ -372,6 +401,21 @@ class _Walk:
         self._pending += value
         return len(value)
 
+    def _enter_view(self, value: Any) -> Hashable:
+        self._pending.append(value.mapping)
+        return None
+
+    def _enter_module(self, value: ModuleType) -> Hashable:
+        if not _is_library(value):
+            self._modules.append(vars(value))
+        elif _root(value) in CHANGING_MODULES:
+            self._modules.append(CHANGING_MODULES[_root(value)])
+        return self._keep(value)
+
+    def _enter_content(self, value: Any) -> Hashable:
+        self._contents.append((value, content_of(value)))
+        return self._keep(value), self._contents[-1][1]
+
     def _enter_set(self, value: Collection[Any]) -> Hashable:
         self._sizes.add(value, None, len(value))
         self._sets.append((value, tuple(value)))
@@ -425,8 +469,10 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[_Walk, Any], Hashable]], ...]] = (
     (set | frozenset | deque, _Walk._enter_set),
     (dict | MappingProxyType, _Walk._enter_table),
     (type, _Walk._enter_class),
+    (DICT_VIEWS, _Walk._enter_view),
     (nn.Module, _Walk._enter_object),
-    (Tensor | ModuleType, _Walk._keep),
+    (Tensor, _Walk._keep),
+    (ModuleType, _Walk._enter_module),
 )
 """Functions that enter an object, by its type; the first match counts."""
 

@@ -10,6 +10,7 @@ from functools import cache, cached_property, lru_cache, partial
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -213,12 +214,17 @@ def imports_from() -> bool:
 OPTIONS, LEVEL, WEIGHT = Options(), Level(3), nn.Parameter(torch.ones(2))
 WEIGHT.reduce = True  # type: ignore[attr-defined]
 SHOWN: dict[str, bool] = {"reduce": True}
-VIEW = MappingProxyType(SHOWN)
+VIEW, VALUES = MappingProxyType(SHOWN), SHOWN.values()
+BYTES, ENTRIES, NUMBERS = bytearray([1]), array("b", [1]), np.ones(1)
 SETTINGS = ModuleType("settings_of_a_user")
 sys.modules["settings_of_a_user"] = SETTINGS
 SETTINGS.reduce = True  # type: ignore[attr-defined]
 SLOTTED = Slotted()
 abs = True  # it hides a builtin, as users do
+
+
+def of_an_argument(settings: Any = SETTINGS) -> bool:
+    return bool(settings.reduce)
 
 
 def missing() -> bool:
@@ -308,6 +314,26 @@ WAYS: dict[str, tuple[Callable[[], bool], Callable[[pytest.MonkeyPatch], None]]]
     "a context variable": (
         lambda: VARIABLE.get(),
         lambda patch: switch(),
+    ),
+    "an entry of a bytearray": (
+        lambda: bool(BYTES[0]),
+        lambda patch: BYTES.__setitem__(0, 0),
+    ),
+    "an entry of an array": (
+        lambda: bool(ENTRIES[0]),
+        lambda patch: ENTRIES.__setitem__(0, 0),
+    ),
+    "an entry of a numpy array": (
+        lambda: bool(NUMBERS[0]),
+        lambda patch: NUMBERS.__setitem__(0, 0.0),
+    ),
+    "a view of a dict's values": (
+        lambda: next(iter(VALUES)),
+        lambda patch: patch.setitem(SHOWN, "reduce", False),
+    ),
+    "an attribute of a module that is no global": (
+        of_an_argument,
+        lambda patch: patch.setattr(SETTINGS, "reduce", False),
     ),
     "a global by its name": (
         lambda: bool(globals()["REDUCE"]),

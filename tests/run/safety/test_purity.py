@@ -2,9 +2,12 @@
 
 import itertools
 import random
+import time
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +22,8 @@ CALLS = 0
 SEEN: list[Any] = []
 TABLE: dict[int, int] = {}
 COUNT = itertools.count(1)
+GENERATOR = random.Random(0)
+NUMPY_GENERATOR = np.random.default_rng(0)
 SQUARES = (i * i for i in range(1, 1000))
 
 
@@ -54,6 +59,22 @@ def length(x: Tensor) -> Tensor:
 
 def python_random(x: Tensor) -> Tensor:
     return x * random.random()
+
+
+def clock(x: Tensor) -> Tensor:
+    return x * (time.perf_counter_ns() % 1_000_003)
+
+
+def identifier(x: Tensor) -> Tensor:
+    return x * (uuid4().int % 1_000_003)
+
+
+def own_generator(x: Tensor) -> Tensor:
+    return x * GENERATOR.random()
+
+
+def numpy_generator(x: Tensor) -> Tensor:
+    return x * NUMPY_GENERATOR.random()
 
 
 def count(x: Tensor) -> Tensor:
@@ -107,6 +128,10 @@ def fresh() -> None:
         (first_time, "'SEEN'"),
         (length, "'SEEN'"),
         (python_random, "the state of Python's random module"),
+        (clock, "'perf_counter_ns', 'time'"),
+        (identifier, "'uuid4'"),
+        (own_generator, "'GENERATOR'"),
+        (numpy_generator, "'NUMPY_GENERATOR'"),
         (count, "'COUNT'"),
         (generator, "'SQUARES'"),
         (own_closure(), "'calls'"),
@@ -141,6 +166,13 @@ def cached(x: Tensor) -> Tensor:
     return x * TABLE[x.shape[0]]
 
 
+def timed(x: Tensor) -> Tensor:
+    started = time.perf_counter()
+    y = x * 2
+    SEEN.append(time.perf_counter() - started)
+    return y
+
+
 def unread(x: Tensor) -> Tensor:
     global CALLS
     CALLS += 1
@@ -152,7 +184,7 @@ def from_an_iterator_of_its_own(x: Tensor) -> Tensor:
     return x * next(steps) * next(steps)
 
 
-@pytest.mark.parametrize("body", [trace, cached, unread, from_an_iterator_of_its_own])
+@pytest.mark.parametrize("body", [trace, timed, cached, unread, from_an_iterator_of_its_own])
 @pytest.mark.parametrize("simulate", ["auto", "ranks"])
 def test_a_body_that_only_leaves_a_trace_runs(body: Body, simulate: str) -> None:
     f = mapped(body, simulate=simulate)
