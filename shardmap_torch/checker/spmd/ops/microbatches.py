@@ -8,7 +8,7 @@ all n parts has been added up, and is additive in blocks of rows, or has been co
 and keeps the rows. Until then nothing else may be done with more than one part.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -37,7 +37,8 @@ aten = torch.ops.aten
 _ADDS: Final = (aten.add.Tensor, aten.add_.Tensor)
 _FIX: Final = (
     "add up, or concatenate in order, the same expression of all of them, as in acc = acc + "
-    "torch.func.grad(loss)(w, microbatch); average with a factor that is the same for each."
+    "torch.func.grad(loss)(w, microbatch); average with a factor that is the same for each. "
+    "If the dim is no batch, gather it before it is divided, with all_gather."
 )
 
 
@@ -86,6 +87,46 @@ class _Combined:
     is_linear: bool = False
 
 
+@dataclass(frozen=True)
+class _Chunks:
+    """Chunks of one size that an operation makes of a dim: these, of so many."""
+
+    size: int
+    count: int
+    indices: range
+
+    @property
+    def key(self) -> tuple[int, range]:
+        """Returns what is the same on a rank and on one device."""
+        return self.count, self.indices
+
+
+def _split(arguments: Mapping[str, Any], length: int) -> _Chunks | None:
+    """Chunks of `x.chunk(n)`."""
+    size = arguments["split_size"]
+    if type(size) is not int or size <= 0 or length % size:
+        return None
+    return _Chunks(size, length // size, range(length // size))
+
+
+def _sliced(arguments: Mapping[str, Any], length: int) -> _Chunks | None:
+    """The chunk `x[i * k : (i + 1) * k]`."""
+    bounds = arguments["start"], arguments["end"], arguments["step"]
+    if any(type(bound) not in (int, type(None)) for bound in bounds) or type(length) is not int:
+        return None
+    found = range(*slice(*bounds).indices(length))
+    size = len(found)
+    if size in (0, length) or found.step != 1 or length % size or found.start % size:
+        return None
+    return _Chunks(size, length // size, range(found.start // size, found.start // size + 1))
+
+
+_CHUNKS: Final[Mapping[OpOverload, Callable[[Mapping[str, Any], int], _Chunks | None]]] = {
+    aten.split.Tensor: _split,
+    aten.slice.Tensor: _sliced,
+}
+
+
 class Microbatches:
     """Keeps what each tensor is of the microbatches."""
 
@@ -93,6 +134,7 @@ class Microbatches:
         """No dim has been divided."""
         self._interpreter, self._notes = interpreter, notes
         self._is_active = False
+        self._chunks = _Chunks(0, 0, range(0))
         self._entries: TensorMap[_Entry] = TensorMap()
         self._versions: dict[int, int] = {}
         self._touched: set[int] = set()
@@ -103,24 +145,24 @@ class Microbatches:
     def divide(
         self, op: OpOverload, arguments: Mapping[str, Any], event: Event, shards: Mapping[str, Any]
     ) -> list[Sharded] | None:
-        """Lays out the chunks of a sharded dim; None where an operation does not make them."""
-        if op is not aten.split.Tensor:
+        """Lays out chunks of a sharded dim; None where an operation does not make them."""
+        if op not in _CHUNKS:
             return None
-        x, size, there = shards["self"], arguments["split_size"], event.arguments["split_size"]
+        x = shards["self"]
         dim = arguments["dim"] % len(x.dims)
         axes = axes_of(x.dims[dim])
-        if size == there or type(size) is not int or not axes:
-            return None
-        local, global_shape = x.local[dim], x.global_shape[dim]
         leading = x.dims[dim][: len(axes)]
-        count = local // size if size else 0
-        if local != count * size or global_shape != count * there or axes_of(leading) != axes:
+        if not axes or axes_of(leading) != axes:
+            return None
+        here = _CHUNKS[op](arguments, x.local[dim])
+        there = _CHUNKS[op](event.arguments, x.global_shape[dim])
+        if here is None or there is None or here.key != there.key or here.size == there.size:
             return None
         if self._part_of(arguments["self"]) is not None:
             raise UnrelatedError("it divides a microbatch again")
-        self._is_active = True
-        found = (*x.dims[:dim], (*leading, *unsharded(size)), *x.dims[dim + 1 :])
-        return [Sharded(found)] * count
+        self._is_active, self._chunks = True, here
+        found = (*x.dims[:dim], (*leading, *unsharded(here.size)), *x.dims[dim + 1 :])
+        return [Sharded(found)] * len(here.indices)
 
     def concatenate(self, op: OpOverload, arguments: Mapping[str, Any]) -> list[Sharded] | None:
         """Lays out the concatenation of all microbatches; None where an operation is none."""
@@ -184,7 +226,7 @@ class Microbatches:
         """Notes what the results of an operation are."""
         if combined is None:
             return
-        if special and op is aten.split.Tensor:
+        if special and op in _CHUNKS:
             self._note_chunks(arguments, results)
             return
         for name in writes_of(op, arguments):
@@ -206,9 +248,9 @@ class Microbatches:
         shard = self._notes.find_any(results[0])
         assert shard is not None  # it has just been noted
         axes = axes_of(shard.dims[dim % len(shard.dims)])
-        expression = self._number(("chunk", made, dim % len(shard.dims), len(results)))
-        for i, result in enumerate(results):
-            part = Part(len(results), axes, frozenset({i}), expression, "rows")
+        expression = self._number(("chunk", made, dim % len(shard.dims), self._chunks.count))
+        for i, result in zip(self._chunks.indices, results, strict=True):
+            part = Part(self._chunks.count, axes, frozenset({i}), expression, "rows")
             self._put(result, _Entry(expression, part))
 
     def _made_part(self, combined: "_Combined", expression: int, result: Tensor) -> Part | None:

@@ -60,6 +60,15 @@ def added_in_place(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return mean(acc)
 
 
+def sliced(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    rows = x.shape[0] // COUNT
+    acc = torch.zeros_like(w)
+    for i in range(COUNT):
+        mb = x[i * rows : (i + 1) * rows]
+        acc = acc + grad(lambda w, mb=mb: loss(w, mb), w) / COUNT  # type: ignore[misc]
+    return mean(acc)
+
+
 def by_backward(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     leaf = w.detach().requires_grad_()
     for mb in x.chunk(COUNT):
@@ -91,7 +100,7 @@ def concatenated(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return all_reduce(rows.T @ y, "dp", dst=I)
 
 
-RIGHT: Final = [added, added_in_place, by_backward, by_autograd, with_targets, concatenated]
+RIGHT: Final = [sliced, added, added_in_place, by_backward, by_autograd, with_targets, concatenated]
 
 
 def looped(of: Callable[[Tensor, int, Tensor, Tensor], Tensor]) -> Step:
@@ -184,6 +193,19 @@ def with_a_hook(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return all_reduce(leaf.grad, "dp", dst=I)
 
 
+def sliced_by_the_rank_s_size(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    acc = torch.zeros_like(w)
+    for i in range(COUNT):
+        acc = acc + sums(w, x[2 * i : 2 * i + 2])
+    return all_reduce(acc, "dp", dst=I)
+
+
+def sliced_twice(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    rows = x.shape[0] // COUNT
+    found = [sums(w, x[: i * rows + rows][-rows:]) for i in (0, 1, 1)]
+    return all_reduce(reduce(torch.add, found), "dp", dst=I)
+
+
 def of_a_sum_and_a_part(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     grams = [mb.T @ mb for mb in x.chunk(COUNT)]
     operands = [grams[0], grams[0] + grams[1] + grams[2], grams[2]]
@@ -209,6 +231,8 @@ WRONG: Final[list[Step]] = [
     written_to_rows,
     other_rows_twice,
     with_a_hook,
+    sliced_by_the_rank_s_size,
+    sliced_twice,
     of_a_sum_and_a_part,
 ]
 
