@@ -42,14 +42,16 @@ class Asked:
 
         Its object has this one, and is freed with the last reference to it, without gc.
         """
-        self.name, self._ask = name, WeakMethod(ask)
+        self.name = name
+        # Dynamo cannot trace the making of a weak reference, in a shard_map made in compiled code.
+        self._ask: Any = ask if torch.compiler.is_dynamo_compiling() else WeakMethod(ask)
         self._count = 0
 
     def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mesh, Verdict]:
         """Checks a call, and returns the mesh that it is for as well."""
-        ask = self._ask()
-        assert ask is not None  # Dynamo traces a call of its object
-        return ask(args, kwargs)
+        ask: Any = self._ask() if isinstance(self._ask, WeakMethod) else self._ask
+        found: tuple[Mesh, Verdict] = ask(args, kwargs)
+        return found
 
     def keep(self, found: "Checked") -> str:
         """Keeps what a check has found in an attribute, and returns its name.
