@@ -11,7 +11,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Final
 
-from shardmap_torch.control.waits import Stand, read
+from shardmap_torch.control.waits import Ballot, Stand, read
 from shardmap_torch.core.torch_private.engine import Store
 
 BEAT: Final = 1.0
@@ -59,6 +59,25 @@ class Board:
             while self._answered < request and (remaining := end - monotonic()) > 0:
                 self._wake.wait(remaining)
             return dict(self._seen)
+
+    def settled(self, patience: float) -> Mapping[int, Stand]:
+        """Reads the posts of all ranks until none of them runs, for at most `patience` seconds."""
+        end = monotonic() + patience
+        while True:
+            stands = self.look(max(0.1, end - monotonic()))
+            if monotonic() > end or not any(s.state == "runs" for s in stands.values()):
+                return stands
+            self.pause()
+
+    def ballots(self, own: Ballot, patience: float) -> dict[int, Ballot]:
+        """Reads the ballots of the check of `own`: of all ranks, or those of `patience` seconds."""
+        found, end = {self._rank: own}, monotonic() + patience
+        while len(found) < self._size and monotonic() < end:
+            for rank, stand in self.look(1.0).items():
+                if stand.ballot is not None and stand.ballot[0] == own[0]:
+                    found[rank] = stand.ballot
+            self.pause()
+        return found
 
     def silence(self, rank: int) -> float:
         """Returns the seconds since the last new post of a rank was read."""

@@ -1,6 +1,9 @@
 """Texts of errors about ranks, and of the first difference between their programs."""
 
 from collections.abc import Mapping, Sequence
+from typing import Final
+
+from shardmap_torch.control.waits import Stand
 
 
 def describe_error(error: BaseException) -> str:
@@ -28,6 +31,44 @@ def ranks_text(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, sorted(ranks)[:16]))
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + shown + more
+
+
+def describe_ranks(
+    size: int,
+    stands: Mapping[int, Stand],
+    missing: Sequence[int],
+    silences: Mapping[int, float],
+    failure: str,
+) -> list[str]:
+    """Formats the progress of each rank, in lines; ranks that do the same share one.
+
+    Args:
+        size: the number of ranks.
+        stands: the newest post of each, where one is known.
+        missing: those that another waits for.
+        silences: the seconds since each of the others posted.
+        failure: of the store; empty if it answers.
+    """
+    lines = [f"  missing: {ranks_text(missing)}"] if missing else []
+    texts: dict[str, list[int]] = {}
+    for rank in range(size):
+        known = stands.get(rank)
+        what = known.what if known is not None else "has never been heard of"
+        silence = silences.get(rank, 0.0)
+        if silence > _SILENT:
+            what += f"; not heard of for {silence:.0f} s: frozen, dead or unreachable"
+        texts.setdefault(what, []).append(rank)
+    shown = list(texts.items())
+    lines += [f"  {ranks_text(ranks)} {what}" for what, ranks in shown[:16]]
+    if len(shown) > 16:
+        lines.append(f"  and {len(shown) - 16} more")
+    if failure:
+        lines.append(f"  the store does not answer: {failure}")
+    return lines
+
+
+_SILENT: Final = 3.0
+"""Seconds without a post after which a rank is called silent; it posts every second."""
 
 
 def without_sites(text: str) -> str:

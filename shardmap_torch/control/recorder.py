@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from shardmap_torch.errors import PostmortemError
 
@@ -56,19 +56,39 @@ class Dump:
     entries: Sequence[Entry]
 
 
+Raw: TypeAlias = tuple[int, int, str, Any, tuple[Any, Any], Any, int]
+"""An entry before it is formatted, and the call whose backward it is in, or 0."""
+
+
 class Recorder:
     """The last collectives of this process; a call of `begin` costs about half a microsecond."""
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._entries: deque[tuple[int, int, str, Any, Any, Any]] = deque(maxlen=_LENGTH)
+        self._entries: deque[Raw] = deque(maxlen=_LENGTH)
+        self._new: list[Raw] = []
         self.seq = 0
         self.done = 0
 
-    def begin(self, call: int, function: str, operation: Any, operand: Any, site: Any) -> None:
-        """Records that a collective begins; its text is formatted only when needed."""
+    def begin(
+        self, call: int, function: str, operation: Any, operand: Any, site: Any, made_in: int = 0
+    ) -> bool:
+        """Records that a collective begins; its text is formatted only when needed.
+
+        `made_in` is the call whose backward it is in, or 0. Returns whether so many are new that
+        the caller must `take` them.
+        """
         self.seq += 1
-        self._entries.append((self.seq, call, function, operation, operand, site))
+        new = self._new
+        new.append((self.seq, call, function, operation, operand, site, made_in))
+        return len(new) >= _LENGTH
+
+    def take(self) -> "Sequence[Raw]":
+        """Returns the collectives that have been recorded since it was called last."""
+        new = self._new
+        self._entries.extend(new)
+        self._new = []
+        return new
 
     def end(self) -> None:
         """Records that the newest collective is done."""
@@ -76,14 +96,15 @@ class Recorder:
 
     def entries(self) -> Iterator[Entry]:
         """Yields the recorded collectives, oldest first."""
-        return map(self._entry, list(self._entries))
+        return map(self._entry, [*self._entries, *self._new][-_LENGTH:])
 
     def last(self) -> Entry | None:
         """Returns the newest collective, or None."""
-        return self._entry(self._entries[-1]) if self._entries else None
+        known = self._new or self._entries  # read once: called on any thread
+        return self._entry(known[-1]) if known else None
 
-    def _entry(self, raw: tuple[int, int, str, Any, Any, Any]) -> Entry:
-        seq, call, function, operation, (dtype, shape), site = raw
+    def _entry(self, raw: "Raw") -> Entry:
+        seq, call, function, operation, (dtype, shape), site, _ = raw
         operand = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
         line = getattr(site, "place", "an unknown line")
         state = "done" if seq <= self.done else "begun"

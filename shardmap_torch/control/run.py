@@ -7,26 +7,27 @@ first collective. So no rank sends what another does not expect, which would be 
 where sizes differ, the end of the process by gloo.
 """
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.control.board import Board
+from shardmap_torch.control.history import History
 from shardmap_torch.control.messages import (
     describe_error,
+    describe_ranks,
     difference,
     ranks_text,
     shorten,
 )
 from shardmap_torch.control.recorder import Recorder, dump_folder
-from shardmap_torch.control.waits import CHECK, Stand, find_deadlock, lacks
+from shardmap_torch.control.waits import CHECK, Ballot, Stand, find_deadlock, lacks
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
     current_autograd_node,
@@ -46,8 +47,8 @@ PATIENCE: Final = timedelta(seconds=1)
 _GATHER: Final = 3.0
 """Seconds that an error waits for the posts of the other ranks."""
 
-_FACTOR: Final = 0x5851F42D4C957F2D
-_MODULUS: Final = (1 << 61) - 1
+
+Operand: TypeAlias = tuple[torch.dtype, torch.Size]
 
 
 class StuckError(Exception):
@@ -76,8 +77,7 @@ class Control:
         self.epoch = 0
         self.in_call = False
         self.call, self._function = 0, ""
-        self._hash = self._moves = 0
-        self._keys: dict[Any, tuple[Any, int]] = {}
+        self._history = History(self.recorder)
         self._counts: dict[str, int] = {}
         self._group_name, self._members = "", ()  # type: tuple[str, tuple[int, ...]]
         self._blocked, self._post, self._beat = False, 0, 0
@@ -86,7 +86,7 @@ class Control:
         self._exited = False
         self._doing = ""
         self._task = -1
-        self._ballot: tuple[int, str, str] | None = None
+        self._ballot: Ballot | None = None
         self._pending: tuple[dist.Work, Tensor, Callable[[], str]] | None = None
         self._everyone = tuple(range(self.size))
         options: Any = dist.AllreduceOptions()
@@ -151,9 +151,8 @@ class Control:
             CommunicationError: a rank is gone.
         """
         self.resolve()
-        self._hash = (self._hash * _FACTOR + digest) % _MODULUS
-        mixed = (self._hash * _FACTOR + self._moves) % _MODULUS
-        vector = torch.tensor([mixed, -mixed, self._moves, -self._moves])
+        mixed, moves = self._history.extend(digest)
+        vector = torch.tensor([mixed, -mixed, moves, -moves])
         self._counts[CHECK] = self._counts.get(CHECK, 0) + 1
         self._doing = doing
         try:
@@ -214,46 +213,46 @@ class Control:
         """
         if self._pending is not None:
             self.resolve()
-        known = self._keys.get((id(operation), x.dtype, x.shape))
-        if known is None:
-            known = self._key(operation, x)
-        key, made_in = known[1], 0
-        task = -1 if self.in_call else current_graph_task_id()
-        if task != -1:  # in a backward: the ranks must also agree on the call that it belongs to
-            made_in = getattr(current_autograd_node(), "call", 0)
-            key += made_in << 32
-        if every or task not in (-1, self._task):
-            self._task = task
-            self._compare(operation, x, site, key, made_in)
-        self._moves = (self._moves * _FACTOR + key) % _MODULUS
+        operand = x.dtype, x.shape
+        made_in = 0
+        if every or not self.in_call:
+            made_in = self._compare_first(operation, operand, site, every)
         self._counts[group] = self._counts.get(group, 0) + 1
         self._group_name, self._members = group, members
-        self.recorder.begin(self.call, self._function, operation, (x.dtype, x.shape), site)
+        if self.recorder.begin(self.call, self._function, operation, operand, site, made_in):
+            self._history.catch_up()
 
     def end(self) -> None:
         """Records that the collective is done."""
         self.recorder.done = self.recorder.seq
         self._group_name, self._members = "", ()
 
-    def _key(self, operation: Any, x: Tensor) -> tuple[Any, int]:
-        if len(self._keys) > 4096:
-            self._keys.clear()
-        text = f"{operation!r} {x.dtype} {tuple(x.shape)}"
-        known = operation, zlib.crc32(text.encode())  # kept, or its id would be another's
-        self._keys[id(operation), x.dtype, x.shape] = known
-        return known
+    def _compare_first(self, operation: Any, operand: Operand, site: Any, every: bool) -> int:
+        """Compares the first collective of a backward; returns the call that it belongs to, or 0.
 
-    def _compare(self, operation: Any, x: Tensor, site: Any, key: int, made_in: int) -> None:
+        With `every` compares each.
+        """
+        task = -1 if self.in_call else current_graph_task_id()
+        # In a backward the ranks must also agree on the call that it belongs to.
+        made_in = getattr(current_autograd_node(), "call", 0) if task != -1 else 0
+        if every or task not in (-1, self._task):
+            self._task = task
+            self._compare(operation, operand, site, made_in)
+        return made_in
+
+    def _compare(self, operation: Any, operand: Operand, site: Any, made_in: int) -> None:
         if self.broken:
             self.begin_call("")
         place = f" at {site.place}" if site is not None else ""
-        shape = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        dtype, sizes = operand
+        shape = f"{str(dtype).removeprefix('torch.')}{list(sizes)}"
         what = f"{operation} of {shape}{place}"
         where = f"call {self.call} of {self._function}"
         of = f"of call {made_in} " * bool(made_in)
         doing = (
             f"{what}, in {where}" if self.in_call else f"{what}, in a backward {of}after {where}"
         )
+        key = self._history.key(operation, dtype, sizes, made_in)
         self.check(key, lambda: doing, doing, now=True)
 
     def wait(self, work: dist.Work) -> None:
@@ -353,7 +352,9 @@ class Control:
         if not self._blocked:
             self._post_blocked()
         # The other ranks post a little later that they wait.
-        stands = {**self._read_all(error), self.rank: self.stand()}
+        stuck = isinstance(error, StuckError)
+        posts = error.stands if isinstance(error, StuckError) else self._board.settled(_GATHER)
+        stands = {**posts, self.rank: self.stand()}
         mine = stands[self.rank]
         missing = [
             rank
@@ -373,7 +374,7 @@ class Control:
         disagree = isinstance(error, StuckError) and error.is_disagreement
         self._break(f"{what} failed on rank {self.rank}.", text, disagree)
         kind = CollectiveMismatchError if disagree else CommunicationError
-        raise kind(text) from (None if isinstance(error, StuckError) else error)
+        raise kind(text) from (None if stuck else error)
 
     def _break(self, why: str, text: str, disagree: bool) -> None:
         self._failed_state = "disagrees" if disagree else "broken"
@@ -388,35 +389,9 @@ class Control:
         if not self.broken:
             self._break(f"{error}".splitlines()[0], f"{error}", disagree=False)
 
-    def _read_all(self, error: Exception) -> Mapping[int, Stand]:
-        if isinstance(error, StuckError):
-            return error.stands
-        end = monotonic() + _GATHER
-        while True:
-            stands = self._board.look(max(0.1, end - monotonic()))
-            if monotonic() > end or not any(s.state == "runs" for s in stands.values()):
-                return stands
-            self._board.pause()
-
     def _described(self, stands: Mapping[int, Stand], missing: Sequence[int]) -> list[str]:
-        lines = []
-        if missing:
-            lines.append(f"  missing: {ranks_text(missing)}")
-        texts: dict[str, list[int]] = {}
-        for rank in self._everyone:
-            known = stands.get(rank)
-            what = known.what if known is not None else "has never been heard of"
-            silence = self._board.silence(rank)
-            if rank != self.rank and known is not None and silence > 3 * PATIENCE.total_seconds():
-                what += f"; not heard of for {silence:.0f} s: frozen, dead or unreachable"
-            texts.setdefault(what, []).append(rank)
-        shown = list(texts.items())
-        lines += [f"  {ranks_text(ranks)} {what}" for what, ranks in shown[:16]]
-        if len(shown) > 16:
-            lines.append(f"  and {len(shown) - 16} more")
-        if self._board.failure:
-            lines.append(f"  the store does not answer: {self._board.failure}")
-        return lines
+        silences = {rank: self._board.silence(rank) for rank in stands if rank != self.rank}
+        return describe_ranks(self.size, stands, missing, silences, self._board.failure)
 
     def _differ(self, text: str, is_clean: bool) -> NoReturn:
         """Posts this rank's text, collects those of the others, and raises their difference."""
@@ -424,17 +399,13 @@ class Control:
         site = call_site()
         self._ballot = number, "" if site is None else site.place, text
         self._board.touch()
-        ballots = {self.rank: self._ballot}
-        end = monotonic() + min(2 * _GATHER, self.timeout.total_seconds())
-        while len(ballots) < self.size and monotonic() < end:
-            for rank, stand in self._board.look(1.0).items():
-                if stand.ballot is not None and stand.ballot[0] == number:
-                    ballots[rank] = stand.ballot
-            self._board.pause()
+        limit = min(2 * _GATHER, self.timeout.total_seconds())
+        ballots = self._board.ballots(self._ballot, limit)
         texts = {rank: ballot[2] for rank, ballot in ballots.items()}
         message = difference(self._function, texts, {r: b[1] for r, b in ballots.items()})
         if is_clean:  # no message is in flight, and every rank knows
-            self._hash = self._moves = self.call = 0
+            self._history.clear()
+            self.call = 0
             self.recorder.write(self.rank, message)
         else:
             self._break("the ranks have not done the same.", message, disagree=True)
@@ -466,7 +437,8 @@ class Control:
             raise CommunicationError(
                 f"recover() was not called by all ranks within {patience}:\n{described}"
             )
-        self._hash = self._moves = self.call = 0
+        self._history.clear()
+        self.call = 0
         self._counts = {}
         self._group = self._make_group()
         self.broken = ""

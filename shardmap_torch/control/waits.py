@@ -7,6 +7,9 @@ from typing import Final, Literal, TypeAlias
 
 State: TypeAlias = Literal["runs", "waits", "raised", "broken", "disagrees", "exited"]
 
+Ballot: TypeAlias = tuple[int, str, str]
+"""The number, line and text of a rank's call in a check that failed."""
+
 CHECK: Final = "check"
 """The group of the exchange before each call, of which every rank is a member."""
 
@@ -38,7 +41,7 @@ class Stand:
     post: int = 0
     beat: int = 0
     epoch: int = 0
-    ballot: tuple[int, str, str] | None = None
+    ballot: Ballot | None = None
 
     def to_json(self) -> str:
         """Serialises it for the store; `read` is the inverse."""

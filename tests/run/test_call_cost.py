@@ -29,10 +29,10 @@ ONE_PROCESS: Final[Mapping[Case, int]] = {
     (False, True): 150,
 }
 TWO_PROCESSES: Final[Mapping[Case, int]] = {
-    (True, False): 205,
-    (False, False): 160,
-    (True, True): 216,
-    (False, True): 171,
+    (True, False): 210,
+    (False, False): 165,
+    (True, True): 221,
+    (False, True): 176,
 }
 A_LEAF: Final[Mapping[Case, int]] = {
     (True, False): 13,
