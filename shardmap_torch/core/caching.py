@@ -64,6 +64,10 @@ class Memo(Generic[T]):
         self._known[key] = result
         return result
 
+    def find(self, key: Any) -> T | None:
+        """Returns the result of a hashable key, or None."""
+        return self._known.get(key)
+
     def forget(self, key: Any) -> None:
         """Drops the result of this key."""
         self._known.pop(key, None)

@@ -16,6 +16,7 @@ from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVES
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Form, Readings
+from shardmap_torch.core.fake_results import empty
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
@@ -153,7 +154,7 @@ class AbstractBackend:
             shape = MOVES[move].shape(applied, shape, num_ranks)
             equation.sent = bytes_sent(applied, x.numel() * x.element_size(), num_ranks)
         with interpreter.paused():
-            y = torch.empty(shape, dtype=x.dtype, device=x.device)
+            y = empty(interpreter.fake, shape, x.dtype, x.device)
         result = interpreter.make(y, types, equation, [x])
         result.batched_over = self._batched_over(move, collective, result.batched_over)
         if move in SHARING and not backward:

@@ -24,6 +24,8 @@ from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.rules.infer import (
     BITS,
     INTEGER,
+    Outcomes,
+    Read,
     Refusal,
     Types,
     branches,
@@ -38,6 +40,7 @@ from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
+from shardmap_torch.core.fake_results import Key, key_of, run_fake
 from shardmap_torch.core.hashing import numbers_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import (
@@ -93,6 +96,8 @@ class Interpreter(Memory):
         self.takes_gradients, self.averages = False, False
         self.function: Any = None
         self._made_by: dict[int, Equation] = {}
+        self._typed: dict[Any, list[Outcomes]] = {}
+        self._shown: dict[Key, str] = {}
         self._sequence = 0
         self._count = 0
         self._places, self.gradient_places = Places(), Places()
@@ -159,31 +164,40 @@ class Interpreter(Memory):
         writes = writes_of(op, arguments)
         for name in writes:
             self._reject_read_only(op, arguments[name])
-        with self.paused():
-            seen = standing(op, arguments)
-        out = self._run(op, args, kwargs)
+        seen: tuple[OpOverload, Mapping[str, Any]] = op, arguments
+        if self.observer is not UNOBSERVED:
+            with self.paused():
+                seen = standing(op, arguments)
+        # Sizes that are symbols, and stand-ins for numbers, may be equal and not the same.
+        named = self.fake.shape_env is not None or self.numbers.any
+        key = None if named else key_of(op, args, kwargs)
+        out = self._run(op, args, kwargs, key)
         # A view has the type of its storage, and needs no rule; the bits of a sum have no type.
         view = not writes and self._is_known(out) and op is not _BITS
-        types = [] if view else self._type(op, arguments, out)
-        self._store(op, arguments, out, types)
+        types = [] if view else self._type(op, arguments, out, key)
+        self._store(op, arguments, out, types, key)
         self.observer.on_call(*seen, out)
         return out
 
-    def _run(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(
+        self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key | None
+    ) -> Any:
         dtypes = {t.dtype for value in args for t in tensors_of(value)} if op in _ONE_DTYPE else ()
         if len(dtypes) > 1:
             names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
             head = f"{_name(op)} of {names}: torch multiplies tensors of one dtype only."
             raise messages.error(self, head, [], "cast one of them.")
-        out = self._run_fake(op, args, kwargs)
+        out = self._run_fake(op, args, kwargs, key)
         if any(made.layout is not torch.strided for _, made in _results(out)):
             head = f"{_name(op)} gives a tensor that is not strided, and no other ones are typed."
             raise messages.error(self, head, [], "compute with strided tensors.")
         return out
 
-    def _run_fake(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run_fake(
+        self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key | None
+    ) -> Any:
         try:
-            return op(*args, **kwargs)
+            return run_fake(self.fake, key, op, args, kwargs)
         except (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -214,7 +228,7 @@ class Interpreter(Memory):
     ) -> StorageType:
         """Types a new tensor that an equation computes from its operands."""
         tasks = self._tasks(map(self.storage_type, operands))
-        tokens = frozenset(t for x in operands for t in self._tokens(x) if t.alive)
+        tokens = self._alive_tokens(operands)
         storage = tensor.untyped_storage()
         batched_over = frozenset[int]().union(
             *(self.storage_type(x).batched_over for x in operands)
@@ -229,7 +243,9 @@ class Interpreter(Memory):
         equation.results = (self._result(tensor),)
         return storage_type
 
-    def _type(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> list[Types]:
+    def _type(
+        self, op: OpOverload, arguments: Mapping[str, Any], out: Any, key: Key | None = None
+    ) -> list[Types]:
         made = [*_results(out)] or [*enumerate(_written(op, arguments))]
         any_real = any(is_real(tensor.dtype) for _, tensor in made)
 
@@ -243,13 +259,32 @@ class Interpreter(Memory):
 
         types = []
         drawn = drawn_types(self, op, arguments)
-        for outcome in type_call(op, arguments, read, len(self.axes), drawn):
+        for outcome in self._outcomes(op, arguments, read, drawn, key):
             if isinstance(outcome, Refusal):
                 raise messages.refused(self, op, arguments, outcome)
             types.append(outcome)
         if not is_in_linear_backward():
             self._reject_rounded(op, arguments, made, types)
         return self._as_seed(arguments["self"], types) if op is _SEED and self._running else types
+
+    def _outcomes(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        read: Read,
+        drawn: Types | None,
+        key: Key | None,
+    ) -> list[Outcomes]:
+        """Types a call, or remembers what calls with this key give for these types."""
+        if key is None:
+            return type_call(op, arguments, read, len(self.axes), drawn)
+        types = tuple(read(x) for value in arguments.values() for x in tensors_of(value))
+        call = key, types, drawn, is_in_linear_backward()
+        known = self._typed.get(call)
+        if known is None:
+            known = type_call(op, arguments, read, len(self.axes), drawn)
+            self._typed[call] = known
+        return known
 
     def _as_seed(self, value: Tensor, types: Sequence[Types]) -> list[Types]:
         """Types the cotangent from which a backward inside of a custom backward starts.
@@ -308,20 +343,24 @@ class Interpreter(Memory):
                 )
 
     def _store(
-        self, op: OpOverload, arguments: Mapping[str, Any], out: Any, types: Sequence[Types]
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        out: Any,
+        types: Sequence[Types],
+        key: Key | None,
     ) -> None:
-        operands = [
-            use_of(name, tensor, self.storage_type(tensor), self.storage_type(tensor).types)
-            for name, value in arguments.items()
-            for tensor in tensors_of(value)
-        ]
-        read = [t for value in arguments.values() for t in tensors_of(value)]
-        tokens = frozenset(t for tensor in read for t in self._tokens(tensor) if t.alive)
+        read = [(name, x) for name, value in arguments.items() for x in tensors_of(value)]
+        operands = []
+        for name, tensor in read:
+            storage_type = self.storage_type(tensor)
+            operands.append(use_of(name, tensor, storage_type, storage_type.types))
+        tokens = self._alive_tokens([tensor for _, tensor in read])
         tasks = self._tasks(use.storage_type for use in operands)
         batched_over = _batched_over(operands, types)
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)
-        equation.literals = self._literals(op, arguments)
+        equation.literals = self._literals(op, arguments, key)
         written = list(_written(op, arguments))
         types_written = self._types_written(op, arguments, written, types)
         for tensor, axis_type in zip(written, types_written, strict=True):
@@ -341,8 +380,16 @@ class Interpreter(Memory):
         equation.results = tuple(self._result(tensor) for _, tensor in _results(out))
         self.add(equation)
 
-    def _literals(self, op: OpOverload, arguments: Mapping[str, Any]) -> str:
+    def _literals(self, op: OpOverload, arguments: Mapping[str, Any], key: Key | None) -> str:
         """Formats the arguments that are no tensors and not the default."""
+        known = None if key is None else self._shown.get(key)
+        if known is None:
+            known = self._format_literals(op, arguments)
+            if key is not None:
+                self._shown[key] = known
+        return known
+
+    def _format_literals(self, op: OpOverload, arguments: Mapping[str, Any]) -> str:
         defaults = signature_of(op).defaults
         plain = {
             name: value

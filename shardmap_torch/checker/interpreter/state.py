@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # it takes a second to import, which torch does when a body i
 
 
 class Token:
-    """One operand of a torch.func differentiation; it lives as long as its transform."""
+    """A torch.func differentiation, known by an operand; it lives as long as its transform."""
 
     def __init__(self, witness: Tensor) -> None:
         """Keeps the wrapped operand, whose level ends with the transform."""
@@ -104,6 +104,7 @@ class Memory:
         self._applies = False
         self._ending: frozenset[int] = frozenset()
         self._differentiated: set[int] = set()
+        self._by_level: dict[int, Token] = {}
         self._running: list[int] = []
         # State of the user's own code that autograd runs; see `user_code`.
         self.values: dict[tuple[Node, int], Tensor] = {}
@@ -209,12 +210,28 @@ class Memory:
             return own or frozenset()
         return storage_type.tokens if own is None else own | storage_type.written
 
+    def _alive_tokens(self, tensors: Iterable[Tensor]) -> frozenset[Token]:
+        found = frozenset[Token]().union(*map(self._tokens, tensors))
+        return frozenset(token for token in found if token.alive) if found else found
+
+    def _token(self, wrapped: Tensor) -> Token:
+        """Returns the token of the transform that an operand belongs to.
+
+        All its operands share one, so that what descends from hundreds of them has one.
+        """
+        level = int(_functorch.maybe_get_level(wrapped))
+        known = self._by_level.get(level)
+        # Of two transforms at one level the first has ended.
+        if known is None or known.level != level:
+            known = self._by_level[level] = Token(wrapped)
+        return known
+
     def mark_differentiated(self, wrapped: Tensor) -> None:
         """Records an operand of a torch.func transform."""
         real = base_of(wrapped)
         self._differentiated.add(id(real))
         base = self.fakify(real)
-        tokens = self._tokens(base) | {Token(wrapped)}
+        tokens = self._tokens(base) | {self._token(wrapped)}
         base._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
         self.storage_type(base).tokens |= tokens
 

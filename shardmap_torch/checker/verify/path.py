@@ -40,6 +40,7 @@ from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, sum_result
 from shardmap_torch.checker.verify.record import Recording
 from shardmap_torch.checker.verify.sharing import input_sharing
 from shardmap_torch.collectives.protocol import Readings
+from shardmap_torch.core.fake_results import empty
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.errors import ShardMapError, ShardTypeError, SpecError
 from shardmap_torch.mesh import Mesh
@@ -311,7 +312,7 @@ class _Verification:
         spec = call.match.spec(position)
         shape = local_shape(like.shape, spec, call.mesh)
         with interpreter.paused():
-            fake = torch.empty(shape, dtype=like.dtype, device=like.device)
+            fake = empty(interpreter.fake, shape, like.dtype, like.device)
         types = tuple(enters_as(spec, axis, call.mapped) for axis in interpreter.axes)
         path = call.match.paths[position]
         storage_type = interpreter.bring(

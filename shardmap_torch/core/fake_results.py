@@ -1,0 +1,222 @@
+"""Results of operations on fake tensors, made again from what is known of them.
+
+torch has such a memory too, which takes as long as all else in a check: it makes a key of 17 fields
+of every operand, and knows a view at another offset of its storage for another call. Here the key
+is shapes, strides, dtypes and devices, and the offset of a view is relative to its operand's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shardmap_torch.core.caching import Memo
+
+Key: TypeAlias = tuple[Any, ...]
+"""Of a call: operations with equal keys have equal results, up to the values."""
+
+_PLAIN: Final = frozenset(
+    (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+_aten: Final = torch.ops.aten
+_ABSOLUTE: Final = frozenset((_aten.as_strided.default, _aten.index.Tensor))
+"""The offset that the one gives is not relative, and the shape of the other may be the data's."""
+
+_UNKNOWN_TAGS: Final = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor of a result: new memory, or a view of an operand."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    operand: int | None
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    container: type | None
+    items: tuple[_Made | None, ...]
+
+
+_RESULTS: Final = Memo[_Result](16384)
+
+
+@lru_cache(maxsize=4096)
+def _is_known(op: OpOverload) -> bool:
+    """Returns whether results of an operation depend on its key alone."""
+    return (
+        op.namespace in ("aten", "prims")
+        and not op._schema.is_mutable
+        and op not in _ABSOLUTE
+        and not any(tag in op.tags for tag in _UNKNOWN_TAGS)
+        and not op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    )
+
+
+def key_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Key | None:
+    """Returns the key of a call on fake tensors; None where more counts than shapes and dtypes."""
+    if not _is_known(op) or torch.is_inference_mode_enabled():
+        return None
+    key: list[Any] = [op, torch.get_default_dtype()]
+    for value in args:
+        if not _add(key, value):
+            return None
+    for name, value in kwargs.items():
+        key.append(name)
+        if isinstance(value, Tensor | list) or not _add(key, value):
+            return None  # results are views of what is passed by position only
+    return tuple(key)
+
+
+def _add(key: list[Any], value: Any) -> bool:
+    cls = type(value)
+    if cls is FakeTensor:
+        if not _is_simple(value):
+            return False
+        key.append((value.dtype, value.shape, value.stride(), value.fake_device))
+    elif value is None:
+        key.append(None)
+    elif cls in _PLAIN:
+        key.append(cls)  # 1 and 1.0 are equal
+        key.append(value)
+    elif cls in (list, tuple):
+        key.append(len(value))
+        return all(_add(key, item) for item in value)
+    else:
+        return False
+    return True
+
+
+def _is_simple(tensor: FakeTensor) -> bool:
+    return (
+        tensor.constant is None
+        and tensor.layout is torch.strided
+        and not tensor.dtype.is_complex
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )
+
+
+def run_fake(
+    mode: FakeTensorMode, key: Key | None, op: OpOverload, args: Sequence[Any], kwargs: Any
+) -> Any:
+    """Runs an operation on fake tensors of this mode, or makes its result from what is known."""
+    if key is None:
+        return op(*args, **kwargs)
+    known = _RESULTS.find(key)
+    if known is not None:
+        return _make(mode, known, args)
+    out = op(*args, **kwargs)
+    result = _describe(out, args)
+    if result is not None:
+        _RESULTS.get(key, lambda: result)
+    return out
+
+
+def empty(
+    mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Makes a fake tensor of this mode: `torch.empty` without what it takes to get there."""
+    if mode.shape_env is not None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return _make_fake(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+
+
+def _make_fake(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> FakeTensor:
+    """Makes a fake tensor as torch makes it, which takes as long as an operation on it.
+
+    Its fields are those of the first one of the mode, which torch has made.
+    """
+    fields = mode.__dict__.setdefault("_shardmap_fields", {})
+    if device not in fields:
+        made = FakeTensor(mode, meta, device)
+        fields[device] = dict(made.__dict__)
+        return made
+    made = Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    made.__dict__.update(fields[device])
+    return made
+
+
+def _operands(args: Sequence[Any]) -> list[FakeTensor]:
+    """Returns the tensors among arguments by position; views are never those of a named one."""
+    found = []
+    for value in args:
+        items = value if isinstance(value, list | tuple) else (value,)
+        found += [item for item in items if isinstance(item, FakeTensor)]
+    return found
+
+
+def _describe(out: Any, args: Sequence[Any]) -> _Result | None:
+    """Describes a result; None if it is not made of new memory and views alone."""
+    container = type(out) if isinstance(out, list | tuple) else None
+    if container not in (None, list, tuple):
+        return None
+    items = [out] if container is None else out
+    operands = _operands(args)
+    places = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(reversed(operands))}
+    made: list[_Made | None] = []
+    new: set[int] = set()
+    for item in items:
+        if item is None:
+            made.append(None)
+            continue
+        if type(item) is not FakeTensor or not _is_simple(item) or item.requires_grad:
+            return None
+        if any(item is operand for operand in operands):
+            return None
+        storage = item.untyped_storage()
+        place = places.get(storage._cdata)
+        at = None if place is None else len(operands) - 1 - place
+        if at is None and (storage._cdata in new or not _fills(item, storage)):
+            return None
+        if at is not None and operands[at].dtype != item.dtype:
+            return None  # offsets are in units of a dtype
+        new.add(storage._cdata)
+        offset = 0 if at is None else int(item.storage_offset() - operands[at].storage_offset())
+        shape, stride = tuple(item.shape), item.stride()
+        made.append(_Made(shape, stride, item.dtype, item.fake_device, at, offset))
+    return _Result(container, tuple(made))
+
+
+def _fills(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Returns whether memory is what `torch.empty_strided` makes for a tensor."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    num_entries = last + 1 if tensor.numel() else 0
+    return tensor.storage_offset() == 0 and storage.nbytes() == num_entries * tensor.itemsize
+
+
+def _make(mode: FakeTensorMode, result: _Result, args: Sequence[Any]) -> Any:
+    if result.container is None:
+        item = result.items[0]
+        return None if item is None else _make_one(mode, item, args)
+    return result.container(
+        None if item is None else _make_one(mode, item, args) for item in result.items
+    )
+
+
+def _make_one(mode: FakeTensorMode, item: _Made, args: Sequence[Any]) -> FakeTensor:
+    operand = None if item.operand is None else _operands(args)[item.operand]
+    with torch._C._DisableTorchDispatch():
+        made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
+        if operand is not None:
+            offset = item.offset + operand.storage_offset()
+            made.set_(operand.untyped_storage(), offset, item.shape, item.stride)
+        return _make_fake(mode, made, item.device)

@@ -1,0 +1,132 @@
+"""What is made again from known results is what torch makes, up to the memory's address."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention as attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmap_torch.core.fake_results import empty, key_of, run_fake
+
+Body = Callable[[Tensor, Tensor], object]
+
+BODIES: dict[str, Body] = {
+    "products and sums": lambda x, w: (x @ w + 1).sum(0, keepdim=True),
+    "numbers of other types": lambda x, w: (x.int() * 2, x.int() * 2.0, x.int() * True),
+    "views at offsets": lambda x, w: (x[1:].t()[2:], w[:, 1].unsqueeze(0), x[2:, 1:].flatten()),
+    "views of one size at two offsets": lambda x, w: (x[:2] * 1, x[2:] * 1, x[:2].t(), x[2:].t()),
+    "several views": lambda x, w: (*x.split(1), *w.unbind(1), *x.chunk(2, 1)),
+    "several new tensors": lambda x, w: (x.max(1), torch.var_mean(x, 0), torch.frexp(x)),
+    "other strides": lambda x, w: (x.t().clone(), x.t() + 1, torch.empty_like(x.t())),
+    "copies of other dtypes": lambda x, w: (x.double(), x.to(torch.int8), x.bool()),
+    "bits as another dtype": lambda x, w: (x.view(torch.int32)[1:], x[1:].view(torch.int32)),
+    "complex numbers": lambda x, w: (
+        torch.view_as_real(torch.complex(x, x)),
+        x.to(torch.cfloat).imag,
+    ),
+    "explicit strides": lambda x, w: (x.as_strided((2,), (1,)), x[1:].as_strided((2,), (1,), 3)),
+    "an entry many times": lambda x, w: x[:1].expand(5, 3) + w.new_zeros(()).expand(3),
+    "factories": lambda x, w: (torch.arange(3), torch.full((2,), 3), torch.ones(2, 3).t()),
+    "no entries": lambda x, w: (x[:0] @ w, x[:, :0].sum(1), torch.empty(0, 3).t()),
+    "writes": lambda x, w: (
+        x.clone().add_(1),
+        x.clone().t_(),
+        torch.add(x, 1, out=x.new_empty(4, 3)),
+    ),
+    "picked rows": lambda x, w: (x[torch.tensor([0, 1])], torch.embedding(x, torch.tensor([2]))),
+    "attention": lambda x, w: attention(x[None, None], x[None, None], x[None, None]),
+}
+
+
+class _Remembering(TorchDispatchMode):
+    """Makes each result twice from what is known, and compares that with what torch makes."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._mode, self.made_again = mode, 0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key = key_of(func, args, kwargs)
+        if key is None:
+            return func(*args, **kwargs)
+        expected = func(*args, **kwargs)
+        run_fake(self._mode, key, func, args, kwargs)
+        actual = run_fake(self._mode, key, func, args, kwargs)
+        assert facts(actual, args) == facts(expected, args), func
+        self.made_again += 1
+        return actual
+
+
+def facts(out: Any, args: Sequence[Any]) -> list[object]:
+    """Returns all that later operations can see of a result."""
+    given = [x for value in args for x in (value if isinstance(value, list) else [value])]
+    memory = [x.untyped_storage()._cdata if isinstance(x, Tensor) else None for x in given]
+    found: list[object] = [type(out)]
+    for x in out if isinstance(out, list | tuple) else [out]:
+        if not isinstance(x, FakeTensor):
+            found.append(x)
+            continue
+        storage = x.untyped_storage()
+        shares = [i for i, each in enumerate(memory) if each == storage._cdata]
+        where = x.shape, x.stride(), x.storage_offset(), storage.nbytes(), shares
+        bits = x.is_conj(), x.is_neg(), x.is_inference(), x.layout, x.requires_grad, x.constant
+        found.append((where, x.dtype, x.device, x.fake_mode, bits, torch._C._dispatch_keys(x)))
+        found.append(sorted(x.__dict__))
+    return found
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_result_made_again_is_the_one_that_torch_makes(body: Body) -> None:
+    with FakeTensorMode() as mode:
+        x, w = torch.empty(4, 3), torch.empty(3, 5)
+        with _Remembering(mode) as remembering:
+            body(x, w)
+            body(torch.empty(9, 3)[5:], torch.empty(3, 5))  # at another offset
+    assert remembering.made_again
+
+
+def test_a_view_made_again_is_of_the_operand_of_this_call() -> None:
+    with FakeTensorMode() as mode:
+        storage = torch.empty(8, 3)
+        views = []
+        for x in (storage[:4], storage[4:], torch.empty(4, 3)):
+            key = key_of(torch.ops.aten.t.default, [x], {})
+            views.append(run_fake(mode, key, torch.ops.aten.t.default, [x], {}))
+    assert [view.storage_offset() for view in views] == [0, 12, 0]
+    same = [view.untyped_storage()._cdata == storage.untyped_storage()._cdata for view in views]
+    assert same == [True, True, False]
+
+
+def test_operations_whose_shapes_are_not_enough_have_no_key() -> None:
+    aten = torch.ops.aten
+    with FakeTensorMode():
+        x = torch.empty(3)
+        assert key_of(aten.nonzero.default, [x], {}) is None
+        assert key_of(aten.add_.Tensor, [x, x], {}) is None
+        assert key_of(aten.add.out, [x, x], {"out": x}) is None
+        assert key_of(aten.conj.default, [x.to(torch.cfloat)], {}) is None
+        assert key_of(aten.add.Tensor, [x, torch.tensor(1.0)], {}) is None  # the number counts
+    assert key_of(aten.add.Tensor, [torch.ones(3), x], {}) is None
+
+
+def test_equal_numbers_of_other_types_have_other_keys() -> None:
+    with FakeTensorMode():
+        x = torch.empty(3)
+        keys = [key_of(torch.ops.aten.mul.Tensor, [x, n], {}) for n in (1, 1.0, True)]
+    assert len(set(keys)) == 3
+
+
+def test_empty_is_what_torch_makes_of_an_empty_tensor() -> None:
+    with FakeTensorMode() as mode:
+        expected = torch.empty(2, 3, dtype=torch.bfloat16)
+        for _ in range(2):
+            actual = empty(mode, (2, 3), torch.bfloat16, torch.device("cpu"))
+            assert facts(actual, []) == facts(expected, [])
