@@ -107,6 +107,7 @@ def _is_simple(tensor: FakeTensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.dtype.is_complex
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()  # a tangent that forward mode leaves out
         and not tensor.is_quantized
     )
 

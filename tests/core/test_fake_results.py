@@ -39,6 +39,8 @@ BODIES: dict[str, Body] = {
         torch.add(x, 1, out=x.new_empty(4, 3)),
     ),
     "picked rows": lambda x, w: (x[torch.tensor([0, 1])], torch.embedding(x, torch.tensor([2]))),
+    "tangents of zero": lambda x, w: torch.func.jvp(lambda y: (y @ w, y + x), (x,), (x,)),
+    "zeros without memory": lambda x, w: torch._efficientzerotensor((4, 3)) * x + x,
     "attention": lambda x, w: attention(x[None, None], x[None, None], x[None, None]),
 }
 
@@ -77,7 +79,7 @@ def facts(out: Any, args: Sequence[Any]) -> list[object]:
         storage = x.untyped_storage()
         shares = [i for i, each in enumerate(memory) if each == storage._cdata]
         where = x.shape, x.stride(), x.storage_offset(), storage.nbytes(), shares
-        bits = x.is_conj(), x.is_neg(), x.is_inference(), x.layout, x.requires_grad, x.constant
+        bits = x.is_conj(), x.is_neg(), x.is_inference(), x._is_zerotensor(), x.layout, x.constant
         found.append((where, x.dtype, x.device, x.fake_mode, bits, torch._C._dispatch_keys(x)))
         found.append(sorted(x.__dict__))
     return found
