@@ -12,10 +12,18 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    has_kernel,
+    make_subclass,
+    set_throw_on_data_pointer,
+)
 
 Key: TypeAlias = tuple[Any, ...]
 """Of a call: operations with equal keys have equal results, up to the values."""
@@ -63,7 +71,7 @@ def _is_known(op: OpOverload) -> bool:
         and not op._schema.is_mutable
         and op not in _ABSOLUTE
         and not any(tag in op.tags for tag in _UNKNOWN_TAGS)
-        and not op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        and not has_kernel(op.name(), "CompositeImplicitAutograd")
     )
 
 
@@ -134,7 +142,7 @@ def empty(
     """Makes a fake tensor of this mode: `torch.empty` without what it takes to get there."""
     if mode.shape_env is not None:
         return torch.empty(shape, dtype=dtype, device=device)
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with DisableTorchFunction(), DisableTorchDispatch():
         return _make_fake(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
@@ -148,10 +156,10 @@ def _make_fake(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Fake
         made = FakeTensor(mode, meta, device)
         fields[device] = dict(made.__dict__)
         return made
-    made = Tensor._make_subclass(
+    made: FakeTensor = make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_throw_on_mutable_data_ptr(made)
+    set_throw_on_data_pointer(made)
     made.__dict__.update(fields[device])
     return made
 
@@ -215,7 +223,7 @@ def _make(mode: FakeTensorMode, result: _Result, args: Sequence[Any]) -> Any:
 
 def _make_one(mode: FakeTensorMode, item: _Made, args: Sequence[Any]) -> FakeTensor:
     operand = None if item.operand is None else _operands(args)[item.operand]
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
         if operand is not None:
             offset = item.offset + operand.storage_offset()

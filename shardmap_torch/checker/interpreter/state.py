@@ -219,7 +219,7 @@ class Memory:
 
         All its operands share one, so that what descends from hundreds of them has one.
         """
-        level = int(_functorch.maybe_get_level(wrapped))
+        level = int(functorch.maybe_get_level(wrapped))
         known = self._by_level.get(level)
         # Of two transforms at one level the first has ended.
         if known is None or known.level != level:

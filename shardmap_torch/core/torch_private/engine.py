@@ -4,11 +4,14 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any, Final
 
+from torch import Tensor
 from torch._C import DisableTorchFunction, _distributed_c10d
 from torch._C import _are_functorch_transforms_active as are_transforms_active
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import _functorch as functorch
+from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_data_pointer
 from torch._C import _vmapmode_decrement_nesting as leave_vmapmode
 from torch._C import _vmapmode_increment_nesting as enter_vmapmode
 from torch._C._autograd import _get_sequence_nr as sequence_number
@@ -41,6 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
 
 c10d: Final = _distributed_c10d
+make_subclass: Final[Callable[..., Any]] = Tensor._make_subclass
 # A public name since torch 2.14, which warns of the private one.
 set_timeout: Final[Callable[..., None]] = (
     getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
@@ -91,6 +95,7 @@ has_kernel: Final[Callable[[str, str], bool]] = probed(
 __all__ = (
     "CtxWithSavedTensors",
     "DataDependentOutputException",
+    "DisableTorchDispatch",
     "DisableTorchFunction",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -120,12 +125,14 @@ __all__ = (
     "has_kernel",
     "is_always_active",
     "is_vmapped_by_autograd",
+    "make_subclass",
     "pop_saved_tensors_hooks",
     "probed",
     "push_saved_tensors_hooks",
     "restore_vmap",
     "retrieve_all_functorch_interpreters",
     "sequence_number",
+    "set_throw_on_data_pointer",
     "set_timeout",
     "temporarily_clear_interpreter_stack",
     "top_saved_tensors_hooks",
