@@ -153,9 +153,9 @@ def _make_fake(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Fake
     """
     fields = mode.__dict__.setdefault("_shardmap_fields", {})
     if device not in fields:
-        made = FakeTensor(mode, meta, device)
-        fields[device] = dict(made.__dict__)
-        return made
+        first = FakeTensor(mode, meta, device)
+        fields[device] = dict(first.__dict__)
+        return first
     made: FakeTensor = make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
