@@ -1,4 +1,4 @@
-"""What is made again from known results is what torch makes, up to the memory's address."""
+"""Tests that results made again are what torch makes, up to the memory's address."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
