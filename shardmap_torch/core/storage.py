@@ -50,3 +50,15 @@ def unviewed(x: Tensor) -> Tensor:
     Autograd forbids to write into a view that a Function returns.
     """
     return x.data if x._is_view() else x
+
+
+def covers_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Returns whether a tensor covers every entry of its storage exactly once."""
+    if tensor.numel() * tensor.element_size() != storage.nbytes():
+        return False
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True

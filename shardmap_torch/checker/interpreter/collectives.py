@@ -10,13 +10,13 @@ from shardmap_torch.backends.vmap import SPREAD
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.equivalence import check_equivalent
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.program import Equation, StorageType, bytes_sent, use_of
 from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVES
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Form, Readings
-from shardmap_torch.core.fake_results import empty
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 

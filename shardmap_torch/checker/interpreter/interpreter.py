@@ -12,6 +12,7 @@ from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.draws import drawn_types
 from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
+from shardmap_torch.checker.ir.fake_results import Key, key_of, run_fake
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
 from shardmap_torch.checker.ir.outcomes import Asserted
 from shardmap_torch.checker.ir.own_functions import name_of_own
@@ -40,9 +41,9 @@ from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
-from shardmap_torch.core.fake_results import Key, key_of, run_fake
 from shardmap_torch.core.hashing import numbers_of
 from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.storage import covers_storage
 from shardmap_torch.core.torch_private.engine import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -441,7 +442,7 @@ class Interpreter(Memory):
     ) -> None:
         storage_type = self.storage_type(tensor)
         # Earlier writes of the same operation remain: a list may contain a tensor twice.
-        if storage_type.made is equation or not _covers_storage(tensor, storage_type.storage):
+        if storage_type.made is equation or not covers_storage(tensor, storage_type.storage):
             types = self._joined(op, arguments, tensor, storage_type, types)
         self.batches &= (
             batched_over <= storage_type.batched_over
@@ -507,18 +508,6 @@ def _batched_over(operands: Sequence[Use], results: Sequence[Types]) -> frozense
 def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
     for name in writes_of(op, arguments):
         yield from tensors_of(arguments[name])
-
-
-def _covers_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Returns whether a tensor covers every entry of its storage exactly once."""
-    if tensor.numel() * tensor.element_size() != storage.nbytes():
-        return False
-    expected = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _results(out: Any) -> Iterator[tuple[int, Tensor]]:

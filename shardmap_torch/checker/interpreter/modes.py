@@ -30,7 +30,7 @@ from shardmap_torch.checker.ir.rank_only import (
     takes_vmap,
     watching_functions,
 )
-from shardmap_torch.checker.rewrites.table import rewritten
+from shardmap_torch.checker.rewrites.table import METADATA, rewritten
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.registry import MEANINGS
 from shardmap_torch.core.functorch import base_of
@@ -147,7 +147,7 @@ class _Functions(TorchFunctionMode):
         self._interpreter = interpreter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA and type(base_of(args[0])) is FakeTensor:
+        if func in METADATA and type(base_of(args[0])) is FakeTensor:
             if user_code.is_observed(self._interpreter):
                 user_code.remember(self._interpreter, args[:1])
             return func(*args, **(kwargs or {}))
@@ -203,18 +203,6 @@ class _Functions(TorchFunctionMode):
                 if id(base) not in given and isinstance(base, FakeTensor):
                     self._interpreter.mark_constant(tensor)
 
-
-_METADATA: Final = frozenset(
-    (
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("dtype", "shape", "ndim", "requires_grad", "itemsize", "nbytes", "layout")
-        ),
-        *(Tensor.numel, Tensor.dim, Tensor.element_size, Tensor.is_floating_point),
-        *(Tensor.is_complex, Tensor.untyped_storage, torch.is_floating_point, torch.is_complex),
-    )
-)
-"""Functions of one tensor that read nothing of its values: most calls that a body makes."""
 
 HANDS_ON: Final = (
     _Functions.__torch_function__.__code__,

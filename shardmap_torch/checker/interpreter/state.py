@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from shardmap_torch.checker.ir.fake_mode import fake_mode
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rewrites.aliases import Rows
 from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.core.closures import name_in
-from shardmap_torch.core.fake_mode import fake_mode
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (

@@ -62,3 +62,15 @@ def rewritten(host: Host, func: Any) -> Any:
 
 _NAMES: Final = {"input": "x", "tensor": "x", "self": "x"}
 """Names of the first argument."""
+
+METADATA: Final = frozenset(
+    (
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("dtype", "shape", "ndim", "requires_grad", "itemsize", "nbytes", "layout")
+        ),
+        *(Tensor.numel, Tensor.dim, Tensor.element_size, Tensor.is_floating_point),
+        *(Tensor.is_complex, Tensor.untyped_storage, torch.is_floating_point, torch.is_complex),
+    )
+)
+"""Functions of one tensor that read nothing of its values: most calls that a body makes."""

@@ -14,6 +14,7 @@ from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
 from shardmap_torch.checker.interpreter.state import is_real
+from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
 from shardmap_torch.checker.ir.own_functions import own_nodes
@@ -40,7 +41,6 @@ from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, sum_result
 from shardmap_torch.checker.verify.record import Recording
 from shardmap_torch.checker.verify.sharing import input_sharing
 from shardmap_torch.collectives.protocol import Readings
-from shardmap_torch.core.fake_results import empty
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.errors import ShardMapError, ShardTypeError, SpecError
 from shardmap_torch.mesh import Mesh
