@@ -8,7 +8,7 @@ is shapes, strides, dtypes and devices, and the offset of a view is relative to 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,8 +25,14 @@ from shardmap_torch.core.torch_private.engine import (
     set_throw_on_data_pointer,
 )
 
+if TYPE_CHECKING:  # for annotations; it takes a second to import
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
 Key: TypeAlias = tuple[Any, ...]
 """Of a call: operations with equal keys have equal results, up to the values."""
+
+REMEMBERED: Final = 4096
+"""Number of calls of which torch may keep the shapes."""
 
 _PLAIN: Final = frozenset(
     (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -229,3 +235,16 @@ def _make_one(mode: FakeTensorMode, item: _Made, args: Sequence[Any]) -> FakeTen
             offset = item.offset + operand.storage_offset()
             made.set_(operand.untyped_storage(), offset, item.shape, item.stride)
         return _make_fake(mode, made, item.device)
+
+
+def fake_mode(env: "ShapeEnv | None" = None) -> FakeTensorMode:
+    """Makes a mode for one check; `env` has the sizes that are symbols.
+
+    torch remembers the shapes of every operation that any mode has seen, a kilobyte each, and
+    forgets none, also those of signatures that were evicted long ago; beyond `REMEMBERED` it has to
+    begin anew.
+    """
+    if len(FakeTensorMode.cache) > REMEMBERED:
+        FakeTensorMode.cache_clear()
+    # What a body closes over has the sizes that it has.
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
