@@ -174,6 +174,14 @@ def _ask(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, .
         return _answered(op, arguments, size)
 
 
+_LOSSES: Final = (
+    torch.ops.aten.nll_loss_forward.default,
+    torch.ops.aten.nll_loss2d_forward.default,
+)
+_REDUCTION: Final = 3
+"""Position of the argument that says how a loss is reduced: 1 averages, and 2 sums."""
+
+
 def _answered(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, ...]:
     """Returns for each result its sharded dim, its pending reduction ("sum"), or None for neither.
 
@@ -181,6 +189,22 @@ def _answered(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | No
         UnrelatedError: torch would move data first, or does not know the operation.
     """
     args, kwargs = arguments
+    answers = _propagated(op, args, kwargs, size)
+    if answers is None and op in _LOSSES and args[_REDUCTION] == 1:
+        # Since shards may leave out different numbers of entries, torch 2.14 gathers these first.
+        # `is_average` and a look at the targets see to that here, where the sum is an average.
+        total = (*args[:_REDUCTION], 2, *args[_REDUCTION + 1 :])
+        value, *weight = _propagated(op, total, kwargs, size) or (None,)
+        answers = ("avg", *weight) if value == "sum" else None
+    if answers is None:
+        raise UnrelatedError("on sharded operands it does not give shards of the result", WRAP)
+    return answers
+
+
+def _propagated(
+    op: OpOverload, args: Any, kwargs: Any, size: int
+) -> tuple[int | str | None, ...] | None:
+    """Returns what torch answers, or None where it would move data first."""
     # Outside of the interpreter's modes: what torch computes here is not the body's.
     with DisableTorchFunction(), disable_current_modes():
         try:
@@ -190,7 +214,7 @@ def _answered(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | No
         except Exception as error:
             raise UnrelatedError("torch does not know how its results are sharded", WRAP) from error
     if found.needs_redistribute:
-        raise UnrelatedError("on sharded operands it does not give shards of the result", WRAP)
+        return None
     specs = found.output_spec
     return tuple(map(_answer, specs if isinstance(specs, list | tuple) else [specs]))
 
