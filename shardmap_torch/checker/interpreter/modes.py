@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from shardmap_torch.checker.interpreter import gradients, scalars, user_code
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.addresses import ADDRESSES
 from shardmap_torch.checker.ir.decompositions import interpreted
 from shardmap_torch.checker.ir.generator_state import guarding_generator_state
 from shardmap_torch.checker.ir.rank_only import (
@@ -379,4 +380,5 @@ _SPECIAL: Final[Mapping[Any, Any]] = {
     Tensor.grad.__get__: _grad_field,  # type: ignore[union-attr]
     Tensor.grad.__set__: _grad_field,  # type: ignore[union-attr]
     **scalars.FUNCTIONS,
+    **ADDRESSES,
 }

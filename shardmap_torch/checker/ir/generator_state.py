@@ -47,7 +47,7 @@ class _Guarded:
         return self._generator
 
     def __getattr__(self, name: str) -> Any:
-        if name in _ASKS and _NAMES.stack and _is_user(sys._getframe(1).f_back):
+        if name in _ASKS and _NAMES.stack and is_user(sys._getframe(1).f_back):
             raise ShardTypeError(
                 f"{_NAMES.stack[-1]}: torch.{_ASKS[name]}() at {call_site()} gives what each "
                 "process has of its own, and it would count as equal on all ranks.\n"
@@ -56,7 +56,7 @@ class _Guarded:
         return getattr(self._generator, name)
 
 
-def _is_user(frame: FrameType | None) -> bool:
+def is_user(frame: FrameType | None) -> bool:
     """Returns whether the frame runs the user's own code, and not torch's or ours."""
     return frame is not None and not (is_own(frame) or frame.f_code.co_filename.startswith(_TORCH))
 
