@@ -70,10 +70,9 @@ def stand_ins(tree: Tree) -> Tree:
 
 def shapes_of(verdict: Verdict) -> Tree:
     """Returns the global results of a call, as shapes and dtypes."""
-    leaves = list(verdict.result.leaves)
-    for position, (shape, dtype, _) in verdict.outputs.items():
-        leaves[position] = ShapeDtype(shape, dtype)
-    return verdict.result.rebuild(leaves)
+    outputs = [verdict.outputs[position] for position in verdict.result.match.crossing]
+    shapes: list[Any] = [ShapeDtype(shape, dtype) for shape, dtype, _ in outputs]
+    return verdict.result.rebuild(shapes)
 
 
 @dataclass(frozen=True)
