@@ -6,10 +6,9 @@ several ranks: each value must be a shard, or a pending sum, of its value there.
 written for one axis serves programs with more, if it treats their shards as it would treat all.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
@@ -27,8 +26,8 @@ from shardmap_torch.checker.spmd.layout import (
     in_words,
     merged,
     step_of,
-    unsharded,
 )
+from shardmap_torch.checker.spmd.ops.movements import moved
 from shardmap_torch.checker.spmd.recorder import Recorder, Ref
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums, reject_scaled
@@ -205,7 +204,7 @@ class AxesRelation(Relation):
                 if move in EXTREMA:
                     reject_scaled(sums)
                 shard = self._notes.find(x, event.arguments["x"], "its operand")
-                dims = _MOVED.get(move, _unknown)(collective, shard, shape)
+                dims = moved(move, collective, shard, shape)
                 self._notes.note(y, number, fitted(dims, tuple(y.shape), shape))
                 self._notes.set_sums(y, sums)
 
@@ -285,67 +284,3 @@ def _rest(number: int, have: Dim, want: Dim, axes: Axes, spec: P) -> Dim:
             f"dim {number} is {in_words(have)}, and {spec!r} promises {in_words(want)}"
         )
     return left
-
-
-# ------------------------------------------------------- collectives over the named axes
-
-
-def _kept(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
-    return x.dims
-
-
-def _unknown(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
-    raise UnrelatedError(
-        "beside axes that the region does not name, nothing is known of what it moves",
-        "name all axes in the types of the region.",
-    )
-
-
-def _gathered(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
-    """Lays out the shards of the ranks, one behind the other."""
-    at = collective.dim
-    _require_even(collective)
-    if not collective.tiled:
-        return [*x.dims[:at], unsharded(shape[at]), *x.dims[at:]]
-    if x.dims[at] == ANY:
-        raise UnrelatedError("its size is that of one rank, and matches no sharding yet")
-    count = shape[at] // max(x.global_shape[at], 1)
-    return [*x.dims[:at], tuple(merged([(None, count), *x.dims[at]])), *x.dims[at + 1 :]]
-
-
-def _rearranged(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
-    return _along(collective, {collective.dim}, x, shape)
-
-
-def _exchanged(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
-    return _along(collective, {collective.dim, collective.concat_dim}, x, shape)
-
-
-def _along(
-    collective: Collective, dims: Collection[int], x: ShardedTensor, shape: Shape
-) -> Sequence[Dim]:
-    """Requires that no other axis shards the dims along which a collective goes."""
-    _require_even(collective)
-    if not collective.tiled:
-        raise UnrelatedError("it makes or takes a dim with one entry per rank", "use tiled=True.")
-    for at in dims:
-        if x.dims[at] == ANY or axes_of(x.dims[at]):
-            raise UnrelatedError(f"it goes along dim {at}, which is {in_words(x.dims[at])}")
-    return [unsharded(shape[at]) if at in dims else dim for at, dim in enumerate(x.dims)]
-
-
-def _require_even(collective: Collective) -> None:
-    if collective.sizes is not None or collective.concat_sizes is not None:
-        raise UnrelatedError("its sizes may be uneven, and ranks hold padding")
-
-
-_MOVED: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
-    {
-        "gather": _gathered,
-        "exchange": _exchanged,
-        **dict.fromkeys(("sum_scatter", "slice", "pad"), _rearranged),
-        **dict.fromkeys(("sum", "max", "min", "permute", "broadcast"), _kept),
-        **dict.fromkeys(("mask", "sum_mask", "same"), _kept),
-    }
-)
-"""Changes of the layout over other axes; others are refused, as an exchange by numbers of rows."""
