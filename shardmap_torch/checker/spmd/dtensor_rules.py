@@ -4,6 +4,7 @@ It is queried for one axis at a time, and only answers that need no data movemen
 """
 
 from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
@@ -11,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from shardmap_torch.checker.ir.fake_results import fake_mode
 from shardmap_torch.checker.ir.sizes import exact
 from shardmap_torch.checker.rules.infer import signature_of, writes_of
 from shardmap_torch.checker.rules.registry import functional
@@ -201,6 +203,13 @@ def _answered(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | No
     return answers
 
 
+def _has_symbols(value: Any) -> bool:
+    """Returns whether a size in the arguments of an operation is a symbol."""
+    if isinstance(value, _Slot):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, tuple) and any(map(_has_symbols, value))
+
+
 def _propagated(
     op: OpOverload, args: Any, kwargs: Any, size: int
 ) -> tuple[int | str | None, ...] | None:
@@ -208,9 +217,11 @@ def _propagated(
     # Outside of the interpreter's modes: what torch computes here is not the body's.
     with DisableTorchFunction(), disable_current_modes():
         try:
-            found = _propagator().propagate_op_sharding_non_cached(
-                _schema(op, args, dict(kwargs), _mesh(size))
-            )
+            schema = _schema(op, args, dict(kwargs), _mesh(size))
+            # Under a fake mode torch 2.14 does not remember what moves cost by sizes, which it
+            # cannot where these are symbols.
+            with fake_mode() if _has_symbols(args) else nullcontext():
+                found = _propagator().propagate_op_sharding_non_cached(schema)
         except Exception as error:
             raise UnrelatedError("torch does not know how its results are sharded", WRAP) from error
     if found.needs_redistribute:
