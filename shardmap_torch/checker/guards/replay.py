@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter.state import kept
-from shardmap_torch.checker.ir.crossing import Crossing
+from shardmap_torch.checker.ir.outcomes import Crossing
 from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site

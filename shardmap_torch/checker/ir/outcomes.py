@@ -8,6 +8,8 @@ import torch
 from shardmap_torch.boundary.call import Result
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.rules.infer import Types
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.types import AxisType
 
@@ -109,3 +111,19 @@ class Resolved:
 
     replicate: frozenset[Where] = frozenset()
     exits: Mapping[Where, tuple[Cast, ...]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Crossing:
+    """Conversions of the inputs or results at a boundary, on all paths that reach it."""
+
+    casts: dict[Where, tuple[Cast, ...]] = field(default_factory=dict)
+
+    @lazy
+    def collectives(self) -> Mapping[int, tuple[Collective, ...]]:
+        """The conversions of each value, by its position; read only after all were added."""
+        conversions: dict[int, tuple[Collective, ...]] = {}
+        for (position, axis), casts in self.casts.items():
+            made = tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
+            conversions[position] = conversions.get(position, ()) + made
+        return conversions

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.ir.crossing import Crossing
-from shardmap_torch.checker.ir.outcomes import Cast, Where
+from shardmap_torch.checker.ir.outcomes import Cast, Crossing, Where
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.checker.verify.outputs import Uncommitted, casts_to
