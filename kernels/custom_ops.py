@@ -237,18 +237,6 @@ def _reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 reduce_op.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 
 
-# A rank that ignores a result takes part in making it all the same.
-for _op in (
-    gather_op,
-    gather_backward_op,
-    scatter_op,
-    scatter_backward_op,
-    reduce_op,
-    reduce_backward_op,
-):
-    torch.fx.node.has_side_effect(_op._opoverload)
-
-
 @dataclass(frozen=True, slots=True)
 class CompiledCall:
     """A call in a body that torch.compile traces; otherwise like `autograd.Call`.

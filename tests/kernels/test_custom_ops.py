@@ -241,34 +241,3 @@ def matmuls_that_inductor_can_fuse(dim: int) -> tuple[int, int]:
 def test_inductor_recognises_the_composition_beside_its_matmuls(gloo: Gloo, dim: int) -> None:
     """Two matmuls of one gather, and one before the scatter."""
     assert gloo(2).run(matmuls_that_inductor_can_fuse, dim, timeout=120) == [(2, 1)] * 2
-
-
-def ignored_by_one_rank() -> list[list[float]]:
-    """A result that rank 0 alone uses, forward, and its gradient, backward."""
-    found = []
-    with body() as backend:
-        rank = backend.mesh.rank
-        x, w = normal(1, 4, 3), normal(2, 3, 2)
-
-        def gathered(x: Tensor, w: Tensor) -> Tensor:
-            y = all_gather_matmul(x, w, "tp", overlap="require")
-            return y.sum() * x if rank == 0 else x * 1.0
-
-        def scattered(x: Tensor, w: Tensor) -> Tensor:
-            y = matmul_reduce_scatter(x, w, "tp", overlap="require")
-            return y.sum() * x if rank == 0 else x * 1.0
-
-        def reduced(x: Tensor, w: Tensor) -> Tensor:
-            y = matmul_all_reduce(x, w, "tp", dst="R", overlap="require")
-            return y.sum() * x if rank == 0 else x * 1.0
-
-        for run in (gathered, scattered, reduced):
-            torch._dynamo.reset()
-            compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-            found.append((compiled(x, w) - run(x, w)).flatten().tolist())
-    return found
-
-
-def test_a_rank_that_ignores_the_result_of_an_operator_takes_part_in_it(gloo: Gloo) -> None:
-    for results in gloo(2).run(ignored_by_one_rank, timeout=120):
-        assert results == [[0.0] * 12] * 3
