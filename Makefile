@@ -42,6 +42,7 @@ fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes 
 	SHARDMAP_FUZZ=1 $(BIN)/pytest --timeout 3600 tests/checker/end_to_end/test_random_programs.py \
 		tests/checker/end_to_end/test_global_programs.py \
 		tests/checker/end_to_end/test_branching_programs.py \
+		tests/checker/end_to_end/test_accumulation_programs.py \
 		tests/checker/end_to_end/test_second_order.py
 	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/test_bad_input.py tests/parallel/test_beside_torch.py \
 		tests/examples/test_train_gpt.py tests/test_compile.py

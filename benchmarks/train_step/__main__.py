@@ -33,8 +33,8 @@ clipped by their global norm, AdamW, checked (the default). *By hand* is the sam
 autograd Functions on raw `torch.distributed`, as Megatron-LM writes them, with gradients of the
 norms' scales summed in one buffer and foreach updates in place. *parallelize_module* is the same
 model as a module that torch shards into DTensors, with `loss_parallel`, `clip_grad_norm_` and
-`torch.optim.AdamW(foreach=True)`. Losses are compared before anything is timed. What a call, a check
-and a simulation cost is in [benchmarks/README.md](../benchmarks/README.md).
+`torch.optim.AdamW(foreach=True)`. Losses are compared before anything is timed. What a call,
+a check and a simulation cost is in [benchmarks/README.md](../benchmarks/README.md).
 """
 
 ABOUT_OVERHEAD: Final = """
