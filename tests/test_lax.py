@@ -88,7 +88,7 @@ def golden_on_rank() -> None:
 
 @pytest.mark.slow
 def test_value_and_gradient_are_those_of_jax_on_processes(gloo: Gloo) -> None:
-    gloo(NUM_RANKS).run(golden_on_rank)
+    gloo(NUM_RANKS).run(golden_on_rank, timeout=120)
 
 
 def per_rank(body: Callable[[Tensor], Tensor], x: Tensor, strategy: Strategy) -> Tensor:

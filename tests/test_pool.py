@@ -1,6 +1,7 @@
 """The worker pool returns what ranks return, and turns every way to fail into a prompt report."""
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.pool import Gloo, Pool, WorkerError
+from tests.support.pool import MAX_THREADS, Gloo, Pool, WorkerError
 
 
 @dataclass(frozen=True)
@@ -195,3 +196,15 @@ def test_a_result_that_cannot_travel_is_an_error_of_its_rank(pool: Pool) -> None
         WorkerError, match=r"rank 0 of 2 raised\n(?s:.*)Can't (pickle|get) local object"
     ):
         pool.run(unpicklable)
+
+
+def leave_threads(count: int) -> int:
+    for _ in range(count):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    return os.getpid()
+
+
+def test_workers_in_which_many_threads_are_left_are_replaced(pool: Pool) -> None:
+    first = pool.run(leave_threads, 1)
+    assert pool.run(leave_threads, MAX_THREADS) == first
+    assert set(pool.run(leave_threads, 0)).isdisjoint(first)

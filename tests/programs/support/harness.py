@@ -103,7 +103,7 @@ def in_worker(program: Program, num_ranks: int) -> Outcome:
 
 @lru_cache
 def worker_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
-    """A process-group mesh, made once per worker."""
+    """Returns a process-group mesh, made once per worker."""
     return make_mesh(shape, axis_names)
 
 
