@@ -134,7 +134,7 @@ RIGHT: Final[Mapping[str, tuple[bool, str]]] = {
     "mean": (True, "mean"),
     "mean over ranks": (True, "sum"),
 }
-"""How the gradients of a loss are added up: divided by their number, and combined over ranks."""
+"""Losses with how their gradients are added up: divided by their number, combined over ranks."""
 
 STYLES: Final = ("slices", "torch.func", "autograd", "backward")
 
