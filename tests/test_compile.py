@@ -20,6 +20,7 @@ from shardmap_torch import (
     all_gather,
     all_reduce,
     all_to_all,
+    axis_index,
     broadcast,
     convert,
     full,
@@ -279,14 +280,20 @@ def test_a_compiled_call_is_checked_anew_for_other_sizes_and_numbers_only(gloo: 
     assert gloo(2).run(recompiled, timeout=120) == [[1, 2, 3, 3, 3]] * 2
 
 
-def draws() -> list[str]:
-    """The error of compiling a body whose draws the ranks share."""
+def dropped(x: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(x)
+
+
+def branched(x: Tensor) -> Tensor:
+    own = x * axis_index("tp")
+    branch = all_reduce(own, "tp", dst=R) if x.detach().sum().item() > 0 else x.cos()
+    return branch.sin()
+
+
+def cannot_compile(body: Body) -> list[str]:
+    """The errors of compiling what only uncompiled runs compare with the checked program."""
     mesh = make_mesh((2,), ("tp",), kind="process_group")
-
-    def dropped(x: Tensor) -> Tensor:
-        return torch.nn.functional.dropout(x)
-
-    f = shard_map(dropped, mesh=mesh, in_specs=P(), out_specs=P())
+    f = shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())
     found = []
     for fullgraph in (True, False):
         torch._dynamo.reset()
@@ -297,15 +304,26 @@ def draws() -> list[str]:
     return found
 
 
-def test_a_body_that_draws_is_not_compiled(gloo: Gloo) -> None:
-    texts = gloo(2).run(draws, timeout=120)[0]
+@pytest.mark.parametrize(
+    ("body", "obstacle"),
+    [
+        (
+            dropped,
+            "it draws from torch's default generator, which ranks share by their types when they "
+            "run uncompiled only; draw from a key of shardmap_torch.random",
+        ),
+        (branched, "it branches on numbers taken from tensors"),
+    ],
+)
+def test_what_uncompiled_runs_alone_can_compare_is_not_compiled(
+    gloo: Gloo, body: Body, obstacle: str
+) -> None:
+    texts = gloo(2).run(cannot_compile, body, timeout=120)[0]
     assert len(texts) == 2
     for text in texts:
         assert text.startswith(
-            "dropped: torch.compile cannot compile what was checked: it draws from torch's default "
-            "generator, which ranks share by their types when they run uncompiled only; draw from "
-            "a key of shardmap_torch.random. Call it uncompiled, or write its types and pass "
-            "check=False."
+            f"{body.__name__}: torch.compile cannot compile what was checked: {obstacle}. Call it "
+            "uncompiled, or write its types and pass check=False."
         )
 
 

@@ -60,6 +60,34 @@ class Call:
     draws: bool = False
     sharing: Mapping[int, int] | None = None
 
+    def checked(
+        self,
+        leaves: Sequence[Any],
+        match: Match,
+        exits: Mapping[int, tuple[Collective, ...]],
+        follow: Callable[[], Monitor],
+        draws: bool = False,
+        sharing: Mapping[int, int] | None = None,
+    ) -> "Call":
+        """Returns the same call with what a check of it has found."""
+        # Not dataclasses.replace, which looks every field up, in each call.
+        return Call(
+            self.function,
+            self.name,
+            self.mesh,
+            self.bound,
+            self.mapped,
+            leaves,
+            match,
+            self.structure,
+            self.out_specs,
+            self.out_matches,
+            exits,
+            follow,
+            draws,
+            sharing,
+        )
+
     @lazy
     def inputs(self) -> tuple[Placed[Spec], ...]:
         """Every leaf with its path and spec."""

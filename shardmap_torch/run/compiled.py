@@ -90,21 +90,12 @@ def as_checked(asked: Asked, call: Call) -> Call:
     outline = unflatten(call.structure, range(len(call.leaves)))
     name = _check(asked, call.mesh, outline, *[_described(leaf) for leaf in call.leaves])
     found = getattr(asked, name)
-    return Call(
-        call.function,
-        call.name,
-        call.mesh,
-        call.bound,
-        call.mapped,
+    return call.checked(
         call.leaves,
         found.match,
-        call.structure,
-        call.out_specs,
-        call.out_matches,
         found.exits,
         lambda: Trace(call.name, found.start),
-        False,
-        found.sharing,
+        sharing=found.sharing,
     )
 
 
@@ -171,11 +162,11 @@ def _obstacles(verdict: Verdict) -> Iterator[str]:
             "it averages a cross entropy over a sharded dim, and uncompiled runs look whether a "
             "target is ignored; take reduction='sum', and divide by the global number of targets"
         )
+    if len(verdict.program_paths) > 1:
+        yield "it branches on numbers taken from tensors"
+        return
     step = verdict.start
     while step.next:
-        if len(step.next) > 1:
-            yield "it branches on numbers taken from tensors"
-            return
         step = step.next[0]
         step.crossing.collectives  # noqa: B018 - computed here, for the same reason as below
         if any(map(_asks, step.later.values())):

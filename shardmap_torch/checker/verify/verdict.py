@@ -93,22 +93,9 @@ class Verdict:
 
         Its runs are compared with the checked program; `late` is called if a backward differs.
         """
-        # Not dataclasses.replace, which looks every field up, in each call.
-        return Call(
-            call.function,
-            call.name,
-            call.mesh,
-            call.bound,
-            call.mapped,
-            call.leaves if self.refusal is None else _detached(call),
-            self.match,
-            call.structure,
-            call.out_specs,
-            call.out_matches,
-            self.exits,
-            partial(Replay, self.start, late),
-            self.draws,
-        )
+        leaves = call.leaves if self.refusal is None else _detached(call)
+        follow = partial(Replay, self.start, late)
+        return call.checked(leaves, self.match, self.exits, follow, self.draws)
 
     @lazy
     def match(self) -> Match:

@@ -8,7 +8,7 @@ all n parts has been added up, and is additive in blocks of rows, or has been co
 and keeps the rows. Until then nothing else may be done with more than one part.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -24,6 +24,7 @@ from shardmap_torch.checker.spmd.layout import (
     step_of,
     unsharded,
 )
+from shardmap_torch.checker.spmd.ops.chunks import CHUNKS, Chunks
 from shardmap_torch.checker.spmd.recorder import Event, Ref, TensorMap
 from shardmap_torch.checker.spmd.sharded import Sharded
 from shardmap_torch.checker.spmd.state import Notes
@@ -87,46 +88,6 @@ class _Combined:
     is_linear: bool = False
 
 
-@dataclass(frozen=True)
-class _Chunks:
-    """Chunks of one size that an operation makes of a dim: these, of so many."""
-
-    size: int
-    count: int
-    indices: range
-
-    @property
-    def key(self) -> tuple[int, range]:
-        """Returns what is the same on a rank and on one device."""
-        return self.count, self.indices
-
-
-def _split(arguments: Mapping[str, Any], length: int) -> _Chunks | None:
-    """Chunks of `x.chunk(n)`."""
-    size = arguments["split_size"]
-    if type(size) is not int or size <= 0 or length % size:
-        return None
-    return _Chunks(size, length // size, range(length // size))
-
-
-def _sliced(arguments: Mapping[str, Any], length: int) -> _Chunks | None:
-    """The chunk `x[i * k : (i + 1) * k]`."""
-    bounds = arguments["start"], arguments["end"], arguments["step"]
-    if any(type(bound) not in (int, type(None)) for bound in bounds) or type(length) is not int:
-        return None
-    found = range(*slice(*bounds).indices(length))
-    size = len(found)
-    if size in (0, length) or found.step != 1 or length % size or found.start % size:
-        return None
-    return _Chunks(size, length // size, range(found.start // size, found.start // size + 1))
-
-
-_CHUNKS: Final[Mapping[OpOverload, Callable[[Mapping[str, Any], int], _Chunks | None]]] = {
-    aten.split.Tensor: _split,
-    aten.slice.Tensor: _sliced,
-}
-
-
 class Microbatches:
     """Keeps what each tensor is of the microbatches."""
 
@@ -134,7 +95,7 @@ class Microbatches:
         """No dim has been divided."""
         self._interpreter, self._notes = interpreter, notes
         self._is_active = False
-        self._chunks = _Chunks(0, 0, range(0))
+        self._chunks = Chunks(0, 0, range(0))
         self._entries: TensorMap[_Entry] = TensorMap()
         self._versions: dict[int, int] = {}
         self._touched: set[int] = set()
@@ -146,7 +107,7 @@ class Microbatches:
         self, op: OpOverload, arguments: Mapping[str, Any], event: Event, shards: Mapping[str, Any]
     ) -> list[Sharded] | None:
         """Lays out chunks of a sharded dim; None where an operation does not make them."""
-        if op not in _CHUNKS:
+        if op not in CHUNKS:
             return None
         x = shards["self"]
         dim = arguments["dim"] % len(x.dims)
@@ -154,12 +115,14 @@ class Microbatches:
         leading = x.dims[dim][: len(axes)]
         if not axes or axes_of(leading) != axes:
             return None
-        here = _CHUNKS[op](arguments, x.local[dim])
-        there = _CHUNKS[op](event.arguments, x.global_shape[dim])
+        here = CHUNKS[op](arguments, x.local[dim])
+        there = CHUNKS[op](event.arguments, x.global_shape[dim])
         if here is None or there is None or here.key != there.key or here.size == there.size:
             return None
         if self._part_of(arguments["self"]) is not None:
-            raise UnrelatedError("it divides a microbatch again")
+            raise UnrelatedError(
+                "it divides a microbatch again", "divide the batch once, into all microbatches."
+            )
         self._is_active, self._chunks = True, here
         found = (*x.dims[:dim], (*leading, *unsharded(here.size)), *x.dims[dim + 1 :])
         return [Sharded(found)] * len(here.indices)
@@ -226,7 +189,7 @@ class Microbatches:
         """Notes what the results of an operation are."""
         if combined is None:
             return
-        if special and op in _CHUNKS:
+        if special and op in CHUNKS:
             self._note_chunks(arguments, results)
             return
         for name in writes_of(op, arguments):
@@ -418,7 +381,10 @@ class Microbatches:
             )
             additive = all(each is not None and each.state == "additive" for each in parts)
             if not known or len(first.indices) > 1:
-                raise UnrelatedError(f"it is a gradient of several or other than {_shown(first)}")
+                raise UnrelatedError(
+                    "it is the gradient of a loss of several microbatches",
+                    "take the gradient of each by itself, and add these up.",
+                )
             plain = additive and not any(seed is not None for seed in seeds)
             state: State = "additive" if plain else "mixed"
             if own is not None:

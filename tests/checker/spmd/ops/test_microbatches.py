@@ -202,8 +202,27 @@ def sliced_by_the_rank_s_size(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def sliced_twice(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     rows = x.shape[0] // COUNT
-    found = [sums(w, x[: i * rows + rows][-rows:]) for i in (0, 1, 1)]
+    found = [sums(w, x[i * rows : (i + 1) * rows]) for i in (0, 1, 1)]
     return all_reduce(reduce(torch.add, found), "dp", dst=I)
+
+
+def square_of_two(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    first, second, third = (all_reduce(sums(w, mb), "dp", dst=R) for mb in x.chunk(COUNT))
+    return convert((first + second).square() + third, "dp", src=R, dst=I)
+
+
+def divided_again(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    found = [sums(w, half) for mb in x.chunk(COUNT) for half in mb.chunk(2)]
+    return all_reduce(reduce(torch.add, found), "dp", dst=I)
+
+
+def gradient_of_two(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    first, second, third = x.chunk(COUNT)
+
+    def of_two(w: Tensor) -> Tensor:
+        return (first @ w).square().sum() + (second @ w).square().sum()
+
+    return all_reduce(grad(of_two, w) + sums(w, third), "dp", dst=I)
 
 
 def of_a_sum_and_a_part(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -215,26 +234,84 @@ def of_a_sum_and_a_part(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return all_reduce(acc, "dp", dst=I)
 
 
-WRONG: Final[list[Step]] = [
-    looped(lambda acc, i, mb, w: acc + (i + 1) * sums(w, mb)),
-    looped(lambda acc, i, mb, w: (0.9 * acc if i else acc) + sums(w, mb)),
-    looped(lambda acc, i, mb, w: (acc + sums(w, mb)) if i else acc),
-    looped(lambda acc, i, mb, w: acc + sums(w if i else 2 * w, mb)),
-    looped(lambda acc, i, mb, w: sums(w, mb)),
-    with_a_neighbour,
-    of_one,
-    paired_with_own_rows,
-    squares_of_sums,
-    normalised,
-    in_another_order,
-    of_two_leaves,
-    written_to_rows,
-    other_rows_twice,
-    with_a_hook,
-    sliced_by_the_rank_s_size,
-    sliced_twice,
-    of_a_sum_and_a_part,
+ADD_UP: Final = (
+    "Fix: add up, or concatenate in order, the same expression of all of them, as in acc = acc + "
+    "torch.func.grad(loss)(w, microbatch); average with a factor that is the same for each. "
+    "If the dim is no batch, gather it before it is divided, with all_gather."
+)
+GATHER: Final = "Fix: gather it first, with all_gather."
+COMBINES: Final = ("add", "it combines microbatches", ADD_UP)
+
+
+def unfinished(which: str) -> tuple[str, str, str]:
+    reason = f"it depends on microbatches {which} of 3, which have other rows on one device"
+    return "the result out", reason, ADD_UP
+
+
+WRONG: Final[list[tuple[Step, tuple[str, str, str]]]] = [
+    (looped(lambda acc, i, mb, w: acc + (i + 1) * sums(w, mb)), COMBINES),
+    (looped(lambda acc, i, mb, w: (0.9 * acc if i else acc) + sums(w, mb)), COMBINES),
+    (looped(lambda acc, i, mb, w: (acc + sums(w, mb)) if i else acc), unfinished("1, 2")),
+    (looped(lambda acc, i, mb, w: acc + sums(w if i else 2 * w, mb)), COMBINES),
+    (looped(lambda acc, i, mb, w: sums(w, mb)), unfinished("2")),
+    (with_a_neighbour, ("mm", "it combines microbatches", ADD_UP)),
+    (of_one, unfinished("0")),
+    (paired_with_own_rows, ("slice", "it takes a part of dim 0, which is sharded", GATHER)),
+    (squares_of_sums, COMBINES),
+    (normalised, COMBINES),
+    (in_another_order, ("cat", "it combines microbatches", ADD_UP)),
+    (of_two_leaves, COMBINES),
+    (
+        written_to_rows,
+        ("select", "some of its memory depends on some microbatches only", ADD_UP),
+    ),
+    (
+        other_rows_twice,
+        (
+            "a gradient",
+            "it is added to a gradient in .grad that is not the same expression of other "
+            "microbatches",
+            ADD_UP,
+        ),
+    ),
+    (
+        with_a_hook,
+        (
+            "a gradient",
+            "it is a gradient of microbatches 0 of 3, and code of your own has worked on it",
+            "Fix: apply it to the sum of all microbatches.",
+        ),
+    ),
+    (sliced_by_the_rank_s_size, ("slice", "it takes a part of dim 0, which is sharded", GATHER)),
+    (sliced_twice, COMBINES),
+    (square_of_two, ("pow", "it is not linear in microbatches 0, 1 of 3", ADD_UP)),
+    (
+        divided_again,
+        (
+            "split",
+            "it divides a microbatch again",
+            "Fix: divide the batch once, into all microbatches.",
+        ),
+    ),
+    (
+        gradient_of_two,
+        (
+            "a gradient",
+            "it is the gradient of a loss of several microbatches",
+            "Fix: take the gradient of each by itself, and add these up.",
+        ),
+    ),
+    (
+        of_a_sum_and_a_part,
+        (
+            "add",
+            "it combines microbatches 0 of 3 with a value that is sharded over 'dp' and not "
+            "divided into microbatches",
+            "Fix: divide it in the same way.",
+        ),
+    ),
 ]
+"""Loops that depend on how rows are divided: what is refused, why, and the repair."""
 
 
 def on(step: Step, ranks: int, check: str | bool) -> Tensor:
@@ -250,7 +327,14 @@ def test_a_loop_over_microbatches_gives_what_one_device_gives(step: Step, ranks:
     torch.testing.assert_close(on(step, ranks, "global"), on(step, 1, True))
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_a_loop_that_depends_on_how_rows_are_divided_is_refused(number: int) -> None:
-    with pytest.raises(ShardTypeError, match="check='global'"):
-        on(WRONG[number], 2, "global")
+@pytest.mark.parametrize(("step", "expected"), WRONG)
+def test_a_loop_that_depends_on_how_rows_are_divided_is_refused(
+    step: Step, expected: tuple[str, str, str]
+) -> None:
+    what, reason, fix = expected
+    with pytest.raises(ShardTypeError) as raised:
+        on(step, 2, "global")
+    first, *_, last = str(raised.value).splitlines()
+    name = getattr(step, "__name__", "step")
+    assert first == f"{name}: check='global': {what} is not what it is on one device: {reason}."
+    assert last == fix
