@@ -5,11 +5,10 @@
 The identity of two DTensors of 8 numbers, on a process-group mesh of one gloo rank: no data moves,
 so what is left is the way in and out. The target is to be faster than `local_map` of the same
 identity, checked (the default; the checker has seen the signature before) and with check=False.
-For information also a collective, timed inside a body, beside the in-place one of
-`torch.distributed`. Then what a later call pays for having been checked: by the number of its
-leaves (the target is 10 us and 1 us a leaf), for a body that refers to a module of 20 layers, and
-for one that makes 100 conversions, each of which is compared with the checked program (0.35 us
-each). Medians of interleaved rounds.
+Then what a later call pays for having been checked: by the number of its leaves (the target is
+10 us and 1 us a leaf), for a body that refers to a module of 20 layers, and for one that makes 100
+conversions, each of which is compared with the checked program (0.35 us each). Medians of
+interleaved rounds.
 """
 
 import sys
@@ -29,7 +28,7 @@ from torch.distributed.tensor.experimental import local_map
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
 from benchmarks.timing import compare, show, verdict
-from shardmap_torch import I, Mesh, P, R, all_reduce, convert, device_put, make_mesh, shard_map
+from shardmap_torch import I, Mesh, P, R, convert, device_put, make_mesh, shard_map
 
 ROUNDS, CALLS = 200, 50
 LEAVES = (1, 8, 64)
@@ -63,27 +62,6 @@ def call_rows(mesh: Mesh, requires_grad: bool) -> list[tuple[str, ...]]:
         target = "" if name == "local_map" else verdict(ratio, 1.0)
         rows.append((kind, name, f"{each * 1e6:.1f} us", f"{ratio:.2f}x", target))
     return rows
-
-
-def collective_rows(mesh: Mesh) -> list[tuple[str, ...]]:
-    taken: dict[str, float] = {}
-
-    def body(x: Tensor) -> Tensor:
-        calls = {
-            "dist.all_reduce": lambda: dist.all_reduce(x.clone()),
-            "all_reduce, dst=R": lambda: all_reduce(x, "tp", dst=R),
-            "all_reduce, dst=I": lambda: all_reduce(x, "tp", dst=I),
-        }
-        taken.update(compare(calls, ROUNDS, CALLS))
-        return x
-
-    x = device_put(torch.ones(8), mesh, P("tp"))
-    shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check=False)(x)
-    base = taken["dist.all_reduce"]
-    return [
-        ("in a body", name, f"{each * 1e6:.1f} us", f"{each / base:.2f}x", "")
-        for name, each in taken.items()
-    ]
 
 
 def first(leaves: Sequence[Tensor]) -> Tensor:
@@ -131,7 +109,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
         mesh = make_mesh((1,), ("tp",), kind="process_group")
-        rows = call_rows(mesh, False) + call_rows(mesh, True) + collective_rows(mesh)
+        rows = call_rows(mesh, False) + call_rows(mesh, True)
         checking = checking_rows(mesh)
         dist.destroy_process_group()
     show("A call on one gloo rank", ("", "", "median", "of the first", "target"), rows)
