@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from shardmap_torch.control.waits import Stand
+from shardmap_torch.control.waits import PATIENCE, Stand
 
 
 def describe_error(error: BaseException) -> str:
@@ -67,8 +67,8 @@ def describe_ranks(
     return lines
 
 
-_SILENT: Final = 3.0
-"""Seconds without a post after which a rank is called silent; it posts every second."""
+_SILENT: Final = 3 * PATIENCE.total_seconds()
+"""Seconds without a post after which a rank is called silent; see `PATIENCE`."""
 
 
 def without_sites(text: str) -> str:

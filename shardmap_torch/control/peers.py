@@ -10,7 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardmap_torch.control.run import PATIENCE, Control, StuckError
+from shardmap_torch.control.run import Control, StuckError
+from shardmap_torch.control.waits import PATIENCE
 
 
 class PeerWatch:

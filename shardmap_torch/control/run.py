@@ -27,7 +27,7 @@ from shardmap_torch.control.messages import (
     shorten,
 )
 from shardmap_torch.control.recorder import Recorder, dump_folder
-from shardmap_torch.control.waits import CHECK, Ballot, Stand, find_deadlock, lacks
+from shardmap_torch.control.waits import CHECK, PATIENCE, Ballot, Stand, find_deadlock, lacks
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
     current_autograd_node,
@@ -40,9 +40,6 @@ from shardmap_torch.errors import (
     CommunicationError,
     MeshError,
 )
-
-PATIENCE: Final = timedelta(seconds=1)
-"""Time that a rank waits before it checks if the wait can end."""
 
 _GATHER: Final = 3.0
 """Seconds that an error waits for the posts of the other ranks."""

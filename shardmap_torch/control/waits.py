@@ -3,7 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Final, Literal, TypeAlias
+
+PATIENCE: Final = timedelta(seconds=1)
+"""Time that a rank waits before it posts, and checks if the wait can end."""
 
 State: TypeAlias = Literal["runs", "waits", "raised", "broken", "disagrees", "exited"]
 

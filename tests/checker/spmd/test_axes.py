@@ -61,14 +61,53 @@ def differentiated(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 RIGHT: Final[list[Body]] = [ring, by_rank, over_both, gathered, differentiated]
 
-WRONG: Final[list[Body]] = [
-    lambda x, w, b: all_reduce(x @ w + b, "tp", dst=I),
-    lambda x, w, b: product(x.softmax(1), w),
-    lambda x, w, b: product(x, w) * (axis_index("tp") + 1).sum(),
-    lambda x, w, b: product(x / x.shape[1], w),
-    lambda x, w, b: product(x, w) + all_reduce(x.sum() + b.sum(), ("dp", "tp"), dst=R),
-    lambda x, w, b: product(ppermute(x, "tp", RING), w),
+ADDED_TWICE: Final = (
+    "add is not what it is on one device: over 'tp' an operand is a pending sum: an addend that is "
+    "equal on all ranks would be counted once per rank.",
+    "Fix: all_reduce or reduce_scatter first, and go on with the finished value.",
+)
+WRONG: Final[list[tuple[Body, tuple[str, str]]]] = [
+    (lambda x, w, b: all_reduce(x @ w + b, "tp", dst=I), ADDED_TWICE),
+    (
+        lambda x, w, b: product(x.softmax(1), w),
+        (
+            "softmax is not what it is on one device: on sharded operands it does not give shards "
+            "of the result.",
+            "Fix: gather the operands first, or wrap per-rank code in local_region.",
+        ),
+    ),
+    (
+        lambda x, w, b: product(x, w) * (axis_index("tp") + 1).sum(),
+        (
+            "add is not what it is on one device: over 'tp' every rank has a value of its own, "
+            "from axis_index('tp') at ",
+            "Fix: wrap code that is per-rank by nature in local_region(f, in_types, out_types).",
+        ),
+    ),
+    (
+        lambda x, w, b: product(x / x.shape[1], w),
+        (
+            "the result out is not what it is on one device: it is 2 times that value, because of "
+            "div, whose argument other is 4 on a rank and 8 on one device, at ",
+            "Fix: a number that depends on local shapes must be right on one device too: multiply "
+            "sizes by axis_size(axis).",
+        ),
+    ),
+    (
+        lambda x, w, b: product(x, w) + all_reduce(x.sum() + b.sum(), ("dp", "tp"), dst=R),
+        ADDED_TWICE,
+    ),
+    (
+        lambda x, w, b: product(ppermute(x, "tp", RING), w),
+        (
+            "on one device the body fails: CollectiveError: ppermute: [1] are none of the 1 ranks "
+            "of 'tp'.",
+            "Fix: write sizes that are right on one device too: -1, x.shape[...], or a size "
+            "divided by axis_size(axis).",
+        ),
+    ),
 ]
+"""Programs that are others over tp, why they are refused (up to the line), and the repair."""
 
 
 def run(body: Body, tp: int, check: Any, **specs: Any) -> Tensor:
@@ -82,10 +121,15 @@ def test_a_program_that_is_accepted_over_tp_gives_what_one_rank_of_tp_gives(body
     torch.testing.assert_close(run(body, 2, {"tp": "global", "dp": "local"}), run(body, 1, True))
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_a_program_that_is_another_over_tp_is_refused(number: int) -> None:
-    with pytest.raises(ShardTypeError, match="check='global'"):
-        run(WRONG[number], 2, {"tp": "global"})
+@pytest.mark.parametrize(("body", "expected"), WRONG)
+def test_a_program_that_is_another_over_tp_is_refused(
+    body: Body, expected: tuple[str, str]
+) -> None:
+    with pytest.raises(ShardTypeError) as raised:
+        run(body, 2, {"tp": "global"})
+    first, *_, last = str(raised.value).splitlines()
+    assert first.startswith(f"<lambda>: check='global': {expected[0]}")
+    assert last == expected[1]
 
 
 def test_over_an_axis_that_is_local_only_types_are_required() -> None:
@@ -96,16 +140,27 @@ def test_over_an_axis_that_is_local_only_types_are_required() -> None:
 
 def test_local_axes_come_first_in_a_dim_that_several_shard() -> None:
     specs = {"in_specs": (P(None, ("tp", "dp")), P(("tp", "dp")), P()), "out_specs": P()}
-    with pytest.raises(SpecError, match="those that are 'local' come first"):
+    with pytest.raises(SpecError) as raised:
         run(lambda x, w, b: all_reduce(x @ w, ("dp", "tp"), dst=I), 2, {"tp": "global"}, **specs)
+    assert str(raised.value) == (
+        "<lambda>: P(None, ('tp', 'dp')) shards dim 1 over 'tp', 'dp': with check= by axis, those "
+        "that are 'local' come first."
+    )
 
 
 @pytest.mark.parametrize("check", [{"tp": "strict"}, {1: "local"}, {"tp": True}, "pp", 3, [1]])
 def test_another_check_is_no_strictness(check: Any) -> None:
-    with pytest.raises(SpecError, match="check is True, False, 'local' or 'global', or a dict"):
+    with pytest.raises(SpecError) as raised:
         run(ring, 2, check)
+    assert str(raised.value) == (
+        "check is True, False, 'local' or 'global', or a dict from axes to 'local' or 'global', "
+        f"not {check!r}."
+    )
 
 
 def test_an_axis_that_the_mesh_lacks_cannot_be_checked() -> None:
-    with pytest.raises(SpecError, match="ring: check= names no axis 'pp' in the simulated mesh"):
+    with pytest.raises(SpecError) as raised:
         run(ring, 2, {"pp": "global"})
+    assert str(raised.value) == (
+        "ring: check= names no axis 'pp' in the simulated mesh (dp=2, tp=2)."
+    )
