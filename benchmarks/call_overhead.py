@@ -39,10 +39,12 @@ def identity(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def identities(mesh: Mesh, x: DTensor) -> dict[str, Callable[..., object]]:
-    cut = [Shard(0)]
+    sharded = [Shard(0)]
     sharded = partial(shard_map, identity, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
     return {
-        "local_map": local_map(identity, (cut, cut), (cut, cut), device_mesh=x.device_mesh),
+        "local_map": local_map(
+            identity, (sharded, sharded), (sharded, sharded), device_mesh=x.device_mesh
+        ),
         "shard_map, checked": sharded(),
         "shard_map, unchecked": sharded(check=False),
     }
@@ -85,13 +87,13 @@ def converting(xs: Sequence[Tensor]) -> Tensor:
 
 def checking_rows(mesh: Mesh) -> list[tuple[str, ...]]:
     """Measures the process time that a later call pays for having been checked."""
-    cut, whole = P("tp"), P(invariant="tp")
-    x = device_put(torch.ones(8), mesh, cut).requires_grad_()
+    sharded, equal = P("tp"), P(invariant="tp")
+    x = device_put(torch.ones(8), mesh, sharded).requires_grad_()
     cases: list[tuple[str, Callable[..., Any], P, list[Tensor], float | None]] = [
-        (f"{count} leaves", first, cut, [x] * count, 10.0 + count) for count in LEAVES
+        (f"{count} leaves", first, sharded, [x] * count, 10.0 + count) for count in LEAVES
     ]
-    cases.append(("refers to 20 layers", with_layers, cut, [x], None))
-    cases.append(("100 conversions", converting, whole, [torch.ones(8)], 11 + 0.35 * 100))
+    cases.append(("refers to 20 layers", with_layers, sharded, [x], None))
+    cases.append(("100 conversions", converting, equal, [torch.ones(8)], 11 + 0.35 * 100))
     rows: list[tuple[str, ...]] = []
     for name, body, spec, xs, target in cases:
         make = partial(shard_map, body, mesh=mesh, in_specs=spec, out_specs=spec)

@@ -3,8 +3,8 @@
 `typecheck` types operations while the program runs. Here it runs on fake tensors, with a process
 group that sends nothing. What is timed is the whole: parameters made and typed, the forward under
 `typecheck`, and the backward, of which it only looks at the type of the loss, since its collectives
-carry their transposes with them. Its global mode has no type for a head dim split from a cut one,
-so that attention stands in a `local_map`.
+carry their transposes with them. Its global mode has no type for a head dim split from a sharded
+one, so that attention stands in a `local_map`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,8 +55,8 @@ def _program(local: bool) -> Parallel:
 
 
 def _parameter(name: str) -> Tensor:
-    cut = dict(SPECS[name].sharded_dims)
-    over_tp = spmd.S(next(iter(cut))) if cut else spmd.I
+    sharded = dict(SPECS[name].sharded_dims)
+    over_tp = spmd.S(next(iter(sharded))) if sharded else spmd.I
     typed: Tensor = spmd.assert_type(
         torch.empty(shard_of(name), requires_grad=True), {"dp": spmd.I, "tp": over_tp}
     )

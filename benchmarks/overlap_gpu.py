@@ -103,9 +103,9 @@ class Layer:
             t, normal(ROWS, INNER), normal(t.num_ranks * ROWS, INNER), normal(INNER, COLUMNS)
         )
 
-    def multiply(self, pieces: int = 1) -> None:
-        """The whole product, in pieces of equal size."""
-        for rows in self.whole.chunk(pieces):
+    def multiply(self, chunks: int = 1) -> None:
+        """The whole product, in chunks of equal size."""
+        for rows in self.whole.chunk(chunks):
             torch.mm(rows, self.w)
 
     def exchange(self, columns: int) -> None:
@@ -132,10 +132,11 @@ def report_efficiency(layer: Layer, say: Callable[[str], None]) -> float:
     """Prints the time that the matmul alone loses to being divided into chunks."""
     whole = milliseconds(layer.multiply)
     rows, n = layer.whole.shape[0], layer.t.num_ranks
-    say(f"matmul {rows} x {INNER} x {COLUMNS}, bfloat16: {whole:.3f} ms in one piece")
-    for pieces in (n * parts for parts in PARTS):
-        cut = milliseconds(partial(layer.multiply, pieces))
-        say(f"  {pieces:3d} pieces of {rows // pieces:5d} rows: {cut:.3f} ms, {whole / cut:.0%}")
+    say(f"matmul {rows} x {INNER} x {COLUMNS}, bfloat16: {whole:.3f} ms in one chunk")
+    for chunks in (n * parts for parts in PARTS):
+        chunked = milliseconds(partial(layer.multiply, chunks))
+        share = whole / chunked
+        say(f"  {chunks:3d} chunks of {rows // chunks:5d} rows: {chunked:.3f} ms, {share:.0%}")
     return whole
 
 

@@ -78,5 +78,5 @@ class Parallel:
 
 def shard_of(name: str) -> tuple[int, ...]:
     """The shape of a parameter on one rank."""
-    cut = dict(SPECS[name].sharded_dims)
-    return tuple(size // (TP if dim in cut else 1) for dim, size in enumerate(SHAPES[name]))
+    sharded = dict(SPECS[name].sharded_dims)
+    return tuple(size // (TP if dim in sharded else 1) for dim, size in enumerate(SHAPES[name]))

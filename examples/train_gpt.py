@@ -196,9 +196,9 @@ def check(run: Run, sharded: LossAndGrads, step: int, params: Params) -> None:
 def initial(run: Run, optimizer: Optimizer) -> dict[str, Any]:
     """The state of training before its first step: what a checkpoint holds."""
     weights = model.init(run.config, run.options.seed, getattr(torch, run.options.dtype))
-    cuts = model.specs(run.config)
-    params = device_put(weights, run.mesh, cuts)
-    moments = device_put(optimizer.init(params), run.mesh, optimizer.specs(cuts))
+    specs = model.specs(run.config)
+    params = device_put(weights, run.mesh, specs)
+    moments = device_put(optimizer.init(params), run.mesh, optimizer.specs(specs))
     losses = torch.full([run.options.steps], torch.nan, dtype=torch.float64)
     return {"params": params, "optimizer": moments, "losses": losses}
 

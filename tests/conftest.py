@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support.fuzzing import FUZZ
 from tests.support.pool import Gloo, Pool
 
 # No deadline: on a busy machine it measures the neighbours, and pytest-timeout catches a hang.
@@ -26,6 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "faults": None if "SHARDMAP_FAULTS" in os.environ else "run by `make faults`",
+        "fuzz": None if FUZZ else "run by `make fuzz`",
     }
     for item in items:
         if "gloo" in getattr(item, "fixturenames", ()) or not set(folders).isdisjoint(

@@ -1,4 +1,4 @@
-"""`visualize_sharding` shows which ranks hold which piece."""
+"""`visualize_sharding` shows which ranks hold which shard."""
 
 import io
 import re
@@ -145,9 +145,9 @@ def show_dtensors() -> list[list[list[str]]]:
     assert mesh.device_mesh is not None
     x = torch.zeros(4, 8)
     pending = DTensor.from_local(x, mesh.device_mesh, [Partial(), Replicate()])
-    cut = DTensor.from_local(x, mesh.device_mesh, [Shard(1), Shard(0)])
+    sharded = DTensor.from_local(x, mesh.device_mesh, [Shard(1), Shard(0)])
     reordered = device_put(torch.zeros(4), mesh, P(("tp", "dp")))
-    return [cells(value, None) for value in (pending, cut, reordered)]
+    return [cells(value, None) for value in (pending, sharded, reordered)]
 
 
 def show_strided() -> str:
@@ -166,7 +166,7 @@ def test_a_placement_that_no_spec_can_say_is_rejected(gloo: Gloo) -> None:
 
 
 def test_a_dtensor_shows_as_it_lies_on_every_rank(gloo: Gloo) -> None:
-    for pending, cut, reordered in gloo(4).run(show_dtensors):
+    for pending, sharded, reordered in gloo(4).run(show_dtensors):
         assert pending == [["0 + 2, 1 + 3"]]
-        assert cut == [["", "0:8", "8:16"], ["0:4", "0", "2"], ["4:8", "1", "3"]]
+        assert sharded == [["", "0:8", "8:16"], ["0:4", "0", "2"], ["4:8", "1", "3"]]
         assert reordered[1] == ["0", "2", "1", "3"]

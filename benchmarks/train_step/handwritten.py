@@ -161,18 +161,18 @@ class _Training:
         loss = _loss(self.params, self.batch)
         grads = list(torch.autograd.grad(loss, self.all))
         with torch.no_grad():
-            cut = grads[: len(self.matrices)]
-            flat = torch.cat([g.flatten() for g in grads[len(cut) :]])
+            sharded = grads[: len(self.matrices)]
+            flat = torch.cat([g.flatten() for g in grads[len(sharded) :]])
             dist.all_reduce(flat)
             sizes = [p.numel() for p in self.scales]
             pairs = zip(flat.split(sizes), self.scales, strict=True)
-            grads = [*cut, *(g.view_as(p) for g, p in pairs)]
-            self._clip(cut, flat, grads)
+            grads = [*sharded, *(g.view_as(p) for g, p in pairs)]
+            self._clip(sharded, flat, grads)
             self._update(grads)
         return loss.detach()
 
-    def _clip(self, cut: list[Tensor], flat: Tensor, grads: list[Tensor]) -> None:
-        square = torch.stack(torch._foreach_norm(cut)).square().sum()
+    def _clip(self, sharded: list[Tensor], flat: Tensor, grads: list[Tensor]) -> None:
+        square = torch.stack(torch._foreach_norm(sharded)).square().sum()
         dist.all_reduce(square)
         norm = (square + flat.square().sum()).sqrt()
         torch._foreach_mul_(grads, (MAX_NORM / norm).clamp(max=1))

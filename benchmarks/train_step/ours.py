@@ -14,11 +14,11 @@ def make(setting: Setting) -> Step:
     """Parameters and state lie on the mesh before the first step, as in the example."""
     num_ranks = torch.distributed.get_world_size()
     mesh = make_mesh((1, num_ranks), ("dp", "tp"))
-    cuts = model.specs(setting.config)
+    specs = model.specs(setting.config)
     params = setting.params()
     optimizer = make_optimizer(setting.config, STEPS, WARMUP)
-    state = device_put(optimizer.init(params), mesh, optimizer.specs(cuts))
-    params = device_put(params, mesh, cuts)
+    state = device_put(optimizer.init(params), mesh, optimizer.specs(specs))
+    params = device_put(params, mesh, specs)
     batch = device_put(setting.batch(), mesh, P("dp"))
     step = sharded_step(mesh, setting.config, optimizer)
 

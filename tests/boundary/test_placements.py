@@ -1,4 +1,4 @@
-"""Placements of DTensor against the pieces that a spec cuts, in any order of the axes."""
+"""Placements of DTensor against the shards that a spec gives, in any order of the axes."""
 
 from itertools import permutations, product
 
@@ -34,16 +34,16 @@ def test_placements_follow_the_mesh_order() -> None:
 @pytest.mark.parametrize("axes", ORDERS)
 def test_torch_cuts_by_the_placements_as_the_spec_does(axes: tuple[str, ...]) -> None:
     x = torch.arange(24.0)
-    pieces = locals_of(x, P(axes), CUBE)
+    shards = locals_of(x, P(axes), CUBE)
     for rank in range(CUBE.size):
-        place, piece = CUBE.coordinates(rank), x
+        place, shard = CUBE.coordinates(rank), x
         for axis, placement in zip(CUBE.axis_names, placements_of(CUBE, P(axes)), strict=True):
             if not isinstance(placement, Replicate):
                 parts: list[Tensor] = placement._split_tensor(  # type: ignore[attr-defined]
-                    piece, CUBE.shape[axis], with_padding=False, contiguous=True
+                    shard, CUBE.shape[axis], with_padding=False, contiguous=True
                 )[0]
-                piece = parts[place[axis]]
-        assert torch.equal(piece, pieces[rank])
+                shard = parts[place[axis]]
+        assert torch.equal(shard, shards[rank])
 
 
 def test_a_torch_without_strided_shards_refuses_other_orders(

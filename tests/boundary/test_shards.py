@@ -15,7 +15,7 @@ NAMES = ("a", "b", "c")
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Mesh, P, torch.Tensor]:
-    """A mesh of up to three axes, a spec that cuts over some, and a tensor that it cuts."""
+    """A mesh of up to three axes, a spec that shards over some, and a tensor that it shards."""
     num_axes = draw(st.integers(1, 3))
     sizes = draw(st.lists(st.integers(1, 3), min_size=num_axes, max_size=num_axes))
     mesh = make_mesh(sizes, NAMES[:num_axes], kind="simulated")
@@ -31,8 +31,8 @@ def layouts(draw: st.DrawFn) -> tuple[Mesh, P, torch.Tensor]:
     return mesh, P(*entries, partial=partial), x
 
 
-def piece(x: torch.Tensor, spec: P, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The piece of one rank, by plain indexing; nothing where it is a later addend."""
+def shard_of(x: torch.Tensor, spec: P, mesh: Mesh, rank: int) -> torch.Tensor:
+    """The shard of one rank, by plain indexing; nothing where it is a later addend."""
     place = mesh.coordinates(rank)
     array = x.numpy()
     for dim, axes in spec.sharded_dims:
@@ -49,7 +49,7 @@ def piece(x: torch.Tensor, spec: P, mesh: Mesh, rank: int) -> torch.Tensor:
 def test_each_rank_gets_its_piece_of_the_global_tensor(case: tuple[Mesh, P, torch.Tensor]) -> None:
     mesh, spec, x = case
     for rank, local in enumerate(locals_of(x, spec, mesh)):
-        assert torch.equal(local, piece(x, spec, mesh, rank))
+        assert torch.equal(local, shard_of(x, spec, mesh, rank))
 
 
 @given(layouts())

@@ -103,7 +103,7 @@ def write_into_a_sum(mesh: Mesh) -> None:
 @ON_EVERY_MESH
 def test_a_value_made_partial_is_a_copy_on_the_first_rank_too(kind: str, gloo: Gloo) -> None:
     if kind == "ranks":
-        pytest.skip("ranks that are threads get pieces that are read-only")
+        pytest.skip("ranks that are threads get shards that are read-only")
     run_on(kind, write_into_a_sum, gloo)
 
 

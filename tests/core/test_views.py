@@ -17,11 +17,11 @@ def grids(draw: st.DrawFn) -> Mesh:
     factors = draw(FACTORS)
 
     def grouped(prefix: str) -> dict[str, int]:
-        cuts = sorted(draw(st.sets(st.integers(1, len(factors)))) | {len(factors)})
-        starts = [0, *cuts[:-1]]
+        ends = sorted(draw(st.sets(st.integers(1, len(factors)))) | {len(factors)})
+        starts = [0, *ends[:-1]]
         return {
             f"{prefix}{number}": prod(factors[start:end])
-            for number, (start, end) in enumerate(zip(starts, cuts, strict=True))
+            for number, (start, end) in enumerate(zip(starts, ends, strict=True))
         }
 
     first = grouped("a")

@@ -32,7 +32,7 @@ def load_on(mesh: Mesh, folder: Path) -> State:
 
 
 def load_whole(sizes: tuple[int, int], folder: Path) -> tuple[State, int]:
-    """The whole state as it was read, and how many of its leaves are cut."""
+    """The whole state as it was read, and how many of its leaves are sharded."""
     state = load_on(make_mesh(sizes, AXES), folder)
     leaves = optree.tree_leaves(state)
     return full(state), sum(isinstance(leaf, DTensor) for leaf in leaves)

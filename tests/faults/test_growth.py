@@ -67,7 +67,9 @@ def test_20_000_calls_2_000_signatures_and_200_meshes_leave_nothing() -> None:
     found = measured(growth.all_of, (20_000, 2_000, 200), seconds=3400)
     require_flat(found["calls"], objects=0.01, mebibytes=10)
     evicting = [each for each in found["signatures"] if each.after > 1024]
-    require_flat(evicting, objects=40, mebibytes=10)  # torch's memory of shapes, until it is cut
+    require_flat(
+        evicting, objects=40, mebibytes=10
+    )  # torch's memory of shapes, until that is trimmed
     assert evicting[-1].objects <= 1.1 * found["signatures"][3].objects
     assert all(a.objects < b.objects for a, b in pairwise(found["signatures"][:4]))  # until then
     require_flat(found["meshes"][1:], objects=30, mebibytes=10)

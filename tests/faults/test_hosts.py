@@ -81,7 +81,7 @@ def has_stepped(outputs: list[Path], step: int) -> Callable[[], bool]:
 
 
 STRIKES: dict[str, Callable[[Hosts, int], None]] = {
-    "its cable is pulled": Hosts.cut,
+    "its cable is pulled": Hosts.unplug,
     "it loses its power": Hosts.kill,
 }
 

@@ -65,7 +65,7 @@ def random_cases(seed: int) -> Iterator[tuple[Any, int, bool]]:
         leading = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 3)))
         features = draw.randint(1, 6)
         dim = draw.randint(-len(leading) - 1, len(leading))
-        tokens = math.prod(leading)  # matmul_all_reduce cuts these, whatever the dim is.
+        tokens = math.prod(leading)  # matmul_all_reduce splits these, whatever the dim is.
         rows = min(tokens, features) if dim in (-1, len(leading)) else tokens
         yield (leading, features, dim), draw.randint(1, min(rows, 5)), draw.random() < 0.5
 

@@ -25,7 +25,7 @@ from tests.kernels.support.virtual_network import VirtualNetwork, VirtualTranspo
 
 INSTANT = Fabric(latency=1e-6, bandwidth=1e9, flops=1e9)
 RANKS = range(1, 17)
-CASES = [  # Shape of the whole x, the dim that is cut, parts; every dim is a multiple of lengths.
+CASES = [  # Global shape of x, the dim that is sharded, parts; every dim is a multiple of lengths.
     pytest.param((6,), (4,), 0, 1, id="tokens"),
     pytest.param((5,), (3,), 0, 4, id="uneven parts"),
     pytest.param((2, 3), (4,), 0, 2, id="sequence first"),

@@ -155,12 +155,12 @@ def uneven(mesh: Mesh) -> None:
     sizes = tuple(range(mesh.size))  # one of them empty
     x = random((mesh.size, sum(sizes), 2), 0)
     y = over_ranks(mesh, lambda x: reduce_scatter(x, "tp", sizes=sizes), P("tp"))(x)
-    pieces = torch.stack(whole(y).chunk(mesh.size))
+    chunks = torch.stack(whole(y).chunk(mesh.size))
     total = x.sum(0)
     for rank, size in enumerate(sizes):
         start = sum(sizes[:rank])
-        same(pieces[rank][:size], total[start : start + size])
-        assert not pieces[rank][size:].any()
+        same(chunks[rank][:size], total[start : start + size])
+        assert not chunks[rank][size:].any()
 
 
 @ON_EVERY_MESH

@@ -35,12 +35,12 @@ MESH = make_mesh((2, 4, 2, 2), AXES, kind="simulated")
 @st.composite
 def specs(draw: st.DrawFn, axes: tuple[str, ...], num_dims: int) -> P:
     """Any spec: every axis shards a dim, at any place of its tuple, or has a type."""
-    cuts: list[list[str]] = [[] for _ in range(num_dims)]
+    entries: list[list[str]] = [[] for _ in range(num_dims)]
     typed: dict[str, list[str]] = {"replicate": [], "partial": [], "invariant": []}
     for axis in draw(st.permutations(axes)):
         choice = draw(st.sampled_from([*range(num_dims), *range(num_dims), *typed]))
-        (cuts[choice] if isinstance(choice, int) else typed[choice]).append(axis)
-    return P(*[tuple(cut) or None for cut in cuts], **typed)
+        (entries[choice] if isinstance(choice, int) else typed[choice]).append(axis)
+    return P(*[tuple(entry) or None for entry in entries], **typed)
 
 
 @st.composite
@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn, sizes: dict[str, int], max_dims: int = 3) -> Case:
     for spec in (src, dst):
         for dim, axes in spec.sharded_dims:
             counts[dim] = lcm(counts[dim], prod(sizes[axis] for axis in axes))
-    # Often just what is needed, so that not every detour can be cut evenly.
+    # Often just what is needed, so that not every detour can be sharded evenly.
     factors = draw(st.tuples(*[st.sampled_from([1, 1, 2]) for _ in counts]))
     return src, dst, tuple(n * f for n, f in zip(counts, factors, strict=True))
 

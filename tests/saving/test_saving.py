@@ -62,7 +62,7 @@ def test_every_dtype_and_number_loads_bit_equal(tmp_path: Path) -> None:
     assert_bit_equal(load(blank(), tmp_path), tree())
 
 
-def cut(number: int) -> Any:
+def sharded(number: int) -> Any:
     mesh = make_mesh((2, 2), AXES)
     return device_put(torch.arange(64.0).reshape(8, 8), mesh, SPECS[number])
 
@@ -70,11 +70,11 @@ def cut(number: int) -> Any:
 def save_each_spec_and_load_in_others(folder: Path) -> int:
     wrong = 0
     for number in range(len(SPECS)):
-        save({"x": cut(number), "n": number}, folder, number)
+        save({"x": sharded(number), "n": number}, folder, number)
         for other in {(number + 1) % len(SPECS), (number + 3) % len(SPECS)}:
-            loaded = load({"x": cut(other) * 0, "n": -1}, folder)
-            assert type(loaded["x"]) is type(cut(other))
-            wrong += not torch.equal(full(loaded["x"]), full(cut(0))) or loaded["n"] != number
+            loaded = load({"x": sharded(other) * 0, "n": -1}, folder)
+            assert type(loaded["x"]) is type(sharded(other))
+            wrong += not torch.equal(full(loaded["x"]), full(sharded(0))) or loaded["n"] != number
     return wrong
 
 

@@ -127,8 +127,10 @@ def generate(seed: int, num_steps: int) -> Program:
     """A program that the checker accepts, half of its steps choices."""
     rng = random.Random(seed)
     mesh = make_mesh(SIZES, AXES, kind="abstract")
-    cuts = product((None, "i", "j", ("i", "j")), ({*()}, {"i"}, {"j"}, {"i", "j"}))
-    specs = [P(cut, partial=partial) for cut, partial in cuts if not partial & {*(cut or ())}]
+    entries = product((None, "i", "j", ("i", "j")), ({*()}, {"i"}, {"j"}, {"i", "j"}))
+    specs = [
+        P(entry, partial=partial) for entry, partial in entries if not partial & {*(entry or ())}
+    ]
     program = Program()
     for number in range(num_steps):
         for _ in range(10):

@@ -60,7 +60,7 @@ def test_a_mutant_of_an_accepted_program_is_that_of_one_device_or_refused() -> N
     assert tried >= 10
 
 
-def test_a_value_that_is_cut_behind_its_leading_digit_leaves_as_several_dims() -> None:
+def test_a_value_that_is_sharded_behind_its_leading_digit_leaves_as_several_dims() -> None:
     steps = (Step("column", (0,)), Step("tanh", (2,)), Step("all_gather", (0,), ("a", 1, R)))
     program = Program((2, 3), (P(None, "a"), P()), steps)
     exits = program.exits(drawn_inputs(0))
@@ -88,11 +88,11 @@ def _untouched(move: Move) -> State:
 
 
 def _in_any_order(move: Move) -> State:
-    """Puts a dim together whatever the order in which the axes cut it."""
+    """Puts a dim together whatever the order in which the axes shard it."""
     dim = move.collective.dim
     joined = tuple((None if axis in move.axes else axis, n) for axis, n in move.x.dims[dim])
     if not set(move.axes) <= set(axes_of(move.x.dims[dim])):
-        raise UnrelatedError("it is not cut")
+        raise UnrelatedError("it is not sharded")
     return (*move.x.dims[:dim], tuple(merged(joined)), *move.x.dims[dim + 1 :]), move.partial
 
 
@@ -103,14 +103,14 @@ def _moves(**wrong: Callable[[Move], State]) -> tuple[Any, str, Any]:
 aten = torch.ops.aten
 WRONG: Final[Mapping[str, tuple[Any, str, Any]]] = {
     "a sum of what is no sum": _moves(sum=_lenient_sum),
-    "pieces of other ranks": _moves(permute=_untouched, broadcast=_untouched),
+    "shards of other ranks": _moves(permute=_untouched, broadcast=_untouched),
     "parts put together in another order": _moves(gather=_in_any_order),
-    "a maximum of pieces": _moves(max=_lenient_sum),
-    "softmax of a piece": (op_rules, "RULES", {**op_rules.RULES, aten._softmax.default: kept}),
+    "a maximum of shards": _moves(max=_lenient_sum),
+    "softmax of a shard": (op_rules, "RULES", {**op_rules.RULES, aten._softmax.default: kept}),
 }
 
 
-QUICKLY_SEEN: Final = ("a sum of what is no sum", "pieces of other ranks", "softmax of a piece")
+QUICKLY_SEEN: Final = ("a sum of what is no sum", "shards of other ranks", "softmax of a shard")
 
 
 @pytest.mark.slow

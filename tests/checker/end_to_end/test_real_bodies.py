@@ -168,7 +168,7 @@ def test_causal_ring_attention_masks_by_the_place_in_the_whole_sequence() -> Non
 
 
 def test_sequence_to_heads_by_all_to_all_is_right() -> None:
-    """Ulysses: tokens are cut outside of attention, heads inside."""
+    """Ulysses: tokens are sharded outside of attention, heads inside."""
 
     def heads(qkv: Tensor) -> Tensor:
         q, k, v = qkv.unbind(0)
@@ -251,7 +251,7 @@ def test_a_pipeline_s_loss_on_its_last_stage_is_right() -> None:
 
 
 def vocabulary_parallel(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """Cross-entropy of logits whose last dim is cut, as Megatron-LM computes it."""
+    """Cross-entropy of logits whose last dim is sharded, as Megatron-LM computes it."""
     width = logits.shape[-1]
     top = all_reduce(logits.amax(-1).detach(), "tp", dst=I, op="max")
     logits = logits - top[:, None]
@@ -392,7 +392,7 @@ def test_an_optimiser_whose_state_is_cut_is_right() -> None:
 
 
 def test_clipping_by_the_norm_of_cut_and_whole_gradients_is_right() -> None:
-    """The square of what is cut is summed over its ranks, of what is whole it is not."""
+    """The square of a shard is summed over its ranks, that of an unsharded value is not."""
 
     def loss(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(x @ w + b).square().sum()

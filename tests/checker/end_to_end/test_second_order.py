@@ -72,8 +72,8 @@ def _on_mesh(program: Program, mesh: Mesh, placed: bool, smooth: Sequence[int]) 
     if placed:
         lie = [P(*spec.entries) for spec in program.in_specs]
         xs = [
-            x if spec.partial else device_put(x.detach(), mesh, cut).requires_grad_(x.requires_grad)
-            for x, spec, cut in zip(xs, program.in_specs, lie, strict=True)
+            x if spec.partial else device_put(x.detach(), mesh, own).requires_grad_(x.requires_grad)
+            for x, spec, own in zip(xs, program.in_specs, lie, strict=True)
         ]
 
     def place(cotangent: Tensor, number: int) -> Tensor:

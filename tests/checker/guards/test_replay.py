@@ -219,8 +219,8 @@ def test_an_inner_function_with_other_specs_is_another_program(gloo: Gloo) -> No
     def scenario(mesh: Mesh) -> None:
         def body(x: Tensor) -> Tensor:
             program_paths.append(FLAG.get())
-            cut = P("b") if FLAG.get() == "sum" else P(None, "b")
-            doubled: Tensor = shard_map(lambda x: x * 2, in_specs=cut, out_specs=cut)(x)
+            spec = P("b") if FLAG.get() == "sum" else P(None, "b")
+            doubled: Tensor = shard_map(lambda x: x * 2, in_specs=spec, out_specs=spec)(x)
             return doubled
 
         f = shard_map(body, mesh=mesh, axis_names="a", in_specs=P("a"), out_specs=P("a"))

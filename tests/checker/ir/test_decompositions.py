@@ -112,7 +112,7 @@ def test_global_strictness_follows_shards_through_it() -> None:
         check_program(f, ShapeDtype((4, 8), requires_grad=True), ShapeDtype(()))
 
     check(P("i"))
-    with pytest.raises(ShardTypeError, match="check='global'"):  # halves of a cut dim
+    with pytest.raises(ShardTypeError, match="check='global'"):  # halves of a sharded dim
         check(P(None, "i"))
 
 

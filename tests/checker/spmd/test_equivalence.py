@@ -82,7 +82,7 @@ def heads_counted(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Te
 
 
 def batched_heads(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    # A product of four dims merges batch and heads, both of them cut.
+    # A product of four dims merges batch and heads, both of them sharded.
     h = (x @ w + b).unflatten(0, (-1, 2)).unflatten(-1, (-1, 4)).transpose(1, 2)
     h = (h @ h.mT) @ h
     y: Tensor = all_reduce(h.transpose(1, 2).flatten(2).flatten(0, 1) @ w2, "tp", dst=I) + b2
@@ -172,7 +172,7 @@ def written_buffers(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> 
 
 
 def picked(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    ids = (x[:, 0] > 0).long()  # cut like the rows
+    ids = (x[:, 0] > 0).long()  # sharded like the rows
     table = torch.arange(4.0, dtype=x.dtype).reshape(2, 2)
     columns = torch.tensor([3, 1])
     return mlp(x + (x[:, columns] * table[ids]).repeat(1, 8), w, b, w2, b2)
@@ -237,7 +237,7 @@ def test_rejects_what_is_another_program_on_one_device(body: Body, out: P, text:
     rejected(body, out, text)
 
 
-# A number that is another one where every axis has one rank, made of a piece h in many ways.
+# A number that is another one where every axis has one rank, made of a shard h in many ways.
 OF_LOCAL_SIZE: dict[str, Callable[[Tensor], Tensor]] = {
     "product": lambda h: h * h.shape[1],
     "stride": lambda h: h * h.stride(0),
@@ -476,17 +476,17 @@ def test_training_example() -> None:
     """The model, its gradients and the whole step, optimiser included."""
     config = model.Config(layers=1)
     optimizer = make_optimizer(config, 100)
-    cuts, tokens = model.specs(config), torch.zeros(8, 65, dtype=torch.int64)
+    specs, tokens = model.specs(config), torch.zeros(8, 65, dtype=torch.int64)
     params = optree.tree_map(lambda p: p.requires_grad_(), model.init(config))
     for check in ("local", "global"):
         body = partial(model.loss, config=config)
-        loss = shard_map(body, mesh=MESH, in_specs=(cuts, P("dp")), out_specs=P(), check=check)
+        loss = shard_map(body, mesh=MESH, in_specs=(specs, P("dp")), out_specs=P(), check=check)
         check_program(loss, params, tokens)
 
         @shard_map(
             mesh=MESH,
-            in_specs=(cuts, optimizer.specs(cuts), P("dp")),
-            out_specs=(cuts, optimizer.specs(cuts), P()),
+            in_specs=(specs, optimizer.specs(specs), P("dp")),
+            out_specs=(specs, optimizer.specs(specs), P()),
             check=check,
         )
         def step(params: Any, state: Any, batch: Tensor) -> Any:
@@ -498,7 +498,7 @@ def test_training_example() -> None:
 
 
 def test_torch_layers() -> None:
-    """A block of torch's own modules, cut by hand over the batch."""
+    """A block of torch's own modules, sharded by hand over the batch."""
     block = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
     names = dict(block.named_parameters())
 

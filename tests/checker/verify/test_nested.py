@@ -63,8 +63,8 @@ def both(x: Tensor, w: Tensor) -> Any:
     def inner(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return 2 * x, torch.tanh(x @ w)
 
-    whole, cut = over_tp(inner, (P(), P(None, "tp")), (P(), P(None, "tp")))(x, w)
-    return whole.sum() * cut.square()
+    equal, sharded = over_tp(inner, (P(), P(None, "tp")), (P(), P(None, "tp")))(x, w)
+    return equal.sum() * sharded.square()
 
 
 def repeated(x: Tensor, w: Tensor) -> Any:
@@ -218,7 +218,7 @@ def rejection(body: Body) -> str:
 
 
 def test_a_result_that_varies_over_an_inner_axis_is_rejected() -> None:
-    """Each rank would go on with its own piece, as if that were the whole."""
+    """Each rank would go on with its own shard, as if that were the global value."""
 
     def varying(x: Tensor, w: Tensor) -> Any:
         return over_tp(lambda x, w: x @ w, (P(), P(None, "tp")), P())(x, w)
@@ -260,9 +260,9 @@ def test_an_input_that_two_gradients_need_in_different_ways_is_rejected() -> Non
 
     def twofold(x: Tensor, w: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
-        whole, cut = over_tp(inner, (P(), P(None, "tp")), (P(), P(None, "tp")))(x, w)
-        (first,) = torch.autograd.grad(whole.sum(), x, retain_graph=True)
-        (second,) = torch.autograd.grad(cut.sum(), x)
+        equal, sharded = over_tp(inner, (P(), P(None, "tp")), (P(), P(None, "tp")))(x, w)
+        (first,) = torch.autograd.grad(equal.sum(), x, retain_graph=True)
+        (second,) = torch.autograd.grad(sharded.sum(), x)
         return first + second
 
     text = rejection(twofold)

@@ -77,7 +77,7 @@ class Hosts:
         self._processes[host].append(process)
         return process
 
-    def cut(self, host: int) -> None:
+    def unplug(self, host: int) -> None:
         """Pulls the cable: nothing arrives any more, and nothing says so."""
         _do(f"ip link set {self._cable(host)} down")
 

@@ -134,7 +134,7 @@ def run(name: str, transport: str, num_ranks: int, parts: int = 2, **options: An
 
 @pytest.mark.parametrize(
     "num_ranks",
-    [pytest.param(n, marks=() if n in (1, 2, 3, 5) else pytest.mark.slow) for n in range(1, 17)],
+    [pytest.param(n, marks=() if n in (1, 2, 3, 5) else pytest.mark.fuzz) for n in range(1, 17)],
 )
 @every_transport
 @every_kernel

@@ -32,13 +32,13 @@ def mlp(x: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor]:
 
 
 def column_row_mlp(x: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor]:
-    """x is whole on every rank of tp, w1 cut by columns, w2 by rows."""
+    """x is equal on all ranks of tp, w1 sharded by columns, w2 by rows."""
     h = torch.tanh(convert(x, "tp", src=I, dst=R) @ w1)
     return (all_reduce(h @ w2, "tp", dst=I),)
 
 
 def sequence_parallel_mlp(x: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor]:
-    """x is cut by rows over tp before and after."""
+    """x is sharded by rows over tp before and after."""
     h = torch.tanh(all_gather(x, "tp", dim=0, dst=R) @ w1)
     return (reduce_scatter(h @ w2, "tp", dim=0),)
 
@@ -226,7 +226,7 @@ PROGRAMS: Mapping[str, Program] = {
         {4: (4,)},
         ("pp",),
     ),
-    "softmax over a cut vocabulary": Program(
+    "softmax over a sharded vocabulary": Program(
         softmax_over_vocabulary,
         (P(invariant=TP), P(None, TP)),
         (P(),),
