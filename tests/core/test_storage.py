@@ -29,7 +29,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.types import Partial
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on, same, unchecked
-from tests.programs.support.harness import random, whole
+from tests.programs.support.harness import global_value, random
 from tests.support.pool import Gloo
 
 COLLECTIVES: dict[str, tuple[Callable[[Tensor], Tensor], P]] = {
@@ -72,7 +72,7 @@ def outcome(body: Any, mapping: Any, mesh: Mesh, name: str, where: str) -> list[
     specs = {"in_specs": (None, P("tp"), None), "out_specs": (spec, P("tp"))}
     outputs = mapping(body, mesh=mesh, **specs)(collective, x, where)
     grads = torch.autograd.grad(outputs, x, [torch.ones_like(y) for y in outputs])
-    return [whole(value) for value in (*outputs, *grads)]
+    return [global_value(value) for value in (*outputs, *grads)]
 
 
 def write_beside_collectives(mesh: Mesh) -> None:

@@ -27,7 +27,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.errors import ShardTypeError
 from tests.programs.support.everywhere import ON_EVERY_MESH, ON_REAL_RANKS, run_on
-from tests.programs.support.harness import random, whole
+from tests.programs.support.harness import global_value, random
 from tests.support.pool import Gloo
 
 BF16 = torch.bfloat16
@@ -68,7 +68,7 @@ def results(mesh: Mesh) -> None:
         y, wanted = mapped(low), mapped(high)
         assert y.dtype == torch.float64, name
         # One rounding of the operand's dtype in the sum of n addends of unit variance.
-        torch.testing.assert_close(whole(y), whole(wanted), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(global_value(y), global_value(wanted), rtol=1e-5, atol=1e-5)
         total: Any = loss(y) + loss(wanted)
         total.backward()
         assert low.grad is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardmap_torch import I, Mesh, P, R, all_reduce, make_mesh, reduce_scatter
 from tests.programs.support.everywhere import ON_EVERY_MESH, SIMULATED, run_on, same
 from tests.programs.support.everywhere import unchecked as shard_map
-from tests.programs.support.harness import random, whole
+from tests.programs.support.harness import global_value, random
 from tests.support.pool import Gloo
 
 INF = math.inf
@@ -155,7 +155,7 @@ def uneven(mesh: Mesh) -> None:
     sizes = tuple(range(mesh.size))  # one of them empty
     x = random((mesh.size, sum(sizes), 2), 0)
     y = over_ranks(mesh, lambda x: reduce_scatter(x, "tp", sizes=sizes), P("tp"))(x)
-    chunks = torch.stack(whole(y).chunk(mesh.size))
+    chunks = torch.stack(global_value(y).chunk(mesh.size))
     total = x.sum(0)
     for rank, size in enumerate(sizes):
         start = sum(sizes[:rank])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from shardmap_torch import Mesh, parallel
-from tests.programs.support.harness import random, whole
+from tests.programs.support.harness import global_value, random
 
 Plan = Callable[[ModuleType], Any]
 """Makes the plan of the styles of one of the two packages, which have the same names."""
@@ -115,4 +115,4 @@ def _input(like: Any, seed: int) -> Tensor:
 
 
 def _grad(x: Tensor) -> Tensor | None:
-    return None if x.grad is None else whole(x.grad)
+    return None if x.grad is None else global_value(x.grad)

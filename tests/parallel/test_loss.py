@@ -12,7 +12,7 @@ from torch.nn import CrossEntropyLoss, functional
 from torch.overrides import _get_current_function_mode_stack
 
 from shardmap_torch import SpecError, loss_parallel, make_mesh
-from tests.programs.support.harness import random, whole, worker_mesh
+from tests.programs.support.harness import global_value, random, worker_mesh
 from tests.support.pool import Gloo
 
 NUM_CLASSES = 6
@@ -30,12 +30,12 @@ def targets(shape: tuple[int, ...]) -> Tensor:
 
 def loss_and_gradient(logits: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     loss = functional.cross_entropy(logits, target, **options)
-    out = whole(loss)
+    out = global_value(loss)
     if isinstance(loss, DTensor):
         loss = loss.full_tensor()
     (loss * random(loss.shape, 3)).sum().backward()
     assert logits.grad is not None
-    return out, whole(logits.grad)
+    return out, global_value(logits.grad)
 
 
 def options(reduction: str, smoothing: float, weight: Tensor | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from shardmap_torch import Mesh, RowwiseParallel, make_mesh, parallel, parallelize
 from tests.parallel import models
 from tests.parallel.support.plans import llama_plan, mlp_plan, sequence_plan
-from tests.programs.support.harness import random, whole, worker_mesh
+from tests.programs.support.harness import global_value, random, worker_mesh
 from tests.support.pool import Gloo
 
 NUM_STEPS = 3
@@ -56,8 +56,8 @@ def train(case: str, module: nn.Module) -> tuple[list[float], dict[str, Tensor]]
         loss.backward()
         norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
         optimizer.step()
-        numbers += [loss.item(), whole(norm).item()]
-    return numbers, {name: whole(value) for name, value in module.named_parameters()}
+        numbers += [loss.item(), global_value(norm).item()]
+    return numbers, {name: global_value(value) for name, value in module.named_parameters()}
 
 
 def both(case: str, mesh: Mesh) -> None:
@@ -94,7 +94,7 @@ def places() -> dict[str, tuple[Any, ...]]:
     parallelize(module, mesh, mlp_plan(parallel))
     assert module.get_buffer("steps").item() == 5.0
     assert not module.get_parameter("2.bias").requires_grad
-    values = {name: whole(value) for name, value in module.named_parameters()}
+    values = {name: global_value(value) for name, value in module.named_parameters()}
     expected = models_from_seed(0)
     for name, value in values.items():
         torch.testing.assert_close(value, expected.get_parameter(name), rtol=0, atol=0)
@@ -131,7 +131,7 @@ def save_and_load(folder: str) -> None:
     second.load_state_dict(state["model"])
     torch.testing.assert_close(second(x), first(x))
     stream = io.BytesIO()
-    torch.save({name: whole(value) for name, value in first.state_dict().items()}, stream)
+    torch.save({name: global_value(value) for name, value in first.state_dict().items()}, stream)
     plain = models_from_seed(3)
     plain.load_state_dict(torch.load(io.BytesIO(stream.getvalue())))
     torch.testing.assert_close(plain(x), first(x))

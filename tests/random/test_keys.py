@@ -7,7 +7,7 @@ import torch
 
 from shardmap_torch import CollectiveError, Mesh, P, ShardMapError, make_mesh, random, shard_map
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
-from tests.programs.support.harness import whole
+from tests.programs.support.harness import global_value
 from tests.support.pool import Gloo
 
 
@@ -36,7 +36,7 @@ def folded_keys(mesh: Mesh) -> None:
             in_specs=P(),
             out_specs=P(axis),
         )(random.key(3))
-        every += whole(keys).tolist()
+        every += global_value(keys).tolist()
     # An axis has as many keys as ranks, and no two of all of these are equal.
     assert len(set(every)) == len(every) == 2 + 2 + 4 + 4
     plain = random.split(random.key(3), 16).tolist()
@@ -48,7 +48,7 @@ def folded_keys(mesh: Mesh) -> None:
         in_specs=P(),
         out_specs=P(axes),
     )(key)
-    assert len(set(whole(chained).tolist())) == 4
+    assert len(set(global_value(chained).tolist())) == 4
 
 
 @ON_EVERY_MESH

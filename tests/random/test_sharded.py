@@ -26,7 +26,7 @@ from shardmap_torch import (
     typeof,
 )
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
-from tests.programs.support.harness import whole
+from tests.programs.support.harness import global_value
 from tests.support.pool import Gloo
 
 SHAPE = (8, 4, 6)
@@ -63,7 +63,7 @@ def shards_are_slices(mesh: Mesh) -> None:
             out_specs=tuple(spec for _, spec in CASES),
             check=check,
         )
-        assert all(map(torch.equal, map(whole, mapped(key)), expected))
+        assert all(map(torch.equal, map(global_value, mapped(key)), expected))
 
 
 @ON_EVERY_MESH
@@ -86,7 +86,7 @@ def draw_all(mesh: Mesh) -> list[Tensor]:
         )
 
     mapped = shard_map(body, mesh=mesh, in_specs=P(), out_specs=everywhere)
-    return [whole(y) for y in mapped(random.key(9))]
+    return [global_value(y) for y in mapped(random.key(9))]
 
 
 def in_worker() -> list[Tensor]:
@@ -178,7 +178,7 @@ def sharded_dropout(mesh: Mesh) -> None:
         )
         actual = [v.clone().requires_grad_() for v in (x, w)]
         out = mapped(key, *actual)
-        assert torch.equal(whole(out), y.detach())
+        assert torch.equal(global_value(out), y.detach())
         out.sum().backward()
         for one, other in zip(actual, expected, strict=True):
             assert one.grad is not None

@@ -24,7 +24,7 @@ from shardmap_torch import (
     typeof,
 )
 from shardmap_torch.core.threefry import threefry_of_ints
-from tests.programs.support.harness import whole, worker_mesh
+from tests.programs.support.harness import global_value, worker_mesh
 from tests.support.pool import Gloo
 
 AXES = ("dp", "tp")
@@ -82,10 +82,10 @@ def draw_all(mesh: Mesh) -> dict[str, Tensor]:
     x = torch.arange(1.0, 1 + 8 * 8).reshape(8, 8)
     torch.manual_seed(5 + 100 * mesh.rank)
     out = shard_map(body, mesh=mesh, in_specs=EVERYWHERE, out_specs=EVERYWHERE)(x)
-    found = dict(zip(names[-len(out) :], map(whole, out), strict=True))
+    found = dict(zip(names[-len(out) :], map(global_value, out), strict=True))
     mapped = shard_map(over_dp, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
-    found["dropout dp"] = whole(mapped(x))
-    found["next call"] = whole(mapped(x))
+    found["dropout dp"] = global_value(mapped(x))
+    found["next call"] = global_value(mapped(x))
     return found
 
 
@@ -196,8 +196,8 @@ def checkpointed(mesh: Mesh) -> None:
     y = f(x, w)
     y.sum().backward()
     assert x.grad is not None
-    assert torch.equal(whole(x.grad), whole(y))
-    assert 0 < (whole(y) > 0).float().mean() < 0.5
+    assert torch.equal(global_value(x.grad), global_value(y))
+    assert 0 < (global_value(y) > 0).float().mean() < 0.5
 
 
 def checkpointed_in_worker() -> None:

@@ -34,7 +34,7 @@ from tests.checker.support.programs import (
     same,
 )
 from tests.checker.support.score import EQUAL, MISSED, REFUSED, fate_of, meant, wrongs_of
-from tests.programs.support.harness import whole, worker_mesh
+from tests.programs.support.harness import global_value, worker_mesh
 from tests.support.fuzzing import FUZZ, sized
 from tests.support.pool import Gloo
 
@@ -105,7 +105,7 @@ def on_processes(shape: Sequence[int], program: Program) -> Outcome:
     ys = program.mapped(mesh, Notes(), closures)(*xs)
     leaves = [*(x for x in xs if x.requires_grad), *closures]
     gradients = differentiated([whole_with_gradient(y) for y in ys], leaves)
-    return Outcome([whole(y) for y in ys], [whole(g) for g in gradients])
+    return Outcome([global_value(y) for y in ys], [global_value(g) for g in gradients])
 
 
 def whole_with_gradient(y: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from shardmap_torch.mesh import Mesh
 from tests.checker.support.machines import Notes
 from tests.checker.support.programs import Program, abstract, close, grown, judged, on_one_device
 from tests.programs.support.everywhere import same
-from tests.programs.support.harness import whole, worker_mesh
+from tests.programs.support.harness import global_value, worker_mesh
 from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
@@ -48,7 +48,7 @@ def second_order(
         allow_unused=True,
         materialize_grads=True,
     )
-    return [whole(g) for g in found]
+    return [global_value(g) for g in found]
 
 
 def _global(g: Tensor) -> Tensor:

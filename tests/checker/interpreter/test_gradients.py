@@ -27,7 +27,7 @@ from shardmap_torch import (
     shard_map,
     vjp,
 )
-from tests.programs.support.harness import whole, worker_mesh
+from tests.programs.support.harness import global_value, worker_mesh
 from tests.support.pool import Gloo
 
 N: Final = 2
@@ -206,7 +206,7 @@ def steps_on_a_process() -> list[float]:
     errors = []
     for step in RIGHT:
         stepped = mapped(lambda w, x, s=step: s(by_ours, w, x), mesh, out_specs=P())(W, DATA)
-        errors.append(float((whole(stepped) - EXPECTED).abs().max()))
+        errors.append(float((global_value(stepped) - EXPECTED).abs().max()))
     return errors
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import Mesh, make_mesh, shard_map
-from tests.programs.support.harness import whole, worker_mesh
+from tests.programs.support.harness import global_value, worker_mesh
 from tests.support.pool import Gloo
 
 
@@ -49,7 +49,7 @@ def same(actual: Any, expected: Any) -> None:
     actual, expected = _several(actual), _several(expected)
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(whole(one), other.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(global_value(one), other.detach(), rtol=1e-10, atol=1e-10)
 
 
 def _several(values: Any) -> list[Tensor]:

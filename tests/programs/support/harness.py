@@ -66,7 +66,7 @@ def dual(spec: P) -> P:
     )
 
 
-def whole(value: Tensor) -> Tensor:
+def global_value(value: Tensor) -> Tensor:
     """A detached plain tensor of the global value."""
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
@@ -87,7 +87,7 @@ def one_device(program: Program) -> Outcome:
 
 def on_mesh(program: Program, mesh: Mesh, ways: Sequence[str]) -> Outcome:
     """Runs the program on `mesh` and differentiates it in these `ways`."""
-    return {way: [whole(value) for value in _WAYS[way](program, mesh)] for way in ways}
+    return {way: [global_value(value) for value in _WAYS[way](program, mesh)] for way in ways}
 
 
 def simulated(program: Program, num_ranks: int, strategy: Any) -> Outcome:
@@ -173,7 +173,7 @@ def _inner(program: Program, mesh: Mesh, gradient: Callable[..., Any]) -> Sequen
     specs = program.in_specs + tuple(dual(spec) for spec in program.out_specs)
     out_specs = tuple(dual(spec) for spec in program.in_specs)
     step = shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check=False)
-    values = [whole(value) for value in _values(program, mesh)]
+    values = [global_value(value) for value in _values(program, mesh)]
     return step(*program.inputs(), *_cotangents(values))
 
 

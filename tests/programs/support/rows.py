@@ -19,7 +19,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import scope_of
 from shardmap_torch.collectives.table import Key
 from shardmap_torch.types import AxisType, I, Partial, R, V
-from tests.programs.support.harness import whole
+from tests.programs.support.harness import global_value
 
 Array = npt.NDArray[Any]
 Meaning = Callable[[Collective, list[Array]], list[Array]]
@@ -267,7 +267,7 @@ def per_rank(mesh: Mesh, f: Callable[..., Tensor], *values: Tensor) -> Tensor:
     spec = P(*mesh.axis_names)
     specs = (spec,) * len(values)
     mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=spec, check=False)
-    return whole(mapped(*values))
+    return global_value(mapped(*values))
 
 
 def operand(mesh: Mesh, kind: AxisType, case: Case, shape: Sequence[int], seed: int) -> Tensor:
