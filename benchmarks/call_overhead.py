@@ -39,14 +39,12 @@ def identity(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def identities(mesh: Mesh, x: DTensor) -> dict[str, Callable[..., object]]:
-    sharded = [Shard(0)]
-    sharded = partial(shard_map, identity, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    rows = [Shard(0)]
+    mapped = partial(shard_map, identity, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
     return {
-        "local_map": local_map(
-            identity, (sharded, sharded), (sharded, sharded), device_mesh=x.device_mesh
-        ),
-        "shard_map, checked": sharded(),
-        "shard_map, unchecked": sharded(check=False),
+        "local_map": local_map(identity, (rows, rows), (rows, rows), device_mesh=x.device_mesh),
+        "shard_map, checked": mapped(),
+        "shard_map, unchecked": mapped(check=False),
     }
 
 
