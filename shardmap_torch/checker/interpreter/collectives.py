@@ -138,6 +138,7 @@ class AbstractBackend:
         if applied is not None and move not in EXTREMA:
             move = applied.move
         x = interpreter.fakify(x)
+        interpreter.copies.reject_stale(interpreter.name, [x])
         storage_type = interpreter.storage_type(x)
         operand = use_of("x", x, storage_type, storage_type.types)
         shown = _shown(move, applied)

@@ -177,6 +177,7 @@ class Interpreter(Memory):
         view = not writes and self._is_known(out) and op is not _BITS
         types = [] if view else self._type(op, arguments, out, key)
         self._store(op, arguments, out, types, key)
+        self.copies.follow(self, arguments, [*_written(op, arguments)], out, view)
         self.observer.on_call(*seen, out)
         return out
 

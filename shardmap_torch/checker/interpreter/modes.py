@@ -31,6 +31,7 @@ from shardmap_torch.checker.ir.rank_only import (
     takes_vmap,
     watching_functions,
 )
+from shardmap_torch.checker.rewrites.copies import MAY_COPY
 from shardmap_torch.checker.rewrites.table import METADATA, rewritten
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.registry import MEANINGS
@@ -173,6 +174,8 @@ class _Functions(TorchFunctionMode):
             args, kwargs = given
         with self._interpreter.applying() if func is custom_function_call else _PLAINLY:
             out = self._apply(func, args, kwargs)
+        if func in MAY_COPY and args:
+            out = self._interpreter.copies.relate(self._interpreter, args[0], out)
         if self._interpreter.rows.any:
             self._interpreter.rows.follow_writes(self._interpreter)
         if isinstance(out, Tensor | tuple | list):

@@ -37,6 +37,7 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
     """
     is_repaired = interpreter.check_value(op, arguments)
     tensors = [x for value in arguments.values() for x in tensors_of(value)]
+    interpreter.copies.reject_stale(interpreter.name, tensors)
     if is_repaired:
         tensors = [_reduced(interpreter, x) for x in tensors]
     if all(getattr(x, "constant", None) is not None for x in tensors):

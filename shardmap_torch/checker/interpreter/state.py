@@ -18,7 +18,8 @@ from torch.autograd.graph import Node
 from shardmap_torch.checker.ir.fake_results import fake_mode
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
-from shardmap_torch.checker.rewrites.aliases import Rows
+from shardmap_torch.checker.rewrites.aliases import Rows, reject_stale
+from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.functorch import base_of
@@ -97,7 +98,7 @@ class Memory:
         self.observer: Observer = UNOBSERVED
         self.body: Callable[..., Any] | None = None
         self.closures: dict[int, Tensor] = {}
-        self.rows = Rows()
+        self.rows, self.copies = Rows(), Copies()
         self._storage_types: dict[int, StorageType] = {}
         self._paused = False
         self._thread = threading.get_ident()
@@ -341,19 +342,11 @@ class Memory:
             if base.fake_mode is not self.fake:
                 raise kept(f"{self.name}: at {call_site()} the body uses")
             if self.rows.any:
-                self._reject_stale(base)
+                reject_stale(self.name, self.rows.explain_stale(base.untyped_storage()))
             return value
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             return [self._fakify_value(item) for item in value]
         return value
-
-    def _reject_stale(self, tensor: Tensor) -> None:
-        stale = self.rows.explain_stale(tensor.untyped_storage())
-        if stale is not None:
-            raise ShardTypeError(
-                f"{self.name}: at {call_site()} a tensor {stale}.\n"
-                "Fix: take it again after the write, or clone it before."
-            )
 
     def _fakify_tensor(self, real: Tensor) -> Tensor:
         if type(real) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):

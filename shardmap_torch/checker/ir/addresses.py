@@ -1,11 +1,13 @@
-"""Refuses questions about where a tensor lies in memory.
+"""Refuses questions about where and how a tensor lies in memory.
 
-A check runs on tensors without data, and each rank's tensor lies elsewhere, a shard for instance
-behind other shards: the answer would count as equal on all ranks.
+A check runs on tensors without data, contiguous and unshared. Each rank's tensor lies elsewhere and
+otherwise, a shard for instance behind other shards and with their strides: the answer would count
+as equal on all ranks, on all meshes, and on one device.
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, Final, Protocol
 
 from torch import Tensor
@@ -19,23 +21,70 @@ class _Named(Protocol):
     name: str
 
 
+_Question = Callable[..., Any]
+
+_WHERE: Final = (
+    "tells where a tensor lies in memory, which differs between ranks, and it would count as equal "
+    "on all ranks",
+    "leave it out of the body; to compare tensors, use `is`",
+)
+_HOW: Final = (
+    "tells how a tensor lies in memory, which differs between shards and the global tensor, and "
+    "between meshes, and it would count as equal everywhere",
+    "leave it out of the body: contiguous() and reshape() copy only where they must",
+)
+_HISTORY: Final = (
+    "tells what autograd keeps of a tensor, which differs between meshes, and it would count as "
+    "equal everywhere",
+    "ask x.requires_grad, or pass what is known before the call as a static argument",
+)
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_QUESTIONS: Final[Mapping[_Question, tuple[str, tuple[str, str]]]] = {
+    **{getattr(Tensor, name): (f"{name}()", _WHERE) for name in ("data_ptr", "storage_offset")},
+    **{
+        getattr(Tensor, name): (f"{name}()", _HOW)
+        for name in ("stride", "is_contiguous", "dim_order", "is_set_to", "_is_view", "storage")
+    },
+    Tensor.untyped_storage: ("untyped_storage()", _HOW),
+    _getter("_base"): ("_base", _HOW),
+    _getter("_version"): ("_version", _HISTORY),
+    _getter("is_leaf"): ("is_leaf", _HISTORY),
+}
+"""Functions of torch that ask: their names, and the end of the message with its repair."""
+
+
 def reject_address(
-    interpreter: _Named, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    interpreter: _Named, func: _Question, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Answers torch's own code only.
 
     Raises:
         ShardTypeError: the user's code asks.
     """
-    # The frames here: this function, and two of the mode that calls it.
-    if is_user(sys._getframe(3)):
+    if is_user(_asker(func)):
+        name, (tells, instead) = _QUESTIONS[func]
         raise ShardTypeError(
-            f"{interpreter.name}: {func.__name__}() at {call_site()} tells where a tensor lies in "
-            "memory, which differs between ranks, and it would count as equal on all ranks.\n"
-            "Fix: leave it out of the body; to compare tensors, use `is`."
+            f"{interpreter.name}: {name} at {call_site()} {tells}.\nFix: {instead}."
         )
     return func(*args, **kwargs)
 
 
-ADDRESSES: Final = {Tensor.data_ptr: reject_address, Tensor.storage_offset: reject_address}
+def _asker(func: _Question) -> FrameType | None:
+    """Returns the frame that calls a function of torch, which may be in Python itself."""
+    # The frames here: this function, its caller, and two of the mode that calls that.
+    frame: FrameType | None = sys._getframe(4)
+    code = getattr(func, "__code__", None)
+    while code is not None and frame is not None:
+        found, frame = frame.f_code is code, frame.f_back
+        if found:
+            break
+    return frame
+
+
+ADDRESSES: Final = dict.fromkeys(_QUESTIONS, reject_address)
 """Functions of torch that ask, with what handles them."""

@@ -14,7 +14,9 @@ from torch import Tensor
 from shardmap_torch.checker.ir.program import Equation, StorageType
 from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
+from shardmap_torch.errors import ShardTypeError
 
 _READ_AGAIN: Final = (
     "is read after a write into the tensor that it is a part of, at a position that a tensor gives"
@@ -102,6 +104,15 @@ class Rows:
 
     def _is_stale(self, tensor: Tensor) -> bool:
         return _memory(tensor) in self._stale
+
+
+def reject_stale(name: str, stale: str | None) -> None:
+    """Refuses a tensor that is read where it has other numbers than in a run; `stale` says why."""
+    if stale is not None:
+        raise ShardTypeError(
+            f"{name}: at {call_site()} a tensor {stale}.\n"
+            "Fix: take it again after the write, or clone it before."
+        )
 
 
 def _memory(tensor: Tensor) -> int:

@@ -70,7 +70,7 @@ METADATA: Final = frozenset(
             for name in ("dtype", "shape", "ndim", "requires_grad", "itemsize", "nbytes", "layout")
         ),
         *(Tensor.numel, Tensor.dim, Tensor.element_size, Tensor.is_floating_point),
-        *(Tensor.is_complex, Tensor.untyped_storage, torch.is_floating_point, torch.is_complex),
+        *(Tensor.is_complex, torch.is_floating_point, torch.is_complex),
     )
 )
 """Functions of one tensor that read nothing of its values: most calls that a body makes."""

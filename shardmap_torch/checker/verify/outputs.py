@@ -184,6 +184,7 @@ class Exits:
             value = result.leaves[position]
             # A real tensor that the body returns as it is was closed over.
             result.leaves[position] = value = self._interpreter.fakify(value)  # type: ignore[index]
+            self._interpreter.copies.reject_stale(self._interpreter.name, [value])
             for axis, axis_type in zip(
                 self._interpreter.axes, self._uncommitted.types_of(value), strict=True
             ):

@@ -40,6 +40,73 @@ def test_a_body_that_depends_on_a_place_in_memory_is_refused(
     assert fix == "Fix: leave it out of the body; to compare tensors, use `is`."
 
 
+def by_contiguity(x: Tensor) -> Tensor:
+    return x * 2 if x.is_contiguous() else x * 3
+
+
+def by_stride(x: Tensor) -> Tensor:
+    return x * 2 if x.stride(-1) == 1 else x * 3
+
+
+def by_dim_order(x: Tensor) -> Tensor:
+    return x.permute(x.dim_order())
+
+
+def by_view(x: Tensor) -> Tensor:
+    return x * 2 if x._is_view() else x * 3
+
+
+def by_storage(x: Tensor) -> Tensor:
+    return x * x.untyped_storage().nbytes()
+
+
+def by_version(x: Tensor) -> Tensor:
+    return x * (2 + x._version)
+
+
+def by_leaf(x: Tensor) -> Tensor:
+    return x * 2 if x.is_leaf else x * 3
+
+
+HOW = (
+    "tells how a tensor lies in memory, which differs between shards and the global tensor, and "
+    "between meshes, and it would count as equal everywhere.",
+    "Fix: leave it out of the body: contiguous() and reshape() copy only where they must.",
+)
+HISTORY = (
+    "tells what autograd keeps of a tensor, which differs between meshes, and it would count as "
+    "equal everywhere.",
+    "Fix: ask x.requires_grad, or pass what is known before the call as a static argument.",
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "asked", "text"),
+    [
+        (by_contiguity, "is_contiguous()", HOW),
+        (by_stride, "stride()", HOW),
+        (by_dim_order, "dim_order()", HOW),
+        (by_view, "_is_view()", HOW),
+        (by_storage, "untyped_storage()", HOW),
+        (by_version, "_version", HISTORY),
+        (by_leaf, "is_leaf", HISTORY),
+    ],
+)
+@pytest.mark.parametrize("check", ["local", "global"])
+def test_a_body_that_depends_on_a_layout_is_refused(
+    body: Body, asked: str, text: tuple[str, str], check: Literal["local", "global"]
+) -> None:
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    mapped = shard_map(
+        body, mesh=mesh, in_specs=P(None, "dp"), out_specs=P(None, "dp"), check=check
+    )
+    with pytest.raises(ShardTypeError) as error:
+        mapped(torch.ones(4, 4))
+    head, fix = str(error.value).splitlines()
+    assert head.startswith(f"{body.__name__}: {asked} at test_addresses.py:")
+    assert (head.endswith(text[0]), fix) == (True, text[1])
+
+
 def test_torch_s_own_code_may_ask() -> None:
     mesh = make_mesh((2,), ("dp",), kind="simulated", simulate="ranks")
     lstm = torch.nn.LSTM(3, 3)  # it asks whether its weights share memory
