@@ -5,7 +5,7 @@ a decision is kept for later calls with the same shapes, dtypes and options.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -25,8 +25,8 @@ from shardmap_torch.kernels.endpoint import (
     Endpoint,
     Situation,
     endpoint_of,
-    is_ordinary,
     obstacle,
+    place_of,
 )
 from shardmap_torch.kernels.engine import CHECKED, Engine, Scheduled
 from shardmap_torch.kernels.planner import (
@@ -72,10 +72,11 @@ def prepared(
     `operands` are tensors, sequences of them, or None. Records the plan.
     """
     scope = current_scope()
-    if scope is None or not is_ordinary(scope.backend):
+    place = None if scope is None else place_of(scope.backend)
+    if scope is None or place is None:
         result = prepare(axis, *operands, *options)
     else:
-        key = (prepare, scope.backend, scope.axes, axis, options, *map(_signature, operands))
+        key = (prepare, place, scope.axes, axis, options, *map(_signature, operands))
         is_cached = True
 
         def compute() -> Prepared:
@@ -86,6 +87,8 @@ def prepared(
         result = _READY.get(key, compute)
         if is_cached:  # `prepare` reports to the scope itself, before the fabric is measured.
             scope.on_operation(result.collective, operands[0])
+            if place is not scope.backend:  # whose backends live for one call
+                result = replace(result, runner=Unfused(scope.backend, result.collective))
     record(result.plan)
     return result
 

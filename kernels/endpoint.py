@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.collectives.protocol import Backend, is_checker
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import is_transformed_otherwise
 from shardmap_torch.core.torch_private.engine import (
@@ -25,6 +25,7 @@ from shardmap_torch.kernels.transports.nccl import NcclTransport
 from shardmap_torch.kernels.transports.protocol import Transport, network_of
 from shardmap_torch.kernels.transports.staged import StagedTransport
 from shardmap_torch.kernels.transports.streams import CudaLanes
+from shardmap_torch.mesh import Mesh
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -185,9 +186,15 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
 """Reasons to run a call unfused, with their tests, in order: a test may rely on those before it."""
 
 
-def is_ordinary(backend: Backend) -> bool:
-    """Returns whether the arguments alone decide a call: eager, on processes, no mode active."""
-    return (
+def place_of(backend: Backend) -> Backend | Mesh | None:
+    """Returns what decides a call beside its arguments; None where modes do as well.
+
+    On processes that is the backend, in eager code without modes; on simulated ranks, where nothing
+    ever overlaps, the mesh.
+    """
+    if backend.mesh.kind == "simulated":
+        return None if is_checker(backend) else backend.mesh
+    is_ordinary = (
         not torch.compiler.is_compiling()
         and type(backend) is ProcessGroupBackend
         and functorch.peek_interpreter_stack() is None
@@ -195,6 +202,7 @@ def is_ordinary(backend: Backend) -> bool:
         and not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
         and not is_captured()
     )
+    return backend if is_ordinary else None
 
 
 OF_PLACE: Final = frozenset(

@@ -169,9 +169,9 @@ def _hidden(params: Params, tokens: Tensor, at: Tensor, attend: Attend, config: 
     for layer in params["layers"]:
         h = rms_norm(x, layer["attention_norm"], eps=config.epsilon)
         qkv = column_linear(h, layer["qkv"], "tp")  # [b, t, g/tp, r + 2, k]
-        q = rotary(qkv[..., :-2, :].flatten(2, 3), tables, interleaved=True)  # [b, t, gr/tp, k]
-        k, v = rotary(qkv[..., -2, :], tables, interleaved=True), qkv[..., -1, :]
-        y = attend(q, k, v).unflatten(2, (-1, layer["out"].shape[1]))
+        turned = rotary(qkv[..., :-1, :].flatten(2, 3), tables, interleaved=True)  # q and k
+        q, k = turned.unflatten(2, (-1, qkv.shape[3] - 1)).split([qkv.shape[3] - 2, 1], 3)
+        y = attend(q.flatten(2, 3), k.flatten(2, 3), qkv[..., -1, :]).unflatten(2, (-1, layer["out"].shape[1]))
         x = x + row_linear(y, layer["out"], "tp", overlap="off")
         h = rms_norm(x, layer["mlp_norm"], eps=config.epsilon)
         gate, up = column_linear(h, layer["gate_up"], "tp").unbind(-1)  # [b, t, f/tp]

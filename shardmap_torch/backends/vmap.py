@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardmap_torch.backends.local import alone
 from shardmap_torch.backends.reference import MOVES, Stack
-from shardmap_torch.collectives.autograd import FunctorchForm, unshared
+from shardmap_torch.collectives.autograd import apply_transformed, unshared
 from shardmap_torch.collectives.moves import MOVES as TRAITS
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import Scope
@@ -107,7 +107,7 @@ class BatchedBackend:
             ((axis, x_dim is not None), *staged.opened),
         )
         rest = (*markers[:level], *markers[level + 1 :])
-        out = self._open_next(opened, x, rest) if rest else self._complete(opened, x)
+        out = apply_transformed(x, opened, self, *rest) if rest else self._complete(opened, x)
         return out, None if TRAITS[move].equal else 0
 
     def _same(
@@ -122,13 +122,12 @@ class BatchedBackend:
             x = torch.where(marker >= 0, x, x)
         return unshared(x), x_dim
 
-    def _open_next(self, staged: Staged, x: Tensor, markers: tuple[Tensor, ...]) -> Tensor:
-        out: Tensor = FunctorchForm.apply(x, staged, self, *markers)
-        return out
-
     def _complete(self, staged: Staged, x: Tensor) -> Tensor:
         """Moves the data of all ranks once all levels are open, in the order of the axes' tuple."""
         axes: tuple[str, ...] = tuple(staged.operation.axes)
+        if len(axes) == 1:
+            (_, varies) = staged.opened[0]
+            return self._move(staged.operation, x, varies, self.mesh.shape[axes[0]])
         opened = [axis for axis, _ in staged.opened]
         sizes = [self.mesh.shape[axis] for axis in axes]
         order = [opened.index(axis) for axis in axes]
@@ -138,15 +137,18 @@ class BatchedBackend:
                 *order, *range(len(axes), len(axes) + self._local_ndim(staged, x))
             )
             x = x.flatten(0, len(axes) - 1)
-        stack = _StackRunner(self.mesh, varies, prod(sizes))
-        y: Tensor = staged.operation.run(stack, x)
-        if TRAITS[staged.operation.move].sends and memory_of(y) == memory_of(x):
-            y = y.clone()
+        y = self._move(staged.operation, x, varies, prod(sizes))
         if TRAITS[staged.operation.move].equal:
             return y
         y = y.unflatten(0, sizes)
         back = [axes.index(axis) for axis in opened]
         return y.permute(*back, *range(len(axes), y.ndim))
+
+    def _move(self, operation: Any, x: Tensor, varies: bool, num_ranks: int) -> Tensor:
+        """Moves data that is stacked along one dim, if it varies."""
+        y: Tensor = operation.run(_StackRunner(self.mesh, varies, num_ranks), x)
+        shared = TRAITS[operation.move].sends and memory_of(y) == memory_of(x)
+        return y.clone() if shared else y
 
     def _local_ndim(self, staged: Staged, x: Tensor) -> int:
         return x.ndim - sum(varying for _, varying in staged.opened)

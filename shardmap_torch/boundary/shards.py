@@ -39,6 +39,8 @@ def split(x: Tensor, spec: P, mesh: Mesh) -> tuple[Tensor, tuple[str, ...]]:
     for axis in sorted(spec.partial):
         x = torch.cat([x.unsqueeze(0), x.new_zeros((mesh.shape[axis] - 1, *x.shape))])
         leading = [axis, *leading]
+    if len(leading) < 2:
+        return x.view_as(x) if not leading else x, tuple(leading)
     order = [axis for axis in mesh.axis_names if axis in leading]
     return x.movedim([leading.index(a) for a in order], list(range(len(order)))), tuple(order)
 

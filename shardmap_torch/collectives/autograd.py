@@ -13,7 +13,13 @@ from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.control.start import call_number
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import reject_batched_gradients
-from shardmap_torch.core.torch_private.engine import are_transforms_active, forward_level, functorch
+from shardmap_torch.core.torch_private.engine import (
+    TransformType,
+    are_transforms_active,
+    forward_level,
+    functorch,
+    temporarily_pop_interpreter_stack,
+)
 from shardmap_torch.errors import TransformError
 
 _has_levels: Final[Callable[[], bool]] = are_transforms_active
@@ -29,8 +35,7 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
     if not markers and is_identity(backend, operation):
         return x
     if markers or is_transformed():
-        out: Tensor = FunctorchForm.apply(x, operation, backend, *markers)
-        return out
+        return apply_transformed(x, operation, backend, *markers)
     if x.requires_grad and torch.is_grad_enabled():
         apply = EagerForm.apply if torch.compiler.is_dynamo_compiling() else apply_eager
         out = apply(x, operation, backend)
@@ -186,7 +191,31 @@ class FunctorchForm(TypedFunction):
             # torch.func's levels of gradients take a view of it without a graph.
             return (x.view_as(x) if y is x else y), y_dim
         if x_dim is None:
-            return FunctorchForm.apply(x, operation, backend, *markers), None
+            return apply_transformed(x, operation, backend, *markers), None
         # Dims are counted from the front, so a batch dim at the end disturbs none of them.
-        out = FunctorchForm.apply(x.movedim(x_dim, -1), operation, backend, *markers)
+        out = apply_transformed(x.movedim(x_dim, -1), operation, backend, *markers)
         return out, out.ndim - 1
+
+
+def apply_transformed(x: Tensor, operation: Any, backend: Any, *markers: Tensor) -> Tensor:
+    """Applies `FunctorchForm`, at a level of vmap by calling its rule at once.
+
+    A level of vmap records nothing for a backward: `FunctorchForm.apply` would only look for the
+    same rule, through signatures, pytrees and the dispatcher, which costs ten times the rule.
+    """
+    top = None if torch.compiler.is_dynamo_compiling() else functorch.peek_interpreter_stack()
+    if top is None or top.key() != TransformType.Vmap:
+        out: Tensor = FunctorchForm.apply(x, operation, backend, *markers)
+        return out
+    level = top.level()
+    operands = [functorch.unwrap_if_dead(each) for each in (x, *markers)]
+    pairs = [functorch._unwrap_batched(each, level) for each in operands]
+    (x, x_dim), *rest = pairs
+    markers, dims = tuple(m for m, _ in rest), tuple(dim for _, dim in rest)
+    with temporarily_pop_interpreter_stack():
+        if all(dim is None for dim in (x_dim, *dims)):
+            return apply_transformed(x, operation, backend, *markers)
+        in_dims = x_dim, None, None, *dims
+        y, y_dim = FunctorchForm.vmap(None, in_dims, x, operation, backend, *markers)
+    wrapped: Tensor = y if y_dim is None else functorch._add_batch_dim(y, y_dim, level)
+    return wrapped

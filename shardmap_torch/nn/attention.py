@@ -159,8 +159,9 @@ def _unfused(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: flo
     scores: Tensor = (q @ k.mT) * scale
     if visible is None:
         return scores.softmax(-1) @ v
-    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1).masked_fill(~visible, 0.0)  # a query that sees nothing gets zeros
+    hidden = ~visible
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1).masked_fill(hidden, 0.0)  # a query that sees nothing gets zeros
     return weights @ v
 
 

@@ -1,7 +1,7 @@
 """Runs a call for all ranks of a simulated mesh as one batched program."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from shardmap_torch.boundary.call import Call, Result, Untouched, is_checked, ru
 from shardmap_torch.boundary.matching import spec_of
 from shardmap_torch.boundary.shards import join, split
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.torch_private.engine import functorch, lazy_load_decompositions
 from shardmap_torch.core.tree import Placed, Tree
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.run.safety.aliasing import apart
@@ -53,7 +54,8 @@ def run(call: Call) -> Tree:
         return tuple(result.crossing)
 
     watch = Untouched(call, operands[: len(call.crossing)])
-    stacked = _nest(body, axes, batching)(*operands)
+    sizes = {axis: call.mesh.shape[axis] for axis in axes}
+    stacked = _nest(body, sizes, batching)(*operands)
     watch.check()
     result = results[0]
     if not is_checked(call):  # zeros_like of a varying value is batched too; types tell more
@@ -73,13 +75,34 @@ def _outer_markers() -> dict[str, Tensor]:
 
 
 def _nest(
-    body: Callable[..., tuple[Tensor, ...]], axes: Sequence[str], batching: Sequence[In]
+    body: Callable[..., tuple[Tensor, ...]], axes: dict[str, int], batching: Sequence[In]
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Nests vmaps around the body, the first axis outermost; batch dims are leading."""
-    mapped: Callable[..., Any] = body
+    mapped = body
     for axis in reversed(axes):
-        in_dims = tuple(levels[axis] for levels in batching)
-        mapped = torch.func.vmap(mapped, in_dims=in_dims, out_dims=0, randomness="different")
+        mapped = _map(mapped, axes[axis], [levels[axis] for levels in batching])
+    return mapped
+
+
+def _map(
+    body: Callable[..., tuple[Tensor, ...]], size: int, dims: Sequence[int | None]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Does what `torch.func.vmap` does, of lists of tensors, without its walks of pytrees."""
+
+    def mapped(*values: Tensor) -> tuple[Tensor, ...]:
+        lazy_load_decompositions()
+        level = functorch._vmap_increment_nesting(size, "different")
+        try:
+            outs = body(
+                *(
+                    value if dim is None else functorch._add_batch_dim(value, dim, level)
+                    for value, dim in zip(values, dims, strict=True)
+                )
+            )
+            return tuple(functorch._remove_batch_dim(out, level, size, 0) for out in outs)
+        finally:
+            functorch._vmap_decrement_nesting()
+
     return mapped
 
 

@@ -89,7 +89,7 @@ def test_autocast_of_the_operands_device_is_an_obstacle_that_of_another_is_none(
     with torch.autocast("cpu", torch.bfloat16):
         assert first_obstacle(operand()) is None
         assert first_obstacle(operand("cpu"), network="gloo") == "autocast is active"
-        assert not endpoint.is_ordinary(mock.Mock(spec=ProcessGroupBackend))
+        assert endpoint.place_of(mock.Mock(ProcessGroupBackend, mesh=mock.Mock())) is None
 
 
 def transports() -> list[str]:

@@ -22,10 +22,12 @@ from torch._C._distributed_c10d import Store
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import CtxWithSavedTensors, custom_function_call
 from torch._functorch.eager_transforms import _autograd_grad as gradient_of_transform
+from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.pyfunctorch import (
     GradInterpreter,
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
+    temporarily_pop_interpreter_stack,
 )
 from torch._functorch.vmap import restore_vmap
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -125,6 +127,7 @@ __all__ = (
     "has_kernel",
     "is_always_active",
     "is_vmapped_by_autograd",
+    "lazy_load_decompositions",
     "make_subclass",
     "pop_saved_tensors_hooks",
     "probed",
@@ -135,5 +138,6 @@ __all__ = (
     "set_throw_on_data_pointer",
     "set_timeout",
     "temporarily_clear_interpreter_stack",
+    "temporarily_pop_interpreter_stack",
     "top_saved_tensors_hooks",
 )
