@@ -10,7 +10,7 @@ Face lays out a Llama: `config.json` and `model.safetensors`.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,6 +91,14 @@ def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     return max(abs(found - wanted) / wanted for found, wanted in pairs)
 
 
+def shown(batches: Sequence[Tensor], say: Callable[[str], None]) -> Iterator[Tensor]:
+    """Says now and then how far the training is."""
+    for done, batch in enumerate(batches):
+        if done and done % 10 == 0:
+            say(f"{done} of {len(batches)} steps")
+        yield batch
+
+
 def main(arguments: list[str] | None = None) -> Results:
     """Trains, saves, loads on another mesh, exports and loads that."""
     options = parse(arguments)
@@ -114,7 +122,7 @@ def main(arguments: list[str] | None = None) -> Results:
 
     optimizer = make_optimizer(mesh, config, params, options.rate)
     state, losses = train(
-        mesh, config, optimizer, initial(mesh, config, params, optimizer), batches
+        mesh, config, optimizer, initial(mesh, config, params, optimizer), shown(batches, say)
     )
     say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats a token in {len(losses)} steps")
 
@@ -138,7 +146,7 @@ def main(arguments: list[str] | None = None) -> Results:
     say("held-out loss of each: " + ", ".join(f"{loss:.6f}" for loss in found))
     expected: list[float] = []
     if options.compare and mesh.rank == 0:
-        _, expected = train_on_one_device(config, params, batches, options.rate)
+        _, expected = train_on_one_device(config, params, shown(batches, say), options.rate)
         say(f"as on one device: largest difference {difference(losses, expected):.1e}, relative")
     return Results(losses, expected, found)
 

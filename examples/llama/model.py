@@ -169,9 +169,10 @@ def _hidden(params: Params, tokens: Tensor, at: Tensor, attend: Attend, config: 
     for layer in params["layers"]:
         h = rms_norm(x, layer["attention_norm"], eps=config.epsilon)
         qkv = column_linear(h, layer["qkv"], "tp")  # [b, t, g/tp, r + 2, k]
-        turned = rotary(qkv[..., :-1, :].flatten(2, 3), tables, interleaved=True)  # q and k
-        q, k = turned.unflatten(2, (-1, qkv.shape[3] - 1)).split([qkv.shape[3] - 2, 1], 3)
-        y = attend(q.flatten(2, 3), k.flatten(2, 3), qkv[..., -1, :]).unflatten(2, (-1, layer["out"].shape[1]))
+        turned = rotary(qkv[..., :-1, :].flatten(2, 3), tables, interleaved=True)
+        turned = turned.unflatten(2, (-1, qkv.shape[3] - 1))  # of q and k, [b, t, g/tp, r + 1, k]
+        q, k = turned[..., :-1, :].flatten(2, 3), turned[..., -1, :]
+        y = attend(q, k, qkv[..., -1, :]).unflatten(2, (-1, layer["out"].shape[1]))
         x = x + row_linear(y, layer["out"], "tp", overlap="off")
         h = rms_norm(x, layer["mlp_norm"], eps=config.epsilon)
         gate, up = column_linear(h, layer["gate_up"], "tp").unbind(-1)  # [b, t, f/tp]
