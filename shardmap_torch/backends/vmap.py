@@ -147,8 +147,9 @@ class BatchedBackend:
     def _move(self, operation: Any, x: Tensor, varies: bool, num_ranks: int) -> Tensor:
         """Moves data that is stacked along one dim, if it varies."""
         y: Tensor = operation.run(_StackRunner(self.mesh, varies, num_ranks), x)
-        shared = TRAITS[operation.move].sends and memory_of(y) == memory_of(x)
-        return y.clone() if shared else y
+        if TRAITS[operation.move].sends and memory_of(y) == memory_of(x):
+            y = y.clone()
+        return y
 
     def _local_ndim(self, staged: Staged, x: Tensor) -> int:
         return x.ndim - sum(varying for _, varying in staged.opened)
