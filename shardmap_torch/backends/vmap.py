@@ -137,7 +137,7 @@ class BatchedBackend:
                 *order, *range(len(axes), len(axes) + self._local_ndim(staged, x))
             )
             x = x.flatten(0, len(axes) - 1)
-        y = self._move(staged.operation, x, varies, prod(sizes))
+        y: Tensor = self._move(staged.operation, x, varies, prod(sizes))
         if TRAITS[staged.operation.move].equal:
             return y
         y = y.unflatten(0, sizes)
