@@ -126,28 +126,38 @@ def broadcast_prefix(
         yield from _broadcast_node(prefix, tree, path, is_spec)
 
 
-_BROADCASTS: Final = Memo[tuple[tuple[str, Any], ...] | None]()
+@dataclass(frozen=True, eq=False, slots=True)
+class Broadcast(Generic[T]):
+    """The paths and specs of all leaves of a tree; one object for all trees of one structure."""
+
+    paths: tuple[str, ...]
+    specs: tuple[T, ...]
+    mismatches: tuple[Mismatch, ...]
+
+
+_BROADCASTS: Final = Memo[Broadcast[Any]]()
 
 
 def broadcast_prefix_all(
-    prefix: Tree, tree: Tree, path: str, is_spec: Callable[[Any], bool]
-) -> list[Placed[Any] | Mismatch]:
+    prefix: Tree, structure: Structure, tree: Tree, path: str, is_spec: Callable[[Any], bool]
+) -> Broadcast[Any]:
     """Broadcasts specs like `broadcast_prefix`; caches the result by structures and specs.
 
-    `is_spec` must be one function for all calls, and specs must be hashable.
+    `structure` is that of `tree`. `is_spec` must be one function for all calls, and specs must be
+    hashable.
     """
-    leaves, structure = flatten(tree)
     specs, outline = flatten(prefix)
 
-    def find() -> tuple[tuple[str, Any], ...] | None:
+    def find() -> Broadcast[Any]:
         found = list(broadcast_prefix(prefix, tree, path, is_spec))
         placed = [leaf for leaf in found if isinstance(leaf, Placed)]
-        return tuple((p.path, p.spec) for p in placed) if len(placed) == len(found) else None
+        return Broadcast(
+            tuple([leaf.path for leaf in placed]),
+            tuple([leaf.spec for leaf in placed]),
+            tuple([leaf for leaf in found if isinstance(leaf, Mismatch)]),
+        )
 
-    known = _BROADCASTS.get((path, structure, outline, tuple(specs), is_spec), find)
-    if known is None:
-        return list(broadcast_prefix(prefix, tree, path, is_spec))
-    return [Placed(name, leaf, spec) for leaf, (name, spec) in zip(leaves, known, strict=True)]
+    return _BROADCASTS.get((path, structure, outline, tuple(specs), is_spec), find)
 
 
 def _broadcast_node(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.region import local_region
+from shardmap_torch.core.caching import lazy, memo
 from shardmap_torch.core.storage import spare
 from shardmap_torch.ops import all_gather, all_reduce, axis_size, convert, reduce_scatter
 from shardmap_torch.spec import P
@@ -62,15 +63,30 @@ _COLLECTIVES: Final[Mapping[Kind, _One]] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """The transfer of each leaf of a tree, None for those that stay; equal by identity."""
+
+    transfers: tuple[Transfer | None, ...]
+
+    @lazy
+    def is_empty(self) -> bool:
+        """Returns whether no leaf is transferred."""
+        return not any(self.transfers)
+
+
 def transfer_all(
     leaves: Sequence[Tensor],
-    transfers: Sequence[Transfer | None],
+    stage: Stage,
     bucket_bytes: int,
     comm_dtype: torch.dtype | None,
 ) -> list[Tensor]:
     """Runs the transfer of each leaf that has one, in common buffers where possible."""
     result = list(leaves)
-    for places in _groups(leaves, transfers):
+    if stage.is_empty:
+        return result
+    transfers = stage.transfers
+    for places in _groups(stage, tuple([(x.dtype, x.device) for x in leaves])):
         some = [transfer for place in places if (transfer := transfers[place]) is not None]
         values = [leaves[place] for place in places]
         if len(places) == 1:
@@ -85,7 +101,10 @@ def transfer_all(
     return result
 
 
-def _groups(leaves: Sequence[Tensor], transfers: Sequence[Transfer | None]) -> Iterator[list[int]]:
+@memo
+def _groups(
+    stage: Stage, layouts: tuple[tuple[torch.dtype, torch.device], ...]
+) -> tuple[tuple[int, ...], ...]:
     """Groups the indices of leaves whose values may share a buffer.
 
     They are transferred over the same axes, have one dtype, and vary over the same axes before and
@@ -93,16 +112,16 @@ def _groups(leaves: Sequence[Tensor], transfers: Sequence[Transfer | None]) -> I
     count, so that the one-device program of the checker has the same groups.
     """
     groups: dict[object, list[int]] = {}
-    for place, (leaf, transfer) in enumerate(zip(leaves, transfers, strict=True)):
+    for place, (layout, transfer) in enumerate(zip(layouts, stage.transfers, strict=True)):
         if transfer is None:
             continue
         key: object = place
         if transfer.name != "slice":
             src, dst = transfer.src, transfer.dst
             ends = frozenset(src.mentioned), src.partial, frozenset(dst.mentioned)
-            key = (transfer.name, transfer.axes, ends, leaf.dtype, leaf.device)
+            key = (transfer.name, transfer.axes, ends, *layout)
         groups.setdefault(key, []).append(place)
-    yield from groups.values()
+    return tuple(map(tuple, groups.values()))
 
 
 def _move_group(
@@ -112,6 +131,8 @@ def _move_group(
     *leaves: Tensor,
 ) -> tuple[Tensor, ...]:
     """Moves the leaves of a group, in as many buffers as needed."""
+    if axis_size(transfers[0].axes) == 1:  # nothing is sent, and packing would be copies for that
+        return tuple([t.run(x, comm_dtype) for t, x in zip(transfers, leaves, strict=True)])
     moved: list[Tensor] = []
     for places in _filled([x.nbytes for x in leaves], bucket_bytes):
         some, values = [transfers[place] for place in places], [leaves[place] for place in places]

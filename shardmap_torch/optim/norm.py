@@ -11,18 +11,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.tree import (
-    Mismatch,
-    Placed,
-    Tree,
-    broadcast_prefix_all,
-    flatten,
-    map_leaves,
-)
-from shardmap_torch.errors import OptimizerError, SpecError, listing
+from shardmap_torch.core.tree import Tree, flatten, unflatten
+from shardmap_torch.errors import OptimizerError, SpecError
 from shardmap_torch.ops import all_reduce
-from shardmap_torch.ops.arguments import finest_spec
-from shardmap_torch.spec import P, is_partition
+from shardmap_torch.optim.leaves import Leaves, match_leaves
+from shardmap_torch.optim.lists import each
+from shardmap_torch.spec import P
 from shardmap_torch.types import I
 
 X = TypeVar("X")
@@ -111,8 +105,14 @@ def clip_by_global_norm(
     norm = global_norm(tree, specs, ord=ord)
     # A norm of zero gives infinity here, and 1 after the clamp.
     scale = (max_norm / norm).clamp(max=1)
-    scaled: X = map_leaves(lambda leaf: _scaled(leaf, scale), tree)
-    return scaled, norm
+    leaves, structure = flatten(tree)
+    dtypes = {leaf.dtype for leaf in leaves}
+    if len(dtypes) == 1 and not any([isinstance(leaf, DTensor) for leaf in leaves]):
+        scaled = each("mul", leaves, scale.to(dtypes.pop()))
+    else:
+        scaled = [_scaled(leaf, scale) for leaf in leaves]
+    clipped: X = unflatten(structure, scaled)
+    return clipped, norm
 
 
 @torch.no_grad()
@@ -195,39 +195,33 @@ def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
     """Computes one amount, equal on all ranks, for each distinct set of axes."""
     if specs is None:
         raise SpecError("global_norm: in a body it needs specs=: local tensors have no sharding.")
-    matched = broadcast_prefix_all(specs, tree, "tree", is_partition)
-    if problems := [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]:
-        raise SpecError(listing("global_norm: the specs do not match the tree:", problems))
-    placed = [
-        Placed(leaf.path, leaf.value, finest_spec(leaf.spec))
-        for leaf in matched
-        if isinstance(leaf, Placed)
-    ]
+    leaves = match_leaves("tree", specs, tree, "global_norm: the specs do not match the tree:")
     if ord == math.inf:
-        return list(_largest(placed))
-    amounts = ((tuple(sorted(leaf.spec.mentioned)), _amount(leaf.value, ord)) for leaf in placed)
+        return list(_largest(leaves))
+    axes_of = [tuple(sorted(spec.mentioned)) for spec in leaves.specs]
+    amounts = zip(axes_of, [_amount(x, ord) for x in leaves.values], strict=True)
     return [
         all_reduce(amount, axes, dst=I) if axes else amount
         for axes, amount in _by_group(amounts, "sum")
     ]
 
 
-def _largest(placed: Sequence[Placed[P]]) -> Iterator[Tensor]:
+def _largest(leaves: Leaves) -> Iterator[Tensor]:
     """Computes the largest magnitude of each group of leaves.
 
     Runs as a region, since the checker supports maxima of shards through views only.
     """
-    groups: dict[tuple[str, ...], list[Placed[P]]] = {}
-    for leaf in placed:
-        groups.setdefault(tuple(sorted(leaf.spec.mentioned)), []).append(leaf)
-    for axes, leaves in groups.items():
+    groups: dict[tuple[str, ...], list[tuple[Tensor, P]]] = {}
+    for pair in zip(leaves.values, leaves.specs, strict=True):
+        groups.setdefault(tuple(sorted(pair[1].mentioned)), []).append(pair)
+    for axes, pairs in groups.items():
 
         def largest(*shards: Tensor, axes: tuple[str, ...] = axes) -> Tensor:
             ((_, amount),) = _by_group(((None, _amount(x, math.inf)) for x in shards), "max")
             return all_reduce(amount, axes, op="max", dst=I) if axes else amount
 
-        types = tuple(P(*leaf.spec.entries) for leaf in leaves)
-        yield local_region(largest, in_types=types, out_types=P())(*(x.value for x in leaves))
+        types = tuple(P(*spec.entries) for _, spec in pairs)
+        yield local_region(largest, in_types=types, out_types=P())(*(x for x, _ in pairs))
 
 
 # Outside of a body DTensors have placements, and torch does the communication.

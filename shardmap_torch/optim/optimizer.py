@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardmap_torch.core.tree import (
-    Mismatch,
-    Placed,
+    Structure,
     Tree,
-    broadcast_prefix,
+    broadcast_prefix_all,
     flatten,
     map_leaves,
     unflatten,
@@ -108,9 +107,10 @@ class Elementwise(Optimizer):
         """
         leaves, structure = flatten(params)
         trees = [grads, *(state[name] for name in self.kept)]
-        columns = [_like(tree, params) for tree in trees]
+        columns = [_like(tree, params, leaves, structure) for tree in trees]
         number = state["step"] + 1
-        at = Step(number.double(), rate_at(self.lr, number.double()), self._decayed(params, leaves))
+        decayed = self._decayed(params, structure, leaves)
+        at = Step(number.double(), rate_at(self.lr, number.double()), decayed)
         locals_ = [_locals_like(column, leaves) for column in columns]
         wide = [self._widened(column, leaves) for column in (_locals(leaves), *locals_)]
         moved, moments = self.step(wide[0], wide[1], wide[2:], at)
@@ -124,17 +124,15 @@ class Elementwise(Optimizer):
         dtypes = [self.state_dtype or p.dtype for p in params]
         return [x if x.dtype is to else x.to(to) for x, to in zip(column, dtypes, strict=True)]
 
-    def _decayed(self, params: Tree, leaves: Sequence[Tensor]) -> list[float]:
+    def _decayed(self, params: Tree, structure: Structure, leaves: Sequence[Tensor]) -> list[float]:
         """Returns the decay of each leaf."""
         if callable(self.decays):
             chosen = [bool(self.decays(leaf)) for leaf in leaves]
         else:
-            matched = list(
-                broadcast_prefix(self.decays, params, "params", lambda v: isinstance(v, bool))
-            )
-            if problems := [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]:
+            matched = broadcast_prefix_all(self.decays, structure, params, "params", _is_bool)
+            if problems := list(map(str, matched.mismatches)):
                 raise OptimizerError(listing("decays= does not match the parameters:", problems))
-            chosen = [leaf.spec for leaf in matched if isinstance(leaf, Placed)]
+            chosen = list(matched.specs)
         return [self.weight_decay if each else 0.0 for each in chosen]
 
 
@@ -168,6 +166,10 @@ def check_range(name: str, **values: tuple[float, float, float]) -> None:
         raise OptimizerError(listing(f"{name}:", problems))
 
 
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
 def _reject_complex(params: Tree) -> None:
     wrong = [
         f"{path}: {leaf.dtype}"
@@ -179,10 +181,11 @@ def _reject_complex(params: Tree) -> None:
         raise OptimizerError(listing(head, wrong))
 
 
-def _like(tree: Tree, params: Tree) -> Tensors:
+def _like(
+    tree: Tree, params: Tree, expected: Sequence[Tensor], expected_structure: Structure
+) -> Tensors:
     """Returns the leaves of a tree that must have the structure and shapes of `params`."""
     leaves, structure = flatten(tree)
-    expected, expected_structure = flatten(params)
     if structure == expected_structure and all(
         x.shape == p.shape for x, p in zip(leaves, expected, strict=True)
     ):

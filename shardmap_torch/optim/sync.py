@@ -1,28 +1,22 @@
 """Moves trees in flat buckets: sums gradients over ranks, shards and gathers parameters."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
 
 from shardmap_torch.checker.assertions import types_in_check
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.tree import (
-    Mismatch,
-    Placed,
-    Tree,
-    broadcast_prefix_all,
-    flatten,
-    unflatten,
-)
+from shardmap_torch.core.tree import Tree, unflatten
 from shardmap_torch.errors import ShardTypeError, SpecError, listing
-from shardmap_torch.ops.arguments import Axis, finest, finest_spec
-from shardmap_torch.optim.buckets import BUCKET_BYTES, Transfer, transfer_all
-from shardmap_torch.spec import P, is_partition
+from shardmap_torch.ops.arguments import Axis, finest
+from shardmap_torch.optim.buckets import BUCKET_BYTES, Stage, Transfer, transfer_all
+from shardmap_torch.optim.leaves import Leaves, match_leaves
+from shardmap_torch.spec import P
 from shardmap_torch.types import I, K, R
 
 X = TypeVar("X")
@@ -80,17 +74,12 @@ def sync_gradients(
         {'w': tensor(6.), 'b': tensor(4.)}
     """
     axes = finest((axis,) if isinstance(axis, str) else tuple(axis))
-    leaves = _placed("sync_gradients", "grads", specs, grads)
-    shards = specs if into is None else into
-    targets = _placed("sync_gradients", "grads", shards, grads)
-    pairs = [(leaf.spec, target.spec) for leaf, target in zip(leaves, targets, strict=True)]
-    _check_added("sync_gradients", leaves, targets)
-    pending = [_pending(spec, axes) for spec, _ in pairs]
-    _check_scattered(leaves, targets, pending)
-    _check_types(leaves, pending)
-    scatters = [_scatter(*pair, axes_) for pair, axes_ in zip(pairs, pending, strict=True)]
-    sums = [_sum(*pair, axes_) for pair, axes_ in zip(pairs, pending, strict=True)]
-    return _move(grads, (scatters, sums), bucket_bytes, comm_dtype)
+    leaves = _leaves("sync_gradients", "grads", specs, grads)
+    targets = leaves if into is None else _leaves("sync_gradients", "grads", into, grads)
+    plan = _plan_sums(leaves.paths, leaves.specs, targets.specs, axes)
+    _check_types(leaves, plan.pending)
+    moved: X = _move(leaves, (plan.scatters, plan.sums), bucket_bytes, comm_dtype)
+    return moved
 
 
 def shard_params(params: X, specs: Tree, into: Tree) -> X:
@@ -168,39 +157,55 @@ def _reshard(
     bucket_bytes: int,
     comm_dtype: torch.dtype | None,
 ) -> X:
-    leaves = _placed(name, "params", specs, params)
-    targets = _placed(name, "params", shards, params)
-    _check_added(name, leaves, targets)
-    pairs = zip(leaves, targets, strict=True)
-    transfers = [make(leaf.spec, target.spec) for leaf, target in pairs]
-    return _move(params, (transfers,), bucket_bytes, comm_dtype)
-
-
-def _move(
-    tree: X,
-    stages: Sequence[Sequence[Transfer | None]],
-    bucket_bytes: int,
-    comm_dtype: torch.dtype | None,
-) -> X:
-    leaves, structure = flatten(tree)
-    for stage in stages:
-        leaves = transfer_all(leaves, stage, bucket_bytes, comm_dtype)
-    moved: X = unflatten(structure, leaves)
+    leaves = _leaves(name, "params", specs, params)
+    targets = _leaves(name, "params", shards, params)
+    stage = _plan_reshard(name, make, leaves.paths, leaves.specs, targets.specs)
+    moved: X = _move(leaves, (stage,), bucket_bytes, comm_dtype)
     return moved
 
 
-def _placed(name: str, what: str, specs: Tree, tree: Tree) -> list[Placed[P]]:
-    found = broadcast_prefix_all(specs, tree, what, is_partition)
-    problems = [str(leaf) for leaf in found if isinstance(leaf, Mismatch)]
-    problems += [
-        f"{leaf.path}: is no tensor but a {type(leaf.value).__name__}"
-        for leaf in found
-        if isinstance(leaf, Placed) and not isinstance(leaf.value, Tensor)
-    ]
-    if problems:
-        raise SpecError(listing(f"{name}: the specs do not match the {what}:", problems))
-    placed = [leaf for leaf in found if isinstance(leaf, Placed)]
-    return [Placed(leaf.path, leaf.value, finest_spec(leaf.spec)) for leaf in placed]
+@memo
+def _plan_reshard(
+    name: str, make: Make, paths: tuple[str, ...], specs: tuple[P, ...], shards: tuple[P, ...]
+) -> Stage:
+    _check_added(name, paths, specs, shards)
+    return Stage(tuple(map(make, specs, shards)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """How gradients are summed: the axes over which each is pending, and its transfers."""
+
+    pending: tuple[tuple[str, ...], ...]
+    scatters: Stage
+    sums: Stage
+
+
+@memo
+def _plan_sums(
+    paths: tuple[str, ...], specs: tuple[P, ...], shards: tuple[P, ...], axes: tuple[str, ...]
+) -> _Sums:
+    _check_added("sync_gradients", paths, specs, shards)
+    pending = tuple([_pending(spec, axes) for spec in specs])
+    _check_scattered(paths, specs, shards, pending)
+    return _Sums(
+        pending,
+        Stage(tuple(map(_scatter, specs, shards, pending))),
+        Stage(tuple(map(_sum, specs, shards, pending))),
+    )
+
+
+def _move(
+    leaves: Leaves, stages: Sequence[Stage], bucket_bytes: int, comm_dtype: torch.dtype | None
+) -> Any:
+    values = leaves.values
+    for stage in stages:
+        values = transfer_all(values, stage, bucket_bytes, comm_dtype)
+    return unflatten(leaves.structure, values)
+
+
+def _leaves(name: str, what: str, specs: Tree, tree: Tree) -> Leaves:
+    return match_leaves(what, specs, tree, f"{name}: the specs do not match the {what}:")
 
 
 @memo
@@ -226,52 +231,56 @@ def added(spec: P, shard: P) -> tuple[int, tuple[str, ...]] | None:
     return dims[0], further[len(own) :]
 
 
-def _check_added(name: str, leaves: Sequence[Placed[P]], targets: Sequence[Placed[P]]) -> None:
+def _check_added(name: str, paths: Sequence[str], specs: Sequence[P], shards: Sequence[P]) -> None:
     problems = []
-    for leaf, target in zip(leaves, targets, strict=True):
+    for path, spec, shard in zip(paths, specs, shards, strict=True):
         try:
-            added(leaf.spec, target.spec)
+            added(spec, shard)
         except ValueError as error:
-            problems.append(f"{leaf.path}: {leaf.spec!r} and {target.spec!r}: {error}")
+            problems.append(f"{path}: {spec!r} and {shard!r}: {error}")
     if problems:
         raise SpecError(listing(f"{name}: shards must be shards of the parameters:", problems))
 
 
 def _check_scattered(
-    leaves: Sequence[Placed[P]], targets: Sequence[Placed[P]], pending: Sequence[tuple[str, ...]]
+    paths: Sequence[str],
+    specs: Sequence[P],
+    shards: Sequence[P],
+    pending: Sequence[tuple[str, ...]],
 ) -> None:
     """Requires that a scattered leaf is a sum: else each rank would get its own addend only."""
     problems = []
-    for leaf, target, axes in zip(leaves, targets, pending, strict=True):
-        extra = added(leaf.spec, target.spec)
+    for path, spec, shard, axes in zip(paths, specs, shards, pending, strict=True):
+        extra = added(spec, shard)
         missing = [axis for axis in extra[1] if axis not in axes] if extra else []
         if missing:
             names = ", ".join(map(repr, missing))
-            problems.append(f"{leaf.path}: is scattered over {names}, which axis= does not name")
+            problems.append(f"{path}: is scattered over {names}, which axis= does not name")
     if problems:
         raise SpecError(listing("sync_gradients: only pending sums are scattered:", problems))
 
 
-def _check_types(leaves: Sequence[Placed[P]], pending: Sequence[tuple[str, ...]]) -> None:
+def _check_types(leaves: Leaves, pending: Sequence[tuple[str, ...]]) -> None:
     """Requires, under the checker, that each leaf is a pending sum over its axes and no others."""
     interpreter = current_interpreter()
     if interpreter is None:
         return
     problems = []
-    for leaf, axes in zip(leaves, pending, strict=True):
-        have = types_in_check(interpreter, leaf.value)
+    columns = zip(leaves.paths, leaves.values, leaves.specs, pending, strict=True)
+    for path, value, spec, axes in columns:
+        have = types_in_check(interpreter, value)
         types = {axis: plain(type_) for axis, type_ in have.items()}
         complete = [axis for axis in axes if types.get(axis) in (I, R, K)]
-        done = (*axes, *leaf.spec.mentioned)
+        done = (*axes, *spec.mentioned)
         also_pending = [axis for axis, type_ in types.items() if type_.varies and axis not in done]
         if complete:
             names = ", ".join(map(repr, complete))
-            problems.append(f"{leaf.path}: is equal on all ranks of {names}, complete already")
+            problems.append(f"{path}: is equal on all ranks of {names}, complete already")
         if also_pending:
             names = ", ".join(map(repr, also_pending))
             problems.append(
-                f"{leaf.path}: is pending over {names} too; name it in axis=, or in replicate= of "
-                f"its spec, {leaf.spec!r}"
+                f"{path}: is pending over {names} too; name it in axis=, or in replicate= of "
+                f"its spec, {spec!r}"
             )
     if problems:
         site = call_site()
