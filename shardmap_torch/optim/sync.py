@@ -174,7 +174,7 @@ def _plan_reshard(
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """How gradients are summed: the axes over which each is pending, and its transfers."""
+    """Plan of a sum of gradients: the axes over which each is pending, and its transfers."""
 
     pending: tuple[tuple[str, ...], ...]
     scatters: Stage

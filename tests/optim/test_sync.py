@@ -230,3 +230,12 @@ def test_specs_that_do_not_match_are_an_error(name: str) -> None:
     with pytest.raises(SpecError) as caught:
         make()
     assert str(caught.value) == text
+
+
+def test_axes_of_one_rank_pack_no_buffer() -> None:
+    # w1, b1 and w2 over dp, one by one; scale and gain over dp and tp, together.
+    assert count(make_mesh((1, 2), AXES, kind="abstract"), into=False) == 4
+    assert_equal(
+        gradients(make_mesh((1, 2), AXES, kind="simulated"), None),
+        on_one_device(),
+    )
