@@ -36,20 +36,10 @@ test: $(if $(TORCH),$(READY),lint)  ## every check and every test; with TORCH=2.
 fast: lint  ## every check and the tests of single modules that need one process
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) -m "not slow"
 
-fuzz: $(READY)  ## every rule row, loosened too, op_db, random programs; writes docs/coverage.md
-	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/checker/rules/test_rules.py tests/checker/end_to_end/test_op_db.py
-	$(BIN)/python -m tests.checker.support.loosened
-	SHARDMAP_FUZZ=1 $(BIN)/pytest --timeout 3600 tests/checker/end_to_end/test_random_programs.py \
-		tests/checker/end_to_end/test_global_programs.py \
-		tests/checker/end_to_end/test_branching_programs.py \
-		tests/checker/end_to_end/test_accumulation_programs.py \
-		tests/checker/end_to_end/test_second_order.py
-	SHARDMAP_FUZZ=1 $(BIN)/pytest tests/test_bad_input.py tests/parallel/test_beside_torch.py \
-		tests/examples/test_train_gpt.py tests/test_compile.py
-	$(BIN)/python -m tests.checker.support.fuzz_all
-	$(BIN)/python -m tests.checker.support.score
-	$(BIN)/python -m tests.checker.support.global_fuzz
-	$(BIN)/python -m tests.checker.support.global_score
+fuzz: $(READY)  ## every test at its full size, all of op_db, scores; writes docs/coverage.md
+	SHARDMAP_FUZZ=1 OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) --timeout 3600
+	for name in loosened fuzz_all score global_fuzz global_score; do \
+		$(BIN)/python -m tests.checker.support.$$name || exit 1; done
 
 faults: $(READY)  ## diverging, killed and frozen processes, killed training runs; minutes
 	SHARDMAP_FAULTS=1 $(BIN)/pytest --timeout 3600 tests/faults
