@@ -30,7 +30,7 @@ from shardmap_torch import (
     reduce_scatter,
     shard_map,
 )
-from tests.support.fuzzing import sized
+from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Gloo
 
 # Dynamo itself instantiates the class, and torch warns of that.
@@ -135,7 +135,9 @@ def compare(body: Body, backend: str) -> int:
     return len(compiled)
 
 
-@pytest.mark.parametrize("body", [mlp, sequence_parallel_mlp, *ONE_OPERAND])
+@pytest.mark.parametrize(
+    "body", sampled([mlp, sequence_parallel_mlp, *ONE_OPERAND], mlp, summed, exchanged)
+)
 def test_a_compiled_function_has_the_values_and_gradients_of_the_eager_one(
     gloo: Gloo, body: Body
 ) -> None:

@@ -63,7 +63,7 @@ def test_the_demo_runs_as_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "held-out loss" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_processes_have_the_losses_of_a_simulated_mesh(gloo: Gloo, tmp_path: Path) -> None:
     simulated = run_main(without_check("2x4"), tmp_path)
     for losses in gloo(4).run(run_main, without_check("2x2"), tmp_path):

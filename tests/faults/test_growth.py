@@ -26,6 +26,7 @@ def test_calls_on_a_simulated_mesh_leave_no_objects() -> None:
     require_flat(growth.calls(mesh, 60, samples=2), objects=0.1, mebibytes=20)
 
 
+@pytest.mark.fuzz
 def test_what_torch_remembers_of_checks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardmap_torch.checker.ir.fake_results.REMEMBERED", 0)
     mesh = make_mesh((2,), ("tp",), kind="simulated")

@@ -47,12 +47,11 @@ from tests.kernels.support.calls import (
     normal,
     values_and_gradients,
 )
+from tests.support.fuzzing import sampled
 from tests.support.pool import Pool
 
 Gloo = Callable[[int], Pool]
-every_size = pytest.mark.parametrize(
-    "size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+every_size = pytest.mark.parametrize("size", sampled((2, 3, 4), 3))
 
 FAST_LINK = Fabric(latency=1e-6, bandwidth=1e12, flops=6e9)
 LOOPBACK = Fabric(latency=1e-6, bandwidth=1e8, flops=6e9, overlap=0.0)
@@ -94,7 +93,7 @@ def compare_with_unfused(
     return worst
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", sampled((2, 3, 4), 2, 3))
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_all_gradients_equal_the_unfused_composition(
     gloo: Gloo, name: str, size: int
@@ -103,7 +102,7 @@ def test_values_and_all_gradients_equal_the_unfused_composition(
         assert max(rank, key=lambda case: case[1])[1] < 1e-10
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", sampled((2, 3, 4), 2, 3))
 @pytest.mark.parametrize("name", CALLS)
 def test_random_shapes_dims_and_chunks_equal_the_unfused_composition(
     gloo: Gloo, name: str, size: int
@@ -423,7 +422,7 @@ def mlp_difference(overlap: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, truth, strict=True))
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", sampled((2, 4), 2))
 @pytest.mark.parametrize("overlap", ["require", "auto", "off"])
 def test_an_mlp_of_overlapped_layers_equals_the_dense_one_on_processes(
     gloo: Gloo, size: int, overlap: str

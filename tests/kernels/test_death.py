@@ -20,6 +20,7 @@ from shardmap_torch.kernels import all_gather_matmul, matmul_all_reduce, matmul_
 from shardmap_torch.kernels.planning.schedule import Chunk
 from shardmap_torch.kernels.transports import executor
 from tests.kernels.support.calls import body
+from tests.support.fuzzing import sampled
 from tests.support.pool import Gloo, WorkerError
 
 TIMEOUT = 1.5  # Twice that is what the pool waits for the others after a death.
@@ -80,7 +81,7 @@ def rank_1_dies(call: Callable[[Tensor, Tensor], Tensor], backward: bool, folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", sampled((2, 3, 4), 3))
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("call", [gather, gather_two_way, scatter, scatter_ring, reduce])
 def test_the_others_name_axis_step_and_peer_within_the_timeout(

@@ -59,14 +59,14 @@ def test_an_accepted_program_is_right(drawn: tuple[Program, Any]) -> None:
 
 
 @pytest.mark.slow
-@examples(15, 1_200)
+@examples(10, 1_200)
 @given(drawn=programs(10))
 def test_many_accepted_programs_are_right(drawn: tuple[Program, Any]) -> None:
     assert wrongs_of(*drawn) == []
 
 
 @pytest.mark.slow
-@examples(8, 500)
+@examples(5, 500)
 @given(drawn=programs(), seed=SEEDS)
 def test_a_step_against_the_rules_is_refused(drawn: tuple[Program, Any], seed: int) -> None:
     program, shape = drawn
@@ -81,7 +81,7 @@ def test_a_step_against_the_rules_is_refused(drawn: tuple[Program, Any], seed: i
 
 
 @pytest.mark.slow
-@examples(8, 500)
+@examples(5, 500)
 @given(drawn=programs(6), seed=SEEDS)
 def test_no_mutant_of_an_accepted_program_computes_wrong_gradients(
     drawn: tuple[Program, Any], seed: int

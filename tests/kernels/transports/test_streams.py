@@ -52,6 +52,7 @@ from tests.kernels.support.races import (
     watch,
 )
 from tests.kernels.support.virtual_network import VirtualNetwork
+from tests.support.fuzzing import sampled
 from tests.support.pool import Gloo
 
 Kernel: TypeAlias = Callable[[Transport, int], Steps[Any]]
@@ -132,10 +133,7 @@ def run(name: str, transport: str, num_ranks: int, parts: int = 2, **options: An
     return watch(num_ranks, transport, partial(started, name, parts), **options)
 
 
-@pytest.mark.parametrize(
-    "num_ranks",
-    [pytest.param(n, marks=() if n in (1, 2, 3, 5) else pytest.mark.fuzz) for n in range(1, 17)],
-)
+@pytest.mark.parametrize("num_ranks", sampled(range(1, 17), 1, 2, 3, 5))
 @every_transport
 @every_kernel
 def test_no_kernel_races_and_results_are_those_without_streams(
