@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.draws import drawn_types
-from shardmap_torch.checker.interpreter.state import Memory, Token, is_real
+from shardmap_torch.checker.interpreter.state import Memory, Token
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.fake_results import Key, key_of, run_fake
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
@@ -23,14 +23,14 @@ from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
 from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.rules.infer import (
-    BITS,
-    INTEGER,
     Outcomes,
     Read,
     Refusal,
     Types,
     branches,
+    is_real,
     name_arguments,
+    rounding,
     signature_of,
     tensors_of,
     type_call,
@@ -56,7 +56,7 @@ from shardmap_torch.core.torch_private.engine import (
 )
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.types import I, K, Partial, R, V
+from shardmap_torch.types import I, K, R, V
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -266,7 +266,9 @@ class Interpreter(Memory):
                 raise messages.refused(self, op, arguments, outcome)
             types.append(outcome)
         if not is_in_linear_backward():
-            self._reject_rounded(op, arguments, made, types)
+            rounded = rounding(op, arguments, [tensor for _, tensor in made], types)
+            if rounded is not None:
+                raise messages.refused(self, op, arguments, rounded)
         return self._as_seed(arguments["self"], types) if op is _SEED and self._running else types
 
     def _outcomes(
@@ -301,24 +303,6 @@ class Interpreter(Memory):
                 for k, axis_type in zip(own, types[0], strict=True)
             )
         ]
-
-    def _reject_rounded(
-        self,
-        op: OpOverload,
-        arguments: Mapping[str, Any],
-        made: Sequence[tuple[int, Tensor]],
-        types: Sequence[Types],
-    ) -> None:
-        read = [t for value in arguments.values() for t in tensors_of(value)]
-        any_real = any(is_real(tensor.dtype) for tensor in read)
-        bits = op is _BITS
-        for index, tensor in made:
-            axis_type = types[index % len(types)]
-            rounded = tensor.dtype == torch.bool or (any_real and not is_real(tensor.dtype))
-            if Partial in axis_type and (bits or rounded):
-                reason = BITS if bits else INTEGER
-                refusal = Refusal(axis_type.index(Partial), Conflict(Partial, None, reason), reason)
-                raise messages.refused(self, op, arguments, refusal)
 
     def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> bool:
         """Requires that a Python value, or a shape, read from tensors is equal on all ranks.

@@ -20,7 +20,7 @@ from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rewrites.aliases import Rows, reject_stale
 from shardmap_torch.checker.rewrites.copies import Copies
-from shardmap_torch.checker.rules.infer import Types, tensors_of
+from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
@@ -64,11 +64,6 @@ def closed_over_outer(name: str, does: str, tensor: str | None = None) -> Transf
         f"{name}: the body closes over {tensor or 'a tensor'}, which a torch.func transform "
         f"outside {does}{at}. Pass it as an argument, with a spec of its own."
     )
-
-
-def is_real(dtype: torch.dtype) -> bool:
-    """Returns whether gradients exist for a dtype."""
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _outer_grad_mode() -> bool:

@@ -164,6 +164,43 @@ def type_call(
     return [_outcome(row, signature, arguments, read, num_axes, drawn)]
 
 
+def is_real(dtype: torch.dtype) -> bool:
+    """Returns whether gradients exist for a dtype."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def rounding(
+    op: OpOverload, arguments: Mapping[str, Any], results: Sequence[Tensor], types: Sequence[Types]
+) -> Refusal | None:
+    """Returns the refusal of results in which addends of pending sums are rounded, or None.
+
+    So are those of fractions in results of integers, and of all numbers in results of booleans.
+    """
+    any_real = any(is_real(x.dtype) for value in arguments.values() for x in tensors_of(value))
+    bits = op is torch.ops.aten.view.dtype
+    for index, made in enumerate(results):
+        found = types[index % len(types)]
+        rounds = made.dtype == torch.bool or (any_real and not is_real(made.dtype))
+        if Partial in found and (bits or rounds):
+            reason = BITS if bits else INTEGER
+            return Refusal(found.index(Partial), Conflict(Partial, None, reason), reason)
+    return None
+
+
+def type_results(
+    op: OpOverload,
+    arguments: Mapping[str, Any],
+    results: Sequence[Tensor],
+    read: Read,
+    num_axes: int,
+) -> list[Outcomes]:
+    """Types a call as `type_call` does, and refuses results that round addends."""
+    outcomes = type_call(op, arguments, read, num_axes)
+    types = [each for each in outcomes if not isinstance(each, Refusal)]
+    rounded = rounding(op, arguments, results, types) if len(types) == len(outcomes) else None
+    return outcomes if rounded is None else [rounded]
+
+
 def _each_axis(
     join_types: Callable[[Sequence[AxisType]], Outcome], operands: Sequence[Types], num_axes: int
 ) -> Outcomes:

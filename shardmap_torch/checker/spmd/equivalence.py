@@ -33,7 +33,7 @@ from shardmap_torch.checker.ir.observer import (
     made_by,
     tensors_in,
 )
-from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, type_call, writes_of
+from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, type_results, writes_of
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, differing, shown
 from shardmap_torch.checker.spmd.collective_rules import Move, after
@@ -317,7 +317,7 @@ class Relation(Observer):
         function = None if self.followed else self._interpreter.function
         step = Step(op, shards, global_shape, tensors, shapes, self._notes.sizes, function)
         self._reject_hidden_writes(op, arguments, results, step)
-        summed = self._summed(op, arguments)
+        summed = self._summed(op, arguments, results)
         if factor not in (None, 1):
             there = event.arguments["other"]
             cause = (
@@ -379,22 +379,28 @@ class Relation(Observer):
             return [self._shards(item, ref, name) for item, ref in zip(value, there, strict=True)]
         return value
 
-    def _summed(self, op: OpOverload, arguments: Mapping[str, Any]) -> Sums:
+    def _summed(
+        self, op: OpOverload, arguments: Mapping[str, Any], results: Sequence[Tensor]
+    ) -> Sums:
         """Returns the pending sums and the factor that the result inherits from its operands."""
         read = _read_names(op)
         operands = [t for name, t in _tensors(arguments) if name in read]
         scaled = common_scale([self._notes.sums(x) for x in operands])
         if scaled.scale != 1 and not _is_view(op):
-            require_linear(op, arguments, self._notes.sums)
+            require_linear(op, arguments, results, self._notes.sums)
         try:
-            partial = self._partial(op, arguments, operands)
+            partial = self._partial(op, arguments, operands, results)
         except UnrelatedError:
             reject_scaled(scaled)  # of a mean there is more to say than that it is a sum
             raise
         return replace(scaled, partial=partial, loose=NO_AXES, pending=frozenset())
 
     def _partial(
-        self, op: OpOverload, arguments: Mapping[str, Any], operands: Sequence[Tensor]
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        operands: Sequence[Tensor],
+        results: Sequence[Tensor],
     ) -> frozenset[str]:
         """Returns the axes over which the result is a pending sum because operands are."""
         open_ = frozenset(axis for x in operands for axis in self._notes.sums(x).partial)
@@ -411,7 +417,7 @@ class Relation(Observer):
         if _is_view(op):
             return open_
         names = self._interpreter.axes
-        outcomes = type_call(op, arguments, self._as_sums, len(names))
+        outcomes = type_results(op, arguments, results, self._as_sums, len(names))
         for outcome in outcomes:
             if isinstance(outcome, Refusal):
                 raise UnrelatedError(

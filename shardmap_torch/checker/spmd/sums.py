@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rules.infer import Refusal, Types, type_call
+from shardmap_torch.checker.rules.infer import Refusal, Types, type_results
 from shardmap_torch.checker.spmd.layout import UnrelatedError
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.types import K, Partial, Z
@@ -139,6 +139,7 @@ def common_scale(sums: Sequence[Sums]) -> Sums:
 def require_linear(
     op: OpOverload,
     arguments: Mapping[str, Any],
+    results: Sequence[Tensor],
     sums_of: Callable[[Tensor], Sums],
 ) -> None:
     """Requires that an operation is linear in the operands that have a factor.
@@ -153,7 +154,7 @@ def require_linear(
         return (Z,) if sums_of(x).zero else (K,)
 
     scaled = common_scale([sums_of(x) for value in arguments.values() for x in _tensors(value)])
-    for outcome in type_call(op, arguments, seen, 1):
+    for outcome in type_results(op, arguments, results, seen, 1):
         if isinstance(outcome, Refusal) or outcome != (Partial,):
             reject_scaled(scaled)
 

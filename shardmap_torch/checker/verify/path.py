@@ -13,7 +13,6 @@ from shardmap_torch.checker.guards.replay import Step
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
-from shardmap_torch.checker.interpreter.state import is_real
 from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
@@ -24,6 +23,7 @@ from shardmap_torch.checker.ir.repairs import Repair
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules import distributed_calls
+from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.spmd.recorder import Recorder
 from shardmap_torch.checker.spmd.reference import OneDevice
 from shardmap_torch.checker.spmd.regions import (

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import pytest
 import torch
@@ -224,3 +224,59 @@ def test_the_factor_between_two_numbers(
     op: Any, by: float, there: float, factor: Fraction | None
 ) -> None:
     assert factor_of(op, by, there) == factor
+
+
+# ----------------------------------------------------------------------------- rounded addends
+
+
+def cast(x: Tensor) -> Tensor:
+    return all_reduce(x.sum(1).long(), "dp", dst=I)
+
+
+def made_bool(x: Tensor) -> Tensor:
+    return all_reduce((x > 0).sum(1).bool().long(), "dp", dst=I)
+
+
+def copied_into_integers(x: Tensor) -> Tensor:
+    whole = torch.zeros(x.shape[0], dtype=torch.int64)
+    whole[:] = x.sum(1)
+    return all_reduce(whole, "dp", dst=I)
+
+
+def cast_mean(x: Tensor) -> Tensor:
+    return all_reduce(x.mean(1).long().double(), "dp", op="mean", dst=I)
+
+
+def cast_microbatches(x: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64)
+    for chunk in x.mT.chunk(2):
+        total = total + chunk.sum().long()
+    return all_reduce(total, "dp", dst=I)
+
+
+def rounded_entries(x: Tensor) -> Tensor:
+    return all_reduce(x.round().sum(1, dtype=torch.int64), "dp", dst=I)
+
+
+def on_ranks(
+    body: Callable[[Tensor], Tensor], number: int, check: Literal["global"] | bool
+) -> Callable[[Tensor], Tensor]:
+    mesh = make_mesh((number,), ("dp",), kind="simulated")
+    return shard_map(body, mesh=mesh, in_specs=P(None, "dp"), out_specs=P(), check=check)
+
+
+@pytest.mark.parametrize(
+    "body", [cast, made_bool, copied_into_integers, cast_mean, cast_microbatches]
+)
+def test_a_rank_s_addend_is_not_rounded(body: Callable[[Tensor], Tensor]) -> None:
+    """The sum of what is rounded is not the rounded sum, as numbers show."""
+    x = torch.tensor([0.7, 0.7, 1.7, 1.7, 2.7, 2.7, 3.7, 3.7]).double().repeat(8, 1)
+    with pytest.raises(ShardTypeError, match="a sum of rounded values|it is the mean of a rank's"):
+        on_ranks(body, 4, "global")(x)
+    assert not torch.equal(on_ranks(body, 4, False)(x), on_ranks(body, 1, False)(x))
+
+
+def test_entries_that_are_rounded_before_their_sum_are_right() -> None:
+    x = torch.randn(8, 8).double()
+    there = on_ranks(rounded_entries, 1, False)(x)
+    assert torch.equal(on_ranks(rounded_entries, 4, "global")(x), there)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, type_call, writes_of
+from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, type_results, writes_of
 from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
     axes_of,
@@ -175,8 +175,8 @@ class Microbatches:
         added = self._added(op, arguments, results)
         if added is not None:
             return _Combined(made, added=added)
-        self._require_one(op, arguments, operands, parts)
-        return _Combined(made, tuple(parts), is_linear=self._is_linear(op, arguments))
+        self._require_one(op, arguments, operands, parts, results)
+        return _Combined(made, tuple(parts), is_linear=self._is_linear(op, arguments, results))
 
     def note(
         self,
@@ -293,12 +293,13 @@ class Microbatches:
         arguments: Mapping[str, Any],
         operands: Sequence[Tensor],
         parts: Sequence[Part],
+        results: Sequence[Tensor],
     ) -> None:
         """Requires that all parts are of the same microbatches, and other operands of none."""
         first = parts[0]
         if any(part.group != first.group or part.indices != first.indices for part in parts):
             raise UnrelatedError("it combines microbatches", _FIX)
-        if len(first.indices) > 1 and not self._is_linear(op, arguments):
+        if len(first.indices) > 1 and not self._is_linear(op, arguments, results):
             raise UnrelatedError(f"it is not linear in {_shown(first)}", _FIX)
         for x in operands:
             shard = self._notes.find_any(x)
@@ -312,13 +313,15 @@ class Microbatches:
                     "divide it in the same way.",
                 )
 
-    def _is_linear(self, op: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    def _is_linear(
+        self, op: OpOverload, arguments: Mapping[str, Any], results: Sequence[Tensor]
+    ) -> bool:
         def seen(x: Tensor) -> Types:
             if self._part_of(x) is not None:
                 return (Partial,)
             return (Z,) if self._is_zero(x) else (K,)
 
-        outcomes = type_call(op, arguments, seen, 1)
+        outcomes = type_results(op, arguments, results, seen, 1)
         return all(not isinstance(each, Refusal) and each == (Partial,) for each in outcomes)
 
     # ------------------------------------------------------------------------- other steps
