@@ -240,7 +240,6 @@ def test_rejects_what_is_another_program_on_one_device(body: Body, out: P, text:
 # A number that is another one where every axis has one rank, made of a shard h in many ways.
 OF_LOCAL_SIZE: dict[str, Callable[[Tensor], Tensor]] = {
     "product": lambda h: h * h.shape[1],
-    "stride": lambda h: h * h.stride(0),
     "power": lambda h: h ** h.shape[1],
     "list": lambda h: torch._foreach_mul([h], h.shape[1])[0],
     "full": lambda h: h * torch.full((1,), h.shape[1], dtype=h.dtype),
