@@ -271,7 +271,7 @@ def on_ranks(
 def test_a_rank_s_addend_is_not_rounded(body: Callable[[Tensor], Tensor]) -> None:
     """The sum of what is rounded is not the rounded sum, as numbers show."""
     x = torch.tensor([0.7, 0.7, 1.7, 1.7, 2.7, 2.7, 3.7, 3.7]).double().repeat(8, 1)
-    with pytest.raises(ShardTypeError, match="a sum of rounded values|it is the mean of a rank's"):
+    with pytest.raises(ShardTypeError, match=r"a sum of rounded values|it is the mean of a rank's"):
         on_ranks(body, 4, "global")(x)
     assert not torch.equal(on_ranks(body, 4, False)(x), on_ranks(body, 1, False)(x))
 
