@@ -70,10 +70,10 @@ def read_type(
     known = ", ".join(map(repr, allowed))
     if value is None:
         raise CollectiveError(f"{name} needs {word}=, one of {known}.")
-    kind = as_type(value)
-    if kind not in allowed:
-        raise CollectiveError(f"{name}: {word}={kind} is none of {known}.")
-    return kind
+    axis_type = as_type(value)
+    if axis_type not in allowed:
+        raise CollectiveError(f"{name}: {word}={axis_type} is none of {known}.")
+    return axis_type
 
 
 def read_items(name: str, word: str, value: Iterable[Any]) -> tuple[Any, ...]:

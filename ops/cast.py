@@ -249,8 +249,8 @@ def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda x: x.to(dtype)
 
 
-def _plain(kind: AxisType) -> AxisType:
-    return V if kind.dim is not None else kind
+def _plain(axis_type: AxisType) -> AxisType:
+    return V if axis_type.dim is not None else axis_type
 
 
 def _gather(src: AxisType, dst: AxisType) -> dict[str, Any]:

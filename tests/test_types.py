@@ -7,10 +7,10 @@ from shardmap_torch.types import AxisType, as_type
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [(I, "I"), (R, "R"), (V, "V"), (Partial, "Partial"), (S(1), "S(1)")]
+    ("axis_type", "text"), [(I, "I"), (R, "R"), (V, "V"), (Partial, "Partial"), (S(1), "S(1)")]
 )
-def test_a_type_prints_as_it_is_written(kind: AxisType, text: str) -> None:
-    assert repr(kind) == text
+def test_a_type_prints_as_it_is_written(axis_type: AxisType, text: str) -> None:
+    assert repr(axis_type) == text
 
 
 def test_strings_stand_for_the_types_without_a_dim() -> None:
@@ -19,7 +19,13 @@ def test_strings_stand_for_the_types_without_a_dim() -> None:
 
 
 def test_only_types_whose_ranks_may_differ_vary() -> None:
-    assert [kind.varies for kind in (I, R, V, S(0), Partial)] == [False, False, True, True, True]
+    assert [axis_type.varies for axis_type in (I, R, V, S(0), Partial)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("value", ["S(0)", "K", "", 3, None])

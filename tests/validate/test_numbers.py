@@ -14,13 +14,13 @@ def column(*values: float) -> list[torch.Tensor]:
     return [torch.tensor([value], dtype=torch.float64) for value in values]
 
 
-@pytest.mark.parametrize("kind", [I, R, K])
-def test_equal_types_claim_that_the_ranks_agree(kind: AxisType) -> None:
-    assert refute(kind, column(2, 2, 2), None, None, 1e-9) is None
-    assert refute(kind, column(math.nan, math.nan), None, None, 1e-9) is None
-    fault = refute(kind, column(2, 2, 2.5), None, None, 1e-9)
+@pytest.mark.parametrize("axis_type", [I, R, K])
+def test_equal_types_claim_that_the_ranks_agree(axis_type: AxisType) -> None:
+    assert refute(axis_type, column(2, 2, 2), None, None, 1e-9) is None
+    assert refute(axis_type, column(math.nan, math.nan), None, None, 1e-9) is None
+    fault = refute(axis_type, column(2, 2, 2.5), None, None, 1e-9)
     assert str(fault) == "the ranks differ; the worst difference is 0.5, where values reach 2"
-    fault = refute(kind, column(2, math.nan), None, None, 1e-9)
+    fault = refute(axis_type, column(2, math.nan), None, None, 1e-9)
     assert fault is not None
     assert fault.reason == "the ranks differ in what is finite"
 

@@ -36,9 +36,9 @@ class Communication:
         src: type of the operand, where the function asks for it.
         dst: type of the result, where the function asks for it.
         op: of `all_reduce` and `reduce_scatter`.
-        dim: that is joined, split or cut.
+        dim: that is joined, split or sharded.
         tiled: whether that dim stays.
-        uneven: whether the ranks' pieces differ in length.
+        uneven: whether the ranks' shards differ in length.
     """
 
     name: str
@@ -65,20 +65,20 @@ class Communication:
 
     def on_mesh(self, x: Tensor) -> Tensor:
         """Calls the library."""
-        return _CALLS[self.name](self, self._cut(x, axis_size(self.axis)))
+        return _CALLS[self.name](self, self._shard(x, axis_size(self.axis)))
 
     def on_one_device(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The results of all ranks of one group."""
-        cut = [self._cut(x, len(xs)) for x in xs]
+        shards = [self._shard(x, len(xs)) for x in xs]
         if self.name in ("convert", "reinterpret"):
-            return _CONVERSIONS[self.name, self.src, self.dst](self, cut)
-        return _MOVES[self.name](self, cut)
+            return _CONVERSIONS[self.name, self.src, self.dst](self, shards)
+        return _MOVES[self.name](self, shards)
 
     def sizes(self, num_ranks: int) -> tuple[int, ...] | None:
-        """True lengths of uneven pieces: 1, 2, 3, 1, 2, ..."""
+        """True lengths of uneven shards: 1, 2, 3, 1, 2, ..."""
         return tuple(1 + rank % 3 for rank in range(num_ranks)) if self.uneven else None
 
-    def _cut(self, x: Tensor, num_ranks: int) -> Tensor:
+    def _shard(self, x: Tensor, num_ranks: int) -> Tensor:
         """An operand of the length that the call asks for."""
         sizes = self.sizes(num_ranks)
         splits = self.name in ("reduce_scatter", "all_to_all")

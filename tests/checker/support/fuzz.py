@@ -53,10 +53,10 @@ class Typing(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._types: dict[int, tuple[AxisType, Any]] = {}
 
-    def bring(self, tensor: Tensor, kind: AxisType) -> None:
+    def bring(self, tensor: Tensor, axis_type: AxisType) -> None:
         """Types a tensor's memory, which stays alive so that its address stays its own."""
         storage = _storage(tensor)
-        self._types[storage._cdata] = (kind, storage)
+        self._types[storage._cdata] = (axis_type, storage)
 
     def read(self, tensor: Tensor) -> tuple[AxisType]:
         return (self._types.get(_storage(tensor)._cdata, (K, None))[0],)
@@ -86,9 +86,9 @@ class Typing(TorchDispatchMode):
         for place, name in enumerate(signature_of(func).writes):
             for position, target in enumerate(tensors_of(arguments[name])):
                 at = position if isinstance(arguments[name], list | tuple) else place
-                kind = outcomes[at if at < len(outcomes) else 0][0]
+                axis_type = outcomes[at if at < len(outcomes) else 0][0]
                 whole = target.numel() * target.element_size() == _storage(target).nbytes()
-                total = kind if whole else add([self.read(target)[0], kind])
+                total = axis_type if whole else add([self.read(target)[0], axis_type])
                 if isinstance(total, Conflict):
                     raise RefusedError(f"{func}: {total.reason}")
                 self.bring(target, total)
@@ -104,13 +104,13 @@ class Typing(TorchDispatchMode):
         results = list(out) if isinstance(out, list | tuple) else [out]
         real = any(_is_real(t) for value in arguments.values() for t in tensors_of(value))
         for place, result in enumerate(results):
-            kind = outcomes[place if len(outcomes) == len(results) else 0][0]
+            axis_type = outcomes[place if len(outcomes) == len(results) else 0][0]
             for tensor in tensors_of(result):
                 rounded = not _is_real(tensor) and (real or tensor.dtype is torch.bool)
-                if kind == Partial and rounded and not is_in_linear_backward():
+                if axis_type == Partial and rounded and not is_in_linear_backward():
                     raise RefusedError(f"{func}: {INTEGER}")
                 if id(tensor) not in before:
-                    self.bring(tensor, kind)
+                    self.bring(tensor, axis_type)
 
 
 def _storage(tensor: Tensor) -> Any:
@@ -193,8 +193,8 @@ class Typings:
     operands: Mapping[int, AxisType]
     seed: AxisType | None = None
 
-    def cotangent(self, kind: AxisType) -> AxisType:
-        allowed = SEED_OF[kind]
+    def cotangent(self, axis_type: AxisType) -> AxisType:
+        allowed = SEED_OF[axis_type]
         return self.seed if self.seed in allowed else allowed[0]
 
 
@@ -232,18 +232,20 @@ class Values:
             return draw(like, self.generator)
         return torch.randn(like.shape, dtype=like.dtype, generator=self.generator)
 
-    def _spread(self, base: Tensor, kind: AxisType) -> list[Tensor]:
-        if kind in (V, Partial) and not _is_real(base):
+    def _spread(self, base: Tensor, axis_type: AxisType) -> list[Tensor]:
+        if axis_type in (V, Partial) and not _is_real(base):
             return [draw(base, self.generator) if base.numel() else base for _ in range(NUM_RANKS)]
-        if kind == Partial:
+        if axis_type == Partial:
             return [base * self._noise(base) for _ in range(NUM_RANKS)]
-        if kind == V:  # near the sample, which may have to be positive definite, say
+        if axis_type == V:  # near the sample, which may have to be positive definite, say
             return [base * (1 + 0.05 * self._noise(base)) for _ in range(NUM_RANKS)]
-        return [torch.zeros_like(base) if kind == Z else base.clone() for _ in range(NUM_RANKS)]
+        return [
+            torch.zeros_like(base) if axis_type == Z else base.clone() for _ in range(NUM_RANKS)
+        ]
 
-    def cotangent(self, like: Tensor, kind: AxisType) -> list[Tensor]:
+    def cotangent(self, like: Tensor, axis_type: AxisType) -> list[Tensor]:
         fresh = [self._noise(like) for _ in range(NUM_RANKS)]
-        return fresh if kind in (V, Partial) else [fresh[0].clone() for _ in range(NUM_RANKS)]
+        return fresh if axis_type in (V, Partial) else [fresh[0].clone() for _ in range(NUM_RANKS)]
 
 
 Row = list[dict[int, Tensor]]
@@ -257,8 +259,8 @@ def per_rank(columns: Mapping[int, Sequence[Tensor]]) -> Row:
 def resplit(columns: Mapping[int, Sequence[Tensor]], types: Mapping[int, AxisType], by: Any) -> Row:
     """Every P as another sum."""
     moved = {i: list(column) for i, column in columns.items()}
-    for i, kind in types.items():
-        if kind == Partial:
+    for i, axis_type in types.items():
+        if axis_type == Partial:
             shift = by(moved[i][0])
             moved[i][0], moved[i][-1] = moved[i][0] + shift, moved[i][-1] - shift
     return per_rank(moved)
@@ -329,7 +331,7 @@ def interpret(case: Case, types: Typings, values: Values) -> Typed:
     seeds = {
         i: types.cotangent(mode.read(out)[0]) for i, out in enumerate(outputs) if out.requires_grad
     }
-    cotangents = {i: values.cotangent(outputs[i], kind) for i, kind in seeds.items()}
+    cotangents = {i: values.cotangent(outputs[i], axis_type) for i, axis_type in seeds.items()}
     first = {i: column[0].clone() for i, column in cotangents.items()}
     for i, tensor in first.items():
         mode.bring(tensor, seeds[i])
@@ -379,14 +381,14 @@ def _compare(case: Case, types: Typings, typed: Typed, values: Values) -> Iterat
         if V not in types.operands.values() and V not in typed.seeds.values():
             total = meant(typed.columns, types.operands)
             whole = run(case, total, meant(typed.cotangents, typed.seeds), 0)
-    for place, kind in enumerate(typed.types):
+    for place, axis_type in enumerate(typed.types):
         column = [each[place] for each in results]
-        if kind is None or any(each is None for each in column):
+        if axis_type is None or any(each is None for each in column):
             continue
-        if kind == Partial:
+        if axis_type == Partial:
             yield from _compare_sums(place, column, [o[place] for o in others], whole, coarse)
         else:
-            yield from _compare_equal(case, place, kind, column)
+            yield from _compare_equal(case, place, axis_type, column)
 
 
 def _compare_sums(
@@ -401,15 +403,15 @@ def _compare_sums(
         yield f"result {place} is typed P, and its sum is not the operation on the sums"
 
 
-def _compare_equal(case: Case, place: int, kind: AxisType, column: list[Any]) -> Iterator[str]:
+def _compare_equal(case: Case, place: int, axis_type: AxisType, column: list[Any]) -> Iterator[str]:
     if case.name.startswith(("empty", "new_empty")):
         return  # memory not yet written
-    if kind == Z and any(
+    if axis_type == Z and any(
         bool((each.nan_to_num(0) != 0).any()) for each in column if _is_real(each)
     ):
         yield f"result {place} is typed Z, and is not zero"
-    if kind in (R, I, K) and not all(_close(each, column[0]) for each in column):
-        yield f"result {place} is typed {kind}, and the ranks differ"
+    if axis_type in (R, I, K) and not all(_close(each, column[0]) for each in column):
+        yield f"result {place} is typed {axis_type}, and the ranks differ"
 
 
 def _precision(tensor: Tensor) -> float:

@@ -1,8 +1,8 @@
 """Tries global strictness on PyTorch's operator database, against one device.
 
-For one operator, one sample and one cut for each operand: the body is checked on an abstract mesh,
-which tells how its results are sharded; then real ranks run it on their pieces, and what they give,
-put together by those cuts, must be what the operator gives on the whole operands.
+For one operator, one sample and one spec for each operand: the body is checked on an abstract mesh,
+which tells how its results are sharded; then real ranks run it on their shards, and what they give,
+put together by those specs, must be what the operator gives on the global operands.
 
 Writes a section of docs/coverage.md:
 .venv/bin/python -m tests.checker.support.global_fuzz
@@ -48,16 +48,16 @@ RANKS: Final = make_mesh(
 
 @dataclass
 class Score:
-    """Findings about an operator; `cut`: accepted with an operand that is sharded."""
+    """Findings about an operator; `sharded`: accepted with an operand that is sharded."""
 
     name: str
     accepted: int = 0
-    cut: int = 0
+    sharded: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
 
-def cuts(x: Tensor, axes: Sequence[str]) -> list[P]:
+def specs_of(x: Tensor, axes: Sequence[str]) -> list[P]:
     """Every spec of one tensor over some axes."""
     found = [P(*[None] * x.ndim)]
     for axis in axes:
@@ -80,12 +80,12 @@ def _axes(entry: Any) -> tuple[str, ...]:
 def layouts(case: Case, rng: random.Random, count: int) -> Iterator[dict[int, P]]:
     """Cuts of all operands: every one by a single axis if these are few, then at random by both."""
     places = [i for i, x in enumerate(case.leaves) if isinstance(x, Tensor)]
-    single = [cuts(case.leaves[i], ["a"]) for i in places]
+    single = [specs_of(case.leaves[i], ["a"]) for i in places]
     if math.prod(map(len, single)) <= count:
         every = list(itertools.product(*single))
         count -= len(every)
         yield from (dict(zip(places, specs, strict=True)) for specs in every)
-    options = {i: cuts(case.leaves[i], tuple(SIZES)) for i in places}
+    options = {i: specs_of(case.leaves[i], tuple(SIZES)) for i in places}
     some = [spec for found in options.values() for spec in found if spec.mentioned]
     for attempt in range(count if some else 0):
         first = rng.choice(some)
@@ -143,7 +143,7 @@ def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
     except ShardMapError as error:
         return str(error)
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
-        return f"on pieces: {error}"  # of the operator itself
+        return f"on shards: {error}"  # of the operator itself
     _compare(got, case.call(dict(zip(places, values, strict=True))), values)
     return None
 
@@ -215,7 +215,7 @@ def _note(score: Score, case: Case, specs: dict[int, P], grad: bool) -> bool:
         return True
     if refusal is None:
         score.accepted += 1
-        score.cut += any(spec.mentioned for spec in specs.values())
+        score.sharded += any(spec.mentioned for spec in specs.values())
     elif not grad:
         score.refused[refusal.splitlines()[0].split(": ", 1)[-1][:120]] += 1
     return refusal is None
@@ -239,7 +239,7 @@ DRAWS: Final = 20
 
 def section(scores: Sequence[Score], draws: int, commit: str) -> str:
     """Writes the section on operators under global strictness of the page on coverage."""
-    never = [f"`{score.name}`" for score in scores if not score.cut]
+    never = [f"`{score.name}`" for score in scores if not score.sharded]
     accepted = sum(score.accepted for score in scores)
     refused = sum(score.refused.total() for score in scores)
     wrong = sum(len(score.wrong) for score in scores)
@@ -250,22 +250,22 @@ def section(scores: Sequence[Score], draws: int, commit: str) -> str:
             f"Generated at commit {commit} "
             "by `python -m tests.checker.support.global_fuzz`; do not edit.",
             "",
-            f"{len(scores)} operators were tried, {SAMPLES} samples of each cut in at most {draws} "
-            f"ways over axes of {' and '.join(map(str, SIZES.values()))} ranks: "
+            f"{len(scores)} operators were tried, {SAMPLES} samples of each sharded in at most "
+            f"{draws} ways over axes of {' and '.join(map(str, SIZES.values()))} ranks: "
             f"{accepted + refused} trials, {accepted} accepted, "
-            f"{sum(score.cut for score in scores)} of these with an operand "
-            "that is cut. Values and gradients on rank threads were held against the operator on "
-            f"the whole samples: {wrong} were wrong.",
+            f"{sum(score.sharded for score in scores)} of these with an operand "
+            "that is sharded. Values and gradients on rank threads were compared with the operator "
+            f"on the global samples: {wrong} were wrong.",
             "",
-            f"{len(scores) - len(never)} operators are accepted on some cut. The others, of which "
-            f"some have no operand that could be cut: {', '.join(never)}.",
+            f"{len(scores) - len(never)} operators are accepted with some operand sharded. The "
+            f"others, of which some have no operand that could be sharded: {', '.join(never)}.",
             "",
         ]
     )
 
 
 def main() -> int:
-    """All of op_db; a number on the command line says how many cuts are drawn."""
+    """All of op_db; a number on the command line says how many specs are drawn."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     draws = int(sys.argv[1]) if len(sys.argv) > 1 else DRAWS

@@ -186,8 +186,8 @@ def drawn(rng: random.Random, count: int) -> Step:
 class Exit:
     """Form in which a value leaves: the digits of its dims, each of which a spec can shard.
 
-    `P` cuts the leading digit of a dim only. A dim of heads merged with what they are cut from has
-    the cut further back, and leaves as several dims.
+    `P` shards the leading digit of a dim only. A dim of heads merged with what they are split
+    from has the split further back, and leaves as several dims.
     """
 
     digits: tuple[Dim, ...]
@@ -232,7 +232,7 @@ def exit_of(relation: Relation, x: Tensor) -> Exit | None:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps on inputs that are cut by specs."""
+    """Steps on inputs that are sharded by specs."""
 
     sizes: tuple[int, int]
     specs: tuple[P, ...]

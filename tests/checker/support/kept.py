@@ -5,5 +5,5 @@ from shardmap_torch.checker.spmd.sharded import Sharded, Step
 
 
 def kept(step: Step) -> list[Sharded]:
-    """Says that any operation keeps the cuts of its operands."""
+    """Says that any operation keeps the shardings of its operands."""
     return [Sharded(broadcast(step.shards, len(whole))) for _, whole in step.results]

@@ -227,7 +227,7 @@ class AllRanks:
         losses: Column = loss(operands)
         of_loss, of_operand, of_gradient = self.notes.gradients[self._gradients]
         self._gradients += 1
-        added = [kind in (V, Partial) for kind in of_loss]
+        added = [axis_type in (V, Partial) for axis_type in of_loss]
         total = sum(
             one
             for one, place in zip(losses, self.places, strict=True)
@@ -235,8 +235,10 @@ class AllRanks:
         )
         assert isinstance(total, Tensor)
         found = _derive(total, operands, not detaching)
-        for axis, kind, gradient in zip(self.mesh.axis_names, of_operand, of_gradient, strict=True):
-            if _is_one(kind, gradient):
+        for axis, axis_type, gradient in zip(
+            self.mesh.axis_names, of_operand, of_gradient, strict=True
+        ):
+            if _is_one(axis_type, gradient):
                 found = self._summed(found, axis)
         return [each.detach() for each in found] if detaching else found
 
@@ -249,9 +251,9 @@ class AllRanks:
         return out
 
 
-def _is_one(kind: AxisType, gradient: AxisType) -> bool:
+def _is_one(axis_type: AxisType, gradient: AxisType) -> bool:
     """Returns whether an operand is one value, whose gradient is the sum over its copies."""
-    return kind == I or (kind in (K, Z) and gradient in (I, K, Z))
+    return axis_type == I or (axis_type in (K, Z) and gradient in (I, K, Z))
 
 
 def _fresh(x: Tensor, detaching: bool) -> Tensor:

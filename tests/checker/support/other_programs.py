@@ -89,7 +89,7 @@ def heads_of_local_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor)
 
 
 def features_before_heads(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    h = (x @ w).unflatten(-1, (4, -1))  # another split: what is cut is not the leading part
+    h = (x @ w).unflatten(-1, (4, -1))  # another split: what is sharded is not the leading part
     y: Tensor = all_reduce(h.softmax(-1).flatten(1) @ w2, "tp", dst=I)
     return y
 

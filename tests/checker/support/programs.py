@@ -201,10 +201,10 @@ def on_one_device(
     columns = [_enter(machine, x, spec) for x, spec in zip(xs, program.in_specs, strict=True)]
     outs = program.run(machine, columns)
     broken = [
-        f"value {number} is typed {kind} over {axis!r}"
+        f"value {number} is typed {axis_type} over {axis!r}"
         for number, (column, types) in enumerate(zip(outs, notes.values, strict=True))
-        for axis, kind in zip(program.axes, types, strict=True)
-        if not _is_as_typed(machine, column, axis, kind)
+        for axis, axis_type in zip(program.axes, types, strict=True)
+        if not _is_as_typed(machine, column, axis, axis_type)
     ]
     ys = [
         leave(machine, column, spec, types)
@@ -245,8 +245,8 @@ def leave(machine: AllRanks, column: Sequence[Tensor], spec: P, types: Types) ->
     for dim, axes in spec.sharded_dims:
         for axis in reversed(axes):
             reduced(axis, lambda parts, dim=dim: torch.cat(parts, dim))  # type: ignore[misc]
-    for axis, kind in zip(names, types, strict=True):
-        if axis in spec.partial and kind in (V, Partial):
+    for axis, axis_type in zip(names, types, strict=True):
+        if axis in spec.partial and axis_type in (V, Partial):
             reduced(axis, lambda parts: torch.stack(parts).sum(0))
         else:
             reduced(axis, lambda parts: parts[0])
@@ -254,10 +254,12 @@ def leave(machine: AllRanks, column: Sequence[Tensor], spec: P, types: Types) ->
     return value
 
 
-def _is_as_typed(machine: AllRanks, column: Sequence[Tensor], axis: str, kind: AxisType) -> bool:
-    if kind == Z and any(bool((x != 0).any()) for x in column):
+def _is_as_typed(
+    machine: AllRanks, column: Sequence[Tensor], axis: str, axis_type: AxisType
+) -> bool:
+    if axis_type == Z and any(bool((x != 0).any()) for x in column):
         return False
-    if kind not in (I, R, K, Z):
+    if axis_type not in (I, R, K, Z):
         return True
     return all(
         close(column[rank], column[group[0]]) for group in machine.groups([axis]) for rank in group
@@ -290,19 +292,21 @@ def is_tame(outcome: Outcome) -> bool:
 def leaving(types: Types) -> list[list[str]]:
     """For each axis, how a value of that type may leave."""
     program_paths = {V: ["0", "1", "partial"], Partial: ["partial"]}
-    return [program_paths.get(kind, [*["whole"] * 7, "0", "1", "partial"]) for kind in types]
+    return [
+        program_paths.get(axis_type, [*["whole"] * 7, "0", "1", "partial"]) for axis_type in types
+    ]
 
 
 def spec_of(axes: Sequence[str], program_paths: Sequence[str]) -> P:
     """A spec from one word an axis."""
-    cuts = [
+    entries = [
         tuple(a for a, way in zip(axes, program_paths, strict=True) if way == dim) for dim in "01"
     ]
     words = ("partial", "replicate", "invariant")
     named = {
         word: {a for a, w in zip(axes, program_paths, strict=True) if w == word} for word in words
     }
-    return P(*(cut or None for cut in cuts), **named)
+    return P(*(entry or None for entry in entries), **named)
 
 
 class Draw:
@@ -433,12 +437,12 @@ def broken(rng: random.Random, program: Program, notes: Notes) -> Program | None
     program_paths: dict[AxisType, list[Program]] = {}
     for place, types in enumerate(notes.read):
         number = place - len(program.in_specs)
-        for axis, kind in zip(program.axes, types, strict=True):
-            found = [_with_step(program, step) for step in _forbidden(kind, axis, place)]
-            if kind in (V, Partial) and number >= 0:
+        for axis, axis_type in zip(program.axes, types, strict=True):
+            found = [_with_step(program, step) for step in _forbidden(axis_type, axis, place)]
+            if axis_type in (V, Partial) and number >= 0:
                 found.append(_with_whole(program, number, axis))
             if found:
-                program_paths.setdefault(kind, []).extend(found)
+                program_paths.setdefault(axis_type, []).extend(found)
     # A type first, since few values are P.
     return (
         rng.choice(program_paths[rng.choice(sorted(program_paths, key=str))])
@@ -447,26 +451,26 @@ def broken(rng: random.Random, program: Program, notes: Notes) -> Program | None
     )
 
 
-def _forbidden(kind: AxisType, axis: str, place: int) -> list[Step]:
+def _forbidden(axis_type: AxisType, axis: str, place: int) -> list[Step]:
     """Steps that no value of that type may take."""
-    if kind == Z:
+    if axis_type == Z:
         return []
     calls = [
         Communication("convert", (axis,), src=src, dst=R if src == I else I)
         for src in (I, R)
-        if kind in (V, Partial) or (kind in (I, R) and kind != src)
+        if axis_type in (V, Partial) or (axis_type in (I, R) and axis_type != src)
     ]
-    if kind != V:
+    if axis_type != V:
         names = "all_gather all_to_all ppermute shift broadcast".split()
         calls += [Communication(name, (axis,), dst=I) for name in names]
         calls.append(Communication("all_reduce", (axis,), dst=R, op="max"))
         calls.append(Communication("reinterpret", (axis,), src=V, dst=Partial))
-    if kind in (I, R, K):
+    if axis_type in (I, R, K):
         calls += [
             Communication("all_reduce", (axis,), dst=I),
             Communication("reduce_scatter", (axis,)),
         ]
-    curved = [Local(name, (place,)) for name in CURVED] if kind == Partial else []
+    curved = [Local(name, (place,)) for name in CURVED] if axis_type == Partial else []
     return [*(Communicate(call, place) for call in calls), *curved]
 
 
@@ -486,8 +490,8 @@ def _with_whole(program: Program, number: int, axis: str) -> Program:
 
 def _entries(spec: P) -> list[tuple[str, ...]]:
     """The axes of each dim."""
-    cuts = dict(spec.sharded_dims)
-    return [tuple(cuts.get(dim, ())) for dim in (0, 1)]
+    entries = dict(spec.sharded_dims)
+    return [tuple(entries.get(dim, ())) for dim in (0, 1)]
 
 
 @st.composite

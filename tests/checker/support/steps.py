@@ -250,8 +250,8 @@ def _other_calls(call: Communication, axes: Sequence[str]) -> Iterator[tuple[str
     for other in axes:
         if call.axes != (other,):
             yield "wrong axis", replace(call, axes=(other,))
-    cuts = call.name in ("all_gather", "reduce_scatter", "all_to_all") or (
+    splits = call.name in ("all_gather", "reduce_scatter", "all_to_all") or (
         call.name == "convert" and "V" in (str(call.src), str(call.dst))
     )
-    if cuts:
+    if splits:
         yield "wrong dim", replace(call, dim=1 - call.dim)

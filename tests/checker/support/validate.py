@@ -102,11 +102,11 @@ def assignments(units: Sequence[Unit], rng: random.Random) -> Iterator[dict[Unit
     """Types of operands: each alone not R, each pair not R, all alike, and random ones."""
     types = (Partial, V, Z)
     yield dict.fromkeys(units, R)
-    for kind in types:
-        yield dict.fromkeys(units, kind)
-    for unit, kind in itertools.product(units[:8], types):
-        yield {**dict.fromkeys(units, R), unit: kind}
-        yield {**dict.fromkeys(units, Z), unit: kind}
+    for axis_type in types:
+        yield dict.fromkeys(units, axis_type)
+    for unit, axis_type in itertools.product(units[:8], types):
+        yield {**dict.fromkeys(units, R), unit: axis_type}
+        yield {**dict.fromkeys(units, Z), unit: axis_type}
     pairs = list(itertools.combinations(units, 2))
     for pair in rng.sample(pairs, min(len(pairs), 45)):
         for first, second in ((Partial, Partial), (Partial, V), (V, Partial), (V, V)):
@@ -121,8 +121,8 @@ def whole_assignments(arguments: Mapping[str, Any]) -> Iterator[dict[Unit, AxisT
     """Each integer or bool operand varies alone, beside equal and beside zero ones."""
     real = units_of(arguments, real=True)
     for unit in units_of(arguments, real=False):
-        for kind in (R, R, Z):
-            yield {**dict.fromkeys(real, kind), unit: V}
+        for axis_type in (R, R, Z):
+            yield {**dict.fromkeys(real, axis_type), unit: V}
 
 
 def _check_integers(
@@ -154,10 +154,10 @@ class Trial:
         ]
 
     def _value(self, unit: Unit, base: Tensor, rank: int) -> Tensor:
-        kind = self.types[unit]
-        if kind in (R, K):
+        axis_type = self.types[unit]
+        if axis_type in (R, K):
             return base
-        return torch.zeros_like(base) if kind == Z else drawn(unit[0], base, self.generator)
+        return torch.zeros_like(base) if axis_type == Z else drawn(unit[0], base, self.generator)
 
     def run(self, values: Mapping[Unit, Tensor], seed: int) -> list[Any]:
         torch.manual_seed(seed)
@@ -169,8 +169,8 @@ class Trial:
     def resplit(self) -> list[list[Any]]:
         """Every P as another sum of as many addends."""
         values = [dict(each) for each in self.values]
-        for unit, kind in self.types.items():
-            if kind == Partial:
+        for unit, axis_type in self.types.items():
+            if axis_type == Partial:
                 moved = shifted([each[unit] for each in values], self.generator)
                 for each, tensor in zip(values, moved, strict=True):
                     each[unit] = tensor
@@ -180,9 +180,9 @@ class Trial:
         """The operation on what the operands mean: sums of P, and of V beside a P."""
         values = {
             unit: sum((each[unit] for each in self.values[1:]), self.values[0][unit])
-            if kind in (Partial, V)
+            if axis_type in (Partial, V)
             else self.values[0][unit]
-            for unit, kind in self.types.items()
+            for unit, axis_type in self.types.items()
         }
         return self.run(values, 0)
 
@@ -222,14 +222,14 @@ def types_of(
     op: OpOverload, row: Row, arguments: Mapping[str, Any], types: Mapping[Unit, AxisType]
 ) -> list[Any]:
     """`type_call` with `row` in the table's place, on one axis."""
-    by_id = {id(value_at(arguments, unit)): kind for unit, kind in types.items()}
+    by_id = {id(value_at(arguments, unit)): axis_type for unit, axis_type in types.items()}
     with patch.object(typing_of_calls, "row_of", lambda _: row):
         return type_call(op, arguments, lambda tensor: (by_id.get(id(tensor), R),), 1)
 
 
 def _told_apart(types: Mapping[Unit, AxisType], row: Row) -> bool:
     """Returns whether what is meant can be computed: not with two V in one product."""
-    varying = {name for (name, _), kind in types.items() if kind == V}
+    varying = {name for (name, _), axis_type in types.items() if axis_type == V}
     rows = row.results or (row,)
     return all(len(varying & set(term)) < 2 for each in rows for term in each.linear)
 
@@ -277,7 +277,9 @@ def _check_claim(
 
 
 def _note(findings: Findings, what: str, trial: Trial, types: tuple[AxisType, ...]) -> None:
-    findings.shown |= {(what, name) for (name, _), kind in trial.types.items() if kind in types}
+    findings.shown |= {
+        (what, name) for (name, _), axis_type in trial.types.items() if axis_type in types
+    }
 
 
 def _check_partial(

@@ -51,21 +51,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class Trial:
-    """One sample with a type for each floating operand; `cut` says how an R result leaves."""
+    """One sample with a type for each floating operand; `sharded` says how an R result leaves."""
 
     case: Case
     types: Typings
-    cut: bool = False
+    sharded: bool = False
     seed: int = 0
 
     def leaves(self) -> list[Tensor]:
         """The operands as global values: the ranks' own ones stacked."""
         values = Values(self.case, self.types, torch.Generator().manual_seed(self.seed))
         made = []
-        for place, kind in self.types.operands.items():
+        for place, axis_type in self.types.operands.items():
             column = values.operand(place)
-            whole = torch.stack(column) if kind in (V, Partial) else column[0].clone()
-            made.append(whole.requires_grad_(place in self.case.smooth and kind != K))
+            whole = torch.stack(column) if axis_type in (V, Partial) else column[0].clone()
+            made.append(whole.requires_grad_(place in self.case.smooth and axis_type != K))
         return made
 
     def body(self, note: Callable[[list[Tensor]], None]) -> Callable[..., tuple[Tensor, ...]]:
@@ -74,11 +74,11 @@ class Trial:
 
         def run(*locals_: Tensor) -> tuple[Tensor, ...]:
             values = {}
-            for (place, kind), x in zip(operands.items(), locals_, strict=True):
-                own = x[0] if kind in (V, Partial) else x
+            for (place, axis_type), x in zip(operands.items(), locals_, strict=True):
+                own = x[0] if axis_type in (V, Partial) else x
                 if place not in self.case.smooth:
                     own = own.clone()  # running statistics, say, which the operator writes
-                if kind == Partial:
+                if axis_type == Partial:
                     own = reinterpret(own, AXIS, src=V, dst=Partial)
                 values[place] = own
             outs = self.case.call(values)
@@ -88,7 +88,7 @@ class Trial:
         return run
 
     def specs(self) -> tuple[P, ...]:
-        return tuple(ENTERS[kind] for kind in self.types.operands.values())
+        return tuple(ENTERS[axis_type] for axis_type in self.types.operands.values())
 
 
 def tried(trial: Trial) -> Finding:
@@ -122,20 +122,20 @@ def tried(trial: Trial) -> Finding:
 
 def _held(trial: Trial, types: Sequence[AxisType], leaves: Sequence[Tensor]) -> Finding:
     """Runs an operator whose results' types are known, and compares."""
-    cuts = [kind == V or (trial.cut and kind == R) for kind in types]
+    sharded_results = [axis_type == V or (trial.sharded and axis_type == R) for axis_type in types]
     smooth = [x for x in leaves if x.requires_grad]
     state = torch.get_rng_state()
     columns = [_run(trial, leaves, rank) for rank in range(NUM_RANKS)]
     if not torch.equal(state, torch.get_rng_state()):
         return _shared(trial, types, leaves)
     truth = [
-        _whole([column[k] for column in columns], kind, cut)
-        for k, (kind, cut) in enumerate(zip(types, cuts, strict=True))
+        _whole([column[k] for column in columns], axis_type, sharded)
+        for k, (axis_type, sharded) in enumerate(zip(types, sharded_results, strict=True))
     ]
     if any(not bool(torch.isfinite(y).all()) for y in truth):
         return Finding(skipped="infinite values")
     finding = Finding(wrong=list(_unequal(columns, types)))
-    actual = _on_ranks(trial, types, cuts, leaves)
+    actual = _on_ranks(trial, types, sharded_results, leaves)
     pairs = [*zip(actual, truth, strict=True)]
     pairs += zip(_gradients(actual, smooth), _gradients(truth, smooth), strict=True)
     finding.wrong += [
@@ -152,26 +152,36 @@ def _shared(trial: Trial, types: Sequence[AxisType], leaves: Sequence[Tensor]) -
     Which numbers they draw, only a body's own ranks know: runs one after the other, outside of a
     body, do not share what they draw. So each rank's own results leave, side by side.
     """
-    cuts = [kind != Partial for kind in types]
-    actual = _on_ranks(trial, types, cuts, leaves)
-    apart = [(y, kind) for y, kind, cut in zip(actual, types, cuts, strict=True) if cut]
+    sharded_results = [axis_type != Partial for axis_type in types]
+    actual = _on_ranks(trial, types, sharded_results, leaves)
+    apart = [
+        (y, axis_type)
+        for y, axis_type, sharded in zip(actual, types, sharded_results, strict=True)
+        if sharded
+    ]
     columns = [[y[rank] for y, _ in apart] for rank in range(NUM_RANKS)]
-    return Finding(wrong=list(_unequal(columns, [kind for _, kind in apart])))
+    return Finding(wrong=list(_unequal(columns, [axis_type for _, axis_type in apart])))
 
 
 def _on_ranks(
-    trial: Trial, types: Sequence[AxisType], cuts: Sequence[bool], leaves: Sequence[Tensor]
+    trial: Trial,
+    types: Sequence[AxisType],
+    sharded_results: Sequence[bool],
+    leaves: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Runs the operator on ranks; results that are cut leave one beside the other."""
+    """Runs the operator on ranks; results that are sharded leave one beside the other."""
     specs = tuple(
-        P(AXIS) if cut else P(partial={AXIS} if kind == Partial else ())
-        for cut, kind in zip(cuts, types, strict=True)
+        P(AXIS) if sharded else P(partial={AXIS} if axis_type == Partial else ())
+        for sharded, axis_type in zip(sharded_results, types, strict=True)
     )
     one = trial.body(lambda outs: None)
 
     def body(*locals_: Tensor) -> tuple[Tensor, ...]:
         outs = one(*locals_)
-        return tuple(y.unsqueeze(0) if cut else y for y, cut in zip(outs, cuts, strict=True))
+        return tuple(
+            y.unsqueeze(0) if sharded else y
+            for y, sharded in zip(outs, sharded_results, strict=True)
+        )
 
     return list(shard_map(body, mesh=RANKS, in_specs=trial.specs(), out_specs=specs)(*leaves))
 
@@ -183,22 +193,22 @@ def _gradients(values: Sequence[Tensor], smooth: Sequence[Tensor]) -> list[Tenso
 
 def _run(trial: Trial, leaves: Sequence[Tensor], rank: int) -> list[Tensor]:
     values = {}
-    for (place, kind), leaf in zip(trial.types.operands.items(), leaves, strict=True):
-        own = leaf[rank] if kind in (V, Partial) else leaf
+    for (place, axis_type), leaf in zip(trial.types.operands.items(), leaves, strict=True):
+        own = leaf[rank] if axis_type in (V, Partial) else leaf
         values[place] = own if place in trial.case.smooth else own.clone()
     return trial.case.call(values)
 
 
-def _whole(column: Sequence[Tensor], kind: AxisType, cut: bool) -> Tensor:
-    if cut:
+def _whole(column: Sequence[Tensor], axis_type: AxisType, sharded: bool) -> Tensor:
+    if sharded:
         return torch.stack(list(column))
-    return sum(column[1:], column[0]) if kind == Partial else column[0]
+    return sum(column[1:], column[0]) if axis_type == Partial else column[0]
 
 
 def _unequal(columns: Sequence[Sequence[Tensor]], types: Sequence[AxisType]) -> Iterator[str]:
-    for number, (kind, *column) in enumerate(zip(types, *columns, strict=True)):
-        if kind not in (V, Partial) and not _equal(column[0].detach(), column[1].detach()):
-            yield f"result {number} is typed {kind}, and the ranks differ"
+    for number, (axis_type, *column) in enumerate(zip(types, *columns, strict=True)):
+        if axis_type not in (V, Partial) and not _equal(column[0].detach(), column[1].detach()):
+            yield f"result {number} is typed {axis_type}, and the ranks differ"
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
@@ -211,7 +221,7 @@ def trials_of(case: Case) -> dict[str, Trial]:
     named = {
         "V": Trial(case, Typings(dict.fromkeys(places, V))),
         "R": Trial(case, Typings(dict.fromkeys(places, R))),
-        "R, cut": Trial(case, Typings(dict.fromkeys(places, R)), cut=True),
+        "R, sharded": Trial(case, Typings(dict.fromkeys(places, R)), sharded=True),
         "I": Trial(case, Typings(dict.fromkeys(places, I))),
         "K": Trial(case, Typings(dict.fromkeys(places, K))),
     }
@@ -223,7 +233,7 @@ def trials_of(case: Case) -> dict[str, Trial]:
     return named
 
 
-FLOORS: Final = ("V", "R", "R, cut", "I")
+FLOORS: Final = ("V", "R", "R, sharded", "I")
 
 GAPS: Final = {
     "and diverge": "data-dependent",

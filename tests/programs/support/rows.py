@@ -270,11 +270,11 @@ def per_rank(mesh: Mesh, f: Callable[..., Tensor], *values: Tensor) -> Tensor:
     return global_value(mapped(*values))
 
 
-def operand(mesh: Mesh, kind: AxisType, case: Case, shape: Sequence[int], seed: int) -> Tensor:
+def operand(mesh: Mesh, axis_type: AxisType, case: Case, shape: Sequence[int], seed: int) -> Tensor:
     """Every rank's value: equal along the collective's axes where the type says so."""
     axes = case.collective.axes
     sizes = [
-        1 if axis in axes and kind in (I, R) else size
+        1 if axis in axes and axis_type in (I, R) else size
         for axis, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
     ]
     generator = torch.Generator().manual_seed(seed)
@@ -352,12 +352,12 @@ def check_transpose(case: Case, mesh: Mesh) -> None:
                 np.testing.assert_allclose(each, x_bars[0], rtol=1e-12, atol=1e-12)
 
 
-def _pairing(kind: AxisType, values: list[Array], cotangents: list[Array]) -> float:
+def _pairing(axis_type: AxisType, values: list[Array], cotangents: list[Array]) -> float:
     """Returns what a cotangent says of a value, by the value's type."""
-    if kind == I:
+    if axis_type == I:
         return float(np.sum(values[0] * cotangents[0]))
-    if kind == R:
+    if axis_type == R:
         return float(np.sum(values[0] * sum(cotangents)))
-    if kind == Partial:
+    if axis_type == Partial:
         return float(np.sum(sum(values) * cotangents[0]))
     return float(sum(np.sum(v * c) for v, c in zip(values, cotangents, strict=True)))
