@@ -19,13 +19,7 @@ def test_strings_stand_for_the_types_without_a_dim() -> None:
 
 
 def test_only_types_whose_ranks_may_differ_vary() -> None:
-    assert [axis_type.varies for axis_type in (I, R, V, S(0), Partial)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
+    assert [each.varies for each in (I, R, V, S(0), Partial)] == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("value", ["S(0)", "K", "", 3, None])
