@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.control.board import Board
+from shardmap_torch.control.exchange import Comparison, Exchange
 from shardmap_torch.control.history import History
 from shardmap_torch.control.messages import (
     describe_error,
@@ -33,7 +34,6 @@ from shardmap_torch.core.torch_private.engine import (
     current_autograd_node,
     current_graph_task_id,
     default_store,
-    set_timeout,
 )
 from shardmap_torch.errors import (
     CollectiveMismatchError,
@@ -84,23 +84,20 @@ class Control:
         self._doing = ""
         self._task = -1
         self._ballot: Ballot | None = None
-        self._pending: tuple[dist.Work, Tensor, Callable[[], str]] | None = None
+        self._pending: tuple[Comparison, Callable[[], str]] | None = None
         self._everyone = tuple(range(self.size))
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        self._options = options
-        self._group = self._make_group()
-        store = default_store()
-        self._board = Board(store, self.rank, self.size, self.stand, timeout)
+        # Other ranks may not read the addresses of an earlier control over this store.
+        self._number = default_store().add(f"shardmap_torch/controls/{self.rank}", 1)
+        self._exchange = self._connected()
+        self._board = Board(default_store(), self.rank, self.size, self.stand, timeout)
 
-    def _make_group(self) -> Any:
-        return dist.new_group(backend="gloo", timeout=self.timeout, group_desc="shardmap control")
+    def _connected(self) -> Exchange:
+        key = f"shardmap_torch/exchange/{self._number}/{self.epoch}"
+        return Exchange(default_store(), key, self.rank, self.size, self.timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Shortens the deadline; a longer one changes nothing."""
-        if timeout < self.timeout:
-            self.timeout = timeout
-            set_timeout(timeout, self._group)
+        self.timeout = min(timeout, self.timeout)
 
     # The calls of this rank.
 
@@ -148,15 +145,14 @@ class Control:
             CommunicationError: a rank is gone.
         """
         self.resolve()
-        mixed, moves = self._history.extend(digest)
-        vector = torch.tensor([mixed, -mixed, moves, -moves])
-        self._counts[CHECK] = self._counts.get(CHECK, 0) + 1
+        history = self._history.extend(digest)
+        self._counts[CHECK] = number = self._counts.get(CHECK, 0) + 1
         self._doing = doing
         try:
-            work = self._group.allreduce([vector], self._options)
+            comparison = self._exchange.begin(number, history, self.timeout)
         except RuntimeError as error:
             self.fail(doing, error)
-        self._pending = work, vector, text
+        self._pending = comparison, text
         if now:
             self.resolve()
 
@@ -169,19 +165,17 @@ class Control:
         """
         if self._pending is None:
             return
-        (work, vector, text), self._pending = self._pending, None
+        (comparison, text), self._pending = self._pending, None
         self._group_name, self._members = CHECK, self._everyone
         doing = f"the check of {self._doing}"
         try:
-            self.wait(work)
-        except RuntimeError as error:
+            self.wait(comparison)
+        except (RuntimeError, StuckError) as error:
             self.fail(doing, error)
-        except StuckError as error:
-            self.fail(doing, error)
-        low, high, moves, other_moves = vector.tolist()
         self._group_name, self._members = "", ()
-        if low != -high:
-            self._differ(text(), is_clean=moves == -other_moves)
+        is_same, is_clean = comparison.are_equal()
+        if not is_same:
+            self._differ(text(), is_clean)
 
     # The collectives of this rank.
 
@@ -252,8 +246,8 @@ class Control:
         key = self._history.key(operation, dtype, sizes, made_in)
         self.check(key, lambda: doing, doing, now=True)
 
-    def wait(self, work: dist.Work) -> None:
-        """Waits for an operation on gloo, as long as the ranks that it needs may still arrive.
+    def wait(self, work: dist.Work | Comparison) -> None:
+        """Waits for an operation on gloo or a comparison, while the ranks that it needs may arrive.
 
         Raises:
             StuckError: they cannot arrive.
@@ -437,7 +431,8 @@ class Control:
         self._history.clear()
         self.call = 0
         self._counts = {}
-        self._group = self._make_group()
+        self._exchange.close()
+        self._exchange = self._connected()
         self.broken = ""
 
     def exit(self, error: BaseException | None = None) -> None:
@@ -448,3 +443,4 @@ class Control:
         self._exited = True
         with suppress(Exception):
             self._board.close()
+        self._exchange.close()

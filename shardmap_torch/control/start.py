@@ -49,7 +49,7 @@ def peers() -> PeerWatch | None:
 def start(timeout: timedelta) -> Control | None:
     """Starts the control, or shortens its deadline; every rank must call it.
 
-    Returns None for one process, which has no other to compare with, and without gloo.
+    Returns None for one process, which has no other to compare with.
     """
     world = dist.group.WORLD
     if _CURRENT.control is not None and _CURRENT.world is world:
@@ -58,7 +58,7 @@ def start(timeout: timedelta) -> Control | None:
     if _CURRENT.control is not None:
         stop()
     # torch's backend "fake" runs a program on one process: the other ranks do not exist.
-    if dist.get_world_size() == 1 or not dist.is_gloo_available() or dist.get_backend() == "fake":
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     _CURRENT.control = within(timeout, "Starting the control of the run", lambda: Control(timeout))
     _CURRENT.world = world

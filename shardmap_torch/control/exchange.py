@@ -1,0 +1,258 @@
+"""Exchange: all ranks learn whether their numbers are equal, from log2(size) messages each.
+
+Over sockets of its own, on the caller's thread. An all-reduce on gloo takes fifteen times as much
+processor time for 32 bytes: it announces each message, and hands it from thread to thread.
+
+Source: the dissemination barrier of Hensgen, Finkel and Manber 1988. In round k rank r sends what
+it knows to rank r + 2**k, and hears from rank r - 2**k; after the last round it knows the smallest
+and the largest number of all ranks.
+"""
+
+import json
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import takewhile
+from time import monotonic
+from typing import Any, Final
+
+_MESSAGE: Final = struct.Struct("<5q")
+"""The number of the comparison, and the smallest and the largest of two values."""
+
+_TOKEN: Final = 16
+"""Bytes of a secret that a connection starts with, which the store tells the other ranks."""
+
+_HELLO: Final = 5.0
+"""Seconds in which a connection must show it; the ranks send it with the connection."""
+
+_SIOCGIFADDR: Final = 0x8915
+"""Linux' request for the IPv4 address of an interface (netdevice(7))."""
+
+
+class Exchange:
+    """The connections of one rank: one to each rank that it sends to, one from each it hears."""
+
+    def __init__(self, store: Any, key: str, rank: int, size: int, timeout: timedelta) -> None:
+        """Connects the ranks, so each of them must make one, with the same `key`, new for each.
+
+        Raises:
+            RuntimeError: a rank did not come in time.
+        """
+        steps = [1 << k for k in takewhile(lambda k: 1 << k < size, range(size))]
+        self._targets = [(rank + step) % size for step in steps]
+        self._sources = [(rank - step) % size for step in steps]
+        self._out: list[socket.socket] = []
+        self._in: list[socket.socket] = []
+        try:
+            self._connect(store, key, rank, timeout)
+        except OSError as error:
+            self.close()
+            raise RuntimeError(f"connecting the ranks: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, store: Any, key: str, rank: int, timeout: timedelta) -> None:
+        end = monotonic() + timeout.total_seconds()
+        with _listener(len(self._sources)) as listener:
+            token = secrets.token_bytes(_TOKEN)
+            host, port = listener.getsockname()[:2]
+            store.set(f"{key}/{rank}", json.dumps([host, port, token.hex()]))
+            store.wait([f"{key}/{target}" for target in self._targets], timeout)
+            for number, target in enumerate(self._targets):
+                host, port, secret = json.loads(store.get(f"{key}/{target}"))
+                link = socket.create_connection((host, port), _until(end))
+                self._out.append(link)
+                link.sendall(bytes.fromhex(secret) + bytes([number]))
+            self._in = _accepted(listener, token, len(self._sources), end)
+        for link in (*self._out, *self._in):
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(RuntimeError, NotImplementedError):  # every rank that needs it has read it
+            store.delete_key(f"{key}/{rank}")
+
+    def begin(self, number: int, values: tuple[int, int], timeout: timedelta) -> "Comparison":
+        """Begins comparison `number` of two values with those of the other ranks.
+
+        Raises:
+            RuntimeError: a connection is closed.
+        """
+        return Comparison(self, number, values, timeout)
+
+    def send(self, turn: int, message: bytes) -> None:
+        """Sends a message of a round."""
+        link = self._out[turn]
+        try:
+            # A rank is at most one comparison ahead, so the system's buffer has space.
+            sent = link.send(message)
+        except OSError as error:
+            raise RuntimeError(f"sending to rank {self._targets[turn]}: {error}") from error
+        if sent != len(message):
+            raise RuntimeError(f"rank {self._targets[turn]} does not take messages")
+
+    def receive(self, turn: int, so_far: bytes, seconds: float) -> bytes:
+        """Receives the rest of a message of a round, or a part of it.
+
+        Raises:
+            TimeoutError: nothing came in time.
+            RuntimeError: the connection is closed.
+        """
+        link, source = self._in[turn], self._sources[turn]
+        if link.gettimeout() != seconds:
+            link.settimeout(seconds)
+        try:
+            got = link.recv(_MESSAGE.size - len(so_far))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise RuntimeError(f"receiving from rank {source}: {error}") from error
+        if not got:
+            raise RuntimeError(f"rank {source} has closed its connection")
+        return so_far + got
+
+    @property
+    def num_rounds(self) -> int:
+        """The number of messages of a comparison."""
+        return len(self._targets)
+
+    def source(self, turn: int) -> int:
+        """Returns the rank that is heard in a round."""
+        return self._sources[turn]
+
+    def close(self) -> None:
+        """Closes the connections; the other ranks notice."""
+        for link in (*self._out, *self._in):
+            link.close()
+        self._out, self._in = [], []
+
+
+class Comparison:
+    """A comparison that is under way; its first messages travel while the caller goes on."""
+
+    def __init__(
+        self, exchange: Exchange, number: int, values: tuple[int, int], timeout: timedelta
+    ) -> None:
+        """Sends the messages of the first round."""
+        self._exchange, self._number, self._timeout = exchange, number, timeout
+        self._low, self._high = values, values
+        self._turn, self._got = 0, b""
+        self._end = 0.0
+        self._is_completed = False
+        self._send()
+
+    def _send(self) -> None:
+        (a, b), (c, d) = self._low, self._high
+        self._exchange.send(self._turn, _MESSAGE.pack(self._number, a, b, c, d))
+
+    def wait(self, patience: timedelta) -> None:
+        """Waits for the other ranks; where it has only lost its patience it may be called again.
+
+        Raises:
+            RuntimeError: they did not come for so long, or, if `is_completed`, one is gone or did
+                not come within the timeout.
+        """
+        self._end = self._end or monotonic() + self._timeout.total_seconds()
+        try:
+            while self._turn < self._exchange.num_rounds:
+                self._hear(min(patience.total_seconds(), self._timeout.total_seconds()))
+        except TimeoutError:
+            self._is_completed = monotonic() >= self._end
+            waiting_for = self._exchange.source(self._turn)
+            raise RuntimeError(
+                f"nothing came from rank {waiting_for} within {self._timeout}"
+            ) from None
+        except RuntimeError:
+            self._is_completed = True
+            raise
+        self._is_completed = True
+
+    def _hear(self, seconds: float) -> None:
+        self._got = self._exchange.receive(self._turn, self._got, seconds)
+        if len(self._got) < _MESSAGE.size:
+            return
+        number, a, b, c, d = _MESSAGE.unpack(self._got)
+        if number != self._number:
+            raise RuntimeError(
+                f"rank {self._exchange.source(self._turn)} is at comparison {number}, and this "
+                f"rank at {self._number}"
+            )
+        self._low = min(self._low[0], a), min(self._low[1], b)
+        self._high = max(self._high[0], c), max(self._high[1], d)
+        self._turn, self._got = self._turn + 1, b""
+        if self._turn < self._exchange.num_rounds:
+            self._send()
+
+    def is_completed(self) -> bool:
+        """Returns whether it has ended, or failed."""
+        return self._is_completed
+
+    def are_equal(self) -> tuple[bool, bool]:
+        """Returns whether each value is the same on all ranks; call it after `wait`."""
+        return self._low[0] == self._high[0], self._low[1] == self._high[1]
+
+
+def _until(end: float) -> float:
+    return max(0.001, end - monotonic())
+
+
+def _accepted(
+    listener: socket.socket, token: bytes, number: int, end: float
+) -> list[socket.socket]:
+    """Accepts so many connections that show the token, in the order of their rounds."""
+    found: dict[int, socket.socket] = {}
+    try:
+        while len(found) < number:
+            listener.settimeout(_until(end))
+            link, _ = listener.accept()
+            hello = _hello(link, min(_HELLO, _until(end)))
+            if secrets.compare_digest(hello[:_TOKEN], token):
+                found[hello[_TOKEN]] = link
+            else:
+                link.close()
+    except BaseException:
+        for link in found.values():
+            link.close()
+        raise
+    return [found[at] for at in range(number)]
+
+
+def _hello(link: socket.socket, seconds: float) -> bytes:
+    """Reads what a connection starts with; shorter if it does not come."""
+    link.settimeout(seconds)
+    hello = b""
+    with suppress(OSError):
+        while len(hello) <= _TOKEN and (got := link.recv(_TOKEN + 1 - len(hello))):
+            hello += got
+    return hello
+
+
+def _listener(number: int) -> socket.socket:
+    """Listens on the address at which gloo listens, as far as that can be known."""
+    for address in _addresses():
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with suppress(OSError):
+            return socket.create_server((address, 0), family=family, backlog=max(8, number))
+    return socket.create_server(("127.0.0.1", 0), backlog=max(8, number))
+
+
+def _addresses() -> Iterator[str]:
+    """Yields the address of the interface that GLOO_SOCKET_IFNAME names, and those of the host."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if names:
+        yield from _of_interface(names.split(",")[0])
+    with suppress(OSError):
+        known: Sequence[Any] = socket.getaddrinfo(
+            socket.gethostname(), None, type=socket.SOCK_STREAM
+        )
+        yield from [str(address[0]) for *_, address in known]
+
+
+def _of_interface(name: str) -> Iterator[str]:
+    with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        from fcntl import ioctl  # not on Windows
+
+        request = struct.pack("256s", name.encode()[:15])
+        yield socket.inet_ntoa(ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
