@@ -7,9 +7,9 @@ Two estimates, both in processor time, which does not count what other processes
 - Direct: what a step spends in the code that compares, records and bounds waits, timed where it
   runs, when the processor's caches are as cold as the step leaves them. Each clock is read once
   before, to be warm, and its own time is taken off.
-- Paired: whole steps of all threads, with the control of the run and without any, in the order with,
-  without, without, with. A drift of the machine cancels within such a quadruple. The interval is
-  that of the median of their differences, with 95 % confidence, by bootstrap.
+- Paired: whole steps of all threads, with the control of the run and without any, in the order
+  with, without, without, with. A drift of the machine cancels within such a quadruple. The interval
+  is that of the median of their differences, with 95 % confidence, by bootstrap.
 
 What a step does for it is counted too: Python calls, which do not depend on the machine. The thread
 that posts to the store runs once a second, in both; it is measured by itself.
@@ -40,13 +40,13 @@ from tests.run.test_call_cost import num_calls
 
 _ORDER: Final = (True, False, False, True)
 _BOOTSTRAPS: Final = 2000
-_MEASURED: Final = ("begin_call", "end_call", "check", "resolve", "begin", "end")
+_MEASURED: Final = ("begin_call", "end_call", "check", "resolve", "begin")
 """The methods of the control that the fast path calls, waits for data apart."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank found.
+    """Figures of one rank.
 
     Attributes:
         quadruples: processor and wall seconds of the steps of each, in the order of `_ORDER`.

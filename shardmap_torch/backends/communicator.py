@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmap_torch.control.run import is_done
 from shardmap_torch.control.start import current, peers
 from shardmap_torch.core.storage import is_spare
 from shardmap_torch.core.torch_private.engine import c10d
@@ -135,11 +136,15 @@ class Wire:
         return y
 
     def _wait(self, work: dist.Work) -> None:
-        control = current() if self.patient else None
-        if control is None:
+        if not self.patient:
             work.wait()
-        else:
-            control.wait(work)
+            return
+        if not is_done(work):
+            control = current()
+            if control is None:
+                work.wait()
+            else:
+                control.wait_on(work)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.control.run import Control, StuckError
 from shardmap_torch.control.start import current
+from shardmap_torch.control.waits import Party
 from shardmap_torch.core.caching import constant, lazy
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import unviewed
@@ -32,6 +33,9 @@ _WIRE: Final = {
 """Dtypes that are sent as another one: gloo and NCCL lack some."""
 
 
+_NOBODY: Final = Party()
+
+
 @dataclass(frozen=True)
 class Line:
     """The ranks along some axes, the first axis major, as one of them communicates with them.
@@ -40,15 +44,13 @@ class Line:
         wire: the communicator of their group, which numbers them in mesh order.
         order: the group rank at each position along the axes.
         own: this rank's position.
-        name: a name that only these ranks use.
-        members: their global ranks.
+        party: the ranks themselves, by their global numbers.
     """
 
     wire: Wire | TracedWire
     order: tuple[int, ...]
     own: int
-    name: str = ""
-    members: tuple[int, ...] = ()
+    party: Party = _NOBODY
 
     @lazy
     def in_order(self) -> bool:
@@ -80,6 +82,7 @@ class ProcessGroupBackend(RankBackend):
         super().__init__(mesh, dist.get_rank())
         self._lines: dict[tuple[str, ...], Line] = {}
         self._backward: tuple[int, Site | None] = -1, None
+        self._compares_all = mesh.debug == "collectives"
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs the move on the group of the collective's axes.
@@ -103,15 +106,11 @@ class ProcessGroupBackend(RankBackend):
     def _communicate(
         self, control: Control, line: Line, move: str, collective: Collective, x: Tensor
     ) -> Tensor:
-        control.begin(
-            collective, x, self._site(), line.name, line.members, self.mesh.debug == "collectives"
-        )
+        control.begin(collective, x, self._site(), line.party, self._compares_all)
         try:
-            y = unviewed(_on_wire(line, move, collective, x))
+            return unviewed(_on_wire(line, move, collective, x))
         except (RuntimeError, StuckError) as error:
             control.fail(f"{collective} on the {self.mesh}", error)
-        control.end()
-        return y
 
     def _site(self) -> Site | None:
         """Returns the user's line of this collective, or of the call of the backward."""
@@ -142,7 +141,7 @@ class ProcessGroupBackend(RankBackend):
         group = self.mesh.group(axes)
         wire = Wire(group, len(order), order[own], patient=dist.get_backend(group) == "gloo")
         name = f"{','.join(axes)} from rank {in_group[0]} of {len(in_group)}"
-        return Line(wire, order, own, name, tuple(in_group))
+        return Line(wire, order, own, Party(name, tuple(in_group)))
 
 
 @constant

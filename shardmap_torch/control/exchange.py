@@ -18,10 +18,10 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import takewhile
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 _MESSAGE: Final = struct.Struct("<5q")
-"""The number of the comparison, and the smallest and the largest of two values."""
+"""The number of the comparison, the smallest of each of two values, and the largest of each."""
 
 _TOKEN: Final = 16
 """Bytes of a secret that a connection starts with, which the store tells the other ranks."""
@@ -34,7 +34,11 @@ _SIOCGIFADDR: Final = 0x8915
 
 
 class Exchange:
-    """The connections of one rank: one to each rank that it sends to, one from each it hears."""
+    """The connections of one rank: one to each rank that it sends to, one from each it hears.
+
+    Attributes:
+        sources: the rank that is heard in each round.
+    """
 
     def __init__(self, store: Any, key: str, rank: int, size: int, timeout: timedelta) -> None:
         """Connects the ranks, so each of them must make one, with the same `key`, new for each.
@@ -44,7 +48,7 @@ class Exchange:
         """
         steps = [1 << k for k in takewhile(lambda k: 1 << k < size, range(size))]
         self._targets = [(rank + step) % size for step in steps]
-        self._sources = [(rank - step) % size for step in steps]
+        self.sources = [(rank - step) % size for step in steps]
         self._out: list[socket.socket] = []
         self._in: list[socket.socket] = []
         try:
@@ -58,7 +62,7 @@ class Exchange:
 
     def _connect(self, store: Any, key: str, rank: int, timeout: timedelta) -> None:
         end = monotonic() + timeout.total_seconds()
-        with _listener(len(self._sources)) as listener:
+        with _listener(len(self.sources)) as listener:
             token = secrets.token_bytes(_TOKEN)
             host, port = listener.getsockname()[:2]
             store.set(f"{key}/{rank}", json.dumps([host, port, token.hex()]))
@@ -68,9 +72,11 @@ class Exchange:
                 link = socket.create_connection((host, port), _until(end))
                 self._out.append(link)
                 link.sendall(bytes.fromhex(secret) + bytes([number]))
-            self._in = _accepted(listener, token, len(self._sources), end)
+            self._in = _accepted(listener, token, len(self.sources), end)
         for link in (*self._out, *self._in):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for link in self._out:
+            link.setblocking(False)  # a rank is at most one comparison ahead: buffers have space
         with suppress(RuntimeError, NotImplementedError):  # every rank that needs it has read it
             store.delete_key(f"{key}/{rank}")
 
@@ -80,27 +86,26 @@ class Exchange:
         Raises:
             RuntimeError: a connection is closed.
         """
-        return Comparison(self, number, values, timeout)
+        return Comparison(self, _MESSAGE.pack(number, *values, *values), timeout)
 
     def send(self, turn: int, message: bytes) -> None:
         """Sends a message of a round."""
-        link = self._out[turn]
         try:
-            # A rank is at most one comparison ahead, so the system's buffer has space.
-            sent = link.send(message)
+            self._out[turn].send(message)
         except OSError as error:
             raise RuntimeError(f"sending to rank {self._targets[turn]}: {error}") from error
-        if sent != len(message):
-            raise RuntimeError(f"rank {self._targets[turn]} does not take messages")
 
     def receive(self, turn: int, so_far: bytes, seconds: float) -> bytes:
-        """Receives the rest of a message of a round, or a part of it.
+        """Receives a message of a round, of which `so_far` has come.
+
+        Returns:
+            The message, or a part of it.
 
         Raises:
             TimeoutError: nothing came in time.
             RuntimeError: the connection is closed.
         """
-        link, source = self._in[turn], self._sources[turn]
+        link = self._in[turn]
         if link.gettimeout() != seconds:
             link.settimeout(seconds)
         try:
@@ -108,19 +113,10 @@ class Exchange:
         except TimeoutError:
             raise
         except OSError as error:
-            raise RuntimeError(f"receiving from rank {source}: {error}") from error
+            raise RuntimeError(f"receiving from rank {self.sources[turn]}: {error}") from error
         if not got:
-            raise RuntimeError(f"rank {source} has closed its connection")
+            raise RuntimeError(f"rank {self.sources[turn]} has closed its connection")
         return so_far + got
-
-    @property
-    def num_rounds(self) -> int:
-        """The number of messages of a comparison."""
-        return len(self._targets)
-
-    def source(self, turn: int) -> int:
-        """Returns the rank that is heard in a round."""
-        return self._sources[turn]
 
     def close(self) -> None:
         """Closes the connections; the other ranks notice."""
@@ -132,20 +128,13 @@ class Exchange:
 class Comparison:
     """A comparison that is under way; its first messages travel while the caller goes on."""
 
-    def __init__(
-        self, exchange: Exchange, number: int, values: tuple[int, int], timeout: timedelta
-    ) -> None:
-        """Sends the messages of the first round."""
-        self._exchange, self._number, self._timeout = exchange, number, timeout
-        self._low, self._high = values, values
-        self._turn, self._got = 0, b""
-        self._end = 0.0
+    def __init__(self, exchange: Exchange, message: bytes, timeout: timedelta) -> None:
+        """Sends the message of the first round."""
+        self._exchange, self._message, self._timeout = exchange, message, timeout
+        self._turn, self._got, self._end = 0, b"", 0.0
         self._is_completed = False
-        self._send()
-
-    def _send(self) -> None:
-        (a, b), (c, d) = self._low, self._high
-        self._exchange.send(self._turn, _MESSAGE.pack(self._number, a, b, c, d))
+        self._error: RuntimeError | None = None
+        exchange.send(0, message)
 
     def wait(self, patience: timedelta) -> None:
         """Waits for the other ranks; where it has only lost its patience it may be called again.
@@ -154,36 +143,45 @@ class Comparison:
             RuntimeError: they did not come for so long, or, if `is_completed`, one is gone or did
                 not come within the timeout.
         """
-        self._end = self._end or monotonic() + self._timeout.total_seconds()
+        if self._error is not None:
+            raise self._error
+        exchange, seconds = self._exchange, patience.total_seconds()
+        if self._end:
+            seconds = min(seconds, _until(self._end))
         try:
-            while self._turn < self._exchange.num_rounds:
-                self._hear(min(patience.total_seconds(), self._timeout.total_seconds()))
+            while self._turn < len(exchange.sources):
+                self._got = exchange.receive(self._turn, self._got, seconds)
+                if len(self._got) == _MESSAGE.size:
+                    self._take(self._got)
         except TimeoutError:
-            self._is_completed = monotonic() >= self._end
-            waiting_for = self._exchange.source(self._turn)
-            raise RuntimeError(
-                f"nothing came from rank {waiting_for} within {self._timeout}"
-            ) from None
-        except RuntimeError:
-            self._is_completed = True
-            raise
+            now, late = monotonic(), RuntimeError(f"nothing has come within {self._timeout}")
+            self._end = self._end or now - seconds + self._timeout.total_seconds()
+            if now >= self._end:
+                self._fail(late)
+            raise late from None
+        except RuntimeError as error:
+            self._fail(error)
         self._is_completed = True
 
-    def _hear(self, seconds: float) -> None:
-        self._got = self._exchange.receive(self._turn, self._got, seconds)
-        if len(self._got) < _MESSAGE.size:
-            return
-        number, a, b, c, d = _MESSAGE.unpack(self._got)
-        if number != self._number:
-            raise RuntimeError(
-                f"rank {self._exchange.source(self._turn)} is at comparison {number}, and this "
-                f"rank at {self._number}"
-            )
-        self._low = min(self._low[0], a), min(self._low[1], b)
-        self._high = max(self._high[0], c), max(self._high[1], d)
+    def _take(self, got: bytes) -> None:
+        """Adds what another rank knows, and goes on to the next round."""
+        if got != self._message:
+            number, *mine = _MESSAGE.unpack(self._message)
+            other, *theirs = _MESSAGE.unpack(got)
+            if other != number:
+                raise RuntimeError(
+                    f"rank {self._exchange.sources[self._turn]} is at comparison {other}, and this "
+                    f"rank at {number}"
+                )
+            low, high = map(min, mine[:2], theirs[:2]), map(max, mine[2:], theirs[2:])
+            self._message = _MESSAGE.pack(number, *low, *high)
         self._turn, self._got = self._turn + 1, b""
-        if self._turn < self._exchange.num_rounds:
-            self._send()
+        if self._turn < len(self._exchange.sources):
+            self._exchange.send(self._turn, self._message)
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        self._error, self._is_completed = error, True
+        raise error
 
     def is_completed(self) -> bool:
         """Returns whether it has ended, or failed."""
@@ -191,7 +189,8 @@ class Comparison:
 
     def are_equal(self) -> tuple[bool, bool]:
         """Returns whether each value is the same on all ranks; call it after `wait`."""
-        return self._low[0] == self._high[0], self._low[1] == self._high[1]
+        _, *low, a, b = _MESSAGE.unpack(self._message)
+        return low[0] == a, low[1] == b
 
 
 def _until(end: float) -> float:

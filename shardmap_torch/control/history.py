@@ -1,11 +1,13 @@
 """History: hashes of what this rank has done, which are equal on ranks that have done the same."""
 
 import zlib
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
 from shardmap_torch.control.recorder import Recorder
+from shardmap_torch.control.waits import CHECK
 
 _FACTOR: Final = 0x5851F42D4C957F2D
 _MODULUS: Final = (1 << 61) - 1
@@ -14,7 +16,7 @@ _KEYS: Final = 4096
 
 
 class History:
-    """The calls and collectives of this rank, hashed in order.
+    """The calls and collectives of this rank, hashed in order, and counted by group.
 
     Collectives are hashed together, right before a comparison, from what the flight recorder has of
     them: each by itself, after a computation or a wait, would find the processor's caches cold and
@@ -26,6 +28,7 @@ class History:
         self._recorder = recorder
         self._calls = self._moves = 0
         self._keys: dict[Any, tuple[Any, int]] = {}
+        self._counts: dict[str, int] = {CHECK: 0}
 
     def extend(self, digest: int) -> tuple[int, int]:
         """Adds a call, or a collective that is compared by itself, of this hash.
@@ -33,16 +36,30 @@ class History:
         Returns:
             The hash of all, and that of the collectives alone.
         """
-        self.catch_up()
+        if self._recorder.new:
+            self.catch_up()
+        self._counts[CHECK] += 1
         self._calls = (self._calls * _FACTOR + digest) % _MODULUS
         return (self._calls * _FACTOR + self._moves) % _MODULUS, self._moves
 
+    @property
+    def num_checks(self) -> int:
+        """The number of comparisons."""
+        return self._counts[CHECK]
+
+    def counts(self) -> Mapping[str, int]:
+        """Returns the number of operations by group; called on any thread."""
+        new, counts = self._recorder.new.copy(), self._counts.copy()  # at once, while others write
+        for *_, party in new:
+            counts[party.name] = counts.get(party.name, 0) + 1
+        return counts
+
     def catch_up(self) -> None:
         """Adds the collectives that the recorder has new."""
-        moves = self._moves
-        for _, _, _, operation, (dtype, shape), _, made_in in self._recorder.take():
-            key = self.key(operation, dtype, shape, made_in)
-            moves = (moves * _FACTOR + key) % _MODULUS
+        moves, counts = self._moves, self._counts
+        for _, operation, dtype, shape, _, made_in, party in self._recorder.take():
+            moves = (moves * _FACTOR + self.key(operation, dtype, shape, made_in)) % _MODULUS
+            counts[party.name] = counts.get(party.name, 0) + 1
         self._moves = moves
 
     def key(self, operation: Any, dtype: torch.dtype, shape: torch.Size, made_in: int) -> int:
@@ -57,6 +74,11 @@ class History:
         return known[1] + (made_in << 32)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets what was done, and not how often."""
         self.catch_up()
         self._calls = self._moves = 0
+
+    def restart(self) -> None:
+        """Forgets everything."""
+        self.clear()
+        self._counts = {CHECK: 0}

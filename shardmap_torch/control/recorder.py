@@ -6,19 +6,22 @@ Source: NCCL's flight recorder in PyTorch (`TORCH_NCCL_DUMP_ON_TIMEOUT`), for ev
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import torch
+
+from shardmap_torch.control.waits import Party
 from shardmap_torch.errors import PostmortemError
 
 VARIABLE: Final = "SHARDMAP_TORCH_DUMPS"
 """The environment variable that names the folder of the dumps."""
 
 COLUMNS: Final = ("seq", "call", "function", "operation", "axes", "operand", "line", "state")
-_LENGTH: Final = 256
+LENGTH: Final = 256
 
 
 @dataclass(frozen=True)
@@ -56,58 +59,52 @@ class Dump:
     entries: Sequence[Entry]
 
 
-Raw: TypeAlias = tuple[int, int, str, Any, tuple[Any, Any], Any, int]
-"""An entry before it is formatted, and the call whose backward it is in, or 0."""
+Raw: TypeAlias = tuple[tuple[int, str], Any, torch.dtype, torch.Size, Any, int, Party]
+"""A collective as it is recorded: the call and its function, the operation, dtype and shape of its
+operand, the user's line, the call whose backward it is in or 0, and the ranks it is among."""
 
 
 class Recorder:
-    """The last collectives of this process; a call of `begin` costs about half a microsecond."""
+    """The last collectives of this process.
+
+    Attributes:
+        new: those since the last `take`. Whoever begins a collective appends it, without a call.
+        is_open: whether the newest is known not to be done.
+    """
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._entries: deque[Raw] = deque(maxlen=_LENGTH)
-        self._new: list[Raw] = []
-        self.seq = 0
-        self.done = 0
-
-    def begin(
-        self, call: int, function: str, operation: Any, operand: Any, site: Any, made_in: int = 0
-    ) -> bool:
-        """Records that a collective begins; its text is formatted only when needed.
-
-        `made_in` is the call whose backward it is in, or 0. Returns whether so many are new that
-        the caller must `take` them.
-        """
-        self.seq += 1
-        new = self._new
-        new.append((self.seq, call, function, operation, operand, site, made_in))
-        return len(new) >= _LENGTH
+        self._entries: deque[Raw] = deque(maxlen=LENGTH)
+        self._taken = 0
+        self.new: list[Raw] = []
+        self.is_open = False
 
     def take(self) -> "Sequence[Raw]":
         """Returns the collectives that have been recorded since it was called last."""
-        new = self._new
+        new, self.new = self.new, []
         self._entries.extend(new)
-        self._new = []
+        self._taken += len(new)
         return new
 
-    def end(self) -> None:
-        """Records that the newest collective is done."""
-        self.done = self.seq
-
-    def entries(self) -> Iterator[Entry]:
-        """Yields the recorded collectives, oldest first."""
-        return map(self._entry, [*self._entries, *self._new][-_LENGTH:])
+    def entries(self) -> Sequence[Entry]:
+        """Returns the recorded collectives, oldest first."""
+        raw = [*self._entries, *self.new][-LENGTH:]
+        seq = self._taken + len(self.new)
+        return [self._entry(each, seq - len(raw) + at + 1) for at, each in enumerate(raw)]
 
     def last(self) -> Entry | None:
         """Returns the newest collective, or None."""
-        known = self._new or self._entries  # read once: called on any thread
-        return self._entry(known[-1]) if known else None
+        new, taken = self.new, self._taken  # read once: called on any thread
+        if new:
+            return self._entry(new[-1], taken + len(new))
+        return self._entry(self._entries[-1], taken) if self._entries else None
 
-    def _entry(self, raw: "Raw") -> Entry:
-        seq, call, function, operation, (dtype, shape), site, _ = raw
+    def _entry(self, raw: "Raw", seq: int) -> Entry:
+        (call, function), operation, dtype, shape, site, _, _ = raw
         operand = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
         line = getattr(site, "place", "an unknown line")
-        state = "done" if seq <= self.done else "begun"
+        is_open = self.is_open and seq == self._taken + len(self.new)
+        state = "begun" if is_open else "done"
         axes = ",".join(operation.axes)
         return Entry(seq, call, function, str(operation), axes, operand, line, state)
 

@@ -1,7 +1,7 @@
 """Control: checks that all processes make the same calls, bounds waits, and explains failures.
 
 Before a call's first collective all ranks compare a hash of their history: the functions called,
-their arguments and checked programs, and every collective since. It is one exchange of 32 bytes a
+their arguments and checked programs, and every collective since. It is one exchange of 40 bytes a
 call, in flight while the body computes. A backward from outside is compared at its
 first collective. So no rank sends what another does not expect, which would be wrong numbers, or,
 where sizes differ, the end of the process by gloo.
@@ -27,8 +27,9 @@ from shardmap_torch.control.messages import (
     ranks_text,
     shorten,
 )
-from shardmap_torch.control.recorder import Recorder, dump_folder
-from shardmap_torch.control.waits import CHECK, PATIENCE, Ballot, Stand, find_deadlock, lacks
+from shardmap_torch.control.progress import Progress
+from shardmap_torch.control.recorder import LENGTH, Recorder, dump_folder
+from shardmap_torch.control.waits import CHECK, PATIENCE, Party, Stand, find_deadlock, lacks
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
     current_autograd_node,
@@ -62,38 +63,59 @@ class StuckError(Exception):
         return self.stands[self.path[-1]].state in ("waits", "disagrees")
 
 
+def is_done(work: dist.Work | Comparison) -> bool:
+    """Waits a little for an operation; returns whether it is done.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    try:
+        work.wait(PATIENCE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait(PATIENCE)  # its own error, unless it was done right after the patience was over
+    return True
+
+
 class Control:
     """One process's view of the run; there is one for the default process group."""
 
     def __init__(self, timeout: timedelta) -> None:
-        """Makes the group of the checks, so every rank must do so."""
+        """Connects the ranks, so every rank must do so."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = timeout
         self.recorder = Recorder()
-        self.broken = ""
-        self.epoch = 0
         self.in_call = False
-        self.call, self._function = 0, ""
         self._history = History(self.recorder)
-        self._counts: dict[str, int] = {}
-        self._group_name, self._members = "", ()  # type: tuple[str, tuple[int, ...]]
-        self._blocked, self._post, self._beat = False, 0, 0
-        self._suspect: tuple[Any, ...] = ()
-        self._raised, self._failed_state = "", "broken"
-        self._exited = False
-        self._doing = ""
+        self._progress = Progress(self.recorder, self._history)
         self._task = -1
-        self._ballot: Ballot | None = None
         self._pending: tuple[Comparison, Callable[[], str]] | None = None
-        self._everyone = tuple(range(self.size))
+        self._everyone = Party(CHECK, tuple(range(self.size)))
         # Other ranks may not read the addresses of an earlier control over this store.
         self._number = default_store().add(f"shardmap_torch/controls/{self.rank}", 1)
         self._exchange = self._connected()
-        self._board = Board(default_store(), self.rank, self.size, self.stand, timeout)
+        stand = self._progress.stand
+        self._board = Board(default_store(), self.rank, self.size, stand, timeout)
 
     def _connected(self) -> Exchange:
         key = f"shardmap_torch/exchange/{self._number}/{self.epoch}"
         return Exchange(default_store(), key, self.rank, self.size, self.timeout)
+
+    @property
+    def call(self) -> int:
+        """The number of the newest call."""
+        return self._progress.call[0]
+
+    @property
+    def broken(self) -> str:
+        """The error that has left the groups in an unknown state; empty if there is none."""
+        return self._progress.broken
+
+    @property
+    def epoch(self) -> int:
+        """The number of recoveries."""
+        return self._progress.epoch
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Shortens the deadline; a longer one changes nothing."""
@@ -107,14 +129,15 @@ class Control:
         Raises:
             MeshError: an earlier error has left the groups in an unknown state.
         """
-        if self.broken:
+        progress = self._progress
+        if progress.broken:
             raise MeshError(
-                f"The processes' meshes are broken since an error: {self.broken} Messages of that "
-                "call may still be under way. Call mesh.recover() on all ranks to go on with new "
-                "groups, or end the run and resume it from a checkpoint."
+                f"The processes' meshes are broken since an error: {progress.broken} Messages of "
+                "that call may still be under way. Call mesh.recover() on all ranks to go on with "
+                "new groups, or end the run and resume it from a checkpoint."
             )
-        self.call += 1
-        self._function, self._raised, self.in_call = function, "", True
+        progress.call, progress.raised = (progress.call[0] + 1, function), ""
+        self.in_call = True
 
     def end_call(self, error: BaseException | None = None) -> None:
         """Ends the call; its error is posted for the ranks that wait for this one.
@@ -126,7 +149,7 @@ class Control:
             if error is None:
                 self.resolve()
             elif not self.broken:
-                self._raised = describe_error(error)
+                self._progress.raised = describe_error(error)
                 self._board.touch()
         finally:
             self.in_call = False
@@ -146,10 +169,9 @@ class Control:
         """
         self.resolve()
         history = self._history.extend(digest)
-        self._counts[CHECK] = number = self._counts.get(CHECK, 0) + 1
-        self._doing = doing
+        self._progress.doing = doing
         try:
-            comparison = self._exchange.begin(number, history, self.timeout)
+            comparison = self._exchange.begin(self._history.num_checks, history, self.timeout)
         except RuntimeError as error:
             self.fail(doing, error)
         self._pending = comparison, text
@@ -166,36 +188,28 @@ class Control:
         if self._pending is None:
             return
         (comparison, text), self._pending = self._pending, None
-        self._group_name, self._members = CHECK, self._everyone
-        doing = f"the check of {self._doing}"
+        self._progress.party = self._everyone
+        doing = f"the check of {self._progress.doing}"
         try:
             self.wait(comparison)
         except (RuntimeError, StuckError) as error:
             self.fail(doing, error)
-        self._group_name, self._members = "", ()
         is_same, is_clean = comparison.are_equal()
         if not is_same:
             self._differ(text(), is_clean)
 
     # The collectives of this rank.
 
-    def begin(
-        self,
-        operation: Any,
-        x: Tensor,
-        site: Any,
-        group: str,
-        members: tuple[int, ...],
-        every: bool,
-    ) -> None:
+    def begin(self, operation: Any, x: Tensor, site: Any, party: Party, every: bool) -> None:
         """Records a collective that is about to begin, after the checks that precede it.
+
+        One function, and few calls: after a computation or a wait each finds cold caches.
 
         Args:
             operation: has `axes`, and a string that identifies it.
             x: its operand.
             site: the user's line, if it is known.
-            group: a name for its group, the same on all members.
-            members: the ranks of the group.
+            party: the ranks that it is among.
             every: whether to compare it with the other ranks before it begins.
 
         Raises:
@@ -204,19 +218,14 @@ class Control:
         """
         if self._pending is not None:
             self.resolve()
-        operand = x.dtype, x.shape
-        made_in = 0
+        dtype, shape, made_in = x.dtype, x.shape, 0
         if every or not self.in_call:
-            made_in = self._compare_first(operation, operand, site, every)
-        self._counts[group] = self._counts.get(group, 0) + 1
-        self._group_name, self._members = group, members
-        if self.recorder.begin(self.call, self._function, operation, operand, site, made_in):
+            made_in = self._compare_first(operation, (dtype, shape), site, every)
+        progress, new = self._progress, self.recorder.new
+        progress.party = party
+        new.append((progress.call, operation, dtype, shape, site, made_in, party))
+        if len(new) >= LENGTH:
             self._history.catch_up()
-
-    def end(self) -> None:
-        """Records that the collective is done."""
-        self.recorder.done = self.recorder.seq
-        self._group_name, self._members = "", ()
 
     def _compare_first(self, operation: Any, operand: Operand, site: Any, every: bool) -> int:
         """Compares the first collective of a backward; returns the call that it belongs to, or 0.
@@ -236,9 +245,10 @@ class Control:
             self.begin_call("")
         place = f" at {site.place}" if site is not None else ""
         dtype, sizes = operand
+        call, function = self._progress.call
         shape = f"{str(dtype).removeprefix('torch.')}{list(sizes)}"
         what = f"{operation} of {shape}{place}"
-        where = f"call {self.call} of {self._function}"
+        where = f"call {call} of {function}"
         of = f"of call {made_in} " * bool(made_in)
         doing = (
             f"{what}, in {where}" if self.in_call else f"{what}, in a backward {of}after {where}"
@@ -253,16 +263,15 @@ class Control:
             StuckError: they cannot arrive.
             RuntimeError: the operation has failed, or taken longer than the group's timeout.
         """
-        while True:
-            try:
-                work.wait(PATIENCE)
-                break
-            except RuntimeError:
-                if work.is_completed():  # it has failed; otherwise the wait may be resumed
-                    raise
+        while not is_done(work):
             self.look_out()
-        if self._blocked:
+        if self.is_blocked:
             self.unblock()
+
+    def wait_on(self, work: dist.Work) -> None:
+        """Waits as `wait`, after it has waited for some time already."""
+        self.look_out()
+        self.wait(work)
 
     def look_out(self) -> None:
         """Posts that this rank waits, and checks if the wait can end.
@@ -270,68 +279,34 @@ class Control:
         Raises:
             StuckError: it cannot, by two checks in a row: a rank may go on during the first.
         """
-        if not self._blocked:
+        progress = self._progress
+        if not progress.is_blocked:
             self._post_blocked()
-        stands = {**self._board.look(PATIENCE.total_seconds()), self.rank: self.stand()}
+        stands = {**self._board.look(PATIENCE.total_seconds()), self.rank: progress.stand()}
         path = find_deadlock(self.rank, stands)
         seen = tuple((r, stands[r].post, stands[r].call, stands[r].state) for r in path)
-        if path and seen == self._suspect:
+        if path and seen == progress.suspect:
             raise StuckError(path, stands)
-        self._suspect = seen
+        progress.suspect = seen
 
     def _post_blocked(self) -> None:
-        site = call_site()
-        if self._group_name == CHECK and site is not None:
-            self._doing += f" at {site.place}"
-        self._post += 1
-        self._blocked = True
+        progress, site = self._progress, call_site()
+        if progress.party.name == CHECK and site is not None:
+            progress.doing += f" at {site.place}"
+        progress.block()
         self._board.touch()
 
     @property
     def is_blocked(self) -> bool:
         """Returns whether this rank has posted that it waits."""
-        return self._blocked
+        return self._progress.is_blocked
 
     def unblock(self) -> None:
         """Posts that the wait is over."""
-        self._blocked, self._suspect = False, ()
+        self._progress.unblock()
         self._board.touch()
 
-    # The posts of this rank, and errors.
-
-    def stand(self) -> Stand:
-        """Describes the progress of this rank; called on any thread."""
-        self._beat += 1
-        state, what = self._state()
-        return Stand(
-            state=state,  # type: ignore[arg-type]  # one of the literals
-            call=self.call,
-            what=what,
-            group=self._group_name,
-            members=self._members if state == "waits" else (),
-            counts=dict(self._counts),
-            post=self._post,
-            beat=self._beat,
-            epoch=self.epoch,
-            ballot=self._ballot,
-        )
-
-    def _state(self) -> tuple[str, str]:
-        last = self.recorder.last()
-        where = f"call {self.call} of {self._function}" if self.call else "its start"
-        before = f"; its last collective is {last}" if last is not None else ""
-        if self._exited:
-            why = f" after it {self._raised}" if self._raised else ""
-            return "exited", f"has exited{why}, in or after {where}{before}"
-        if self.broken:
-            return self._failed_state, f"has failed before: {self.broken}"
-        if self._raised:
-            return "raised", f"{self._raised}, in {where}"
-        if self._blocked and self._group_name == CHECK:
-            return "waits", f"waits in the check of {self._doing}"
-        if self._blocked:
-            return "waits", f"waits in {last}"
-        return "runs", f"runs, in or after {where}{before}"
+    # Errors.
 
     def fail(self, what: str, error: Exception) -> NoReturn:
         """Raises the error of a failed operation, with the progress of each rank; writes a dump.
@@ -340,16 +315,16 @@ class Control:
             CollectiveMismatchError: the ranks wait for each other in different operations.
             CommunicationError: a rank is gone, has raised an error of its own, or is too late.
         """
-        if not self._blocked:
+        if not self.is_blocked:
             self._post_blocked()
         # The other ranks post a little later that they wait.
         stuck = isinstance(error, StuckError)
         posts = error.stands if isinstance(error, StuckError) else self._board.settled(_GATHER)
-        stands = {**posts, self.rank: self.stand()}
-        mine = stands[self.rank]
+        mine = self._progress.stand()
+        stands = {**posts, self.rank: mine}
         missing = [
             rank
-            for rank in (self._members or self._everyone)
+            for rank in (self._progress.party.members or self._everyone.members)
             if rank != self.rank and (rank not in stands or lacks(mine, stands[rank]))
         ]
         why, site = shorten(str(error)), call_site()
@@ -368,12 +343,11 @@ class Control:
         raise kind(text) from (None if stuck else error)
 
     def _break(self, why: str, text: str, disagree: bool) -> None:
-        self._failed_state = "disagrees" if disagree else "broken"
-        self._blocked, self._suspect = False, ()
+        progress = self._progress
+        progress.failed, progress.broken = "disagrees" if disagree else "broken", why
         self._pending = None
-        self.broken = why
-        self._board.touch()
         self.recorder.write(self.rank, text)
+        self.unblock()
 
     def fail_quietly(self, error: BaseException) -> None:
         """Records an error that was raised elsewhere: in the kernels' transfers."""
@@ -386,17 +360,17 @@ class Control:
 
     def _differ(self, text: str, is_clean: bool) -> NoReturn:
         """Posts this rank's text, collects those of the others, and raises their difference."""
-        number = self._counts[CHECK]
-        site = call_site()
-        self._ballot = number, "" if site is None else site.place, text
+        progress, site = self._progress, call_site()
+        number, place = self._history.num_checks, "" if site is None else site.place
+        progress.ballot = own = number, place, text
         self._board.touch()
         limit = min(2 * _GATHER, self.timeout.total_seconds())
-        ballots = self._board.ballots(self._ballot, limit)
+        ballots = self._board.ballots(own, limit)
         texts = {rank: ballot[2] for rank, ballot in ballots.items()}
-        message = difference(self._function, texts, {r: b[1] for r, b in ballots.items()})
+        message = difference(progress.call[1], texts, {r: b[1] for r, b in ballots.items()})
         if is_clean:  # no message is in flight, and every rank knows
             self._history.clear()
-            self.call = 0
+            progress.call = 0, progress.call[1]
             self.recorder.write(self.rank, message)
         else:
             self._break("the ranks have not done the same.", message, disagree=True)
@@ -410,37 +384,37 @@ class Control:
         Raises:
             CommunicationError: a rank did not come in time; names it.
         """
-        self.epoch += 1
-        self.broken, self._raised = self.broken or "it calls recover().", ""
-        self._blocked, self._pending, self._suspect = False, None, ()
+        progress = self._progress
+        progress.restart()
+        self._pending = None
         self._board.touch()
         # Others may be waiting for a message still, each for the timeout.
         patience = 2 * self.timeout
         end = monotonic() + patience.total_seconds()
-        late = list(self._everyone)
+        late = list(self._everyone.members)
         while late and monotonic() < end:
             stands = self._board.look(1.0)
             late = [r for r in late if r not in stands or stands[r].epoch < self.epoch]
             self._board.pause()
         if late:
-            self.broken = f"recover() has not been called by {ranks_text(late)}."
+            progress.broken = f"recover() has not been called by {ranks_text(late)}."
             described = "\n".join(self._described(self._board.look(1.0), late))
             raise CommunicationError(
                 f"recover() was not called by all ranks within {patience}:\n{described}"
             )
-        self._history.clear()
-        self.call = 0
-        self._counts = {}
+        self._history.restart()
+        progress.call = 0, ""
         self._exchange.close()
         self._exchange = self._connected()
-        self.broken = ""
+        progress.broken = ""
 
     def exit(self, error: BaseException | None = None) -> None:
         """Posts that this process is about to end, and because of which error."""
+        progress = self._progress
         if error is not None:
-            self._raised = self._raised or describe_error(error)
+            progress.raised = progress.raised or describe_error(error)
             return
-        self._exited = True
+        progress.exited = True
         with suppress(Exception):
             self._board.close()
         self._exchange.close()

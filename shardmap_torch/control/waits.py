@@ -19,6 +19,19 @@ CHECK: Final = "check"
 
 
 @dataclass(frozen=True)
+class Party:
+    """Ranks that do an operation together.
+
+    Attributes:
+        name: a name that only these ranks use.
+        members: their numbers.
+    """
+
+    name: str = ""
+    members: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Stand:
     """The progress of a rank, as it posts it for its peers.
 

@@ -8,6 +8,7 @@ import torch
 from shardmap_torch import I, Partial, PostmortemError, R
 from shardmap_torch.collectives.operations import collective_of
 from shardmap_torch.control.recorder import VARIABLE, Recorder, read_dump
+from shardmap_torch.control.waits import Party
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.postmortem import main
 
@@ -19,8 +20,9 @@ OPERAND = (torch.float32, torch.Size([4, 2]))
 def record(*operations: object) -> Recorder:
     recorder = Recorder()
     for number, operation in enumerate(operations, 1):
-        recorder.begin(number, "step", operation, OPERAND, Site("model.py", 10 + number))
-    recorder.done = len(operations) - 1
+        site = Site("model.py", 10 + number)
+        recorder.new.append(((number, "step"), operation, *OPERAND, site, 0, Party()))
+    recorder.is_open = True
     return recorder
 
 

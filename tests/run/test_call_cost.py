@@ -29,10 +29,10 @@ ONE_PROCESS: Final[Mapping[Case, int]] = {
     (False, True): 150,
 }
 TWO_PROCESSES: Final[Mapping[Case, int]] = {
-    (True, False): 210,
-    (False, False): 165,
-    (True, True): 221,
-    (False, True): 176,
+    (True, False): 223,
+    (False, False): 178,
+    (True, True): 236,
+    (False, True): 191,
 }
 A_LEAF: Final[Mapping[Case, int]] = {
     (True, False): 13,

@@ -1,0 +1,143 @@
+"""Ranks learn whether their numbers are equal, and notice who does not come."""
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
+
+from shardmap_torch.control import exchange as module
+from shardmap_torch.control.exchange import Exchange
+
+TIMEOUT = timedelta(seconds=20)
+LITTLE = timedelta(milliseconds=1)
+Values = tuple[int, int]
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[int], list[Exchange]]]:
+    """Connects so many ranks, in threads."""
+    with ExitStack() as stack:
+
+        def make(size: int) -> list[Exchange]:
+            store = HashStore()
+            with ThreadPoolExecutor(size) as pool:
+                found = list(
+                    pool.map(lambda r: Exchange(store, "key", r, size, TIMEOUT), range(size))
+                )
+            for each in found:
+                stack.callback(each.close)
+            return found
+
+        yield make
+
+
+def compare(ranks: list[Exchange], number: int, values: list[Values]) -> list[tuple[bool, bool]]:
+    def one(rank: int) -> tuple[bool, bool]:
+        comparison = ranks[rank].begin(number, values[rank], TIMEOUT)
+        comparison.wait(TIMEOUT)
+        assert comparison.is_completed()
+        return comparison.are_equal()
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, range(len(ranks))))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_every_rank_learns_whether_all_numbers_are_equal(
+    size: int, connect: Callable[[int], list[Exchange]]
+) -> None:
+    ranks, number = connect(size), 0
+
+    @settings(max_examples=20, deadline=None)
+    @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=size, max_size=size))
+    def agrees(bits: list[Values]) -> None:
+        nonlocal number
+        number += 1
+        values = [(a * (2**61 - 2), b) for a, b in bits]
+        expected = tuple(len(set(column)) == 1 for column in zip(*values, strict=True))
+        assert compare(ranks, number, values) == [expected] * size
+
+    agrees()
+
+
+def test_a_wait_goes_on_after_it_has_lost_its_patience(
+    connect: Callable[[int], list[Exchange]],
+) -> None:
+    one, two = connect(2)
+    mine = one.begin(1, (5, 6), TIMEOUT)
+    with pytest.raises(RuntimeError, match=r"^nothing has come within 0:00:20$"):
+        mine.wait(LITTLE)
+    assert not mine.is_completed()
+    two.begin(1, (5, 7), TIMEOUT)
+    mine.wait(TIMEOUT)
+    assert mine.are_equal() == (True, False)
+
+
+def test_a_wait_ends_at_its_deadline(connect: Callable[[int], list[Exchange]]) -> None:
+    one, _ = connect(2)
+    mine = one.begin(1, (5, 6), LITTLE)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^nothing has come within 0:00:00.001000$"):
+            mine.wait(LITTLE)
+    assert mine.is_completed()
+
+
+def test_a_rank_that_is_gone_or_out_of_step_is_an_error(
+    connect: Callable[[int], list[Exchange]],
+) -> None:
+    one, two = connect(2)
+    mine = one.begin(1, (0, 0), TIMEOUT)
+    two.begin(4, (0, 0), TIMEOUT)
+    with pytest.raises(RuntimeError, match=r"^rank 1 is at comparison 4, and this rank at 1$"):
+        mine.wait(TIMEOUT)
+    mine = one.begin(2, (0, 0), TIMEOUT)
+    two.close()
+    with pytest.raises(RuntimeError, match="rank 1"):  # closed, or reset
+        mine.wait(TIMEOUT)
+    assert mine.is_completed()
+
+
+def test_a_connection_without_the_token_is_not_taken_for_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strangers: list[socket.socket] = []
+    listener_of = module._listener
+
+    def listens(number: int) -> socket.socket:
+        listener = listener_of(number)
+        stranger = socket.create_connection(listener.getsockname()[:2])
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        strangers.append(stranger)
+        return listener
+
+    monkeypatch.setattr(module, "_listener", listens)
+    store: Any = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(lambda r: Exchange(store, "key", r, 2, TIMEOUT), range(2)))
+    assert compare(ranks, 1, [(1, 2), (1, 2)]) == [(True, True)] * 2
+    for each in ranks:
+        each.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:
+    with pytest.raises(RuntimeError):
+        Exchange(HashStore(), "key", 0, 2, timedelta(milliseconds=50))
+
+
+def test_the_interface_that_gloo_is_told_to_use_is_listened_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    assert next(iter(module._addresses())) == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
+    with module._listener(1) as listener:
+        assert listener.getsockname()[1] > 0
