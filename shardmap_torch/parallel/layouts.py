@@ -95,19 +95,19 @@ def relayout(
     """
     src, dst = (normalized(placement, x.ndim, name) for placement in (src, dst))
     type_ = type_along(axis, x)
-    kind = _kind(src)
-    if type_ not in _ACCEPTED[kind]:
+    placement_name = _name_of(src)
+    if type_ not in _ACCEPTED[placement_name]:
         raise ShardTypeError(
             f"{name}: the plan says {src!r}, but over {axis!r} the value is "
             f"{'equal on all ranks' if type_ in (I, R, K) else f'of type {type_}'}.\n"
             f"Fix: say {_REPAIRS[type_]} there, or change the layout of what computes it."
         )
     if type_ == Z:  # zeros have any placement of their shape
-        type_ = _ZERO[kind]
-    return _MOVES[kind, _kind(dst)](x, axis, type_, src, dst, replicate)
+        type_ = _ZERO[placement_name]
+    return _MOVES[placement_name, _name_of(dst)](x, axis, type_, src, dst, replicate)
 
 
-def _kind(placement: Placement) -> str:
+def _name_of(placement: Placement) -> str:
     return type(placement).__name__
 
 
@@ -145,7 +145,7 @@ def _collect(
     """Converts a shard or an addend to any other placement."""
     source = S(src.dim) if isinstance(src, Shard) else Partial
     targets = {"Replicate": replicate, "Partial": Partial}
-    target = S(dst.dim) if isinstance(dst, Shard) else targets[_kind(dst)]
+    target = S(dst.dim) if isinstance(dst, Shard) else targets[_name_of(dst)]
     return redistribute(x, axis, src=source, dst=target)
 
 

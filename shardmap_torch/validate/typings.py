@@ -103,7 +103,7 @@ class Operation:
 
     def shown(self, types: Kinds) -> str:
         """Formats it as `(x: Partial, w: R)`."""
-        words = [f"{path}: {kind}" for path, kind in zip(self.paths, types, strict=True)]
+        words = [f"{path}: {axis_type}" for path, axis_type in zip(self.paths, types, strict=True)]
         return f"({', '.join(words)})"
 
 
@@ -161,10 +161,10 @@ def typings(real: Sequence[bool], rng: random.Random) -> Iterator[Kinds]:
                 types[i] = R
         distinct[tuple(types)] = None
 
-    for kind in (R, V, Partial):
-        add(kind, {})
-    for place, kind in itertools.product(places, (V, Partial)):
-        add(R, {place: kind})
+    for axis_type in (R, V, Partial):
+        add(axis_type, {})
+    for place, axis_type in itertools.product(places, (V, Partial)):
+        add(R, {place: axis_type})
         add(Partial, {place: R})
     pairs = list(itertools.combinations(places, 2))
     for pair in rng.sample(pairs, min(len(pairs), _MAX_PAIRS)):
@@ -177,13 +177,13 @@ def typings(real: Sequence[bool], rng: random.Random) -> Iterator[Kinds]:
 class _Result:
     """A result or gradient with its inferred type; `like.requires_grad` if it takes a cotangent."""
 
-    kind: AxisType
+    axis_type: AxisType
     like: ShapeDtype
 
 
 def _seeds(results: Sequence[_Result]) -> list[Kinds]:
     """Returns the types of cotangents to try, for the results that take some."""
-    choices = [_COTANGENTS[result.kind] for result in results if result.like.requires_grad]
+    choices = [_COTANGENTS[result.axis_type] for result in results if result.like.requires_grad]
     return list(
         dict.fromkeys(
             tuple(choice[min(turn, len(choice) - 1)] for choice in choices) for turn in range(2)
@@ -214,9 +214,10 @@ def _interpret(
     body.__name__ = operation.name
     examples = (*operation.examples, *cotangents)
     stacked = [
-        torch.stack([x, x]) if kind == V else x for x, kind in zip(examples, every, strict=True)
+        torch.stack([x, x]) if axis_type == V else x
+        for x, axis_type in zip(examples, every, strict=True)
     ]
-    specs = tuple(_SPECS[kind] for kind in every)
+    specs = tuple(_SPECS[axis_type] for axis_type in every)
     mesh = make_mesh((2,), (AXIS,), kind="simulated", simulate="ranks")
     check_program(shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()), *stacked)
     return results
@@ -250,14 +251,14 @@ class _Trial:
 
     def compare(self, num_ranks: int, generator: torch.Generator, findings: Findings) -> None:
         """Runs the operation, and records for every claim if it holds."""
-        claimed = {kind for _, kind in self.claims} - {V}
+        claimed = {axis_type for _, axis_type in self.claims} - {V}
         if not claimed:
             return
         types = (*self.types, *self.seeds)
         examples = (*self.operation.examples, *self.cotangents)
         columns = [
-            _values(kind, like, num_ranks, generator)
-            for kind, like in zip(types, examples, strict=True)
+            _values(axis_type, like, num_ranks, generator)
+            for axis_type, like in zip(types, examples, strict=True)
         ]
         ranks = self._run(columns)
         findings.tried += 1
@@ -268,11 +269,11 @@ class _Trial:
             sums = [[total(c)] if k == Partial else c[:1] for c, k in pairs]
             meant = None if V in types else self._run(sums)
         tolerance = tolerance_of(c[0].dtype for c in (*columns, *ranks))
-        for place, (claim, kind) in enumerate(self.claims):
-            if kind == V or not bool(ranks[place][0].isfinite().any()):
+        for place, (claim, axis_type) in enumerate(self.claims):
+            if axis_type == V or not bool(ranks[place][0].isfinite().any()):
                 continue
             fault = refute(
-                kind,
+                axis_type,
                 ranks[place],
                 None if others is None else others[place],
                 None if meant is None else meant[place][0],
@@ -296,9 +297,9 @@ class _Trial:
 
 
 def _values(
-    kind: AxisType, like: Tensor, num_ranks: int, generator: torch.Generator
+    axis_type: AxisType, like: Tensor, num_ranks: int, generator: torch.Generator
 ) -> list[Tensor]:
-    if kind in (V, Partial):
+    if axis_type in (V, Partial):
         return [draw(like, generator) for _ in range(num_ranks)]
     return [draw(like, generator)] * num_ranks
 
@@ -315,7 +316,7 @@ def _trials(operation: Operation, types: Kinds, findings: Findings) -> Iterator[
     shown = operation.shown(types)
     many = len(results) > 1
     claims = [
-        (f"{shown}: result{f'[{i}]' if many else ''} is {result.kind}", result.kind)
+        (f"{shown}: result{f'[{i}]' if many else ''} is {result.axis_type}", result.axis_type)
         for i, result in enumerate(results)
     ]
     device = operation.examples[0].device
@@ -346,7 +347,7 @@ def _pulled(
         findings.refused[f"gradients: {problem}"] = None
         return None
     more = [
-        (f"{under}: gradient of {path} is {gradient.kind}", gradient.kind)
+        (f"{under}: gradient of {path} is {gradient.axis_type}", gradient.axis_type)
         for path, gradient in zip(operation.smooth_paths, gradients, strict=True)
     ]
     return replace(forward, claims=[*claims, *more], seeds=seeds, cotangents=cotangents)

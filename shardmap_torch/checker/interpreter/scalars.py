@@ -94,7 +94,7 @@ def take_for_torch(interpreter: "Interpreter", op: OpOverload, arguments: Mappin
     value = take(interpreter, op, arguments)
     if type(value) is not SymbolicNumber:
         return value
-    if value.kind is not bool:
+    if value.number_type is not bool:
         escape(interpreter, "a torch function asks for")
     return bool(value)
 
@@ -116,7 +116,7 @@ def proposals(
     if len(tensors) != 1:
         return
     storage_type = interpreter.storage_type(tensors[0])
-    bad = [i for i, kind in enumerate(storage_type.types) if plain(kind) in (V, Partial)]
+    bad = [i for i, each in enumerate(storage_type.types) if plain(each) in (V, Partial)]
     names = tuple(interpreter.axes[i] for i in bad)
     sources = [messages.culprit(storage_type, i, interpreter.axes[i]) for i in bad]
     if any(source.made is not None and "axis_index" in source.made.name for source in sources):
@@ -166,16 +166,20 @@ def _bool(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _FLOAT: Final[Mapping[type, str]] = {
-    kind: f"write {number} in place of float(x), and x.f().item() in place of math.f(x)"
-    for kind, number in (
+    number_type: f"write {number} in place of float(x), and x.f().item() in place of math.f(x)"
+    for number_type, number in (
         (float, "x.item()"),
         (int, "x.double().item()"),
         (bool, "x.double().item()"),
     )
 }
 _INT: Final[Mapping[type, str]] = {
-    kind: f"write {number} in place of int(x)"
-    for kind, number in ((float, "x.long().item()"), (int, "x.item()"), (bool, "x.long().item()"))
+    number_type: f"write {number} in place of int(x)"
+    for number_type, number in (
+        (float, "x.long().item()"),
+        (int, "x.item()"),
+        (bool, "x.long().item()"),
+    )
 }
 """Repairs, by the Python type of the tensor's numbers."""
 
@@ -189,7 +193,7 @@ def _plain(what: str, advice: Mapping[type, str] | None = None) -> Callable[...,
             return func(*args, **kwargs)  # torch says what is wrong
         value = _taken(interpreter, tensor)
         if type(value) is SymbolicNumber:
-            escape(interpreter, what, *([] if advice is None else [advice[value.kind]]))
+            escape(interpreter, what, *([] if advice is None else [advice[value.number_type]]))
         return func(*args, **kwargs)
 
     return take_plain

@@ -35,19 +35,19 @@ class Condition:
 
     Attributes:
         subject: the unknown number, as text; equal texts are equal numbers.
-        kind: its Python type.
+        number_type: its Python type.
         comparison: one of `COMPARISONS`.
         bound: the known number.
     """
 
     subject: str
-    kind: type
+    number_type: type
     comparison: str
     bound: float
 
     def __str__(self) -> str:
         """Formats it as `#1 > 1.0`, or `#1` for a bool."""
-        if self.kind is bool and (self.comparison, self.bound) == ("!=", 0):
+        if self.number_type is bool and (self.comparison, self.bound) == ("!=", 0):
             return self.subject
         return f"{self.subject} {self.comparison} {self.bound!r}"
 
@@ -92,7 +92,7 @@ class Failing:
     def __enter__(self) -> None:
         """Does nothing."""
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         """Records an error of the checker."""
         if isinstance(error, ShardTypeError | TransformError):
             self._branches.refusal = error
@@ -166,30 +166,30 @@ class Branches:
         known = [
             (other, answer)
             for other, answer in self._known
-            if (other.subject, other.kind) == (condition.subject, condition.kind)
+            if (other.subject, other.number_type) == (condition.subject, condition.number_type)
         ]
         bounds = [condition.bound, *(other.bound for other, _ in known)]
         return {
             condition.holds(value)
-            for value in _candidates(condition.kind, bounds)
+            for value in _candidates(condition.number_type, bounds)
             if all(other.holds(value) is answer for other, answer in known)
         } or {True, False}  # other bounds than numbers, such as complex ones
 
 
-def _candidates(kind: type, bounds: Sequence[float]) -> Iterator[float]:
+def _candidates(number_type: type, bounds: Sequence[float]) -> Iterator[float]:
     """Yields values on each bound, and in each range between bounds."""
-    if kind is bool:
+    if number_type is bool:
         yield from (False, True)
         return
     for bound in bounds:
-        if kind is float:
+        if number_type is float:
             yield from (bound, math.nextafter(bound, math.inf), math.nextafter(bound, -math.inf))
         elif math.isfinite(bound):
             low, high = math.floor(bound), math.ceil(bound)
             yield from (low - 1, low, high, high + 1)
         else:
             yield 0
-    if kind is float:
+    if number_type is float:
         yield from (math.nan, math.inf, -math.inf)
 
 

@@ -31,23 +31,23 @@ class Numbers:
         self._by_text: dict[str, SymbolicNumber] = {}
         self._texts: dict[Any, str] = {}
 
-    def take(self, source: Any, kind: type) -> "tuple[SymbolicNumber, bool]":
+    def take(self, source: Any, number_type: type) -> "tuple[SymbolicNumber, bool]":
         """Returns the number of `source`, and whether it is a new one."""
-        known = self._by_source.get((source, kind))
+        known = self._by_source.get((source, number_type))
         if known is not None:
             return known, False
-        number = self.make(f"#{len(self._by_source) + 1}", kind)
-        self._by_source[source, kind] = number
+        number = self.make(f"#{len(self._by_source) + 1}", number_type)
+        self._by_source[source, number_type] = number
         return number, True
 
-    def make(self, text: str, kind: type) -> "SymbolicNumber":
+    def make(self, text: str, number_type: type) -> "SymbolicNumber":
         """Returns the number with that text; equal texts are equal numbers."""
         self.any = True
         if text not in self._by_text:
             # Not 0 or 1, and between them for functions that require it, such as dropout.
             count = len(self._by_text) + 1
-            stand_in = 0.5 + count / 2**20 if kind is float else 100 + count
-            self._by_text[text] = SymbolicNumber(self, text, kind, stand_in)
+            stand_in = 0.5 + count / 2**20 if number_type is float else 100 + count
+            self._by_text[text] = SymbolicNumber(self, text, number_type, stand_in)
             self._texts[stand_in] = text
         return self._by_text[text]
 
@@ -92,7 +92,7 @@ def _stand_in(value: Any, types: set[type]) -> Any:
         return type(value)(found) if changed else value
     if type(value) is not SymbolicNumber:
         return value
-    types.add(value.kind)
+    types.add(value.number_type)
     return value.stand_in
 
 
@@ -133,8 +133,8 @@ def _binary(symbol: str, operation: Callable[[Any, Any], Any]) -> Any:
 def _unary(name: str, operation: Callable[..., Any]) -> Any:
     def method(self: "SymbolicNumber", *args: Any) -> Any:
         inner = ", ".join([self.text, *map(str, args)])
-        kind = type(operation(self.stand_in, *args))
-        return self.owner.make(f"{name}({inner})", kind)
+        number_type = type(operation(self.stand_in, *args))
+        return self.owner.make(f"{name}({inner})", number_type)
 
     return method
 
@@ -144,7 +144,7 @@ def _comparison(symbol: str) -> Any:
         if type(other) is SymbolicNumber:
             return self.owner.branches.decide(_order(self, symbol, other))
         if isinstance(other, _KNOWN):
-            return self.owner.branches.decide(Condition(self.text, self.kind, symbol, other))
+            return self.owner.branches.decide(Condition(self.text, self.number_type, symbol, other))
         return NotImplemented
 
     return method
@@ -164,21 +164,21 @@ def _order(a: "SymbolicNumber", symbol: str, b: "SymbolicNumber") -> Condition:
     """Returns the condition on the order of two numbers: -1, 0 or 1, or none if unordered."""
     if b.text < a.text:
         a, symbol, b = b, _MIRRORED.get(symbol, symbol), a
-    kind = float if float in (a.kind, b.kind) else int
-    return Condition(f"order of {a.text} and {b.text}", kind, symbol, 0)
+    number_type = float if float in (a.number_type, b.number_type) else int
+    return Condition(f"order of {a.text} and {b.text}", number_type, symbol, 0)
 
 
 class SymbolicNumber:
     """A number taken from a tensor; it passes for a float, an int or a bool."""
 
-    def __init__(self, owner: Numbers, text: str, kind: type, stand_in: float) -> None:
+    def __init__(self, owner: Numbers, text: str, number_type: type, stand_in: float) -> None:
         """Keeps the text, the Python type and the number that stands in for this one."""
-        self.owner, self.text, self.kind, self.stand_in = owner, text, kind, stand_in
+        self.owner, self.text, self.number_type, self.stand_in = owner, text, number_type, stand_in
 
     @property  # type: ignore[misc]  # as in unittest.mock: what isinstance asks
     def __class__(self) -> type:
         """The Python type, for `isinstance`."""
-        return self.kind
+        return self.number_type
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,13 +218,13 @@ class SymbolicNumber:
 
     def __getattr__(self, name: str) -> Any:
         """Rejects attributes that a Python number has and a symbolic one has not."""
-        if hasattr(self.kind, name):
+        if hasattr(self.number_type, name):
             self._escape(f".{name}")
         raise AttributeError(name)
 
     def __bool__(self) -> bool:
         """Makes a branch."""
-        return self.owner.branches.decide(Condition(self.text, self.kind, "!=", 0))
+        return self.owner.branches.decide(Condition(self.text, self.number_type, "!=", 0))
 
     def __float__(self) -> float:
         """Refuses: a plain number could not be tracked."""

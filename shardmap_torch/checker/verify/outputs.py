@@ -57,20 +57,20 @@ class Uncommitted:
     """The type assumed of a result that is K and through which a gradient flows.
 
     Attributes:
-        kind: the assumed type: K, which is returned as I, or else R.
+        assumed: the assumed type: K, which is returned as I, or else R.
         met: whether there has been such a result.
     """
 
     def __init__(self, interpreter: Interpreter, axis_type: AxisType) -> None:
         """Starts with no such result."""
-        self._interpreter, self.kind, self.met = interpreter, axis_type, False
+        self._interpreter, self.assumed, self.met = interpreter, axis_type, False
 
     def types_of(self, value: Tensor) -> Types:
         """Returns the types with which a result leaves the body."""
         types = self._interpreter.types(base_of(value))
         if K in types and self._interpreter.flows(base_of(value)):
             self.met = True
-            return tuple(self.kind if axis_type == K else axis_type for axis_type in types)
+            return tuple(self.assumed if axis_type == K else axis_type for axis_type in types)
         return types
 
 
@@ -225,7 +225,7 @@ class Exits:
         axis_type = self._interpreter.types(base_of(value))[self._interpreter.axes.index(axis)]
         promise = promised(spec, axis).kind
         # What does not type as I is known by the retry as R.
-        is_free = self._uncommitted.kind == K or not self._interpreter.flows(base_of(value))
+        is_free = self._uncommitted.assumed == K or not self._interpreter.flows(base_of(value))
         readings = _READINGS.get((axis_type.kind, promise), "") if is_free else ""
         others = frozenset(_EXITS[reading, promise] for reading in readings)
         shared = self._resolved.exits.get(where, found)

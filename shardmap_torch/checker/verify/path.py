@@ -237,7 +237,7 @@ class _Verification:
                 back.run(result)
                 self._branches.require()
             except ShardTypeError as error:
-                if self._uncommitted.met and self._uncommitted.kind == K:
+                if self._uncommitted.met and self._uncommitted.assumed == K:
                     raise _RetryError(error) from None
                 raise
             self._inner.resolve()
