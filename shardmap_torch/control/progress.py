@@ -9,7 +9,7 @@ from shardmap_torch.control.waits import CHECK, Ballot, Party, Stand, State
 
 
 class Progress:
-    """The progress of this rank; written by the thread that runs the program, read by the one that posts.
+    """The progress of this rank, written by the thread that runs the program; another posts it.
 
     Attributes:
         call: the number of the newest call of a shard_mapped function, and the function's name.
