@@ -5,6 +5,7 @@ Each function checks its arguments and issues rows of `shardmap_torch.collective
 
 from shardmap_torch.ops.cast import convert, redistribute, reinterpret
 from shardmap_torch.ops.gather import all_gather, all_to_all, broadcast
+from shardmap_torch.ops.groups import axis_group
 from shardmap_torch.ops.index import axis_index, axis_size
 from shardmap_torch.ops.permute import ppermute, shift
 from shardmap_torch.ops.ragged import ragged_all_to_all
@@ -15,6 +16,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "axis_group",
     "axis_index",
     "axis_size",
     "broadcast",

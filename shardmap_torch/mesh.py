@@ -146,6 +146,19 @@ class Mesh:
         aliases = dict(self.aliases)
         return tuple(each for axis in axes for each in aliases.get(axis, (axis,)))
 
+    def resized(self, sizes: tuple[int, ...]) -> "Mesh":
+        """Returns an abstract mesh of other sizes, whose axes have the same process groups."""
+        mesh = Mesh(
+            self.axis_names,
+            sizes,
+            "abstract",
+            self.device,
+            device_mesh=self.device_mesh,
+            aliases=self.aliases,
+        )
+        mesh._groups.update(self._groups)
+        return mesh
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the index of `rank` on each axis.
 
@@ -179,6 +192,18 @@ class Mesh:
             places = [{**p, axis: i} for p in places for i in range(self.shape[axis])]
         return tuple(self.rank_at(p) for p in places)
 
+    def in_order(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Returns the finest axes of `axes` in the order of the mesh.
+
+        Raises:
+            MeshError: the mesh lacks one of them.
+        """
+        wanted = self.finest((axes,) if isinstance(axes, str) else axes)
+        unknown = [axis for axis in wanted if axis not in self.axis_names]
+        if unknown or not wanted:
+            raise MeshError(f"No axes {show(axes)} in the {self}.")
+        return tuple(axis for axis in self.axis_names if axis in wanted)
+
     def group(self, axes: Sequence[str], purpose: str = "collectives") -> dist.ProcessGroup:
         """Returns the process group along `axes`; its members are in mesh order.
 
@@ -192,8 +217,7 @@ class Mesh:
             raise MeshError(f"A {self.kind} mesh has no process groups.")
         if self._state.closed:
             raise MeshError(f"The {self} is closed; make another with make_mesh.")
-        wanted = self.finest(axes)
-        ordered = tuple(axis for axis in self.axis_names if axis in wanted)
+        ordered = self.in_order(axes)
         key = (ordered, purpose)
         if key not in self._groups:
             self._groups[key] = self._make_group(self.device_mesh, ordered, purpose)

@@ -12,10 +12,12 @@ from shardmap_torch import (
     CollectiveError,
     I,
     P,
+    ShardMapError,
     SpecError,
     all_gather,
     all_reduce,
     current_mesh,
+    full,
     make_mesh,
     shard_map,
 )
@@ -54,6 +56,18 @@ def test_a_tensor_that_cannot_be_sharded_is_refused_under_transforms_too() -> No
         fake = torch.ones(4)
     with pytest.raises(SpecError, match=r"x: is a fake tensor whose FakeTensorMode has ended"):
         mapped(fake)
+
+
+def test_a_tree_too_deep_to_place_and_a_nested_tensor_given_twice_are_refused() -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(SpecError, match=r"A list contains itself, or is nested too deep"):
+        full(endless)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    mapped = shard_map(lambda *xs: xs, mesh=GRID, in_specs=None, out_specs=P())
+    for _ in range(3):
+        with pytest.raises(ShardMapError):
+            mapped(nested, 3)
 
 
 def test_half_precision_crosses_the_boundary_under_autocast_of_bfloat16() -> None:

@@ -11,12 +11,14 @@ from typing import Final
 
 import optree
 import torch
+import typing_extensions
 
 _HERE: Final = Path(__file__).resolve().parents[2]
 _OWN: Final = (
     *(str(_HERE / name) + "/" for name in ("shardmap_torch", "ops", "kernels")),
     *(str(Path(package.__file__ or "").parent) + "/" for package in (torch, optree)),
     contextlib.__file__,
+    typing_extensions.__file__,  # what torch deprecates is called through it
     "<",
 )
 

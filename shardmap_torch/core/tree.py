@@ -74,7 +74,11 @@ def _trace(tree: Tree, leaves: list[Any]) -> Traced:
 
 def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Applies `function` to each leaf, as `optree.tree_map` does."""
-    return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)
+    try:
+        return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)
+    except RecursionError:
+        flatten(tree)  # says so if the tree is too deep; else it is an error of `function`
+        raise
 
 
 @dataclass(frozen=True, slots=True)

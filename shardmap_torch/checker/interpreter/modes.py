@@ -31,8 +31,10 @@ from shardmap_torch.checker.ir.rank_only import (
     takes_vmap,
     watching_functions,
 )
+from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rewrites.copies import MAY_COPY
 from shardmap_torch.checker.rewrites.table import METADATA, rewritten
+from shardmap_torch.checker.rules.distributed_calls import NAMESPACES
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.registry import MEANINGS
 from shardmap_torch.core.functorch import base_of
@@ -129,6 +131,10 @@ class _Operations(TorchDispatchMode):
         with self._interpreter.insisting():
             if isinstance(func, HigherOrderOperator):
                 raise _unknown(self._interpreter.name, func)
+            if func.namespace in NAMESPACES:
+                out = distributed.typed_call(self._interpreter, func, args, self)
+                if out is not NotImplemented:
+                    return out
             return self._interpreter.call(func, args, kwargs or {})
 
 

@@ -33,6 +33,9 @@ class Host(Protocol):
     def storage_type(self, tensor: Tensor) -> StorageType:
         """Returns the type of a tensor's storage."""
 
+    def flows(self, tensor: Tensor) -> bool:
+        """Returns whether a gradient flows through a tensor."""
+
 
 @dataclass
 class _Row:

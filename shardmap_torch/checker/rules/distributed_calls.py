@@ -11,13 +11,27 @@ import torch
 
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import ShardMapError, ShardTypeError
 
 NAMESPACES: Final = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 )
 """Namespaces of the operators that torch.distributed's functions call."""
 
+_GROUP: Final = ", or pass it group=axis_group(mesh, axis), with which it is typed"
+_FUNCTIONAL: Final = "_functional_collectives.py"
+_TAKES_GROUP: Final = (
+    "all_reduce",
+    "allreduce",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "_allgather_base",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "all_to_all_single",
+    "alltoall_base",
+)
 _WAITING: Final = "leave it out: typed collectives wait for one another"
 _POINT: Final = "use shardmap_torch.ppermute or shift, which all ranks of an axis call"
 
@@ -52,11 +66,14 @@ _TORCH: Final = str(Path(torch.__file__).parent) + "/"
 
 def refused(name: str, op: OpOverload) -> ShardTypeError:
     """Returns the error for an operator of one of `NAMESPACES`."""
-    return _error(name, op._schema.name.split("::")[1].rstrip("_"), call_site())
+    called = op._schema.name.split("::")[1].rstrip("_")
+    return _error(name, called, call_site(), True)
 
 
 def named_in(name: str, error: BaseException) -> ShardTypeError | None:
     """Returns the error for a call that failed before its operator, as without process groups."""
+    if isinstance(error, ShardMapError):
+        return None  # of a typed call
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     for (caller, line), (callee, _) in pairwise(frames):
         enters = callee.co_filename.startswith(_DISTRIBUTED)
@@ -64,12 +81,15 @@ def named_in(name: str, error: BaseException) -> ShardTypeError | None:
             inner = [code for code, _ in frames if code.co_filename.startswith(_DISTRIBUTED)]
             called = next((c.co_qualname for c in inner if _instead(c.co_qualname)), None)
             if called is not None:
-                return _error(name, called.split(".")[0], Site(caller.co_filename, line))
+                functional = any(code.co_filename.endswith(_FUNCTIONAL) for code in inner)
+                site = Site(caller.co_filename, line)
+                return _error(name, called.split(".")[0], site, not functional)
     return None
 
 
-def _error(name: str, called: str, site: Site | None) -> ShardTypeError:
+def _error(name: str, called: str, site: Site | None, takes_group: bool) -> ShardTypeError:
     advice = _instead(called) or "use the typed functions of shardmap_torch"
+    advice += _GROUP if takes_group and called in _TAKES_GROUP else ""
     return ShardTypeError(
         f"{name}: {called} of torch.distributed is called in the body, and the checker cannot tell "
         f"what that does to types and gradients.\n  at {site}\nFix: {advice}."

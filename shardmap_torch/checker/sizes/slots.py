@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
@@ -55,6 +56,8 @@ def layout_of(key: Sequence[Any], call: Call) -> Hashable:
         kind = input_signature(leaf)
         if isinstance(leaf, Tensor):
             shape, *others = kind
+            if not isinstance(shape, torch.Size):  # a nested tensor has none, and is refused
+                return None
             kinds.append((len(shape), *others))
         else:
             kinds.append(kind if type(leaf) is int else (kind, leaf))

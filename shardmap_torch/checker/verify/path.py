@@ -43,7 +43,6 @@ from shardmap_torch.checker.verify.sharing import input_sharing
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.errors import ShardMapError, ShardTypeError, SpecError
-from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, K, R
 
 Strictness: TypeAlias = Literal["local", "global"] | frozenset[str]
@@ -148,7 +147,7 @@ def _record(
     """Shows an observer the forward where all axes but these have one rank."""
     full = this.call.mesh
     sizes = tuple(full.shape[axis] if axis in axes else 1 for axis in full.axis_names)
-    mesh = Mesh(full.axis_names, sizes, "abstract", full.device, aliases=full.aliases)
+    mesh = full.resized(sizes)
     call = replace(this.call, mesh=mesh)
     alone = Round(call, this.repair, "local", readings=this.readings, sizes=this.sizes)
     verification = _Verification(alone, branches, K, None)

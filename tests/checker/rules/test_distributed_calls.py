@@ -83,7 +83,14 @@ def test_a_raw_call_names_the_typed_function_where_there_is_no_process_group(nam
     assert f"Fix: use shardmap_torch.{instead}" in text
 
 
-@pytest.mark.parametrize("name", CALLS)
+TYPED: Final = (
+    *("all_reduce", "async", "into tensor", "scatter tensor", "single"),
+    *("functional sum", "functional gather", "differentiable"),
+)
+"""Calls that are typed where the group is that of axes."""
+
+
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - set(TYPED)))
 def test_a_raw_call_names_the_typed_function_on_processes(name: str, process_group: None) -> None:
     call, instead = CALLS[name]
     text = rejection(call, "process_group")
@@ -105,11 +112,27 @@ def test_a_barrier_is_to_be_left_out(kind: str, request: pytest.FixtureRequest) 
     ]
 
 
+def test_a_call_that_a_group_would_type_says_so() -> None:
+    text = rejection(CALLS["all_reduce"][0], "abstract")
+    assert text.splitlines()[-1] == (
+        "Fix: use shardmap_torch.all_reduce, or pass it group=axis_group(mesh, axis), with which "
+        "it is typed."
+    )
+
+
+def test_a_group_of_no_axis_is_not_typed(process_group: None) -> None:
+    other = dist.new_group([0])
+    text = rejection(lambda x: dist.all_reduce(x.clone(), group=other), "process_group")
+    assert "all_reduce of torch.distributed is called in the body" in text or (
+        "allreduce of torch.distributed is called in the body" in text
+    )
+
+
 def test_an_error_that_the_body_catches_is_one_nevertheless(process_group: None) -> None:
     def catching(x: Tensor) -> None:
         try:
-            dist.all_reduce(x.clone())
+            dist.broadcast(x.clone(), 0)
         except Exception:
             return
 
-    assert "all_reduce of torch.distributed" in rejection(catching, "process_group")
+    assert "broadcast of torch.distributed" in rejection(catching, "process_group")

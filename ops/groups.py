@@ -1,0 +1,210 @@
+"""Groups of ranks for code that calls `torch.distributed` itself."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.ops.arguments import Axis, read_axes
+from shardmap_torch.ops.gather import all_gather, all_to_all
+from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
+from shardmap_torch.types import I
+
+Group: TypeAlias = "dist.ProcessGroup | AxisGroup"
+
+_OPS: Final[Mapping[str, str]] = MappingProxyType(
+    {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
+)
+
+
+class Done:
+    """A piece of work that has ended, as `async_op=True` returns it."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """Returns at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns True."""
+        return True
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """The process group of mesh axes where ranks are no processes; see `axis_group`.
+
+    `torch.distributed` calls these methods, as it calls those of a ProcessGroup, and each calls the
+    typed collective.
+
+    Attributes:
+        mesh: whose axes they are.
+        axes: the axes, in mesh order.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    def size(self) -> int:
+        """Returns the number of ranks; in a body, of the mesh on which it runs."""
+        scope = current_scope()
+        return (self.mesh if scope is None else scope.backend.mesh).num_ranks(self.axes)
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Done:
+        """Sums each tensor over the ranks, in place."""
+        for tensor in tensors:
+            self._write(tensor, [], "all_reduce", partial(self.reduced, tensor, options))
+        return Done()
+
+    def all_gather_single(self, output: Tensor, x: Tensor, options: Any = None) -> Done:
+        """Writes the values of all ranks, one after the other along dim 0, into `output`."""
+        tiled = output.ndim == x.ndim
+        return self._write(output, [x], "all_gather", lambda: self.gathered(x, tiled))
+
+    def reduce_scatter_single(self, output: Tensor, x: Tensor, options: Any) -> Done:
+        """Writes this rank's shard along dim 0 of the sum into `output`."""
+        tiled = output.ndim == x.ndim
+        return self._write(output, [x], "reduce_scatter", lambda: self.scattered(x, options, tiled))
+
+    def all_to_all_single(
+        self, output: Tensor, x: Tensor, received: Any, sent: Any, options: Any = None
+    ) -> Done:
+        """Sends shard i along dim 0 to rank i, and writes those that arrive into `output`."""
+        sizes = [*received, *sent]
+        return self._write(output, [x], "all_to_all", lambda: self.exchanged(x, sizes))
+
+    # The names of methods that torch calls differ between releases.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+    def reduced(self, x: Tensor, options: Any) -> Tensor:
+        """Sums over the ranks; pending sums become invariant."""
+        return all_reduce(x, self.axes, dst=I, op=_read_op("all_reduce", options))
+
+    def gathered(self, x: Tensor, tiled: bool = True) -> Tensor:
+        """Gathers along dim 0; varying values become invariant."""
+        return all_gather(x, self.axes, dim=0, dst=I, tiled=tiled)
+
+    def scattered(self, x: Tensor, options: Any, tiled: bool = True) -> Tensor:
+        """Sums over the ranks, and leaves each its shard along dim 0."""
+        op = _read_op("reduce_scatter", options)
+        return reduce_scatter(x, self.axes, dim=0, op=op, tiled=tiled)
+
+    def exchanged(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Exchanges shards along dim 0, all of one size."""
+        if sizes:
+            raise CollectiveError(
+                "all_to_all_single of torch.distributed is called in the body with split sizes, "
+                "which are not typed. Use shardmap_torch.ragged_all_to_all."
+            )
+        return all_to_all(x, self.axes, split_dim=0, concat_dim=0)
+
+    def _write(
+        self,
+        output: Tensor,
+        operands: Sequence[Tensor],
+        name: str,
+        collective: Callable[[], Tensor],
+    ) -> Done:
+        _, scope = read_axes(name, self.axes)
+        scope.backend.needs_ranks()  # torch.func.vmap cannot write into what it does not batch
+        if any(map(can_receive_gradient, [output, *operands])):
+            raise unseen_by_autograd(name)
+        result = collective()
+        if result.shape != output.shape:
+            raise CollectiveError(
+                f"{name} of torch.distributed gives {list(result.shape)} over {self.axes}, and "
+                f"its output has {list(output.shape)}."
+            )
+        with torch.no_grad():
+            output.copy_(result)
+        return Done()
+
+
+def unseen_by_autograd(name: str) -> CollectiveError:
+    """Returns the error for a call on tensors through which a gradient flows."""
+    return CollectiveError(
+        f"{name} of torch.distributed is called on a tensor that needs a gradient, and autograd "
+        f"does not see the call. Use shardmap_torch.{name}, or detach it."
+    )
+
+
+def _read_op(name: str, options: Any) -> Any:
+    op = getattr(options, "reduceOp", options)
+    for known, ours in _OPS.items():
+        if op == getattr(dist.ReduceOp, known) or op == known.lower():
+            return ours
+    raise CollectiveError(f"{name} of torch.distributed: only {', '.join(_OPS)} are typed.")
+
+
+def axis_group(mesh: Mesh | DeviceMesh, axis: Axis) -> Group:
+    """Returns the group of `axis`, to be passed to functions of `torch.distributed` in a body.
+
+    With it code that calls `torch.distributed` is checked, and runs, before it is rewritten: on a
+    mesh of processes it is torch's own group, which `mesh.device_mesh.get_group(axis)` returns too;
+    on a simulated or abstract mesh a stand-in. In a body these are typed, and nothing else of
+    `torch.distributed`:
+
+    =========================== ============================== ==============
+    call                        as                             types
+    =========================== ============================== ==============
+    `all_reduce`                `all_reduce(dst=I)`, in place  P→I (MAX: V→I)
+    `all_gather_into_tensor`    `all_gather(dst=I)` of dim 0   V→I
+    `reduce_scatter_tensor`     `reduce_scatter` of dim 0      P→V
+    `all_to_all_single`         `all_to_all` of dim 0          V→V
+    =========================== ============================== ==============
+
+    On processes the functional collectives of the same names are typed too. Autograd does not see
+    such a call, so that it is refused on tensors that need a gradient: call it on gradients, under
+    no_grad, or in the forward or backward of a `Function`. Processes do not compare such calls
+    before they begin.
+
+    Args:
+        mesh: its mesh.
+        axis: an axis name, or several that act as one.
+
+    Raises:
+        MeshError: the mesh has no such axis.
+
+    Source: `torch.distributed.device_mesh.DeviceMesh.get_group`.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from shardmap_torch import P, axis_group, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
+        >>> group = axis_group(mesh, "dp")
+        >>> @shard_map(mesh=mesh, in_specs=P("dp"), out_specs=P(), check="global")
+        ... def total(x):
+        ...     y = x.sum(0)
+        ...     dist.all_reduce(y, group=group)
+        ...     return y
+        >>> total(torch.arange(8.0).view(4, 2))
+        tensor([12., 16.])
+    """
+    found = as_mesh(mesh)
+    axes = found.in_order(axis)
+    return AxisGroup(found, axes) if found.device_mesh is None else found.group(axes)
+
+
+def group_axes(mesh: Mesh, name: str) -> tuple[str, ...] | None:
+    """Returns the axes whose group has this name; None if no axes have it."""
+    if mesh.device_mesh is None:
+        return None
+    known: dict[str, tuple[str, ...]]
+    known = {str(mesh.group(axis).group_name): (axis,) for axis in mesh.axis_names}
+    known |= {str(group.group_name): axes for (axes, _), group in mesh._groups.items()}
+    world = dist.group.WORLD
+    if world is not None and world.size() == mesh.device_mesh.size():
+        known.setdefault(str(world.group_name), mesh.axis_names)
+    return known.get(name)

@@ -1,0 +1,128 @@
+"""Calls of torch.distributed on the group of an axis, interpreted as typed collectives.
+
+On processes such a call ends in an operator, which is replaced here. On other meshes the group is a
+stand-in, which calls the typed collectives itself: see `ops.groups`.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from torch import Tensor
+
+from shardmap_torch.checker.rewrites.aliases import Host
+from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.core.torch_private.engine import OpOverload, c10d
+from shardmap_torch.ops.groups import AxisGroup, group_axes, unseen_by_autograd
+
+
+@dataclass(frozen=True)
+class _Read:
+    """An operator of torch.distributed, read.
+
+    Attributes:
+        group: name of its group.
+        tensors: what it reads and writes.
+        call: does the same with the group of axes.
+    """
+
+    group: str
+    tensors: list[Tensor]
+    call: Callable[[AxisGroup], Any]
+
+
+def _name_of(group: Any) -> str:
+    return str(c10d.ProcessGroup.unbox(group).group_name)
+
+
+def _all_reduce(tensors: list[Tensor], group: Any, op: Any, *rest: Any) -> _Read:
+    return _Read(_name_of(group), tensors, lambda axes: axes.allreduce(tensors, op.op()))
+
+
+def _all_gather(output: Tensor, x: Tensor, group: Any, *rest: Any) -> _Read:
+    tensors = [output, x]
+    return _Read(_name_of(group), tensors, lambda axes: axes.all_gather_single(output, x))
+
+
+def _reduce_scatter(output: Tensor, x: Tensor, group: Any, op: Any, *rest: Any) -> _Read:
+    return _Read(
+        _name_of(group),
+        [output, x],
+        lambda axes: axes.reduce_scatter_single(output, x, op.op()),
+    )
+
+
+def _all_to_all(output: Tensor, x: Tensor, group: Any, *sizes: Any) -> _Read:
+    tensors = [output, x]
+    return _Read(
+        _name_of(group), tensors, lambda axes: axes.all_to_all_single(output, x, *sizes[:2])
+    )
+
+
+def _reduced(x: Tensor, op: str, group: str) -> _Read:
+    return _Read(group, [x], lambda axes: axes.reduced(x, op))
+
+
+def _gathered(x: Tensor, size: int, group: str) -> _Read:
+    return _Read(group, [x], lambda axes: axes.gathered(x))
+
+
+def _scattered(x: Tensor, op: str, size: int, group: str) -> _Read:
+    return _Read(group, [x], lambda axes: axes.scattered(x, op))
+
+
+def _exchanged(x: Tensor, received: Any, sent: Any, group: str) -> _Read:
+    even = len({*received}) == 1 and [*received] == [*sent]
+    return _Read(group, [x], lambda axes: axes.exchanged(x, [] if even else sent))
+
+
+_TYPED: Final[Mapping[str, tuple[Callable[..., _Read], str]]] = MappingProxyType(
+    {
+        "c10d::allreduce_": (_all_reduce, "all_reduce"),
+        "c10d::_allgather_base_": (_all_gather, "all_gather"),
+        "c10d::_reduce_scatter_base_": (_reduce_scatter, "reduce_scatter"),
+        "c10d::alltoall_base_": (_all_to_all, "all_to_all"),
+        "_c10d_functional::all_reduce": (_reduced, "all_reduce"),
+        "_c10d_functional::all_gather_into_tensor": (_gathered, "all_gather"),
+        "_c10d_functional::reduce_scatter_tensor": (_scattered, "reduce_scatter"),
+        "_c10d_functional::all_to_all_single": (_exchanged, "all_to_all"),
+    }
+)
+"""The reader of each operator, and the name of the typed function."""
+
+_TYPED_RESULT: Final = "_shardmap_typed_result"
+"""Attribute of results for which `wait_tensor` need not wait."""
+
+
+def typed_call(
+    host: Host, op: OpOverload, args: tuple[Any, ...], context: AbstractContextManager[object]
+) -> Any:
+    """Interprets an operator of torch.distributed under the mode `context`.
+
+    Returns NotImplemented for other operators, and for groups that are not those of axes.
+
+    Raises:
+        CollectiveError: a gradient flows through the tensors.
+    """
+    scope, called = current_scope(), op._schema.name
+    if called == "_c10d_functional::wait_tensor" and hasattr(args[0], _TYPED_RESULT):
+        return args[0]
+    if called not in _TYPED or scope is None:
+        return NotImplemented
+    read, name = _TYPED[called]
+    found = read(*args)
+    axes = group_axes(scope.backend.mesh, found.group)
+    if axes is None:
+        return NotImplemented
+    if any(map(host.flows, found.tensors)):
+        raise unseen_by_autograd(name)
+    # Runs do not see the call, so that it is no step of their program.
+    with context, enter_scope(Scope(scope.backend, scope.axes)):
+        result = found.call(AxisGroup(scope.backend.mesh, axes))
+    if isinstance(result, Tensor):
+        setattr(result, _TYPED_RESULT, True)
+        return result
+    work = c10d.Work.boxed(c10d.FakeWork())
+    return work if len(op._schema.returns) == 1 else (args[0], work)
