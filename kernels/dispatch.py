@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.operations import Collective, collective_of
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
@@ -131,7 +131,7 @@ def prepare_gather(
         flops=sum(2.0 * x.numel() * num_ranks * each.shape[1] for each in ws),
     )
     present = [addend for addend in biases if addend is not None]
-    collective = Collective("all_gather", V, R, axes, dim=dim)
+    collective = collective_of("all_gather", V, R, axes, dim=dim)
     options = Options(overlap, schedule, chunks, save_gathered)
     return _prepare(scope, collective, problem, (x, *ws, *present), options)
 
@@ -167,7 +167,7 @@ def prepare_scatter(
         block_bytes=shape.numel() * x.element_size() / num_ranks,
         flops=2.0 * x.numel() * w.shape[1],
     )
-    collective = Collective("reduce_scatter", Partial, V, axes, dim=dim)
+    collective = collective_of("reduce_scatter", Partial, V, axes, dim=dim)
     return _prepare(scope, collective, problem, (x, w), Options(overlap, schedule, chunks))
 
 
@@ -199,7 +199,7 @@ def prepare_reduce(
         flops=2.0 * x.numel() * w.shape[1],
         passes=2,
     )
-    collective = Collective("all_reduce", Partial, to, axes)
+    collective = collective_of("all_reduce", Partial, to, axes)
     return _prepare(scope, collective, problem, (x, w), Options(overlap, chunks=chunks))
 
 

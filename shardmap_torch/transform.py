@@ -18,6 +18,7 @@ from shardmap_torch.boundary.matching import (
     is_spec,
     place_arguments,
 )
+from shardmap_torch.boundary.recent import Recent
 from shardmap_torch.checker.api import shapes_of, stand_ins
 from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
@@ -220,6 +221,7 @@ class _Body:
         self._mesh, self._axis_names, self._check = mesh, axis_names, strictness is not None
         # Annotated, since Dynamo cannot call the generic alias Memo[Match].
         self._in_matches: Memo[_Bound] = Memo()
+        self._recent: Recent[_Bound] = Recent()
         self._out_matches: Memo[Match] = Memo()
         self._checked = Checked(self._name, function, strictness or "local", debug)
         self._unchecked = Unchecked()
@@ -288,8 +290,12 @@ class _Body:
             match = Match.of(check_inputs(self._name, mesh, axes, placed, infers, runs))
             return _Bound(match, axes, frozenset(axes) | (outer or frozenset()))
 
-        key = (structure, mesh, outer, infers, runs, *map(input_signature, leaves))
-        bound = self._in_matches.get(key, bind)
+        rest = structure, mesh, outer, infers, runs
+
+        def find() -> _Bound:
+            return self._in_matches.get((*rest, *map(input_signature, leaves)), bind)
+
+        bound = self._recent.get(rest, leaves, find)
         return Call(
             self._function,
             self._name,

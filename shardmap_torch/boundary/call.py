@@ -247,4 +247,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     # Under torch.compile versions are not known yet; there the writes are not seen.
     if torch.compiler.is_dynamo_compiling():
         return []
-    return [0 if x.is_inference() else x._version for x in tensors]
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:  # tensors of inference mode have none
+        return [0 if x.is_inference() else x._version for x in tensors]

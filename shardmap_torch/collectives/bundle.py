@@ -16,7 +16,6 @@ from torch import Tensor
 from shardmap_torch.collectives.autograd import (
     TypedFunction,
     bind,
-    is_identity,
     is_transformed,
     issue,
 )
@@ -61,7 +60,7 @@ def _can_bundle(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -
         and sends_bundles(backend)
         and "sum" in moves
         and all(move in _ADDING for move in moves)
-        and not is_identity(backend, operation)
+        and backend.mesh.num_ranks(operation.axes) > 1
         and not torch.compiler.is_compiling()
         and not is_transformed()
     )

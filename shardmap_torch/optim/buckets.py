@@ -131,7 +131,10 @@ def _move_group(
     *leaves: Tensor,
 ) -> tuple[Tensor, ...]:
     """Moves the leaves of a group, in as many buffers as needed."""
-    if axis_size(transfers[0].axes) == 1:  # nothing is sent, and packing would be copies for that
+    first = transfers[0]
+    if axis_size(first.axes) == 1:  # nothing is sent, and packing would be copies for that
+        if first.name == "all_reduce":
+            return all_reduce(leaves, first.axes, dst=I, comm_dtype=comm_dtype)
         return tuple([t.run(x, comm_dtype) for t, x in zip(transfers, leaves, strict=True)])
     moved: list[Tensor] = []
     for places in _filled([x.nbytes for x in leaves], bucket_bytes):

@@ -111,18 +111,20 @@ class Elementwise(Optimizer):
         number = state["step"] + 1
         decayed = self._decayed(params, structure, leaves)
         at = Step(number.double(), rate_at(self.lr, number.double()), decayed)
-        locals_ = [_locals_like(column, leaves) for column in columns]
-        wide = [self._widened(column, leaves) for column in (_locals(leaves), *locals_)]
+        is_plain = not _has_dtensors(leaves)
+        locals_ = [_locals_like(column, leaves, is_plain) for column in columns]
+        dtypes = [self.state_dtype or p.dtype for p in leaves]
+        own = leaves if is_plain else _locals(leaves)
+        wide = [_widened(column, dtypes) for column in (own, *locals_)]
         moved, moments = self.step(wide[0], wide[1], wide[2:], at)
         moved = [
             m if m.dtype is p.dtype else m.to(p.dtype) for m, p in zip(moved, leaves, strict=True)
         ]
-        trees = [unflatten(structure, _globals(column, leaves)) for column in (moved, *moments)]
+        updated = (moved, *moments)
+        if not is_plain:
+            updated = tuple([_globals(column, leaves) for column in updated])
+        trees = [unflatten(structure, column) for column in updated]
         return trees[0], {"step": number, **dict(zip(self.kept, trees[1:], strict=True))}
-
-    def _widened(self, column: Tensors, params: Sequence[Tensor]) -> Tensors:
-        dtypes = [self.state_dtype or p.dtype for p in params]
-        return [x if x.dtype is to else x.to(to) for x, to in zip(column, dtypes, strict=True)]
 
     def _decayed(self, params: Tree, structure: Structure, leaves: Sequence[Tensor]) -> list[float]:
         """Returns the decay of each leaf."""
@@ -205,14 +207,24 @@ def _like(
     return leaves
 
 
+def _widened(column: Tensors, dtypes: Sequence[torch.dtype]) -> Tensors:
+    return [x if x.dtype is to else x.to(to) for x, to in zip(column, dtypes, strict=True)]
+
+
 # Outside of a body. Entries are treated one by one, so each rank works on its own shards.
+
+
+def _has_dtensors(column: Sequence[Tensor]) -> bool:
+    return any([isinstance(x, DTensor) for x in column])
 
 
 def _locals(column: Sequence[Tensor]) -> Tensors:
     return [x.to_local() if isinstance(x, DTensor) else x for x in column]
 
 
-def _locals_like(column: Sequence[Tensor], params: Sequence[Tensor]) -> Tensors:
+def _locals_like(column: Tensors, params: Sequence[Tensor], is_plain: bool) -> Tensors:
+    if is_plain and not _has_dtensors(column):
+        return column
     return _locals([_placed_as(x, p) for x, p in zip(column, params, strict=True)])
 
 

@@ -1,0 +1,43 @@
+"""`Recent`: recognises a call whose leaves are like those of the call before."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from shardmap_torch.boundary.matching import input_signature
+from shardmap_torch.core.dtensors import dtensor_class
+
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """Cache of one result, that of the latest signature.
+
+    A training step passes DTensors that have the DTensorSpecs of the step before, each the same
+    object: comparing these costs a fifth of comparing shapes, dtypes and the rest. Other specs may
+    have the same signature, so that a miss says nothing.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._known: tuple[Any, list[Any], T] | None = None
+
+    def get(self, rest: tuple[Any, ...], leaves: Sequence[Any], make: Callable[[], T]) -> T:
+        """Returns the result for these leaves, and the rest of a signature; else calls `make`."""
+        if torch.compiler.is_dynamo_compiling():
+            return make()
+        kind: Any = dtensor_class()
+        signature = [
+            (x._spec, x.device) if type(x) is kind and not x.requires_grad else input_signature(x)
+            for x in leaves
+        ]
+        known = self._known
+        try:
+            if known is not None and known[1] == signature and known[0] == rest:
+                return known[2]
+        except Exception:  # a user's own pytree node compares as it likes
+            return make()
+        result = make()
+        self._known = rest, signature, result
+        return result
