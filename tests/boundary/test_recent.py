@@ -1,6 +1,7 @@
 """A call is taken for the one before only if its leaves have the same signature."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def placed(mesh: Mesh, x: Tensor, spec: P, grad: bool = False) -> Tensor:
 
 def test_a_call_is_recognised_by_the_specs_of_its_dtensors(mesh: Mesh) -> None:
     ones, rows, columns = torch.ones(2, 2), P("i"), P(None, "i")
-    calls = [
+    calls: list[list[Any]] = [
         [placed(mesh, ones, rows)],
         [placed(mesh, ones * 2, rows)],  # as the first: other values
         [placed(mesh, ones, columns)],
@@ -41,6 +42,6 @@ def test_a_call_is_recognised_by_the_specs_of_its_dtensors(mesh: Mesh) -> None:
         [4],  # as before: a number is compared by others
     ]
     recent: Recent[int] = Recent()
-    found = [recent.get(("f",), call, lambda at=at: at) for at, call in enumerate(calls)]
+    found = [recent.get(("f",), call, partial(int, at)) for at, call in enumerate(calls)]
     assert found == [0, 0, 2, 3, 4, 5, 6, 7, 8, 8]
     assert recent.get(("g",), calls[-1], lambda: -1) == -1
