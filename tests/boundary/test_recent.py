@@ -1,6 +1,7 @@
 """A call is taken for the one before only if its leaves have the same signature."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
