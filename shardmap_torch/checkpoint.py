@@ -8,7 +8,7 @@ run again becomes `vmap` of itself; so it can be run again after the levels are 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.backends.threads import handing_over
 from shardmap_torch.backends.vmap import markers_of, rebound
+from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import TransformType, functorch, restore_vmap
@@ -151,8 +152,10 @@ class _Region:
             yield
             return
         first, self.scope = self.scope, self.scope.rerun("again")
+        backend = first.backend
         try:
-            yield
+            with backend.seeing() if is_checker(backend) else nullcontext():
+                yield
             self.scope.end()
         finally:
             self.scope = first

@@ -1,6 +1,7 @@
 """Protocols of backends, checkers, monitors and drawings, which operations depend on."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
@@ -39,6 +40,10 @@ class Checker(Backend, Protocol):
 
     def read(self, x: Tensor) -> tuple[AxisType, AxisType]:
         """Returns the reading of a cast of `x`: of uncommitted values, and of copies."""
+        ...
+
+    def seeing(self) -> AbstractContextManager[object]:
+        """Returns a context in which code that a backward runs again is seen like the body."""
         ...
 
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:

@@ -1,6 +1,7 @@
 """AbstractBackend: types the collectives of a body that is interpreted."""
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 import torch
@@ -10,6 +11,7 @@ from shardmap_torch.backends.vmap import SPREAD
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.equivalence import check_equivalent
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.modes import seeing
 from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.program import Equation, StorageType, bytes_sent, use_of
 from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
@@ -58,6 +60,10 @@ class AbstractBackend:
     def needs_ranks(self) -> None:
         """Records that the mesh must not batch the body."""
         self._interpreter.batches = False
+
+    def seeing(self) -> AbstractContextManager[object]:
+        """Returns a context in which code that a backward runs again is seen."""
+        return seeing(self._interpreter)
 
     def read(self, x: Tensor) -> tuple[AxisType, AxisType]:
         """The readings, the same on all paths; they matter where a gradient flows."""

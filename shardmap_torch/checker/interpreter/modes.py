@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any, Final
@@ -45,6 +45,7 @@ from shardmap_torch.core.torch_private.engine import (
     HigherOrderOperator,
     TorchDispatchMode,
     custom_function_call,
+    function_mode_stack,
     functorch,
     gradient_of_transform,
     temporarily_clear_interpreter_stack,
@@ -212,6 +213,11 @@ class _Functions(TorchFunctionMode):
                 base = base_of(tensor)
                 if id(base) not in given and isinstance(base, FakeTensor):
                     self._interpreter.mark_constant(tensor)
+
+
+def seeing(interpreter: Interpreter) -> AbstractContextManager[object]:
+    """Sees functions that a backward runs again: torch starts it outside of the function mode."""
+    return _PLAINLY if function_mode_stack() else _Functions(interpreter)
 
 
 HANDS_ON: Final = (
@@ -383,7 +389,7 @@ _SPECIAL: Final[Mapping[Any, Any]] = {
     Tensor.backward: _backward,
     torch.autograd.backward: _several_backward,
     Tensor.register_hook: user_code.register_hook,
-    Tensor.register_post_accumulate_grad_hook: user_code.register_field_hook,
+    Tensor.register_post_accumulate_grad_hook: user_code.register_hook,
     Tensor.grad_fn.__get__: user_code.read_node,  # type: ignore[union-attr]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # torch's stubs: a tensor
     Tensor.grad.__get__: _grad_field,  # type: ignore[union-attr]

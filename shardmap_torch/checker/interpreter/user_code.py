@@ -103,41 +103,30 @@ def reject_unseen(interpreter: "Interpreter", name_of: Callable[[Node | None], s
 
 
 def register_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
-    """Registers a hook that reports to the observer when it begins and ends."""
-    tensor, hook = _two(args, kwargs)
-    if not is_observed(interpreter):
-        return func(tensor, hook)
-    value = base_of(tensor)
-    interpreter.has_hooks = True
-
-    def watched(gradient: Tensor) -> Any:
-        observer = interpreter.observer
-        observer.on_backward_start("a hook", [value], [base_of(gradient)])
-        out = hook(gradient)
-        observer.on_backward_end("a hook", [value], [base_of(gradient if out is None else out)])
-        return out
-
-    return func(tensor, watched)
-
-
-def _two(args: Any, kwargs: Any) -> tuple[Tensor, Callable[..., Any]]:
+    """Registers a hook, on a gradient or on `.grad`, that reports when it begins and ends."""
     tensor, hook = list(args) + list(kwargs.values())
-    return tensor, hook
-
-
-def register_field_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
-    """Does the same for a hook that works on `.grad`."""
-    tensor, hook = _two(args, kwargs)
-    if not is_observed(interpreter):
+    node = current_autograd_node()
+    if not (is_observed(interpreter) if node is None else _is_compared(interpreter, node)):
         return func(tensor, hook)
+    if node is not None:
+        raise messages.error(
+            interpreter,
+            "check='global': a hook is registered in what a backward computes again, as of a "
+            "checkpoint, where it is not held against one device.",
+            [],
+            "register it outside, or wrap what does so in local_region(f, in_types, out_types).",
+        )
     value = base_of(tensor)
     interpreter.has_hooks = True
 
-    def watched(leaf: Tensor) -> None:
-        observer = interpreter.observer
-        observer.on_backward_start("a hook", [value], [_field(leaf)])
-        hook(leaf)
-        observer.on_backward_end("a hook", [value], [_field(leaf)])
+    def watched(given: Tensor) -> Any:
+        observer, field = interpreter.observer, func == Tensor.register_post_accumulate_grad_hook
+        found = _field(given) if field else base_of(given)
+        observer.on_backward_start("a hook", [value], [found])
+        out = hook(given)
+        found = _field(given) if field else base_of(given if out is None else out)
+        observer.on_backward_end("a hook", [value], [found])
+        return out
 
     return func(tensor, watched)
 

@@ -41,6 +41,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.distributed import distributed_c10d
+from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
@@ -121,6 +122,7 @@ __all__ = (
     "dispatch_mode_stack",
     "eval_frame_callback",
     "forward_level",
+    "function_mode_stack",
     "functorch",
     "gradient_of_transform",
     "group_names",

@@ -68,6 +68,7 @@ ENGINE: Final[Sequence[PrivateName]] = (
         "_disable_current_modes",
         "_get_current_dispatch_mode_stack",
     ),
+    *_rows(_MODES, "torch.overrides", "_get_current_function_mode_stack"),
     *_rows(_BACKWARD, "torch._C", "_current_autograd_node", "_current_graph_task_id"),
     *_rows(
         _BACKWARD,

@@ -212,6 +212,49 @@ def test_a_function_inside_of_a_checkpoint_is_refused_unless_in_a_region() -> No
         check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
 
 
+def hooked_again(x: Tensor) -> Tensor:
+    """Registers its hook only where a checkpoint runs it again: the first time has no graph."""
+    h = x.sin()
+    if h.requires_grad:
+        h.register_hook(BACKS["a local size"][1].__get__(_Context(h)))
+    return h
+
+
+def test_a_hook_that_is_registered_inside_of_a_checkpoint_is_refused() -> None:
+    def body(x: Tensor, w: Tensor) -> Any:
+        return shardmap_torch.checkpoint(hooked_again, x) @ w
+
+    with pytest.raises(ShardTypeError) as caught:
+        check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
+    assert "a hook is registered in what a backward computes again, as of a" in str(caught.value)
+    assert "wrap what does so in local_region" in str(caught.value)
+    check_program(mapped(body, ABSTRACT, P("dp")), X, W)  # nothing is differentiated
+
+
+def test_a_checkpoint_with_a_hook_may_be_in_a_region() -> None:
+    def body(x: Tensor, w: Tensor) -> Any:
+        region = local_region(
+            lambda x: shardmap_torch.checkpoint(hooked_again, x),
+            in_types=(P("dp"),),
+            out_types=P("dp"),
+        )
+        return region(x) @ w
+
+    check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
+
+
+def test_a_hook_that_is_registered_inside_of_a_checkpoint_is_not_batched() -> None:
+    found = []
+    for strategy in ("ranks", "auto"):
+        mesh = make_mesh(SIZES, NAMES, kind="simulated", simulate=strategy)
+        body = mapped(
+            lambda x, w: shardmap_torch.checkpoint(hooked_again, x) @ w, mesh, P("dp"), True
+        )
+        found.append(outcome(body))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_nodes_and_hooks_of_modules_are_refused() -> None:
     def node(x: Tensor, w: Tensor) -> Tensor:
         y = x @ w

@@ -144,8 +144,14 @@ def try_cuts(case: Case, specs: dict[int, P], grad: bool) -> str | None:
         return str(error)
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
         return f"on shards: {error}"  # of the operator itself
-    _compare(got, case.call(dict(zip(places, values, strict=True))), values)
+    want, again = (case.call(dict(zip(places, values, strict=True))) for _ in range(2))
+    if not all(torch.allclose(x, y, equal_nan=True) for x, y in zip(want, again, strict=True)):
+        return DRAWS_NUMBERS
+    _compare(got, want, values)
     return None
+
+
+DRAWS_NUMBERS: Final = "it draws numbers, which are others whenever it is called"
 
 
 Pending = Sequence[tuple[str, str]]
