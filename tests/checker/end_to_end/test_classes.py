@@ -16,14 +16,14 @@ from shardmap_torch.run.safety import purity
 from tests.checker.support.classes import randomness
 from tests.checker.support.classes.report import CLASSES
 from tests.checker.support.classes.trials import EQUAL, REFUSED, tally
-from tests.support.fuzzing import FUZZ, sized
+from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 SEEDS: Final = range(10_000, sized(10_008, 10_200))
 WITHOUT_REFUSALS: Final = ("captured state", "randomness")
-"""Where a refusal is compared too, and where nothing that is drawn is refused."""
+"""Classes in which refusals are compared as well, or nothing that is drawn is refused."""
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -65,7 +65,7 @@ BREAKS: Final[dict[str, tuple[str, Any, str, Callable[..., Any]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not FUZZ, reason="run by `make fuzz`")
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", BREAKS)
 def test_random_programs_see_what_is_broken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, where, what, instead = BREAKS[name]

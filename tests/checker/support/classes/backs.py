@@ -1,4 +1,4 @@
-"""What backwards and hooks of a user's own do to a gradient, or to a value."""
+"""Operations of a user's own backwards and hooks on a gradient, or on a value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from shardmap_torch import R, all_reduce, axis_index, axis_size
 
 @dataclass(frozen=True)
 class Context:
-    """What a backward knows of the value whose gradient it gets.
+    """The value whose gradient a backward gets, and the axes that shard it.
 
     Attributes:
         value: the value itself.

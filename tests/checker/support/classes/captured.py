@@ -29,7 +29,7 @@ MESHES: Final = {
     for strategy in ("ranks", "auto")
 }
 KEPT: Final[list[Any]] = []
-"""What only weak references of a body refer to."""
+"""Objects to which bodies refer by weak references only."""
 
 
 @dataclass(frozen=True)

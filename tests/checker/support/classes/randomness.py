@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import Mesh, P, check_program, make_mesh, shard_map, typeof
+from shardmap_torch import Mesh, P, check_program, full, make_mesh, shard_map, typeof
 from shardmap_torch import random as keyed
 from shardmap_torch.types import V
 from tests.checker.support.classes.trials import EQUAL, WRONG, fate_against
-from tests.programs.support.harness import whole, worker_mesh
+from tests.programs.support.harness import worker_mesh
 
 NAMES: Final = ("dp", "tp")
 SIZES: Final = (2, 2)
@@ -93,7 +93,7 @@ class Drawn:
         args = operands()
         specs: Any = {"in_specs": SPECS, "out_specs": (P(NAMES),) * len(self.steps)}
         found = shard_map(lambda *args: self(*args), mesh=mesh, **specs)(*args)
-        return [whole(y).detach() for y in found]
+        return [full(y).detach() for y in found]
 
     def types(self) -> list[dict[str, bool]]:
         """Returns whether the values of each step vary, by axis, as the checker says."""
