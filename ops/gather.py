@@ -1,13 +1,15 @@
 """Collectives that move values without adding them: gather, all-to-all, broadcast."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.collectives.autograd import issue
-from shardmap_torch.collectives.operations import collective_of
+from shardmap_torch.collectives.autograd import bind, issue
+from shardmap_torch.collectives.operations import Collective, Started, collective_of
+from shardmap_torch.core.functorch import base_of, is_transformed_otherwise
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import (
     Axis,
@@ -23,7 +25,7 @@ from shardmap_torch.ops.arguments import (
     shown,
 )
 from shardmap_torch.ops.reduce import check_split
-from shardmap_torch.types import I, R, TypeLike, V
+from shardmap_torch.types import AxisType, I, R, TypeLike, V
 
 X = TypeVar("X")
 
@@ -81,21 +83,71 @@ def all_gather(
         at = read_dim("all_gather", "dim", dim, leaf.ndim + (not tiled))
         if lengths is not None:
             _check_padded("all_gather", "dim", leaf.shape, at, tiled, lengths)
-        collective = collective_of(
-            "all_gather",
-            V,
-            to,
-            axes,
-            dim=at,
-            tiled=tiled,
-            sizes=lengths,
-            comm_dtype=comm_dtype,
-            grad_comm_dtype=grad_comm_dtype,
-            out_dtype=out_dtype,
-        )
+        collective = _gather(axes, to, at, tiled, lengths, comm_dtype, grad_comm_dtype, out_dtype)
         return issue(scope, for_operand(check_dtypes(collective), leaf), leaf)
 
     return each_leaf("all_gather", x, one)
+
+
+def gather_starter(axis: Axis) -> Callable[[Tensor], "Callable[[Tensor], Tensor] | None"] | None:
+    """Returns what starts `all_gather(x, axis, tiled=False, dst=R)` for a result needed later.
+
+    Returns:
+        A function of `x`, or None where nothing can be under way: on simulated ranks, while a body
+        is checked or compiled, under vmap and forward mode. It returns what takes `x` again, with
+        its gradient, waits, and returns the result, or None if this `x` is not sent as it is.
+
+    Example:
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> mesh = make_mesh((1,), ("tp",), kind="simulated")
+        >>> def body(x):
+        ...     return x if gather_starter("tp") is None else x + 1
+        >>> shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(torch.ones(2))
+        tensor([1., 1.])
+    """
+    axes, scope = read_axes("all_gather", axis)
+    begin = getattr(scope.backend, "start_gather", None)
+    if begin is None or torch.compiler.is_compiling() or is_transformed_otherwise():
+        return None
+    plain = check_dtypes(_gather(axes, R, 0, tiled=False))
+
+    def start(x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        collective = for_operand(plain, x)
+        finish = begin(collective, base_of(x))
+        return None if finish is None else partial(_finish, axis, Started(collective, [finish]))
+
+    return start
+
+
+def _finish(axis: Axis, started: Started, x: Tensor) -> Tensor:
+    """Does what `issue` does; the monitor sees the collective where its result is needed."""
+    _, scope = read_axes("all_gather", axis)
+    scope.on_operation(started.collective, x)
+    return bind(scope.backend, started, x)
+
+
+def _gather(
+    axes: tuple[str, ...],
+    to: AxisType,
+    dim: int,
+    tiled: bool,
+    lengths: tuple[int, ...] | None = None,
+    comm_dtype: torch.dtype | None = None,
+    grad_comm_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Collective:
+    return collective_of(
+        "all_gather",
+        V,
+        to,
+        axes,
+        dim=dim,
+        tiled=tiled,
+        sizes=lengths,
+        comm_dtype=comm_dtype,
+        grad_comm_dtype=grad_comm_dtype,
+        out_dtype=out_dtype,
+    )
 
 
 def all_to_all(

@@ -5,7 +5,7 @@ functional ops 18 and torch's Python wrappers of these 73. torch.compile needs t
 which its passes recognise and overlap with computation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -68,10 +68,19 @@ class Wire:
 
     def gather(self, x: Tensor) -> Tensor:
         """Stacks all ranks' values along a new leading dim."""
+        return self.start_gather(x)()
+
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts `gather`; returns what waits for its result."""
         out = x.new_empty((self.size, *x.shape))
         row = x.contiguous().unsqueeze(0)
-        self._wait(_ALL_GATHER(self.group, out, row, _GATHER_OPTIONS))
-        return out
+        work = _ALL_GATHER(self.group, out, row, _GATHER_OPTIONS)
+
+        def finish() -> Tensor:
+            self._wait(work)
+            return out
+
+        return finish
 
     def gather_along(self, x: Tensor, dim: int) -> Tensor:
         """Concatenates all ranks' values along `dim`."""

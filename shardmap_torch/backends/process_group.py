@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -102,6 +103,40 @@ class ProcessGroupBackend(RankBackend):
         if control is None:
             return unviewed(_on_wire(line, move, collective, x))
         return self._communicate(control, line, move, collective, x)
+
+    def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
+        """Starts an untiled gather along dim 0; returns what waits for it, None where it must not.
+
+        The result is stacked as it arrives: nothing may read it before the wait.
+
+        Raises:
+            CommunicationError: torch.distributed failed, as when a peer is gone.
+            CollectiveMismatchError: the ranks run different collectives.
+        """
+        line = self.line(collective.axes)
+        is_raw = not x.is_complex() and x.dtype not in _WIRE and x.numel() > 0
+        if len(line.order) == 1 or isinstance(line.wire, TracedWire) or not line.in_order:
+            return None
+        if not is_raw:
+            return None
+        control = current()
+        if control is None:
+            return line.wire.start_gather(x)
+        control.begin(collective, x, self._site(), line.party, self._compares_all)
+        try:
+            finish = line.wire.start_gather(x)
+        except (RuntimeError, StuckError) as error:
+            control.fail(f"{collective} on the {self.mesh}", error)
+        return partial(self._finish, control, line, collective, finish)
+
+    def _finish(
+        self, control: Control, line: Line, collective: Collective, finish: Callable[[], Tensor]
+    ) -> Tensor:
+        control.resume(line.party)
+        try:
+            return finish()
+        except (RuntimeError, StuckError) as error:
+            control.fail(f"{collective} on the {self.mesh}", error)
 
     def _communicate(
         self, control: Control, line: Line, move: str, collective: Collective, x: Tensor

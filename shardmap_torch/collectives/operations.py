@@ -139,6 +139,37 @@ class Collective(Linear):
         return f"{self.name}({axes!r}, {self.src} -> {self.dst})"
 
 
+@dataclass(frozen=True, eq=False)
+class Started(Linear):
+    """A collective whose data is under way already; to run it is to wait for it, once.
+
+    Attributes:
+        collective: the collective, whose derivatives it has.
+        finish: one function, which waits and returns the result. It is taken out to be called: a
+            backward keeps the operation, which would keep the result, which keeps the backward.
+    """
+
+    collective: Collective
+    finish: list[Callable[[], Tensor]]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Returns the axes of the collective."""
+        return self.collective.axes
+
+    def run(self, mover: Mover, x: Tensor) -> Tensor:
+        """Waits for the result."""
+        return self.finish.pop()()
+
+    def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
+        """Applies the transpose to a cotangent of the output."""
+        return self.collective.pull_back(bind, grad, saved)
+
+    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
+        """Applies the collective to a tangent of the input."""
+        return self.collective.push_forward(bind, tangent, saved)
+
+
 def collective_of(
     name: str, src: AxisType, dst: AxisType, axes: tuple[str, ...], **arguments: Any
 ) -> Collective:

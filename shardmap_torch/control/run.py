@@ -227,6 +227,10 @@ class Control:
         if len(new) >= LENGTH:
             self._history.catch_up()
 
+    def resume(self, party: Party) -> None:
+        """Records that this rank waits from now on for a collective that it has begun before."""
+        self._progress.party = party
+
     def _compare_first(self, operation: Any, operand: Operand, site: Any, every: bool) -> int:
         """Compares the first collective of a backward; returns the call that it belongs to, or 0.
 

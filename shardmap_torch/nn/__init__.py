@@ -10,7 +10,7 @@ from shardmap_torch.nn.context import head_tail_order, ring_attention, ulysses_a
 from shardmap_torch.nn.embedding import vocab_parallel_embedding
 from shardmap_torch.nn.experts.dropless import dropless_moe
 from shardmap_torch.nn.experts.grouped import grouped_linear
-from shardmap_torch.nn.fsdp import fsdp_gather, fsdp_layer
+from shardmap_torch.nn.fsdp import fsdp_gather, fsdp_layer, fsdp_layers
 from shardmap_torch.nn.linear import column_linear, row_linear
 from shardmap_torch.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from shardmap_torch.nn.moe import moe
@@ -27,6 +27,7 @@ __all__ = [
     "dropout",
     "fsdp_gather",
     "fsdp_layer",
+    "fsdp_layers",
     "gpipe_schedule",
     "grouped_linear",
     "head_tail_order",

@@ -1,19 +1,22 @@
 """FSDP: parameters sharded over a data axis, and gathered where they are used."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.checkpoint import checkpoint
+from shardmap_torch.core.functorch import base_of, can_receive_gradient
 from shardmap_torch.core.tree import Placed, broadcast_prefix, flatten, unflatten
 from shardmap_torch.errors import LayerError, listing
 from shardmap_torch.nn.core.arguments import to_replicate
 from shardmap_torch.nn.core.region import PerRank, Types, axes_of
 from shardmap_torch.ops import all_gather
 from shardmap_torch.ops.arguments import finest
+from shardmap_torch.ops.gather import gather_starter
 from shardmap_torch.spec import Entry, P
 from shardmap_torch.types import R
 
@@ -58,24 +61,7 @@ def fsdp_gather(params: X, axis: str, specs: Any) -> X:
         tensor([[1., 1.],
                 [1., 1.]])
     """
-    leaves, structure = flatten(params)
-    placed = _placed(params, axis, specs)
-    dims = [_dim_of(leaf.spec, axis) for leaf in placed]
-    # In one buffer with a leaf that varies over another axis, an equal leaf would become varying.
-    keys = [
-        (leaf.dtype, frozenset(p.spec.mentioned)) for leaf, p in zip(leaves, placed, strict=True)
-    ]
-    for key in dict.fromkeys(keys):
-        group = [i for i in range(len(leaves)) if keys[i] == key and dims[i] is not None]
-        own_dims = [dim for i in group if (dim := dims[i]) is not None]
-        gathered = gathered_shards(axis, own_dims)(*(leaves[i] for i in group)) if group else ()
-        for i, leaf in zip(group, gathered, strict=True):
-            leaves[i] = leaf
-    kept = [i for i, dim in enumerate(dims) if dim is None]
-    converted = to_replicate([leaves[i] for i in kept], axis) if kept else []
-    for i, leaf in zip(kept, converted, strict=True):
-        leaves[i] = leaf
-    result: X = unflatten(structure, leaves)
+    result: X = _gather_planned(_plan(params, axis, specs), axis)
     return result
 
 
@@ -118,12 +104,184 @@ def fsdp_layer(function: Callable[..., Y], params: Any, *args: Any, axis: str, s
     return checkpoint(run, params, *args)
 
 
-def gathered_shards(axis: str, dims: Sequence[int]) -> PerRank:
-    """Makes the gather of shards of one dtype, each along its dim, in one flat buffer."""
+def fsdp_layers(
+    function: Callable[..., Tensor],
+    layers: Sequence[Any],
+    x: Tensor,
+    *args: Any,
+    axis: str,
+    specs: Any,
+) -> Tensor:
+    """Calls `x = function(gathered params, x, *args)` for each layer; gathers the next one early.
+
+    Each layer is an `fsdp_layer`. On processes the gather of layer i + 1 is under way while layer i
+    computes, and in the backward that of layer i - 1 while layer i is recomputed and pulled back;
+    each reduce-scatter of gradients is waited for. The gathered parameters of two layers are in
+    memory at a time. Numbers, types and messages are those of `fsdp_layer`; on simulated ranks,
+    under torch.compile and under vmap each gather runs where it is needed.
+
+    Shape and types: as `function`, whose result is the next layer's `x`. Backward: one all-gather
+    and one reduce-scatter of each layer's parameters, and what `function` sends. Sends one
+    all-gather a layer and what `function` sends forward.
+
+    Args:
+        function: of a layer's gathered parameters, `x` and `args`.
+        layers: a pytree of shards for each layer.
+        x: the input of the first layer.
+        *args: of every layer, as positions.
+        axis: as in `fsdp_gather`.
+        specs: of one layer, as in `fsdp_gather`.
+
+    Raises:
+        LayerError: as `fsdp_gather`.
+
+    Source: Zhao et al. 2023, "PyTorch FSDP", section 3.3.2, forward and backward prefetching.
+
+    Example:
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
+        >>> @shard_map(mesh=mesh, in_specs=(P("dp"), P("dp")), out_specs=P("dp"))
+        ... def model(layers, x):
+        ...     return fsdp_layers(lambda w, x: x @ w, layers, x, axis="dp", specs=P("dp"))
+        >>> model([2 * torch.eye(2), torch.eye(2)], torch.ones(2, 2))
+        tensor([[2., 2.],
+                [2., 2.]])
+    """
+    early = _Early(layers, axis, specs)
+
+    def run(shards: Any, index: int, x: Tensor, *args: Any) -> Tensor:
+        return function(early.gather(shards, index), x, *args)
+
+    for index, shards in enumerate(layers):
+        early.note(index, (shards, x, args))
+        x = checkpoint(run, shards, index, x, *args)
+    return x
+
+
+class _Early:
+    """Gathers layers one after another, the next one while the last one is used.
+
+    A layer runs first in the order of the layers, and is recomputed in the opposite order. Layers
+    that no gradient reaches are not recomputed.
+    """
+
+    def __init__(self, layers: Sequence[Any], axis: str, specs: Any) -> None:
+        self._layers, self._axis, self._specs = layers, axis, specs
+        self._recomputed: dict[int, bool] = {}
+        self._started: tuple[int, Any, list[Gather | None]] | None = None
+        self._has_run: set[int] = set()
+
+    def note(self, index: int, operands: Any) -> None:
+        """Notes whether a gradient reaches a layer's operands."""
+        tensors = [leaf for leaf in flatten(operands)[0] if isinstance(leaf, Tensor)]
+        self._recomputed[index] = any(map(can_receive_gradient, tensors))
+
+    def gather(self, shards: Any, index: int) -> Any:
+        """Returns gathered parameters, and starts to gather those that are needed next."""
+        plan = _plan(shards, self._axis, self._specs)
+        params = _gather_planned(plan, self._axis, self._take(index, plan))
+        is_first = index not in self._has_run
+        self._has_run.add(index)
+        following = index + 1 if is_first else index - 1
+        if following < len(self._layers) if is_first else self._recomputed.get(following, False):
+            self._start(following)
+        return params
+
+    def _start(self, index: int) -> None:
+        start = gather_starter(self._axis)
+        if start is None:
+            return
+        with torch.no_grad():
+            plan = _plan(self._layers[index], self._axis, self._specs)
+            gathers = [start(plan.buffer(group)) for group in plan.groups]
+        self._started = index, plan.state(), gathers
+
+    def _take(self, index: int, plan: "_Plan") -> Sequence["Gather | None"]:
+        """Returns the gathers of this layer that are under way, if they are of these shards."""
+        started, self._started = self._started, None
+        if started is None or started[:2] != (index, plan.state()):
+            return [None] * len(plan.groups)
+        return started[2]
+
+
+Gather: TypeAlias = Callable[[Tensor], Tensor]
+"""A gather that is under way; see `gather_starter`."""
+
+
+@dataclass
+class _Plan:
+    """The leaves of some parameters, and which of them are gathered together.
+
+    Attributes:
+        leaves: all of them; those that are gathered are replaced.
+        structure: of the pytree.
+        dims: the dim of each that the axis shards, or None.
+        groups: positions of those that share a buffer.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    dims: list[int | None]
+    groups: list[list[int]]
+
+    def own_dims(self, group: Sequence[int]) -> list[int]:
+        """Returns the dims of the leaves of a group."""
+        return [dim for i in group if (dim := self.dims[i]) is not None]
+
+    def buffer(self, group: Sequence[int]) -> Tensor:
+        """Copies the shards of a group into one buffer."""
+        return flat_buffer([self.leaves[i] for i in group])
+
+    def state(self) -> list[tuple[int, int]]:
+        """Identifies the shards' values: their memory, and how often it was written."""
+        shards = [base_of(self.leaves[i]) for group in self.groups for i in group]
+        return [(shard.data_ptr(), shard._version) for shard in shards]
+
+
+def _plan(params: Any, axis: str, specs: Any) -> _Plan:
+    """Groups parameters by buffers.
+
+    In one buffer with a leaf that varies over another axis, an equal leaf would become varying.
+    """
+    leaves, structure = flatten(params)
+    placed = _placed(params, axis, specs)
+    dims = [_dim_of(leaf.spec, axis) for leaf in placed]
+    groups: dict[Any, list[int]] = {}
+    for i, (leaf, each) in enumerate(zip(leaves, placed, strict=True)):
+        if dims[i] is not None:
+            groups.setdefault((leaf.dtype, frozenset(each.spec.mentioned)), []).append(i)
+    return _Plan(leaves, structure, dims, list(groups.values()))
+
+
+def _gather_planned(plan: _Plan, axis: str, early: Sequence[Gather | None] = ()) -> Any:
+    """Gathers each group, or waits for its gather, and converts what is not sharded."""
+    leaves = plan.leaves
+    gathers = early or [None] * len(plan.groups)
+    for group, gather in zip(plan.groups, gathers, strict=True):
+        region = gathered_shards(axis, plan.own_dims(group), gather)
+        for i, leaf in zip(group, region(*(leaves[i] for i in group)), strict=True):
+            leaves[i] = leaf
+    kept = [i for i, dim in enumerate(plan.dims) if dim is None]
+    converted = to_replicate([leaves[i] for i in kept], axis) if kept else []
+    for i, leaf in zip(kept, converted, strict=True):
+        leaves[i] = leaf
+    return unflatten(plan.structure, leaves)
+
+
+def flat_buffer(shards: Sequence[Tensor]) -> Tensor:
+    """Copies shards of one dtype into one buffer."""
+    return torch.cat([shard.flatten() for shard in shards])
+
+
+def gathered_shards(axis: str, dims: Sequence[int], early: Gather | None = None) -> PerRank:
+    """Makes the gather of shards of one dtype, each along its dim, in one flat buffer.
+
+    With `early` it waits for the gather of that buffer instead.
+    """
+    gather = early or partial(all_gather, axis=axis, tiled=False, dst=R)
 
     def gather_in_one_buffer(*shards: Tensor) -> tuple[Tensor, ...]:
-        buffer = torch.cat([shard.flatten() for shard in shards])
-        rows = all_gather(buffer, axis, tiled=False, dst=R)  # [n, elements of a rank]
+        rows = gather(flat_buffer(shards))  # [n, elements of a rank]
         parts = rows.split([shard.numel() for shard in shards], 1)
         return tuple(
             part.unflatten(1, shard.shape).movedim(0, dim).flatten(dim, dim + 1)

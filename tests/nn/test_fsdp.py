@@ -1,13 +1,17 @@
 """Sharded parameters are gathered in one message, and their gradients scattered in one."""
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardmap_torch import I, LayerError, P, R, make_mesh, redistribute, shard_map, validate_rule
-from shardmap_torch.nn import column_linear, fsdp_gather, fsdp_layer, row_linear
+from shardmap_torch.backends.communicator import Wire
+from shardmap_torch.nn import column_linear, fsdp_gather, fsdp_layer, fsdp_layers, row_linear
 from shardmap_torch.nn.fsdp import gathered_shards
 from tests.nn.support.cases import (
     Case,
@@ -48,6 +52,15 @@ def two_on_one_device(x: Tensor, *params: Tensor) -> Tensor:
     return one_device(one_device(x, *params[:3]), *params[3:])
 
 
+def three_layers(x: Tensor, *params: Tensor) -> Tensor:
+    layers = [dict(zip(SPECS, params[i : i + 3], strict=True)) for i in range(0, 9, 3)]
+    return fsdp_layers(mlp, layers, x, axis="tp", specs=SPECS)
+
+
+def three_on_one_device(x: Tensor, *params: Tensor) -> Tensor:
+    return one_device(two_on_one_device(x, *params[:6]), *params[6:])
+
+
 BOTH = {"up": P(None, ("tp", "dp")), "bias": P(("tp", "dp")), "down": P("tp", "dp")}
 
 
@@ -70,6 +83,13 @@ CASES = {
         (*IN_SPECS, *SPECS.values()),
         P("tp"),
         (X, *PARAMS, *(p + 1 for p in PARAMS)),
+    ),
+    "layers": Case(
+        three_layers,
+        three_on_one_device,
+        (*IN_SPECS, *SPECS.values(), *SPECS.values()),
+        P("tp"),
+        (X, *PARAMS, *(p + 1 for p in PARAMS), *(p - 1 for p in PARAMS)),
     ),
     "with tensor parallelism": Case(
         with_tensor_parallelism,
@@ -100,6 +120,7 @@ def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -
         ("gather", {"all_gather": 1}, {"reduce_scatter": 1, "all_reduce": 1}),
         ("layer", {"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}),
         ("two layers", {"all_gather": 2}, {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}),
+        ("layers", {"all_gather": 3}, {"all_gather": 3, "reduce_scatter": 3, "all_reduce": 3}),
     ],
 )
 def test_a_layer_is_gathered_once_forward_and_gathered_and_scattered_once_backward(
@@ -153,3 +174,59 @@ def test_specs_that_do_not_match_are_refused_all_at_once() -> None:
         "the last of its entry\n"
         "  params['c']: None is no spec; use P(...), or None for a static value"
     )
+
+
+def log_of_layers(frozen: int) -> tuple[list[str], list[str]]:
+    """What a process does with three layers, forward and backward; so many need no gradient."""
+    mesh = make_mesh((2,), ("tp",))
+    log: list[str] = []
+    used: list[StorageWeakRef] = []
+    gather = Wire.start_gather
+
+    def start_gather(wire: Wire, x: Tensor) -> Callable[[], Tensor]:
+        log.append("start")
+        finish = gather(wire, x)
+
+        def finished() -> Tensor:
+            y = finish()
+            log.append("finish")
+            used.append(StorageWeakRef(y.untyped_storage()))
+            return y
+
+        return finished
+
+    def layer(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        log.append("compute")
+        own = [StorageWeakRef(each.untyped_storage()) for each in params.values()]
+        others = [each for each in used if each not in own and not each.expired()]
+        assert len(others) <= 1, "of earlier layers nothing is kept but the buffer of this one"
+        used.extend(own)
+        return torch.tanh(x @ params["w"] @ params["v"])
+
+    def body(layers: list[dict[str, Tensor]], x: Tensor) -> Tensor:
+        return fsdp_layers(layer, layers, x, axis="tp", specs=P("tp"))
+
+    f = shard_map(body, mesh=mesh, in_specs=(P("tp"), P("tp")), out_specs=P("tp"), check=False)
+    layers = [
+        {"w": random(4, 4, seed=i).requires_grad_(i >= frozen), "v": random(4, 4, seed=-i)}
+        for i in range(3)
+    ]
+    with mock.patch.object(Wire, "start_gather", start_gather):
+        y: Any = f(layers, X[:, :4])
+        forward = list(log)
+        log.clear()
+        y.to_local().sum().backward()
+    return forward, log
+
+
+AHEAD = "start finish start compute finish start compute finish compute"
+
+
+@pytest.mark.parametrize(
+    ("frozen", "backward"), [(0, AHEAD), (1, "start finish start compute finish compute")]
+)
+def test_on_processes_a_layer_is_gathered_while_the_one_before_it_computes(
+    gloo: Gloo, frozen: int, backward: str
+) -> None:
+    for found in gloo(2).run(log_of_layers, frozen):
+        assert found == (AHEAD.split(), backward.split())
