@@ -177,7 +177,7 @@ def test_specs_that_do_not_match_are_refused_all_at_once() -> None:
 
 
 def log_of_layers(frozen: int) -> tuple[list[str], list[str]]:
-    """What a process does with three layers, forward and backward; so many need no gradient."""
+    """Logs three layers on a process, forward and backward; the first ones may need no gradient."""
     mesh = make_mesh((2,), ("tp",))
     log: list[str] = []
     used: list[StorageWeakRef] = []
