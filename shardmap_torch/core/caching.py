@@ -59,10 +59,14 @@ class Memo(Generic[T]):
         if known is not _UNKNOWN:
             return known
         result = make()
+        self.put(key, result)
+        return result
+
+    def put(self, key: Any, result: T) -> None:
+        """Keeps the result of a hashable key."""
         if len(self._known) >= self._limit:
             self._known.pop(next(iter(self._known)), None)
         self._known[key] = result
-        return result
 
     def find(self, key: Any) -> T | None:
         """Returns the result of a hashable key, or None."""

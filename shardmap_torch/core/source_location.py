@@ -22,6 +22,9 @@ _OWN: Final = (
     "<",
 )
 
+_USERS: Final[dict[str, bool]] = {}
+"""Whether a file is the user's, by its name: each operation of a check asks for all frames."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -62,7 +65,10 @@ def call_site() -> Site | None:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_OWN):
+        is_users = _USERS.get(name)
+        if is_users is None:
+            is_users = _USERS[name] = not name.startswith(_OWN)
+        if is_users:
             return Site(name, frame.f_lineno)
         if frame.f_back is None:
             return None

@@ -30,6 +30,7 @@ from shardmap_torch.checker.rules.infer import (
     branches,
     is_real,
     name_arguments,
+    named_tensors,
     rounding,
     signature_of,
     tensors_of,
@@ -61,6 +62,7 @@ from shardmap_torch.types import I, K, R, V
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+_NOWHERE: Final = frozenset[int]()
 _SILENT: Final = ("prim", "profiler")  # they read no values
 _LITERAL: Final = torch.ops.aten.lift_fresh.default
 _NOT_BATCHED: Final = torch.ops.aten._neg_view.default  # as in z.conj().imag; vmap lacks it
@@ -222,8 +224,9 @@ class Interpreter(Memory):
         return out
 
     def _is_known(self, out: Any) -> bool:
-        made = [tensor for _, tensor in _results(out)]
-        return bool(made) and all(t.untyped_storage()._cdata in self._storage_types for t in made)
+        made = _results(out)
+        known = self._storage_types
+        return bool(made) and all(t.untyped_storage()._cdata in known for _, t in made)
 
     def make(
         self, tensor: Tensor, types: Types, equation: Equation, operands: Sequence[Tensor]
@@ -248,7 +251,7 @@ class Interpreter(Memory):
     def _type(
         self, op: OpOverload, arguments: Mapping[str, Any], out: Any, key: Key | None = None
     ) -> list[Types]:
-        made = [*_results(out)] or [*enumerate(_written(op, arguments))]
+        made = _results(out) or [*enumerate(_written(op, arguments))]
         any_real = any(is_real(tensor.dtype) for _, tensor in made)
 
         def read(tensor: Tensor) -> Types:
@@ -282,7 +285,7 @@ class Interpreter(Memory):
         """Types a call, or remembers what calls with this key give for these types."""
         if key is None:
             return type_call(op, arguments, read, len(self.axes), drawn)
-        types = tuple(read(x) for value in arguments.values() for x in tensors_of(value))
+        types = tuple([read(x) for _, x in named_tensors(arguments)])
         call = key, types, drawn, is_in_linear_backward()
         known = self._typed.get(call)
         if known is None:
@@ -336,7 +339,7 @@ class Interpreter(Memory):
         types: Sequence[Types],
         key: Key | None,
     ) -> None:
-        read = [(name, x) for name, value in arguments.items() for x in tensors_of(value)]
+        read = named_tensors(arguments)
         operands = []
         for name, tensor in read:
             storage_type = self.storage_type(tensor)
@@ -352,7 +355,8 @@ class Interpreter(Memory):
         for tensor, axis_type in zip(written, types_written, strict=True):
             self._write(op, arguments, tensor, axis_type, equation, tokens, batched_over)
             self.storage_type(tensor).tasks |= tasks
-        for index, tensor in _results(out):
+        made = _results(out)
+        for index, tensor in made:
             axis_type = types[index % len(types)] if types else (K,) * len(self.axes)
             storage = tensor.untyped_storage()
             if storage._cdata not in self._storage_types:
@@ -363,7 +367,7 @@ class Interpreter(Memory):
             if is_real(tensor.dtype):
                 self._storage_types[storage._cdata].tokens |= tokens
                 tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
-        equation.results = tuple(self._result(tensor) for _, tensor in _results(out))
+        equation.results = tuple([self._result(tensor) for _, tensor in made])
         self.add(equation)
 
     def _literals(self, op: OpOverload, arguments: Mapping[str, Any], key: Key | None) -> str:
@@ -399,9 +403,9 @@ class Interpreter(Memory):
         types: Sequence[Types],
     ) -> Sequence[Types]:
         """Returns the types of the written tensors, which need not be the results."""
-        row = row_of(op)
         if not written:
             return ()
+        row = row_of(op)
         if len(types) == len(written):
             return types
         if len(types) == 1 or (row is not None and row.zipped):
@@ -485,9 +489,9 @@ def _batched_over(operands: Sequence[Use], results: Sequence[Types]) -> frozense
 
     They are its operands', and those over which it draws each rank's own numbers.
     """
-    before = frozenset[int]().union(*(varying(use.types) for use in operands))
-    drawn = frozenset[int]().union(*map(varying, results)) - before
-    return drawn.union(*(use.storage_type.batched_over for use in operands))
+    before = _NOWHERE.union(*[varying(use.types) for use in operands])
+    drawn = _NOWHERE.union(*map(varying, results)) - before
+    return drawn.union(*[use.storage_type.batched_over for use in operands])
 
 
 def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -495,11 +499,12 @@ def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
         yield from tensors_of(arguments[name])
 
 
-def _results(out: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yields the tensors of a result with their positions."""
-    for index, item in enumerate(out if isinstance(out, list | tuple) else [out]):
-        for tensor in tensors_of(item):
-            yield index, tensor
+def _results(out: Any) -> list[tuple[int, Tensor]]:
+    """Returns the tensors of a result with their positions."""
+    if isinstance(out, Tensor):
+        return [(0, out)]
+    items = enumerate(out if isinstance(out, list | tuple) else ())
+    return [(index, tensor) for index, item in items for tensor in tensors_of(item)]
 
 
 def _name(op: OpOverload) -> str:

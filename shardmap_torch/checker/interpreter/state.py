@@ -136,6 +136,11 @@ class Memory:
 
     def storage_type(self, tensor: Tensor) -> StorageType:
         """Returns the storage type of a tensor, or of its fake."""
+        if type(tensor) is FakeTensor and not self.rows.any:
+            # What follows finds the same, at several times the cost.
+            known = self._storage_types.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                return known
         storage = self.fakify(base_of(tensor)).untyped_storage()
         found = self._storage_types.get(storage._cdata)
         if found is None and threading.get_ident() != self._thread:
@@ -329,6 +334,8 @@ class Memory:
 
     def _fakify_value(self, value: Any) -> Any:
         """Replaces closed-over tensors by fakes of type K, also in lists."""
+        if type(value) is FakeTensor and value.fake_mode is self.fake and not self.rows.any:
+            return value
         if isinstance(value, Tensor):
             # A transform's tensor wraps a fake, or a closed-over tensor.
             base = base_of(value)

@@ -5,7 +5,7 @@ of every operand, and knows a view at another offset of its storage for another 
 is shapes, strides, dtypes and devices, and the offset of a view is relative to its operand's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -131,15 +131,75 @@ def run_fake(
 ) -> Any:
     """Runs an operation on fake tensors of this mode, or makes its result from what is known."""
     if key is None:
+        if mode.shape_env is None and _is_in_place_on_lists(op):
+            args, _ = _distinct(args, kwargs) or (args, ())
         return op(*args, **kwargs)
     known = _RESULTS.find(key)
     if known is not None:
         return _make(mode, known, args)
+    of_lists = _describe_lists(op, args, kwargs) if _is_on_lists(op) else None
+    if of_lists is not None:
+        _RESULTS.put(key, of_lists)
+        return _make(mode, of_lists, args)
     out = op(*args, **kwargs)
     result = _describe(out, args)
     if result is not None:
-        _RESULTS.get(key, lambda: result)
+        _RESULTS.put(key, result)
     return out
+
+
+def _describe_lists(op: OpOverload, args: Sequence[Any], kwargs: Any) -> _Result | None:
+    """Describes new results for lists by one of all equal positions; None if some are not new."""
+    found = _distinct(args, kwargs)
+    if found is None:
+        return None
+    few, places = found
+    result = _describe(op(*few, **kwargs), few)
+    if result is None or any(item is None or item.operand is not None for item in result.items):
+        return None
+    return _Result(result.container, tuple([result.items[place] for place in places]))
+
+
+@lru_cache(maxsize=4096)
+def _is_on_lists(op: OpOverload) -> bool:
+    """Returns whether an operation maps lists of tensors to a list, position by position."""
+    return op._schema.name.startswith("aten::_foreach_") and len(op._schema.returns) == 1
+
+
+@lru_cache(maxsize=4096)
+def _is_in_place_on_lists(op: OpOverload) -> bool:
+    """Returns whether an operation does so in the memory of the first list."""
+    name = op._schema.name
+    return name.startswith("aten::_foreach_") and name.endswith("_")
+
+
+def _distinct(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Sequence[int]] | None:
+    """Returns the arguments with one of all positions at which lists have equal tensors.
+
+    That is one for each kind of parameter, where an optimizer has one for each layer. Returns in
+    addition the place among these of every position; None where they are not tensors alone.
+    """
+    lists = [value for value in args if type(value) in (list, tuple)]
+    named = any(isinstance(value, Tensor | list | tuple) for value in kwargs.values())
+    if named or len({len(value) for value in lists}) != 1:
+        return None
+    known: dict[Key, int] = {}
+    firsts: list[int] = []
+    places: list[int] = []
+    for at, items in enumerate(zip(*lists, strict=True)):
+        key: list[Any] = []
+        if not all(type(item) is FakeTensor and _add(key, item) for item in items):
+            return None
+        place = known.setdefault(tuple(key), len(known))
+        if place == len(firsts):
+            firsts.append(at)
+        places.append(place)
+    few = [
+        [value[at] for at in firsts] if type(value) in (list, tuple) else value for value in args
+    ]
+    return few, places
 
 
 def empty(

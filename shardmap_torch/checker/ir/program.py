@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site
 
 
+@lru_cache(maxsize=4096)
 def varying(types: Types) -> frozenset[int]:
     """Returns the axes, by position, over which the ranks may have different values."""
     return frozenset(at for at, axis_type in enumerate(types) if axis_type.varies)

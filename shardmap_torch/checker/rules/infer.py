@@ -97,6 +97,17 @@ def name_arguments(
     return {**signature.defaults, **dict(zip(signature.names, args, strict=False)), **kwargs}
 
 
+def named_tensors(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Returns the tensors among named arguments, those in lists too, with the arguments' names."""
+    found: list[tuple[str, Tensor]] = []
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif isinstance(value, list | tuple):
+            found += [(name, item) for item in value if isinstance(item, Tensor)]
+    return found
+
+
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in one argument: itself, or those of a list, which may have Nones."""
     if isinstance(value, Tensor):

@@ -465,7 +465,8 @@ class Relation(Observer):
             if axis_type == V and axis not in shard.axes and axis not in partial
         )
         mean = Fraction(prod(self._notes.sizes[axis] for axis in sharded.means))
-        sums = summed.scaled(mean, sharded.means, self._at(messages.friendly(op)))
+        cause = "" if summed.scale * mean == 1 else self._at(messages.friendly(op))
+        sums = summed.scaled(mean, sharded.means, cause)
         sums = replace(sums, partial=partial, pending=sharded.pending)
         if writes_of(op, arguments) and not self._is_overwritten(result, number, shard, sums):
             # Sums that are pending in the rest of the storage stay pending.

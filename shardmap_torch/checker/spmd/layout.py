@@ -70,11 +70,9 @@ def sharded_dim(size: int, axes: Sequence[str], sizes: Sizes) -> Dim:
 
 def axes_of(dim: Dim) -> tuple[str, ...]:
     """The axes that shard a dim, most significant first."""
-    return (
-        ()
-        if dim == ANY or step_of(dim) is not None
-        else tuple(axis for axis, _ in dim if axis is not None)
-    )
+    if not dim or dim == ANY or step_of(dim) is not None:
+        return ()
+    return tuple([axis for axis, _ in dim if axis is not None])
 
 
 def distinct(dims: Iterable[Dim]) -> list[Dim]:
@@ -163,7 +161,8 @@ def fitted(dims: Sequence[Dim], local: Shape, global_shape: Shape) -> ShardedTen
                 "divided by axis_size(axis).",
             )
     shard = ShardedTensor(tuple(dims), local, global_shape)
-    twice = [axis for axis in shard.axes if shard.axes.count(axis) > 1]
+    axes = shard.axes
+    twice = [axis for axis in axes if axes.count(axis) > 1]
     if twice:
         raise UnrelatedError(
             f"{twice[0]!r} shards two dims of the result, of which the ranks then have blocks "

@@ -81,12 +81,13 @@ def _pointwise(step: Step) -> list[Sharded]:
 
 def _listed(step: Step) -> list[Sharded]:
     """Propagates lists of tensors, which are processed position by position."""
-    lists = [v for v in step.arguments.values() if isinstance(v, list | tuple) and shards_of(v)]
+    listed = [shards_of(v) for v in step.arguments.values() if isinstance(v, list | tuple)]
+    lists = [shards for shards in listed if shards]
     shared = [v for v in step.arguments.values() if isinstance(v, ShardedTensor)]
     found = []
     for index, (_, global_shape) in enumerate(step.results):
         at = index % len(lists[0])
-        operands = [*(shards_of(items)[at] for items in lists), *shared]
+        operands = [*(shards[at] for shards in lists), *shared]
         if any(len(x.global_shape) > len(global_shape) for x in operands):
             raise UnrelatedError("it reduces each tensor of a list", WRAP)
         found.append(Sharded(broadcast(operands, len(global_shape))))

@@ -11,7 +11,7 @@ from shardmap_torch.checker.ir.sizes import exact
 from shardmap_torch.checker.spmd.layout import Shape
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.torch_private.engine import DisableTorchFunction
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction, FakeTensor
 from shardmap_torch.spec import P
 
 X = TypeVar("X")
@@ -39,12 +39,18 @@ class TensorMap(Generic[X]):
     @staticmethod
     def _key(tensor: Tensor) -> Key:
         with DisableTorchFunction():  # which would see each of these
-            base = base_of(tensor)
+            base = tensor if type(tensor) is FakeTensor else base_of(tensor)
+            shape: tuple[object, ...] = base.shape
+            stride: tuple[object, ...] = base.stride()
+            offset: object = base.storage_offset()
+            if base._has_symbolic_sizes_strides:
+                shape, stride = tuple(map(exact, base.shape)), tuple(map(exact, base.stride()))
+                offset = exact(base.storage_offset())
             return (
                 base.untyped_storage()._cdata,
-                exact(base.storage_offset()),
-                tuple(map(exact, base.shape)),
-                tuple(map(exact, base.stride())),
+                offset,
+                shape,
+                stride,
                 base.dtype,
                 base.is_neg(),
                 base.is_conj(),

@@ -84,5 +84,11 @@ def shards_of(value: Any) -> list[ShardedTensor]:
     if isinstance(value, ShardedTensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [shard for item in value for shard in shards_of(item)]
+        found: list[ShardedTensor] = []
+        for item in value:
+            if isinstance(item, ShardedTensor):
+                found.append(item)
+            elif isinstance(item, list | tuple):
+                found += shards_of(item)
+        return found
     return []

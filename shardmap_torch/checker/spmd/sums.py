@@ -92,6 +92,7 @@ _DIVIDED: Final = frozenset(
     for name in ("div", "div_")
     for overload in ("Tensor", "Scalar")
 )
+_SCALING: Final = _MULTIPLIED | _DIVIDED
 
 
 def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:
@@ -101,7 +102,7 @@ def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:
         >>> factor_of(torch.ops.aten.div.Tensor, 4, 12)  # by a local size
         Fraction(3, 1)
     """
-    if op not in _MULTIPLIED | _DIVIDED or not (_is_factor(by) and _is_factor(there)):
+    if not (_is_factor(by) and _is_factor(there)) or op not in _SCALING:
         return None
     ratio = Fraction(by) / Fraction(there)
     if op in _DIVIDED:

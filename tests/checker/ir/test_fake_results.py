@@ -40,6 +40,12 @@ BODIES: dict[str, Body] = {
     ),
     "picked rows": lambda x, w: (x[torch.tensor([0, 1])], torch.embedding(x, torch.tensor([2]))),
     "zeros without memory": lambda x, w: torch._efficientzerotensor((4, 3)) * x + x,
+    "lists": lambda x, w: (
+        torch._foreach_mul([x, w, x, x.t()], [x, w, x[:1], x.t()]),
+        torch._foreach_mul([x, x.double(), x], 2.0),
+        torch._foreach_lerp([x, x, w], [x, x, w], 0.5),
+        torch._foreach_norm([x, w, x]),
+    ),
     "attention": lambda x, w: attention(x[None, None], x[None, None], x[None, None]),
 }
 
@@ -92,6 +98,31 @@ def test_a_result_made_again_is_the_one_that_torch_makes(body: Body) -> None:
             body(x, w)
             body(torch.empty(9, 3)[5:], torch.empty(3, 5))  # at another offset
     assert remembering.made_again
+
+
+def test_a_write_into_lists_runs_at_one_of_all_equal_positions_and_refuses_as_at_all() -> None:
+    seen: list[int] = []
+
+    def add(own: Sequence[Tensor], more: Sequence[Tensor]) -> None:
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                seen.append(len(args[0]))
+                return func(*args, **(kwargs or {}))
+
+        with Counting():  # type: ignore[no-untyped-call]  # torch's
+            run_fake(mode, None, torch.ops.aten._foreach_add_.List, [own, more], {"alpha": 2.0})
+
+    with FakeTensorMode() as mode:
+        xs = [torch.empty(4, 3) for _ in range(5)] + [torch.empty(2)]
+        ys = [torch.empty(4, 3) for _ in range(4)] + [torch.empty(3), torch.empty(2)]
+        add(xs, ys)
+        assert seen == [3]
+        with pytest.raises(RuntimeError, match="length 5"):
+            add(xs, [*ys[:3], torch.empty(5), *ys[4:]])
+        with pytest.raises(RuntimeError, match="same number of tensors"):
+            add(xs, ys[1:])
 
 
 def test_a_view_made_again_is_of_the_operand_of_this_call() -> None:
