@@ -23,7 +23,7 @@ _OWN: Final = (
 )
 
 _USERS: Final[dict[str, bool]] = {}
-"""Whether a file is the user's, by its name: each operation of a check asks for all frames."""
+"""Tells by a file's name if it is the user's: each operation of a check asks for all frames."""
 
 
 @dataclass(frozen=True)
