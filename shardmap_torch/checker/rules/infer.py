@@ -187,7 +187,9 @@ def rounding(
 
     So are those of fractions in results of integers, and of all numbers in results of booleans.
     """
-    any_real = any(is_real(x.dtype) for value in arguments.values() for x in tensors_of(value))
+    if not any(Partial in each for each in types):
+        return None
+    any_real = any(is_real(x.dtype) for _, x in named_tensors(arguments))
     bits = op is torch.ops.aten.view.dtype
     for index, made in enumerate(results):
         found = types[index % len(types)]
