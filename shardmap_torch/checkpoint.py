@@ -10,7 +10,6 @@ run again becomes `vmap` of itself; so it can be run again after the levels are 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from shardmap_torch.backends.threads import handing_over
 from shardmap_torch.backends.vmap import markers_of, rebound
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.core.closures import Closures
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import TransformType, functorch, restore_vmap
 from shardmap_torch.core.tree import flatten, unflatten
@@ -74,7 +74,7 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
     while isinstance(function, partial):
         args, kwargs = (*function.args, *args), function.keywords | kwargs
         function = function.func
-    closures = _Closures(function)
+    closures = Closures(function)
     leaves, structure = flatten((closures.values(), args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(can_receive_gradient(x) for x in tensors):
@@ -92,7 +92,7 @@ class _Region:
     """One call of `checkpoint`: the state that its first run and its recomputations share."""
 
     def __init__(
-        self, closures: "_Closures", leaves: list[Any], structure: Any, scope: Scope | None
+        self, closures: Closures, leaves: list[Any], structure: Any, scope: Scope | None
     ) -> None:
         self.closures = closures
         function = closures.function
@@ -339,64 +339,6 @@ class _Level:
 
 
 # ----------------------------------------------------------------------------- closed over
-
-
-class _Closures:
-    """The tensors in the closures of a Python function, and of the functions that it reaches there.
-
-    As operands they get their gradients, and values of the right vmap level in each run.
-    """
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.functions: dict[int, FunctionType] = {}
-        self.links: list[tuple[CellType, FunctionType]] = []
-        self.holders: dict[int, CellType] = {}
-        pending = [function]
-        while pending:
-            reached = pending.pop()
-            if isinstance(reached, FunctionType) and id(reached) not in self.functions:
-                self.functions[id(reached)] = reached
-                pending += self._visit(reached)
-
-    def _visit(self, function: FunctionType) -> Iterator[FunctionType]:
-        for cell in function.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-            if isinstance(value, FunctionType):
-                self.links.append((cell, value))
-                yield value
-            elif any(isinstance(leaf, Tensor) for leaf in flatten(value)[0]):
-                self.holders[id(cell)] = cell
-
-    def values(self) -> list[Any]:
-        """Returns the values of the closure cells that hold tensors."""
-        return [cell.cell_contents for cell in self.holders.values()]
-
-    def put(self, values: Sequence[Any]) -> Any:
-        """Returns a copy of the function with other values in these cells."""
-        if not self.holders:
-            return self.function
-        cells = {key: CellType(value) for key, value in zip(self.holders, values, strict=True)}
-        cells |= {id(cell): CellType() for cell, _ in self.links}
-        copies = {key: _with_closure(f, cells) for key, f in self.functions.items()}
-        for cell, function in self.links:
-            cells[id(cell)].cell_contents = copies[id(function)]
-        return copies[id(self.function)]
-
-
-def _with_closure(function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
-    copy = FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        tuple(cells.get(id(cell), cell) for cell in function.__closure__ or ()),
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 def _closed_over(name: str, what: Sequence[str]) -> str:

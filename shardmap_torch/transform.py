@@ -1,18 +1,20 @@
 """`shard_map`: maps a per-rank function over the ranks of a mesh."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import (
     Match,
+    Spec,
     check_inputs,
     input_signature,
     is_spec,
@@ -24,8 +26,9 @@ from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
-from shardmap_torch.core.torch_private.engine import eval_frame_callback
-from shardmap_torch.core.tree import Tree, flatten
+from shardmap_torch.core.closures import Closures
+from shardmap_torch.core.torch_private.engine import eval_frame_callback, functorch
+from shardmap_torch.core.tree import Placed, Tree, broadcast_prefix, flatten
 from shardmap_torch.errors import MeshError, SpecError, read_names, show
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import nested, vmap
@@ -33,6 +36,7 @@ from shardmap_torch.run.checked import Checked
 from shardmap_torch.run.compiled import Asked, as_checked
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.unchecked import Unchecked
+from shardmap_torch.spec import P
 
 Check: TypeAlias = bool | Literal["local", "global"] | Mapping[str, Literal["local", "global"]]
 """Strictness of `shard_map`, of all axes or by axis; True is "local"."""
@@ -268,6 +272,15 @@ class _Body:
         call = self._call(None, args, kwargs, infers=True)
         return call.mesh, self._checked.verdict(call)
 
+    def _closures(self) -> Closures | None:
+        """Finds closed-over values that a transform outside differentiates or batches."""
+        if torch.compiler.is_dynamo_compiling() or functorch.peek_interpreter_stack() is None:
+            return None
+        closures = Closures(self._function)
+        leaves, _ = flatten(closures.values())
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return closures if any(map(functorch.is_functorch_wrapped_tensor, tensors)) else None
+
     def _call(
         self,
         scope: Scope | None,
@@ -280,13 +293,17 @@ class _Body:
         if not runtime_of(mesh).has_data:
             runs = False
             args, kwargs = stand_ins((args, kwargs))
-        leaves, structure = flatten((args, kwargs))
+        closures = self._closures() if scope is None and infers else None
+        function = self._function if closures is None else _with_argument(closures)
+        hidden = {} if closures is None else {_HIDDEN: closures.values()}
+        leaves, structure = flatten((args, kwargs | hidden))
 
         outer = None if scope is None else scope.axes
 
         def bind() -> _Bound:
             axes = _resolve_axes(self._name, mesh, self._axis_names, scope)
             placed = place_arguments(self._function, self._signature, args, kwargs, self._in_specs)
+            placed += [] if closures is None else _placed(closures)
             match = Match.of(check_inputs(self._name, mesh, axes, placed, infers, runs))
             return _Bound(match, axes, frozenset(axes) | (outer or frozenset()))
 
@@ -297,7 +314,7 @@ class _Body:
 
         bound = self._recent.get(rest, leaves, find)
         return Call(
-            self._function,
+            function,
             self._name,
             mesh,
             bound.axes,
@@ -308,6 +325,27 @@ class _Body:
             self._out_specs,
             self._out_matches,
         )
+
+
+_HIDDEN: Final = "~closed over"
+"""Keyword of closed-over values that are arguments; it sorts after all names of Python."""
+
+
+def _with_argument(closures: Closures) -> Callable[..., Any]:
+    """Returns the function with the values that it closes over as an argument, as JAX has them."""
+
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        return closures.put(kwargs.pop(_HIDDEN))(*args, **kwargs)
+
+    return converted
+
+
+def _placed(closures: Closures) -> Iterator[Placed[Spec]]:
+    """Places closed-over values, which are equal on all ranks."""
+    for name, value in zip(closures.names, closures.values(), strict=True):
+        for leaf in broadcast_prefix(P(), value, name, is_spec):
+            assert isinstance(leaf, Placed)  # one spec matches every tree
+            yield leaf if isinstance(leaf.value, Tensor) else replace(leaf, spec=None)
 
 
 @dataclass(frozen=True)

@@ -396,6 +396,57 @@ def test_rank_threads_refuse_a_closure_that_an_outer_transform_tracks() -> None:
     )
 
 
+def losses_on(mesh: Mesh, check: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """A loss whose body closes over its weights, in a dict and by another function; and by hand."""
+
+    def forward(x: Tensor, params: dict[str, Any]) -> Tensor:
+        scale, power = params["scale"]
+        out: Tensor = torch.tanh(x @ params["w"]) ** power * scale
+        return out.mean()
+
+    def loss(w: Tensor, scale: Tensor) -> Tensor:
+        params = {"w": w, "scale": (scale, 3)}
+
+        def local(x: Tensor) -> Tensor:
+            return forward(x, params)
+
+        def closing(x: Tensor) -> Tensor:
+            return all_reduce(local(x), "tp", op="mean", dst=I)
+
+        out: Tensor = checked(closing, mesh=mesh, in_specs=P("tp"), out_specs=P(), check=check)(X)
+        return out
+
+    return loss, lambda w, scale: forward(X, {"w": w, "scale": (scale, 3)})
+
+
+def reaching(mesh: Mesh) -> None:
+    """Takes gradients of what a body closes over, which each rank uses in its own way."""
+    scale = torch.arange(2.0, dtype=torch.float64) + 1
+    for check in (True, "global"):
+        loss, one = losses_on(mesh, check)
+        same(
+            torch.func.grad(loss, argnums=(0, 1))(W, scale),
+            torch.func.grad(one, argnums=(0, 1))(W, scale),
+        )
+
+
+@ON_EVERY_MESH
+def test_a_gradient_reaches_what_the_body_closes_over(kind: str, gloo: Gloo) -> None:
+    run_on(kind, reaching, gloo)
+
+
+def test_every_transform_reaches_what_the_body_closes_over() -> None:
+    scale = torch.arange(2.0, dtype=torch.float64) + 1
+    loss, one = losses_on(make_mesh((2,), ("tp",), kind="simulated"), "global")
+    for transform in (
+        lambda f: torch.func.jacrev(torch.func.grad(f))(W, scale),
+        lambda f: torch.func.vmap(f, in_dims=(0, None))(Ws, scale),
+        lambda f: torch.func.vmap(torch.func.grad(f), in_dims=(0, None))(Ws, scale),
+        lambda f: torch.func.jvp(f, (W, scale), (W.cos(), scale.sin())),
+    ):
+        same(transform(loss), transform(one))
+
+
 # ---------------------------------------------------------------------------- meshes and nesting
 
 

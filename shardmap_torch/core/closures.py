@@ -1,10 +1,13 @@
-"""Names of the tensors that a function closes over, for messages."""
+"""The tensors that a function closes over: their names, and copies of it with other ones."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+
+from shardmap_torch.core.tree import flatten
 
 
 def name_in(function: Callable[..., Any] | None, tensor: Tensor) -> str | None:
@@ -41,3 +44,66 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{at}]", x) for at, x in enumerate(value))
     else:
         yield name, value
+
+
+class Closures:
+    """The tensors in the closures of a Python function, and of the functions that it reaches there.
+
+    As operands they get their gradients, and values of the right vmap level in each run.
+    """
+
+    def __init__(self, function: Any) -> None:
+        """Looks for them; values that cells have later are not seen."""
+        self.function = function
+        self.functions: dict[int, FunctionType] = {}
+        self.links: list[tuple[CellType, FunctionType]] = []
+        self.holders: dict[int, CellType] = {}
+        self.names: list[str] = []
+        pending = [function]
+        while pending:
+            reached = pending.pop()
+            if isinstance(reached, FunctionType) and id(reached) not in self.functions:
+                self.functions[id(reached)] = reached
+                pending += self._visit(reached)
+
+    def _visit(self, function: FunctionType) -> Iterator[FunctionType]:
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if isinstance(value, FunctionType):
+                self.links.append((cell, value))
+                yield value
+            elif any(isinstance(leaf, Tensor) for leaf in flatten(value)[0]):
+                if id(cell) not in self.holders:
+                    self.names.append(name)
+                self.holders[id(cell)] = cell
+
+    def values(self) -> list[Any]:
+        """Returns the values of the closure cells that hold tensors."""
+        return [cell.cell_contents for cell in self.holders.values()]
+
+    def put(self, values: Sequence[Any]) -> Any:
+        """Returns a copy of the function with other values in these cells."""
+        if not self.holders:
+            return self.function
+        cells = {key: CellType(value) for key, value in zip(self.holders, values, strict=True)}
+        cells |= {id(cell): CellType() for cell, _ in self.links}
+        copies = {key: _with_closure(f, cells) for key, f in self.functions.items()}
+        for cell, function in self.links:
+            cells[id(cell)].cell_contents = copies[id(function)]
+        return copies[id(self.function)]
+
+
+def _with_closure(function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
+    copy = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells.get(id(cell), cell) for cell in function.__closure__ or ()),
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

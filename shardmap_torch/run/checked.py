@@ -144,7 +144,9 @@ class Checked:
         if self._calls <= 1:
             watch_remaking(self, self._name, call.function)
         # Each rank would have to run the body once for each item of the batch.
-        if any(is_batched(tensor) for tensor in self._surroundings.tensors):
+        arguments = set(map(id, call.leaves))
+        hidden = (x for x in self._surroundings.tensors if id(x) not in arguments)
+        if any(map(is_batched, hidden)):
             raise closed_over_outer(self._name, "batches")
         derived = self._history.derive(key, call, self._derive, partial(self._verify, call))
         if derived is not None:

@@ -534,7 +534,7 @@ def test_a_backward_that_is_linear_as_a_whole_takes_a_sum(name: str) -> None:
     assert_right(body, one, numbers(16, 4), in_specs=P("tp"), out_specs=P())
 
 
-def test_a_closure_that_an_outer_vmap_batches_is_to_be_passed_as_an_argument() -> None:
+def test_what_an_outer_vmap_batches_is_an_argument_unless_it_is_hidden() -> None:
     mesh = make_mesh((4,), ("tp",), kind="simulated")
     holder: dict[str, Tensor] = {}
 
@@ -555,16 +555,14 @@ def test_a_closure_that_an_outer_vmap_batches_is_to_be_passed_as_an_argument() -
         return shard_map(scaled, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())(DATA, s)
 
     scales = torch.arange(3, dtype=torch.float64)
-    torch.testing.assert_close(torch.func.vmap(passing)(scales), DATA.sum() * scales)
-    for f in (closing, hiding):
-        with pytest.raises(TransformError) as caught:
-            torch.func.vmap(f)(scales)
-        text = str(caught.value)
-        head = (
-            "<lambda>: the body closes over a tensor, which a torch.func transform outside batches"
-        )
-        assert text.startswith(head)
-        assert text.endswith("Pass it as an argument, with a spec of its own.")
+    for f in (passing, closing):
+        torch.testing.assert_close(torch.func.vmap(f)(scales), DATA.sum() * scales)
+    with pytest.raises(TransformError) as caught:
+        torch.func.vmap(hiding)(scales)
+    text = str(caught.value)
+    head = "<lambda>: the body closes over a tensor, which a torch.func transform outside batches"
+    assert text.startswith(head)
+    assert text.endswith("Pass it as an argument, with a spec of its own.")
 
 
 def test_a_closure_may_be_batched_in_the_body() -> None:
