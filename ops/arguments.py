@@ -26,6 +26,9 @@ def read_axes(name: str, axis: Axis) -> tuple[tuple[str, ...], Scope]:
     """Returns the axes, those of views by their parts, and the scope that binds all of them."""
     if isinstance(axis, str):
         axes: tuple[str, ...] = (axis,)
+        scope = current_scope()
+        if scope is not None and axis in scope.axes and not scope.backend.mesh.aliases:
+            return axes, scope
     elif isinstance(axis, Sequence) and all(isinstance(each, str) for each in axis):
         axes = tuple(axis)
     else:

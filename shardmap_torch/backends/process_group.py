@@ -33,6 +33,9 @@ _WIRE: Final = {
 }
 """Dtypes that are sent as another one: gloo and NCCL lack some."""
 
+_CONVERTED: Final = frozenset({*_WIRE, torch.complex32, torch.complex64, torch.complex128})
+"""Dtypes that are not sent as they are; complex ones go as pairs of numbers."""
+
 
 _NOBODY: Final = Party()
 
@@ -188,14 +191,13 @@ def _constants(
 
 
 def _on_wire(line: Line, move: str, c: Collective, x: Tensor) -> Tensor:
+    if x.dtype not in _CONVERTED:
+        return _moved(line, move, c, x)
     if x.is_complex():
         # The parts are a trailing dim, which no movement touches: dims count from the front.
         parts = _on_wire(line, move, c, torch.view_as_real(x.resolve_conj()))
         return torch.view_as_complex(parts.contiguous())
-    wire = _WIRE.get(x.dtype)
-    if wire is not None:
-        return _moved(line, move, c, x.to(wire)).to(x.dtype)
-    return _moved(line, move, c, x)
+    return _moved(line, move, c, x.to(_WIRE[x.dtype])).to(x.dtype)
 
 
 def _moved(line: Line, move: str, c: Collective, x: Tensor) -> Tensor:

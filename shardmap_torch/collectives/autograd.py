@@ -32,30 +32,25 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
     `forward(ctx, ...)` form, and both cost more than a plain call: take the cheapest that serves.
     """
     markers = backend.markers(operation.axes)
-    if not markers and is_identity(backend, operation):
-        return x
-    if markers or is_transformed():
+    if type(operation) is Collective and operation.move == "same" and not markers:
+        # A cast does nothing over axes of one rank.
+        if backend.mesh.num_ranks(operation.axes) == 1 and not is_checker(backend):
+            return x
+    traced = torch.compiler.is_dynamo_compiling()
+    # As `is_transformed`, whose call would cost as much again.
+    if markers or (is_transformed() if traced else _has_levels() or forward_level() >= 0):
         return apply_transformed(x, operation, backend, *markers)
     if x.requires_grad and torch.is_grad_enabled():
-        apply = EagerForm.apply if torch.compiler.is_dynamo_compiling() else apply_eager
+        apply = EagerForm.apply if traced else apply_eager
         out = apply(x, operation, backend)
         return out
     return operation.run(backend, x)
 
 
-def is_identity(backend: Backend, operation: Operation) -> bool:
-    """Returns whether it only casts, over axes of one rank, so that it does nothing."""
-    return (
-        isinstance(operation, Collective)
-        and operation.move == "same"
-        and backend.mesh.num_ranks(operation.axes) == 1
-        and not is_checker(backend)
-    )
-
-
 def issue(scope: Scope, operation: Operation, x: Tensor) -> Tensor:
     """Runs an operation that the user's code calls, and reports it to the monitor; see `bind`."""
-    scope.on_operation(operation, x)
+    if scope.monitor is not None:  # as `Scope.on_operation`
+        scope.monitor.on_operation(operation, x)
     return bind(scope.backend, operation, x)
 
 
@@ -102,7 +97,8 @@ class EagerForm(TypedFunction):
         if not torch.compiler.is_dynamo_compiling():
             ctx.call = call_number()
         y = operation.run(backend, x)
-        if saved := operation.saved(x, y):
+        # A collective is linear, so that no derivative of it needs a tensor.
+        if type(operation) is not Collective and (saved := operation.saved(x, y)):
             ctx.save_for_backward(*saved)
         return y
 
@@ -113,11 +109,10 @@ class EagerForm(TypedFunction):
             return None, None, None
         if not torch.compiler.is_dynamo_compiling():
             reject_batched_gradients()
-        return (
-            ctx.operation.pull_back(partial(bind, ctx.backend), grad, ctx.saved_tensors),
-            None,
-            None,
-        )
+        operation, backend = ctx.operation, ctx.backend
+        if type(operation) is Collective:
+            return bind(backend, operation.transpose, grad), None, None
+        return operation.pull_back(partial(bind, backend), grad, ctx.saved_tensors), None, None
 
 
 def unshared(y: Tensor) -> Tensor:

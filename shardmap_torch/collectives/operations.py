@@ -89,10 +89,15 @@ class Collective(Linear):
         """The table's row for this name and these types."""
         return TABLE[self.name, self.src, self.dst]
 
-    @property
+    @lazy
     def move(self) -> str:
-        """Returns the name of the data movement."""
+        """The name of the data movement."""
         return self.row.move
+
+    @lazy
+    def keeps_dtype(self) -> bool:
+        """Whether it moves and returns the dtype of its operand."""
+        return self.comm_dtype is None and self.out_dtype is None
 
     @lazy
     def transpose(self) -> "Collective":
@@ -116,6 +121,8 @@ class Collective(Linear):
         The result is of `out_dtype`; the cotangent, in the transpose, of `in_dtype`.
         """
         move = self.move
+        if self.keeps_dtype:
+            return mover.run(move, self, x)
         if self.comm_dtype in (None, x.dtype) or not (x.is_floating_point() or x.is_complex()):
             y = mover.run(move, self, x)
             return y if self.out_dtype is None else y.to(self.out_dtype)

@@ -32,7 +32,7 @@ def spare(buffer: Tensor) -> Iterator[None]:
 
 def is_spare(x: Tensor) -> bool:
     """Returns whether `x` is the buffer of `spare`, and autograd does not need it."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # and `spare` names none while code is exported
         return False
     return _SPARE.tensor is x and not x.requires_grad and x.is_contiguous()
 
