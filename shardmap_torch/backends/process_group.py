@@ -37,9 +37,6 @@ _CONVERTED: Final = frozenset({*_WIRE, torch.complex32, torch.complex64, torch.c
 """Dtypes that are not sent as they are; complex ones go as pairs of numbers."""
 
 
-_NOBODY: Final = Party()
-
-
 @dataclass(frozen=True)
 class Line:
     """The ranks along some axes, the first axis major, as one of them communicates with them.
@@ -54,7 +51,7 @@ class Line:
     wire: Wire | TracedWire
     order: tuple[int, ...]
     own: int
-    party: Party = _NOBODY
+    party: Party
 
     @lazy
     def in_order(self) -> bool:
@@ -165,7 +162,8 @@ class ProcessGroupBackend(RankBackend):
         """Returns the ranks along `axes`, for eager or for compiled code."""
         if torch.compiler.is_compiling():
             name, order, own = _constants(self, axes)
-            return Line(TracedWire(name, len(order), order[own]), order, own)
+            # Made here: Dynamo cannot trace an object of a default that the backward comes upon.
+            return Line(TracedWire(name, len(order), order[own]), order, own, Party())
         known = self._lines.get(axes)
         if known is None:
             known = self._lines[axes] = self._make_line(axes)
