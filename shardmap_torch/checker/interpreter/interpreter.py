@@ -18,7 +18,7 @@ from shardmap_torch.checker.ir.outcomes import Asserted
 from shardmap_torch.checker.ir.own_functions import name_of_own
 from shardmap_torch.checker.ir.paths import Branches, Failing
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
-from shardmap_torch.checker.ir.rank_only import has_saving_hooks
+from shardmap_torch.checker.ir.rank_only import has_saving_hooks, is_batchable
 from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
 from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules import distributed_calls
@@ -65,7 +65,6 @@ if TYPE_CHECKING:  # for annotations; it takes a second to import
 _NOWHERE: Final = frozenset[int]()
 _SILENT: Final = ("prim", "profiler")  # they read no values
 _LITERAL: Final = torch.ops.aten.lift_fresh.default
-_NOT_BATCHED: Final = torch.ops.aten._neg_view.default  # as in z.conj().imag; vmap lacks it
 
 _BITS: Final = torch.ops.aten.view.dtype
 _SEED: Final = torch.ops.aten.ones_like.default
@@ -163,7 +162,7 @@ class Interpreter(Memory):
             value = scalars.take_for_torch(self, op, arguments)
             if value is not None:
                 return value
-        self.batches &= op is not _NOT_BATCHED and not has_saving_hooks()
+        self.batches &= is_batchable(op, arguments) and not has_saving_hooks()
         writes = writes_of(op, arguments)
         for name in writes:
             self._reject_read_only(op, arguments[name])

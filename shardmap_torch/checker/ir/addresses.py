@@ -20,6 +20,9 @@ from shardmap_torch.errors import ShardTypeError
 class _Named(Protocol):
     name: str
 
+    def needs_ranks(self) -> None:
+        """Records that `torch.func.vmap` cannot run the body."""
+
 
 _Question = Callable[..., Any]
 
@@ -74,6 +77,15 @@ def reject_address(
     return func(*args, **kwargs)
 
 
+def _ask_for_gradients(
+    interpreter: _Named, func: _Question, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Answers, but has ranks run a body of which the user's code asks: vmap answers otherwise."""
+    if is_user(_asker(func)):
+        interpreter.needs_ranks()
+    return func(*args, **kwargs)
+
+
 def _asker(func: _Question) -> FrameType | None:
     """Returns the frame that calls a function of torch, which may be in Python itself."""
     # The frames here: this function, its caller, and two of the mode that calls that.
@@ -86,5 +98,8 @@ def _asker(func: _Question) -> FrameType | None:
     return frame
 
 
-ADDRESSES: Final = dict.fromkeys(_QUESTIONS, reject_address)
+ADDRESSES: Final[Mapping[_Question, _Question]] = {
+    **dict.fromkeys(_QUESTIONS, reject_address),
+    _getter("requires_grad"): _ask_for_gradients,
+}
 """Functions of torch that ask, with what handles them."""

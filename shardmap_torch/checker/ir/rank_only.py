@@ -8,14 +8,17 @@ mesh of `simulate="auto"` runs a body that has them as ranks.
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.torch_private.engine import (
+    OpOverload,
     SingleLevelFunction,
     are_transforms_active,
     top_saved_tensors_hooks,
@@ -43,6 +46,21 @@ HOOKS: Final[frozenset[Any]] = frozenset(
 def has_saving_hooks() -> bool:
     """Returns whether hooks for tensors that autograd saves are active."""
     return top_saved_tensors_hooks(True) is not None
+
+
+def is_batchable(op: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a batched body can call an operator, which torch has for vmap as well."""
+    indices = arguments.get("indices")
+    masks = indices if isinstance(indices, list | tuple) else ()
+    return not _lacks_vmap(op) and not any(
+        isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8) for mask in masks
+    )
+
+
+@lru_cache(maxsize=4096)
+def _lacks_vmap(op: OpOverload) -> bool:
+    # `_neg_view` is what z.conj().imag calls.
+    return op is torch.ops.aten._neg_view.default or op._schema.name.startswith("aten::_foreach_")
 
 
 def takes_vmap(function: type) -> bool:

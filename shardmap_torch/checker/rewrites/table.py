@@ -67,7 +67,7 @@ METADATA: Final = frozenset(
     (
         *(
             getattr(Tensor, name).__get__
-            for name in ("dtype", "shape", "ndim", "requires_grad", "itemsize", "nbytes", "layout")
+            for name in ("dtype", "shape", "ndim", "itemsize", "nbytes", "layout")
         ),
         *(Tensor.numel, Tensor.dim, Tensor.element_size, Tensor.is_floating_point),
         *(Tensor.is_complex, torch.is_floating_point, torch.is_complex),

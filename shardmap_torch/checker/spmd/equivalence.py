@@ -62,7 +62,7 @@ from shardmap_torch.core.torch_private.engine import (
     disable_current_modes,
 )
 from shardmap_torch.spec import P
-from shardmap_torch.types import Partial, V
+from shardmap_torch.types import K, Partial, V, Z
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -431,11 +431,15 @@ class Relation(Observer):
         return open_
 
     def _as_sums(self, x: Tensor) -> Types:
-        partial = self._notes.sums(x).partial
-        types = self._interpreter.types(x)
+        """Returns the types of an operand that is a pending sum, or finished, along an axis.
+
+        Its own type may be V: a write that is typed before it is compared makes it that.
+        """
+        sums = self._notes.sums(x)
+        finished = Z if sums.zero else K
         return tuple(
-            Partial if axis in partial else axis_type
-            for axis, axis_type in self._interpreter.by_axis(types).items()
+            Partial if axis in sums.partial else finished if axis_type == V else axis_type
+            for axis, axis_type in self._interpreter.by_axis(self._interpreter.types(x)).items()
         )
 
     def _finish(

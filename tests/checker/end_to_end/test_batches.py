@@ -62,3 +62,32 @@ def test_what_is_batched_is_written_only_into_what_is(
     mapped = shard_map(body, mesh=AUTO, in_specs=spec, out_specs=spec)
     assert check_program(mapped, x).batches == batches
     same(mapped(x), shard_map(body, mesh=RANKS, in_specs=spec, out_specs=spec)(x))
+
+
+def asks_for_a_gradient(x: Tensor) -> Tensor:
+    return x * (2 if x.requires_grad else 3)
+
+
+def writes_under_a_mask(x: Tensor) -> Tensor:
+    y = x * 2
+    y[y > 0] = 1
+    return y
+
+
+def takes_a_list(x: Tensor) -> Tensor:
+    return torch._foreach_mul([x, x], 2.0)[1]
+
+
+@pytest.mark.parametrize("body", [asks_for_a_gradient, writes_under_a_mask, takes_a_list])
+def test_what_torch_batches_wrongly_or_not_at_all_runs_as_ranks(
+    body: Callable[[Tensor], Tensor],
+) -> None:
+    x = random((8,), 0)
+    mapped = shard_map(body, mesh=AUTO, in_specs=P("dp"), out_specs=P("dp"))
+    here, there = x.clone().requires_grad_(), x.clone().requires_grad_()
+    same(mapped(here), body(there))
+    mapped(here).sum().backward()
+    body(there).sum().backward()
+    assert here.grad is not None
+    assert there.grad is not None
+    same(here.grad, there.grad)

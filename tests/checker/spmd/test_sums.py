@@ -280,3 +280,42 @@ def test_entries_that_are_rounded_before_their_sum_are_right() -> None:
     x = torch.randn(8, 8).double()
     there = on_ranks(rounded_entries, 1, False)(x)
     assert torch.equal(on_ranks(rounded_entries, 4, "global")(x), there)
+
+
+def added_to_ones(x: Tensor) -> Tensor:
+    total = torch.ones(x.shape[0], dtype=x.dtype)
+    total += x.sum(1)
+    return all_reduce(total, "dp", dst=I)
+
+
+def written_beside_one(x: Tensor) -> Tensor:
+    total = torch.zeros(2, x.shape[0], dtype=x.dtype)
+    total[0] = 1
+    total[1] += x.sum(1)
+    return all_reduce(total, "dp", dst=I)
+
+
+def mixed_into_ones(x: Tensor) -> Tensor:
+    return all_reduce(x.new_ones(x.shape[0]).lerp_(x.sum(1), 0.5), "dp", dst=I)
+
+
+@pytest.mark.parametrize("body", [added_to_ones, written_beside_one, mixed_into_ones])
+def test_addends_are_not_written_into_what_is_equal_on_all_ranks(
+    body: Callable[[Tensor], Tensor],
+) -> None:
+    x = torch.randn(8, 8).double()
+    with pytest.raises(ShardTypeError, match="counted once per rank"):
+        on_ranks(body, 4, "global")(x)
+    assert not torch.equal(on_ranks(body, 4, False)(x), on_ranks(body, 1, False)(x))
+
+
+def added_to_zeros(x: Tensor) -> Tensor:
+    total = torch.zeros(x.shape[0], dtype=x.dtype)
+    total.add_(x.sum(1)).mul_(2)
+    return all_reduce(total, "dp", dst=I)
+
+
+def test_addends_are_written_into_zeros() -> None:
+    x = torch.randn(8, 8).double()
+    there = on_ranks(added_to_zeros, 1, False)(x)
+    torch.testing.assert_close(on_ranks(added_to_zeros, 4, "global")(x), there)
