@@ -96,7 +96,7 @@ class Collective(Linear):
 
     @lazy
     def keeps_dtype(self) -> bool:
-        """Whether it moves and returns the dtype of its operand."""
+        """True if it moves and returns the dtype of its operand."""
         return self.comm_dtype is None and self.out_dtype is None
 
     @lazy
