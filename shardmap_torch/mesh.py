@@ -4,11 +4,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
+from weakref import WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -17,14 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardmap_torch.control.groups import (
     TORCHRUN_VARIABLES,
     agree_on_layout,
+    bury_groups,
+    destroy_groups,
+    destroy_unused_groups,
     in_time,
-    keep_name,
     make_device_mesh,
     read_timeout,
     shortest_timeout,
     start_process_group,
 )
 from shardmap_torch.control.start import current, within
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.torch_private.engine import set_timeout
 from shardmap_torch.core.views import refined
 from shardmap_torch.errors import MeshError, show
@@ -43,13 +48,27 @@ class _State:
         closed: whether `close` has been called.
         epoch: number of recoveries of the run before its groups were made.
         remade: whether its groups differ from those of the DeviceMesh it was made with.
+        own: the groups that were made for it.
         forget: callbacks that drop other references to the groups.
+        specs: cached DTensorSpecs, which hold its DeviceMesh.
+        crossings: cached boundaries of calls, which hold the mesh.
     """
 
     closed: bool = False
     epoch: int = 0
     remade: bool = False
+    own: list[dist.ProcessGroup] = field(default_factory=list)
     forget: list[Callable[[], object]] = field(default_factory=list)
+    specs: Memo[Any] = field(default_factory=Memo)
+    crossings: WeakSet[Any] = field(default_factory=WeakSet)
+
+    def drop(self) -> None:
+        """Drops the references of caches to the mesh."""
+        for forget in self.forget:
+            forget()
+        self.forget.clear()
+        for each in list(self.crossings):
+            each.close()
 
 
 @dataclass(frozen=True)
@@ -70,6 +89,9 @@ class Mesh:
         device_mesh: torch's mesh underneath; process-group meshes only.
         debug: "collectives" compares every collective on all ranks before it begins.
         aliases: names that stand for several axes, the first of them major.
+        layout: an equal mesh without groups, which caches may keep; None if it has none itself.
+        inner: the mesh that calls on this one use, of the same groups. Caches keep that, and drop
+            it when this one is freed.
 
     Source: `jax.sharding.Mesh`, `torch.distributed.device_mesh.DeviceMesh`.
     """
@@ -82,6 +104,8 @@ class Mesh:
     device_mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
     debug: Debug | None = field(default=None, compare=False, repr=False)
     aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    layout: "Mesh | None" = field(default=None, compare=False, repr=False)
+    inner: "Mesh | None" = field(default=None, compare=False, repr=False)
     _groups: dict[Any, dist.ProcessGroup] = field(
         default_factory=dict, compare=False, repr=False, init=False
     )
@@ -240,6 +264,7 @@ class Mesh:
                 group_desc=f"{axes} {purpose}",
             )
             assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+            self._state.own.append(group)
             return group
 
         if device_mesh.device_type != "cpu":  # the device is one of this thread
@@ -266,6 +291,7 @@ class Mesh:
         if control.broken or self._state.epoch == control.epoch:
             within(3 * control.timeout, "recover()", control.recover)
         self._forget()
+        self._state.own.clear()
         self._state.epoch, self._state.remade = control.epoch, True
         # DTensors on the mesh use the same groups.
         names = within(
@@ -287,19 +313,13 @@ class Mesh:
             ...     mesh.size
             2
         """
-        own = [group for group in self._groups.values() if group is not dist.group.WORLD]
         self._forget()
         self._state.closed = True
-        for group in own:
-            name = group.group_name
-            dist.destroy_process_group(group)
-            keep_name(name)
+        destroy_groups(self._state.own)
 
     def _forget(self) -> None:
         self._groups.clear()
-        for forget in self._state.forget:
-            forget()
-        self._state.forget.clear()
+        self._state.drop()
 
     def when_groups_change(self, forget: Callable[[], object]) -> None:
         """Registers `forget`, to be called once when the groups are closed or made anew."""
@@ -411,9 +431,14 @@ def make_mesh(
         return Mesh(names, sizes, kind, chosen, simulate, aliases=aliases)
     chosen = start_process_group(chosen, limit)
     agree_on_layout(names, sizes, limit)
+    destroy_unused_groups()
     device_mesh = make_device_mesh(chosen, names, sizes, limit)
-    mesh = Mesh(names, sizes, kind, chosen, simulate, device_mesh, debug, aliases)
-    return _with_groups(mesh, limit)
+    layout = Mesh(names, sizes, kind, chosen, simulate, None, debug, aliases)
+    mesh = replace(layout, device_mesh=device_mesh, layout=layout)
+    handle = _with_groups(mesh, limit)
+    own = [group for group in mesh._groups.values() if group is not dist.group.WORLD]
+    mesh._state.own.extend(own)
+    return handle
 
 
 def _with_views(
@@ -450,7 +475,23 @@ def _with_groups(mesh: Mesh, limit: timedelta | None) -> Mesh:
             set_timeout(patience, group)
     control = current()
     mesh._state.epoch = control.epoch if control is not None else 0
-    return mesh
+    return _with_handle(mesh)
+
+
+def _with_handle(inner: Mesh) -> Mesh:
+    """Returns what the user holds of a mesh; caches drop the mesh when that is freed.
+
+    Its groups are destroyed when another mesh is made, where all ranks meet, once nothing has the
+    mesh or its DeviceMesh any more: a graph, or a DTensor.
+    """
+    handle = replace(inner, inner=inner)
+    for name in ("_groups", "_state"):
+        object.__setattr__(handle, name, getattr(inner, name))
+    finalize(handle, inner._state.drop).atexit = False
+    assert inner.device_mesh is not None  # only process-group meshes come here
+    bury = partial(bury_groups, inner._state.own, ref(inner.device_mesh))
+    finalize(inner._state, bury).atexit = False
+    return handle
 
 
 def _read_device(device: str | torch.device | None) -> torch.device | None:
@@ -507,7 +548,8 @@ def _from_device_mesh(
     if ranks != sorted(ranks):
         raise MeshError(f"The DeviceMesh's ranks {ranks} are not in row-major order.")
     device = torch.device(device_mesh.device_type)
-    mesh = Mesh(tuple(own), sizes, "process_group", device, simulate, device_mesh, debug)
+    layout = Mesh(tuple(own), sizes, "process_group", device, simulate, None, debug)
+    mesh = replace(layout, device_mesh=device_mesh, layout=layout)
     return _with_groups(mesh, limit)
 
 
@@ -532,7 +574,7 @@ def use_mesh(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
         ...     print(current_mesh())
         simulated mesh (dp=2)
     """
-    entered = as_mesh(mesh)
+    entered = mesh if isinstance(mesh, Mesh) else as_mesh(mesh)
     _AMBIENT.meshes.append(entered)
     try:
         yield entered
@@ -555,15 +597,15 @@ def as_mesh(mesh: Mesh | DeviceMesh | None) -> Mesh:
         MeshError: there is none, or it is no mesh.
     """
     if isinstance(mesh, Mesh):
-        return mesh
+        return mesh if mesh.inner is None else mesh.inner
     if isinstance(mesh, DeviceMesh):
         known = _FROM_DEVICE_MESH.get(id(mesh))
         if known is None or known.device_mesh is not mesh:
             known = _FROM_DEVICE_MESH[id(mesh)] = make_mesh(mesh)
-        return known
+        return as_mesh(known)
     if mesh is not None:
         raise MeshError(f"A mesh is made by make_mesh or is a DeviceMesh, not {show(mesh)}.")
     current = current_mesh()
     if current is None:
         raise MeshError("No mesh: pass mesh=..., or enter one with `with use_mesh(mesh):`.")
-    return current
+    return as_mesh(current)

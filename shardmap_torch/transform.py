@@ -307,7 +307,8 @@ class _Body:
             match = Match.of(check_inputs(self._name, mesh, axes, placed, infers, runs))
             return _Bound(match, axes, frozenset(axes) | (outer or frozenset()))
 
-        rest = structure, mesh, outer, infers, runs
+        # Not the mesh itself, whose groups a cached key would keep alive.
+        rest = structure, mesh.layout or mesh, outer, infers, runs
 
         def find() -> _Bound:
             return self._in_matches.get((*rest, *map(input_signature, leaves)), bind)

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,14 +31,13 @@ from shardmap_torch.spec import P
 from shardmap_torch.types import I, R
 from shardmap_torch.types import Partial as PartialType
 
-_SPECS: Final = Memo[DTensorSpec]()
-
 
 def _dtensor_spec(mesh: Mesh, spec: P, x: Tensor) -> DTensorSpec:
-    shape, stride = x.shape, x.stride()
-    # Meshes of one layout are equal, yet each has groups of its own.
-    key = (id(mesh), mesh, spec, shape, stride, x.dtype)
-    return _SPECS.get(key, lambda: _make_spec(mesh, spec, shape, stride, x.dtype))
+    shape, stride, dtype = x.shape, x.stride(), x.dtype
+    known: Memo[DTensorSpec] = mesh._state.specs
+    return known.get(
+        (spec, shape, stride, dtype), lambda: _make_spec(mesh, spec, shape, stride, dtype)
+    )
 
 
 def _make_spec(
@@ -302,14 +301,19 @@ class Crossings:
 
     def __init__(self, mesh: Mesh, specs: Sequence[P]) -> None:
         """Starts empty, for leaves with these specs."""
-        self.mesh, self._specs = mesh, specs
+        self.mesh: Mesh | None = mesh
+        self._specs = specs
         self._entered: list[tuple[DTensorSpec, Enter] | None] = [None] * len(specs)
         self._exited: list[tuple[Any, ...] | None] = [None] * len(specs)
         self._replicated = [not (spec.sharded_dims or spec.partial) for spec in specs]
 
-    def enter(self, backend: Backend, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Brings values into a body, differentiably; see `Enter`."""
-        mesh, specs, known = self.mesh, self._specs, self._entered
+    def close(self) -> None:
+        """Drops the mesh, which is freed or whose groups change; it cannot be used any more."""
+        self.mesh, self._entered, self._exited = None, [], []
+
+    def enter(self, mesh: Mesh, backend: Backend, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Brings values into a body on its mesh, differentiably; see `Enter`."""
+        specs, known = self._specs, self._entered
         if torch.compiler.is_dynamo_compiling() or is_transformed():
             pairs = zip(specs, leaves, strict=True)
             return [enter(backend, mesh, spec, x) for spec, x in pairs]
@@ -326,9 +330,9 @@ class Crossings:
             known[at] = _known_entry(mesh, specs[at], x)
         return result
 
-    def leave(self, backend: Backend, values: Sequence[Tensor]) -> list[Tensor]:
-        """Brings values out of a body, differentiably; see `Leave`."""
-        mesh, specs, known = self.mesh, self._specs, self._exited
+    def leave(self, mesh: Mesh, backend: Backend, values: Sequence[Tensor]) -> list[Tensor]:
+        """Brings values out of a body on its mesh, differentiably; see `Leave`."""
+        specs, known = self._specs, self._exited
         if torch.compiler.is_dynamo_compiling() or is_transformed():
             pairs = zip(specs, values, strict=True)
             return [leave(backend, mesh, spec, x) for spec, x in pairs]

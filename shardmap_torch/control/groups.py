@@ -138,7 +138,41 @@ class _Destroyed:
         raise RuntimeError(f"a destroyed group has no backend for {device}")
 
 
-def keep_name(name: str) -> None:
+_UNUSED: Final[list[tuple[list[dist.ProcessGroup], Callable[[], object]]]] = []
+"""Groups of meshes that are freed, and what returns None once their DeviceMesh is freed too."""
+
+
+def bury_groups(groups: list[dist.ProcessGroup], device_mesh: Callable[[], object]) -> None:
+    """Remembers the groups of a mesh that is freed; called by the garbage collector."""
+    if groups:
+        _UNUSED.append((groups, device_mesh))
+
+
+def destroy_unused_groups() -> None:
+    """Destroys the gloo groups of freed meshes.
+
+    Called where all ranks have met, in no collective: nobody waits for a message of these groups.
+    NCCL's stay, as destroying one of its communicators may wait for the other ranks.
+    """
+    for unused in list(_UNUSED):
+        groups, device_mesh = unused
+        if device_mesh() is None:
+            _UNUSED.remove(unused)
+            names = group_names()
+            known = [group for group in groups if group in names]
+            destroy_groups([each for each in known if dist.get_backend(each) == "gloo"])
+
+
+def destroy_groups(groups: list[dist.ProcessGroup]) -> None:
+    """Destroys groups, and empties the list."""
+    while groups:
+        group = groups.pop()
+        name = group.group_name
+        dist.destroy_process_group(group)
+        _keep_name(name)
+
+
+def _keep_name(name: str) -> None:
     """Keeps torch from using a group's name again.
 
     It names a group by its ranks and the number of groups that there are; a group of an old name

@@ -33,14 +33,14 @@ def run(call: Call, batches: bool) -> Tree:
     """Runs a call on this process; results are DTensors, or plain where equal on all ranks."""
     backend = _backend_of(call.mesh)
     local = _crossings(call.mesh, call.match).enter(
-        backend, [call.leaves[i] for i in call.crossing]
+        call.mesh, backend, [call.leaves[i] for i in call.crossing]
     )
     watch = Untouched(call, local)
     drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
     result = run_body(call, backend, local, drawing)
     watch.check()
     values = apart(result.crossing, call.leaves, _sharing(call, result))
-    return result.rebuild(_crossings(call.mesh, result.match).leave(backend, values))
+    return result.rebuild(_crossings(call.mesh, result.match).leave(call.mesh, backend, values))
 
 
 def _sharing(call: Call, result: Result) -> Mapping[int, int] | None:
@@ -62,6 +62,7 @@ def _crossings(mesh: Mesh, match: Match) -> Crossings:
         if len(match.crossings) >= _MESHES:  # those that are closed go, too
             match.crossings.clear()
         match.crossings[id(mesh)] = new
+        mesh._state.crossings.add(new)
     return new
 
 
@@ -99,5 +100,6 @@ def _backend_of(mesh: Mesh) -> ProcessGroupBackend:
 def _make_backend(mesh: Mesh) -> None:
     known = _BACKENDS.get(id(mesh))
     if known is None or known.mesh is not mesh:
-        _BACKENDS[id(mesh)] = ProcessGroupBackend(mesh)
-        mesh.when_groups_change(lambda: _BACKENDS.pop(id(mesh), None))
+        key = id(mesh)
+        _BACKENDS[key] = ProcessGroupBackend(mesh)
+        mesh.when_groups_change(lambda: _BACKENDS.pop(key, None))  # which does not hold the mesh

@@ -236,7 +236,7 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         exits[position] += tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
     return Verdict(
         call.name,
-        call.mesh,
+        call.mesh.layout or call.mesh,
         call.match.paths,
         _closed_specs(call, resolved.replicate),
         call.crossing,

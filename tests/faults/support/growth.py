@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from shardmap_torch import I, Mesh, P, all_reduce, make_mesh, shard_map, use_mesh
+from shardmap_torch import I, Mesh, P, all_reduce, device_put, make_mesh, shard_map, use_mesh
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -27,12 +27,13 @@ class Sample:
     objects: int
     tensors: int
     resident: int
+    threads: int
 
     def __str__(self) -> str:
         """Formats it as a row."""
         return (
             f"{self.after:7,} {self.objects:9,} objects {self.tensors:5,} tensors "
-            f"{self.resident / 2**20:7.1f} MiB"
+            f"{self.resident / 2**20:7.1f} MiB {self.threads:4} threads"
         )
 
 
@@ -42,7 +43,7 @@ def sample(after: int) -> Sample:
     objects = gc.get_objects()
     tensors = sum(type(each) is torch.Tensor for each in objects)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
-    return Sample(after, len(objects), tensors, resident)
+    return Sample(after, len(objects), tensors, resident, len(os.listdir("/proc/self/task")))
 
 
 def over(number: int, samples: int, do: Callable[[int], object]) -> list[Sample]:
@@ -87,8 +88,10 @@ def signatures(mesh: Mesh, number: int, samples: int = 8) -> list[Sample]:
     return over(number, samples, lambda each: f(w, torch.ones(4 * each + 4)))
 
 
-def meshes(kind: Any, shape: Sequence[int], number: int, samples: int = 8) -> list[Sample]:
-    """Makes, uses and closes so many; one function sees them all, another sees each alone."""
+def meshes(
+    kind: Any, shape: Sequence[int], number: int, samples: int = 8, closes: bool = True
+) -> list[Sample]:
+    """Makes, uses and closes or drops so many; one function sees all, another each alone."""
     names = ("dp", "tp")[: len(shape)]
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -97,20 +100,29 @@ def meshes(kind: Any, shape: Sequence[int], number: int, samples: int = 8) -> li
     everywhere = shard_map(body, in_specs=P(names), out_specs=P())
 
     def do(each: int) -> None:
-        with make_mesh(shape, names, kind=kind) as mesh, use_mesh(mesh):
-            assert everywhere(torch.ones(8)).item() == 8
+        mesh = make_mesh(shape, names, kind=kind)
+        with use_mesh(mesh):
+            x = torch.ones(8, requires_grad=True)
+            everywhere(x).backward()
+            assert x.grad is not None
+            assert x.grad.sum().item() == 8
             assert total(mesh)(torch.ones(()), torch.ones(8)).item() == 8
+            shards = device_put(torch.ones(8), mesh, P(names))
+            assert everywhere(shards).item() == 8
+        if closes:
+            mesh.close()
 
     return over(number, samples, do)
 
 
 def all_of(rank: int, sizes: tuple[int, int, int]) -> dict[str, list[Sample]]:
-    """All three, on two processes; `rank` is unused where a pool calls it."""
+    """All of them, on two processes; `rank` is unused where a pool calls it."""
     mesh = make_mesh((2,), ("tp",), kind="process_group")
     return {
         "calls": calls(mesh, sizes[0]),
         "signatures": signatures(mesh, sizes[1]),
         "meshes": meshes("process_group", (1, 2), sizes[2]),
+        "unclosed meshes": meshes("process_group", (1, 2), sizes[2], closes=False),
     }
 
 
