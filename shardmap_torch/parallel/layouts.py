@@ -10,6 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.errors import ShardTypeError, SpecError, show
 from shardmap_torch.ops import convert, redistribute, reinterpret
+from shardmap_torch.ops.arguments import finest
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, S, V, Z
 
@@ -63,11 +64,16 @@ def spec_of(placement: Placement, axis: str) -> P:
 
 
 def type_along(axis: str, x: Tensor) -> AxisType:
-    """Returns the type of `x` along `axis` that the checker found: V, I, R, K, Z or Partial."""
+    """Returns the type of `x` along `axis` that the checker found: V, I, R, K, Z or Partial.
+
+    An axis of a view may stand for several, along one of which a value may differ: then it does so
+    along the axis. Uncommitted values and zeros take the other axis' type.
+    """
     scope = current_scope()
-    types = None if scope is None else scope.types_of((axis,), x)
+    types = None if scope is None else scope.types_of(finest((axis,)), x)
     assert types is not None  # a parallelized module is always checked
-    return V if types[0].dim is not None else types[0]
+    found = {V if each.dim is not None else each for each in types}
+    return next(each for each in (V, Partial, R, I, K, Z) if each in found)
 
 
 def is_replicated(axis: str, x: Tensor) -> bool:

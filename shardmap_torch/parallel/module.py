@@ -78,7 +78,8 @@ def parallelize(
         mesh: the mesh; None takes that of `use_mesh`.
         plan: a style for the module itself, or styles by module name, as `"layers.*.w1"`; each part
             of a name may have wildcards. "" is the module itself.
-        axis: the mesh axis of the plan's layouts; may be left out if the mesh has one axis.
+        axis: the mesh axis of the plan's layouts, or that of a view; may be left out if the mesh
+            has one axis.
         in_specs: as for `shard_map`, of the inputs of the forward, in place of the root's
             layouts: also over other axes of the mesh. Plain tensors are then global values.
         out_specs: the same for the outputs, which are then DTensors unless they are replicated.
@@ -260,9 +261,9 @@ def resolve_axis(name: str, mesh: Mesh, axis: str | None) -> str:
     """
     if axis is None and len(mesh.axis_names) == 1:
         return mesh.axis_names[0]
-    if not isinstance(axis, str) or axis not in mesh.axis_names:
+    if not isinstance(axis, str) or axis not in mesh.shape:
         raise SpecError(
-            f"{name}: axis is one of {', '.join(map(repr, mesh.axis_names))}, not {show(axis)}."
+            f"{name}: axis is one of {', '.join(map(repr, mesh.shape))}, not {show(axis)}."
         )
     assert axis is not None
     return axis

@@ -60,11 +60,11 @@ def train(case: str, module: nn.Module) -> tuple[list[float], dict[str, Tensor]]
     return numbers, {name: global_value(value) for name, value in module.named_parameters()}
 
 
-def both(case: str, mesh: Mesh) -> None:
+def both(case: str, mesh: Mesh, axis: str | None = None) -> None:
     make, plan = CASES[case]
     torch.manual_seed(0)
     own = make()
-    ours = parallelize(copy.deepcopy(own), mesh, plan)
+    ours = parallelize(copy.deepcopy(own), mesh, plan, axis=axis)
     torch.testing.assert_close(train(case, ours), train(case, own), rtol=1e-9, atol=1e-9)
 
 
@@ -82,6 +82,28 @@ def on_processes(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_on_processes_are_those_of_one_device(case: str, gloo: Gloo) -> None:
     gloo(2).run(on_processes, case, timeout=120)
+
+
+VIEWS = {"edp": 2, "tp": 2}
+"""The ranks of "dp", seen in another way."""
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp"])
+def test_the_axis_of_a_plan_may_be_that_of_a_view_or_made_of_several(axis: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # vmap of attention
+        mesh = make_mesh((4,), ("dp",), kind="simulated", views=[VIEWS])
+        both("Llama, sequence parallel", mesh, axis)
+
+
+def over_axes_of_views() -> None:
+    mesh = make_mesh((4,), ("dp",), views=[VIEWS])
+    for axis in ("tp", "dp"):
+        both("MLP", mesh, axis)
+
+
+def test_on_processes_the_axis_of_a_plan_may_be_that_of_a_view(gloo: Gloo) -> None:
+    gloo(4).run(over_axes_of_views, timeout=100)
 
 
 def places() -> dict[str, tuple[Any, ...]]:
