@@ -543,6 +543,12 @@ def _from_device_mesh(
         raise MeshError(f"axis_names {tuple(axis_names)} differ from the DeviceMesh's {own}.")
     sizes = tuple(device_mesh.shape)
     _check_layout(sizes, own)
+    if device_mesh.size() != dist.get_world_size():
+        raise MeshError(
+            f"The DeviceMesh {dict(zip(own, sizes, strict=True))} has not all of the "
+            f"{dist.get_world_size()} processes. Pass the mesh that it is a part of, and name axes "
+            f"where they are needed: parallelize(module, mesh, plan, axis={own[0]!r})."
+        )
     agree_on_layout(tuple(own), sizes, limit)
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):

@@ -176,6 +176,12 @@ def of_processes() -> None:
     torchs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     assert make_mesh(torchs) == mesh
     assert as_mesh(torchs) is as_mesh(torchs)
+    with pytest.raises(MeshError) as part:
+        as_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"])
+    assert str(part.value) == (
+        "The DeviceMesh {'tp': 1} has not all of the 2 processes. Pass the mesh that it is a part "
+        "of, and name axes where they are needed: parallelize(module, mesh, plan, axis='tp')."
+    )
     with pytest.raises(MeshError) as unnamed:
         make_mesh(init_device_mesh("cpu", (2,)))
     assert str(unnamed.value) == (

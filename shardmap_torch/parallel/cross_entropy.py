@@ -30,7 +30,7 @@ class CrossEntropy:
         dtype: of the result.
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     batch: tuple[Entry, ...]
     class_dim: int
     num_classes: int

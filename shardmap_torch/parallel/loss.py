@@ -129,10 +129,10 @@ def _cross_entropy(
     entries: list[Entry] = [*spec.entries, *[None] * (input.ndim - len(spec.entries))]
     axis = entries.pop(class_dim)
     batch = P(*entries)
-    if not isinstance(axis, str):
+    if axis is None:
         raise SpecError(
             f"loss_parallel: the classes, dim {class_dim} of the logits {list(input.shape)}, must "
-            f"be sharded over one mesh axis, but lie by {spec!r}. Give the last layer "
+            f"be sharded over a mesh axis, but lie by {spec!r}. Give the last layer "
             "output_layouts=Shard(-1), use_local_output=False, or leave loss_parallel."
         )
     _check(input, target, batch, size_average, reduce, reduction, label_smoothing)

@@ -234,10 +234,10 @@ def close(a: Tensor, b: Tensor) -> bool:
     """Compares up to rounding: ranks that repeat one computation may round differently."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return bool(torch.equal(a, b))
-    if a.is_meta:
+    if a is b or a.is_meta or torch.equal(a, b):
         return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
     tolerance = torch.finfo(a.dtype).eps ** 0.5
     if a.dtype.itemsize == 1:  # torch computes little with floats of eight bits
         a, b = a.float(), b.float()

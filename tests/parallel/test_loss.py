@@ -96,6 +96,21 @@ def sharded_batch() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_classes_may_be_sharded_over_several_axes(gloo: Gloo) -> None:
+    gloo(4).run(sharded_classes, timeout=100)
+
+
+def sharded_classes() -> None:
+    mesh, shape = worker_mesh((2, 2), ("dp", "tp")).device_mesh, (4, 8)
+    weight = torch.arange(1.0, 9.0, dtype=torch.float64)
+    for chosen in (("none", 0.0, None), ("mean", 0.3, weight)):
+        logits = distribute_tensor(random(shape, 0), mesh, [Shard(1), Shard(1)]).requires_grad_()
+        with loss_parallel():
+            actual = loss_and_gradient(logits, targets(shape), **options(*chosen))
+        expected = loss_and_gradient(plain(shape), targets(shape), **options(*chosen))
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_means_are_those_of_the_global_batch(gloo: Gloo) -> None:
     gloo(4).run(sharded_batch, timeout=100)
 
@@ -177,7 +192,7 @@ def wrong_layouts() -> list[str]:
 
 def test_logits_that_lie_otherwise_are_refused(gloo: Gloo) -> None:
     assert gloo(4).run(wrong_layouts)[0] == [
-        "loss_parallel: the classes, dim 1 of the logits [4, 6], must be sharded over one mesh "
+        "loss_parallel: the classes, dim 1 of the logits [4, 6], must be sharded over a mesh "
         "axis, but lie by P('dp'). Give the last layer output_layouts=Shard(-1), "
         "use_local_output=False, or leave loss_parallel.",
         "loss_parallel: the batch lies by P('dp'), so the target is a DTensor that does "
