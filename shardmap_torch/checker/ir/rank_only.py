@@ -97,15 +97,35 @@ _IS_FINAL: Final = not isinstance(_HELD, classmethod)
 
 
 _KEEPING: Final[WeakKeyDictionary[type, type[KeepingFunction]]] = WeakKeyDictionary()
-"""Plain Functions whose backward communicates, and what bodies apply in their place."""
+"""Functions that bodies apply in place of plain ones whose backward communicates."""
+
+_COMMUNICATING: Final[set[tuple[str, str]]] = set()
+"""Modules and names of these: a body may make the class anew whenever it runs."""
 
 
-def keep_scope(function: type[Function]) -> None:
-    """Has all bodies apply a plain Function as a `shardmap_torch.Function` from here on."""
+def keep_scope(function: type[Function]) -> bool:
+    """Has all bodies apply a plain Function as a `shardmap_torch.Function` from here on.
+
+    Returns:
+        Whether they did not do so before.
+    """
     with _LOCK:
-        if function not in _KEEPING:
-            _KEEPING[function] = keeping_scope(function)
-            _begin()  # never taken away
+        name = (function.__module__, function.__qualname__)
+        if name in _COMMUNICATING:
+            return False
+        _COMMUNICATING.add(name)
+        _begin()  # never taken away
+        return True
+
+
+def _keeping(cls: Any) -> type[KeepingFunction] | None:
+    named = (cls.__module__, cls.__qualname__) in _COMMUNICATING
+    if not named or issubclass(cls, KeepingFunction) or current_scope() is None:
+        return None
+    with _LOCK:
+        if cls not in _KEEPING:
+            _KEEPING[cls] = keeping_scope(cls)
+        return _KEEPING[cls]
 
 
 def _begin() -> None:
@@ -126,8 +146,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     apply = super(SingleLevelFunction, cls).apply
     if issubclass(cls, Function) and are_transforms_active():
         return apply(*args, **kwargs)  # torch applies another one for each level
-    keeping = _KEEPING.get(cls)
-    if keeping is not None and current_scope() is not None:
+    keeping = _keeping(cls) if _COMMUNICATING else None
+    if keeping is not None:
         return keeping.apply(*args, **kwargs)
     if not _WATCH.stack:
         return apply(*args, **kwargs)

@@ -115,9 +115,8 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
         return attempt(call, NONE, strictness)
     except CollectiveError as error:
         function = communicating(error)
-        if function is None:
+        if function is None or not keep_scope(function):
             raise
-        keep_scope(function)
         return verify(call, strictness)
     except ShardTypeError as error:
         step = _as_step(call, strictness)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -13,7 +14,7 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.spmd.gradients import Gradients
 from shardmap_torch.run.drawing import Drawing
 from shardmap_torch.run.safety import purity
-from tests.checker.support.classes import randomness
+from tests.checker.support.classes import randomness, training
 from tests.checker.support.classes.report import CLASSES
 from tests.checker.support.classes.trials import EQUAL, REFUSED, tally
 from tests.support.fuzzing import sized
@@ -21,7 +22,7 @@ from tests.support.pool import Gloo
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-SEEDS: Final = range(10_000, sized(10_008, 10_200))
+SEEDS: Final = range(10_000, sized(10_006, 10_200))
 WITHOUT_REFUSALS: Final = ("captured state", "randomness")
 """Classes in which refusals are compared as well, or nothing that is drawn is refused."""
 
@@ -32,6 +33,20 @@ def test_a_random_program_is_refused_or_what_the_truth_says(name: str) -> None:
     assert found.wrong == []
     assert found.fates[EQUAL] > 0
     assert (found.fates[REFUSED] > 0) == (name not in WITHOUT_REFUSALS)
+
+
+@pytest.mark.parametrize("seed", sized(range(2), range(30)))
+def test_both_strictnesses_accept_a_right_training_step(seed: int) -> None:
+    assert training.drawn(random.Random(seed)).fate() == EQUAL
+
+
+@pytest.mark.parametrize("seed", sized(range(1), range(20)))
+@pytest.mark.parametrize("place", training.SUMS_ELSEWHERE)
+def test_local_strictness_refuses_sums_of_something_else_than_gradients(
+    place: str, seed: int
+) -> None:
+    step = replace(training.drawn(random.Random(seed)), mistake=f"sums {place} instead")
+    assert not step.is_accepted("local")
 
 
 def test_processes_of_different_seeds_draw_what_simulated_ranks_draw(gloo: Gloo) -> None:

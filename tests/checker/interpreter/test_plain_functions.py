@@ -210,3 +210,19 @@ def test_it_runs_again_without_another_check() -> None:
     assert first.equal(second)
     for each in (first, second):
         each.sum().backward()
+
+
+def test_a_function_that_the_body_makes_anew_each_time_communicates_in_its_backward() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        class Made(Copy):
+            pass
+
+        return all_reduce((Made.of(x) @ w).sin().sum(), "tp", dst=I)
+
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3).requires_grad_()
+    w = torch.linspace(0, 1, 12, dtype=torch.float64).reshape(3, 4).requires_grad_()
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
+    specs: Any = {"in_specs": (P(invariant={"tp"}), P(None, "tp")), "out_specs": P()}
+    found = torch.autograd.grad(shard_map(body, mesh=mesh, **specs)(x, w), (x, w))
+    for one, other in zip(found, torch.autograd.grad((x @ w).sin().sum(), (x, w)), strict=True):
+        torch.testing.assert_close(one, other)

@@ -156,6 +156,8 @@ def _in_place(places: Sequence[int], picked: Sequence[Dim], kept: Sequence[Dim])
 
 
 def _require_all(x: ShardedTensor, dim: int) -> int:
+    if not x.dims:
+        raise UnrelatedError("it takes the one entry of a number apart")
     dim %= len(x.dims)
     if axes_of(x.dims[dim]) or x.dims[dim] == ANY or step_of(x.dims[dim]) is not None:
         raise UnrelatedError(f"it takes dim {dim} apart, which is sharded", GATHER)

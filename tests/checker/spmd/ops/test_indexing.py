@@ -256,3 +256,9 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_positions_that_mean_others_on_one_device_are_refused(name: str) -> None:
     assert_is_refused(*WRONG[name])
+
+
+def test_windows_over_a_number_are_refused() -> None:
+    """A number has no dim, of which the rule would look for the sharding."""
+    text = "takes the one entry of a number apart"
+    assert_is_refused(lambda x: x.unfold(0, 1, 1), [numbers()], P(), P(None), text)

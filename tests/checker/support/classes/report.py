@@ -18,6 +18,7 @@ from tests.checker.support.classes import (
     hooks,
     impurity,
     randomness,
+    training,
 )
 from tests.checker.support.classes.trials import (
     EQUAL,
@@ -36,6 +37,7 @@ CLASSES: Final[Mapping[str, Callable[[random.Random], Trial]]] = {
     "impurity": impurity.drawn,
     "randomness": randomness.drawn,
     "randomness of shards": randomness.sharded,
+    "mutants of training steps": training.mutant,
 }
 """Generators of programs."""
 
@@ -46,6 +48,7 @@ TRUTHS: Final[Mapping[str, str]] = {
     "impurity": "the same body on one device, with state of its own for each rank, twice",
     "randomness": "the same bits by each strategy, equal and different over axes as typed",
     "randomness of shards": 'the bits of one device, under `check="global"`',
+    "mutants of training steps": "one device, for what neither strictness refuses",
 }
 SEEDS: Final = 1_000
 
