@@ -48,6 +48,7 @@ from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
     NO_AXES,
     Sums,
+    as_addends,
     common_scale,
     factor_of,
     reject_scaled,
@@ -380,6 +381,19 @@ class Relation(Observer):
         return value
 
     def _summed(
+        self, op: OpOverload, arguments: Mapping[str, Any], results: Sequence[Tensor]
+    ) -> Sums:
+        """Returns the pending sums and the factor of the result."""
+        try:
+            return self._inherited(op, arguments, results)
+        except UnrelatedError:
+            notes = self._notes
+            found = as_addends(op, arguments, results, notes.sums, notes.is_sharded, notes.sizes)
+            if found is None:
+                raise
+            return found
+
+    def _inherited(
         self, op: OpOverload, arguments: Mapping[str, Any], results: Sequence[Tensor]
     ) -> Sums:
         """Returns the pending sums and the factor that the result inherits from its operands."""
