@@ -174,13 +174,13 @@ class _Functions(TorchFunctionMode):
         if func is custom_function_call and not takes_vmap(args[0]):
             self._interpreter.needs_ranks()
         self._interpreter.reject_outer(args)
-        func = rewritten(self._interpreter, func)
+        called, func = func, rewritten(self._interpreter, func)
         numbers = self._interpreter.numbers
         given = numbers.stand_ins(func, args, kwargs) if numbers.any else None
         if given is not None:
             args, kwargs = given
         with self._interpreter.applying() if func is custom_function_call else _PLAINLY:
-            out = self._apply(func, args, kwargs)
+            out = self._apply(func, args, kwargs, called)
         if func in MAY_COPY and args:
             out = self._interpreter.copies.relate(self._interpreter, args[0], out)
         if self._interpreter.rows.any:
@@ -191,8 +191,8 @@ class _Functions(TorchFunctionMode):
             _forget([*args, out])
         return out
 
-    def _apply(self, func: Any, args: Any, kwargs: Any) -> Any:
-        before, self._interpreter.function = self._interpreter.function, func
+    def _apply(self, func: Any, args: Any, kwargs: Any, called: Any) -> Any:
+        before, self._interpreter.function = self._interpreter.function, called
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:

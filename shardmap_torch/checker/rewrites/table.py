@@ -30,10 +30,37 @@ def one_hot(host: Host, x: Tensor, num_classes: int = -1) -> Any:
     return (x.unsqueeze(-1) == classes).long()
 
 
+def cross_entropy(
+    host: Host,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Computes a mean with smoothed labels as one of two means; equal where no entry is ignored.
+
+    torch divides by the number of entries that are not ignored, which global strictness cannot
+    follow; it has the targets of each run read.
+    """
+    is_mean = reduction == "mean" and size_average is None and reduce is None
+    if not (label_smoothing and is_mean and weight is None) or target.is_floating_point():
+        return NotImplemented
+    dim = min(1, x.ndim - 1)
+    log_probabilities = x.log_softmax(dim)
+    picked = functional.nll_loss(log_probabilities, target, ignore_index=ignore_index)
+    spread = log_probabilities.mean(dim).mean()
+    return (1 - label_smoothing) * picked - label_smoothing * spread
+
+
 REWRITES: Final[Mapping[Any, Rewrite]] = {
     Tensor.__getitem__: indexing.read,
     Tensor.__setitem__: indexing.write,
     functional.one_hot: one_hot,
+    functional.cross_entropy: cross_entropy,
     **dict.fromkeys((torch.narrow, Tensor.narrow), ranges.narrow),
     **dict.fromkeys((torch.select, Tensor.select), ranges.select),
     **dict.fromkeys((torch.select_scatter, Tensor.select_scatter), ranges.select_scatter),

@@ -31,6 +31,8 @@ LOSSES: Final[list[Loss]] = [
     functional.cross_entropy,
     lambda h, t: functional.nll_loss(h.log_softmax(-1), t),
     lambda h, t: torch.nn.CrossEntropyLoss(ignore_index=-1)(h, t),
+    lambda h, t: functional.cross_entropy(h, t, label_smoothing=0.2),
+    lambda h, t: torch.nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1)(h, t),
     lambda h, t: functional.cross_entropy(h.view(-1, 5, 1), t.unsqueeze(1)),
     lambda h, t: functional.binary_cross_entropy_with_logits(
         h, t.view(-1, 1).expand_as(h).to(h.dtype) / 5
@@ -78,6 +80,11 @@ def test_a_run_in_which_a_target_is_ignored_raises(simulate: str) -> None:
         "Fix: take reduction='sum', all_reduce it, and divide by the number of entries that "
         "count: all_reduce((target != ignore_index).sum(), axis, dst=I).",
     ]
+
+
+def test_a_run_in_which_a_target_with_smoothed_labels_is_ignored_raises() -> None:
+    with pytest.raises(ShardTypeError, match="a target is ignore_index=-100"):
+        run(lambda h, t: functional.cross_entropy(h, t, label_smoothing=0.2), IGNORED)
 
 
 def in_worker() -> None:
