@@ -30,6 +30,7 @@ from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.agree import Description, agree, describe, refused
 from shardmap_torch.run.runtimes import runtime_of
+from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.run.safety.guarded import guarded
 from shardmap_torch.run.safety.ignored import counting_all
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
@@ -133,7 +134,7 @@ class Checked:
 
     def _know(self, key: Signature, call: Call) -> "_Known":
         # torch's checkpoint, around the call, would keep or recompute what the check computes.
-        with autograd_state.set_aside():
+        with autograd_state.set_aside(), postponing_full_collections():
             return _Known(self._make(key, call))
 
     def _make(self, key: Signature, call: Call) -> Verdict:
