@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import Repair, propose
 from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
-from shardmap_torch.checker.rules.lattice import COUNTED, MIXED, NONLINEAR, plain
+from shardmap_torch.checker.rules.lattice import MIXED, OF_SUMS, plain, sum_advice
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
 from shardmap_torch.core.source_location import Site
@@ -231,8 +231,8 @@ def _advice(refusal: Refusal, axis: str, name: str) -> str:
             f"convert the I operand with convert(x, {axis!r}, src=I, dst=R), which sums its "
             "gradient, or detach it if it needs none."
         )
-    if reason in (NONLINEAR, COUNTED):
-        return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
+    if reason in OF_SUMS:
+        return sum_advice(reason, axis)
     if reason == BRANCH and name in _SELECTING:
         return f"{_SELECTING[name]} Or gather the values over {axis!r} first."
     if reason == BRANCH:

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rules.lattice import Conflict, Outcome, combine, join
+from shardmap_torch.checker.rules.lattice import INTEGER, Conflict, Outcome, combine, join
 from shardmap_torch.checker.rules.nn import HIDDEN_WRITES
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward, join_linearly
 from shardmap_torch.checker.rules.registry import row_of
@@ -26,7 +26,6 @@ UNKNOWN: Final = (
     "nothing is known about what it does to the ranks' values; declare it with register_rule"
 )
 BRANCH: Final = "the ranks would get different Python values or shapes, and diverge"
-INTEGER: Final = "a sum of rounded values is not the rounded sum"
 BITS: Final = "the bits of a pending sum mean nothing"
 
 

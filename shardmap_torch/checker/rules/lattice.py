@@ -5,7 +5,7 @@ sum over ranks; Z is zero on every rank. Operands through which no gradient flow
 place of I or R; the interpreter decides which those are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -34,6 +34,24 @@ COUNTED: Final = "an addend that is equal on all ranks would be counted once per
 NONLINEAR: Final = "the operation is not linear, so it cannot be applied to a pending sum"
 PRODUCT: Final = "a sum over ranks can only be multiplied by what is equal on all ranks, R or K"
 SELECTION: Final = "what selects, scales or places addends of a sum must be equal on all ranks"
+INTEGER: Final = "a sum of rounded values is not the rounded sum"
+
+OF_SUMS: Final[Mapping[str, str]] = {
+    NONLINEAR: "take the sum first, with all_reduce(x, {axis!r}, dst=...); leave out a later one.",
+    COUNTED: "take the sum first, with all_reduce(x, {axis!r}, dst=...), and add this to it.",
+    PRODUCT: "take the sum of one operand first, with all_reduce(x, {axis!r}, dst=R): the product "
+    "is a pending sum then, for a later all_reduce. Or take that of both, and leave out a later "
+    "one.",
+    SELECTION: "take the sum of what selects, scales or divides first, with all_reduce(x, "
+    "{axis!r}, dst=R); what it is applied to may stay a pending sum, for a later all_reduce.",
+    INTEGER: "take the sum first, with all_reduce(x, {axis!r}, dst=...), and round it.",
+}
+"""Advice about operations on pending sums, by the reason of their refusal."""
+
+
+def sum_advice(reason: str, axis: str) -> str:
+    """Returns advice for an operation that pending sums do not allow."""
+    return OF_SUMS.get(reason, OF_SUMS[NONLINEAR]).format(axis=axis)
 
 
 def plain(axis_type: AxisType) -> AxisType:

@@ -34,6 +34,7 @@ from shardmap_torch.checker.ir.observer import (
     tensors_in,
 )
 from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, type_results, writes_of
+from shardmap_torch.checker.rules.lattice import sum_advice
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, differing, shown
 from shardmap_torch.checker.spmd.collective_rules import Move, after
@@ -437,7 +438,7 @@ class Relation(Observer):
                 raise UnrelatedError(
                     f"over {names[outcome.axis or 0]!r} an operand is a pending sum: "
                     f"{outcome.reason}",
-                    "all_reduce or reduce_scatter first, and go on with the finished value.",
+                    sum_advice(outcome.reason, names[outcome.axis or 0]),
                 )
             for axis in open_:
                 if outcome[names.index(axis)] != Partial:

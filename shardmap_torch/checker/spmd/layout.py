@@ -90,11 +90,16 @@ def in_words(dim: Dim) -> str:
     Example:
         >>> in_words((("dp", 2), (None, 4))), in_words(((None, 8),))
         ("sharded over 'dp'", 'unsharded')
+        >>> in_words(((None, 2), ("tp", 4)))
+        "sharded over 'tp' within each of 2 blocks"
     """
     if step_of(dim) is not None:
         return "counted by each rank from 0"
     axes = axes_of(dim)
-    return f"sharded over {', '.join(map(repr, axes))}" if axes else "unsharded"
+    if not axes:
+        return "unsharded"
+    blocks = f" within each of {dim[0][1]} blocks" if dim[0][0] is None else ""
+    return f"sharded over {', '.join(map(repr, axes))}{blocks}"
 
 
 @dataclass(frozen=True)

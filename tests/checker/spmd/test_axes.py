@@ -64,7 +64,7 @@ RIGHT: Final[list[Body]] = [ring, by_rank, over_both, gathered, differentiated]
 ADDED_TWICE: Final = (
     "add is not what it is on one device: over 'tp' an operand is a pending sum: an addend that is "
     "equal on all ranks would be counted once per rank.",
-    "Fix: all_reduce or reduce_scatter first, and go on with the finished value.",
+    "Fix: take the sum first, with all_reduce(x, 'tp', dst=...), and add this to it.",
 )
 WRONG: Final[list[tuple[Body, tuple[str, str]]]] = [
     (lambda x, w, b: all_reduce(x @ w + b, "tp", dst=I), ADDED_TWICE),

@@ -1,0 +1,173 @@
+"""The `Fix:` of a refusal, followed by hand: accepted, with values and gradients of one device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    all_gather,
+    all_reduce,
+    axis_size,
+    make_mesh,
+    shard_map,
+)
+
+Body = Callable[[Tensor, Tensor], Tensor]
+
+RANKS: Final = make_mesh((2, 2), ("dp", "tp"), kind="simulated", simulate="ranks")
+X: Final = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double()
+W: Final = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).double()
+
+
+def total(x: Tensor) -> Tensor:
+    return all_reduce(x, "tp", dst=I)
+
+
+def shared(x: Tensor) -> Tensor:
+    return all_reduce(x, "tp", dst=R)
+
+
+_COLUMNS, _ROWS, _WHOLE = P(None, "tp"), P("tp"), P()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A refused program, what is advised, and the program that follows the advice."""
+
+    wrong: Body
+    fix: str
+    right: Body
+    x: P = _COLUMNS
+    w: P = _ROWS
+    out: P = _WHOLE
+    right_out: P | None = None
+
+
+_ONE_OPERAND: Final = (
+    "take the sum of one operand first, with all_reduce(x, 'tp', dst=R): the product is a pending "
+    "sum then, for a later all_reduce. Or take that of both, and leave out a later one."
+)
+_SCALE: Final = (
+    "take the sum of what selects, scales or divides first, with all_reduce(x, 'tp', dst=R); what "
+    "it is applied to may stay a pending sum, for a later all_reduce."
+)
+_FIRST: Final = "take the sum first, with all_reduce(x, 'tp', dst=...)"
+
+CASES: Final[dict[str, Case]] = {
+    "square": Case(
+        lambda x, w: total((x @ w) * (x @ w)), _ONE_OPERAND, lambda x, w: total(x @ w).square()
+    ),
+    "product": Case(
+        lambda x, w: total((x @ w) @ (x.sin() @ w).mT),
+        _ONE_OPERAND,
+        lambda x, w: total(shared(x @ w) @ (x.sin() @ w).mT),
+    ),
+    "division": Case(
+        lambda x, w: total((x @ w) / x.exp().sum(1, keepdim=True)),
+        _SCALE,
+        lambda x, w: total((x @ w) / shared(x.exp().sum(1, keepdim=True))),
+    ),
+    "choice": Case(
+        lambda x, w: total(torch.where((x > 0).sum(1, keepdim=True) > 1, x @ w, 0)),
+        f"{_FIRST}; leave out a later one.",
+        lambda x, w: total(torch.where(shared((x > 0).sum(1, keepdim=True)) > 1, x @ w, 0)),
+    ),
+    "nonlinear": Case(
+        lambda x, w: total((x @ w).tanh()),
+        f"{_FIRST}; leave out a later one.",
+        lambda x, w: total(x @ w).tanh(),
+    ),
+    "index": Case(
+        lambda x, w: w[(x > 0).sum(1)],
+        f"{_FIRST}; leave out a later one.",
+        lambda x, w: w[total((x > 0).sum(1)) % w.shape[0]],
+        w=P(),
+    ),
+    "addend": Case(
+        lambda x, w: total(x @ w + 1),
+        f"{_FIRST}, and add this to it.",
+        lambda x, w: total(x @ w) + 1,
+    ),
+    "rounding": Case(
+        lambda x, w: total((x @ w).long()),
+        f"{_FIRST}, and round it.",
+        lambda x, w: total(x @ w).long(),
+    ),
+    "gather of the outer axis first": Case(
+        lambda x, w: all_gather(all_gather(x, "dp", dst=I), "tp", dst=I),
+        "gather the axes that shard the dim at once, in the order of its spec, or one by one, the "
+        "last one first.",
+        lambda x, w: all_gather(all_gather(x, "tp", dst=I), "dp", dst=I),
+        x=P(("dp", "tp")),
+    ),
+    "gather in another order": Case(
+        lambda x, w: all_gather(x, ("tp", "dp"), dst=I),
+        "gather the axes that shard the dim at once, in the order of its spec, or one by one, the "
+        "last one first.",
+        lambda x, w: all_gather(x, ("dp", "tp"), dst=I),
+        x=P(("dp", "tp")),
+    ),
+    "gather along another dim": Case(
+        lambda x, w: all_gather(x, "tp", dim=0, dst=I),
+        "'tp' shards dim 1: gather with dim=1.",
+        lambda x, w: all_gather(x, "tp", dim=1, dst=I),
+    ),
+    "axes in another order": Case(
+        lambda x, w: x * 2,
+        "say P(('tp', 'dp'), None), as it is sharded; or gather and shard it as the spec says.",
+        lambda x, w: x * 2,
+        x=P(("tp", "dp")),
+        out=P(("dp", "tp")),
+        right_out=P(("tp", "dp"), None),
+    ),
+    "choice by a local size": Case(
+        lambda x, w: (lambda a, b: a if x.shape[1] < 4 else b)(x * 2, x * 3),
+        "compute it from the same operands there: where a local size decides, as in a if "
+        "x.shape[0] < 8 else b, compare x.shape[0] * axis_size(axis); or wrap per-rank code in "
+        "local_region.",
+        lambda x, w: (lambda a, b: a if x.shape[1] * axis_size("tp") < 4 else b)(x * 2, x * 3),
+        out=P(None, "tp"),
+    ),
+}
+
+
+def values(mesh_size: Sequence[int], case: Case, body: Body, out: P) -> list[Tensor]:
+    checked = tuple(mesh_size) == (2, 2)
+    mesh = RANKS if checked else make_mesh(mesh_size, ("dp", "tp"), kind="simulated")
+    specs = [case.x, case.w]
+    if not checked:  # unchecked, every axis has to be named
+        specs = [P(*s.entries, replicate={"dp", "tp"} - set(s.mentioned)) for s in specs]
+    mapped = shard_map(
+        body,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=out,
+        check="global" if checked else False,
+    )
+    inputs = [X.clone().requires_grad_(), W.clone().requires_grad_()]
+    y = mapped(*inputs)
+    if not y.requires_grad:
+        return [y]
+    weights = torch.linspace(1, 2, y.numel()).double().reshape(y.shape)
+    found = torch.autograd.grad((y * weights).sum(), inputs, materialize_grads=True)
+    return [y.detach(), *found]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_advice_is_right(name: str) -> None:
+    case = CASES[name]
+    with pytest.raises(ShardTypeError) as error:
+        values((2, 2), case, case.wrong, case.out)
+    assert f"Fix: {case.fix}" in str(error.value).splitlines()
+    out = case.right_out or case.out
+    here, there = (values(sizes, case, case.right, out) for sizes in ((2, 2), (1, 1)))
+    for one, other in zip(here, there, strict=True):
+        torch.testing.assert_close(one, other)
