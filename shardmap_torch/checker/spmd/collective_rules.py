@@ -14,6 +14,7 @@ from shardmap_torch.checker.spmd.layout import (
     in_words,
     sliced,
 )
+from shardmap_torch.checker.spmd.ops.advice import gather_advice
 from shardmap_torch.collectives.operations import Collective
 
 Axes: TypeAlias = tuple[str, ...]
@@ -147,23 +148,9 @@ def _joined(move: Move, dim: int) -> tuple[Dim, ...]:
         over = ", ".join(map(repr, move.axes))
         raise UnrelatedError(
             f"it puts dim {dim} together over {over}, and that dim is {in_words(x.dims[dim])}",
-            _gather_advice(move, dim),
+            gather_advice(x, move.axes, dim),
         )
     return (*x.dims[:dim], found, *x.dims[dim + 1 :])
-
-
-def _gather_advice(move: Move, dim: int) -> str:
-    """Returns advice for a gather of a dim that its axes do not shard, or not within."""
-    own = {axis: move.x.sharded_by(axis) for axis in move.axes}
-    other = next((at for at in own.values() if at != dim), dim)
-    if other is None:
-        return "leave it out over axes that shard no dim, over which all ranks have the same."
-    if other != dim:
-        return f"{min(own)!r} shards dim {other}: gather with dim={other}."
-    return (
-        "gather the axes that shard the dim at once, in the order of its spec, or one by one, the "
-        "last one first."
-    )
 
 
 def _parted(move: Move, dim: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:

@@ -446,10 +446,7 @@ class Relation(Observer):
         return open_
 
     def _as_sums(self, x: Tensor) -> Types:
-        """Returns the types of an operand that is a pending sum, or finished, along an axis.
-
-        Its own type may be V: a write that is typed before it is compared makes it that.
-        """
+        """Returns the types of an operand, a pending sum or finished: a write may have made it V."""
         sums = self._notes.sums(x)
         finished = Z if sums.zero else K
         return tuple(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from torch import Tensor
 
@@ -19,16 +18,11 @@ from shardmap_torch.checker.spmd.layout import (
     in_words,
     sharded_dim,
 )
+from shardmap_torch.checker.spmd.ops.advice import OTHER, spec_advice
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sums import NO_AXES, Axes, Sums, reject_scaled
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, Z
-
-_OTHER: Final = (
-    "compute it from the same operands there: where a local size decides, as in "
-    "a if x.shape[0] < 8 else b, compare x.shape[0] * axis_size(axis); or wrap per-rank code in "
-    "local_region."
-)
 
 
 @dataclass
@@ -85,7 +79,7 @@ class Notes:
             raise UnrelatedError(f"nothing is known about how {what} is sharded")
         shard = known.shards.get(self._alignment.canonical(ref))
         if shard is None:
-            raise UnrelatedError(f"{what} is another value than on one device", _OTHER)
+            raise UnrelatedError(f"{what} is another value than on one device", OTHER)
         return shard
 
     def find_any(self, tensor: Tensor) -> ShardedTensor | None:
@@ -105,21 +99,12 @@ class Notes:
         wanted = self.dims(spec, shard.global_shape)
         for dim, (have, want) in enumerate(zip(shard.dims, wanted, strict=True)):
             if have not in (want, ANY):
+                own = shard.spec(self.sums(tensor).partial)
                 raise UnrelatedError(
                     f"dim {dim} is {in_words(have)}, and {spec!r} promises {in_words(want)}",
-                    self._spec_advice(shard, tensor),
+                    spec_advice(own, self.dims(own, shard.global_shape) == shard.dims),
                 )
         fitted(wanted, shard.local, shard.global_shape)
-
-    def _spec_advice(self, shard: ShardedTensor, tensor: Tensor) -> str:
-        """Returns advice for a value that is sharded otherwise than its spec promises."""
-        own = shard.spec(self.sums(tensor).partial)
-        if self.dims(own, shard.global_shape) == shard.dims:
-            return f"say {own!r}, as it is sharded; or gather and shard it as the spec says."
-        return (
-            "no spec says this: gather the last axis of a dim's spec first, and keep a sharded dim "
-            "the first of those that it is split into."
-        )
 
     def _require_sums(self, tensor: Tensor, spec: P) -> None:
         have, want = self.sums(tensor).partial, spec.partial & self._on

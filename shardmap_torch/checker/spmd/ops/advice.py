@@ -1,0 +1,43 @@
+"""Advice of global strictness: what to write in place of what is refused."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from shardmap_torch.checker.spmd.layout import ShardedTensor
+from shardmap_torch.spec import P
+
+OTHER: Final = (
+    "compute it from the same operands there: where a local size decides, as in "
+    "a if x.shape[0] < 8 else b, compare x.shape[0] * axis_size(axis); or wrap per-rank code in "
+    "local_region."
+)
+"""About a value that is another one than on one device."""
+
+
+def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:
+    """Returns advice for a gather of a dim that the axes do not shard, or not within."""
+    shards = {axis: x.sharded_by(axis) for axis in axes}
+    other = next((at for at in shards.values() if at != dim), dim)
+    if other is None:
+        return "leave it out over axes that shard no dim, over which all ranks have the same."
+    if other != dim:
+        return f"{min(shards)!r} shards dim {other}: gather with dim={other}."
+    return (
+        "gather the axes that shard the dim at once, in the order of its spec, or one by one, the "
+        "last one first."
+    )
+
+
+def spec_advice(own: P, is_right: bool) -> str:
+    """Returns advice for a value that is sharded otherwise than its spec promises.
+
+    Args:
+        own: the spec of the value.
+        is_right: whether that says all of its layout.
+    """
+    if is_right:
+        return f"say {own!r}, as it is sharded; or gather and shard it as the spec says."
+    return (
+        "no spec says this: gather the last axis of a dim's spec first, and keep a sharded dim the "
+        "first of those that it is split into."
+    )
