@@ -446,7 +446,7 @@ class Relation(Observer):
         return open_
 
     def _as_sums(self, x: Tensor) -> Types:
-        """Returns the types of an operand, a pending sum or finished: a write may have made it V."""
+        """Returns the types of an operand: a pending sum, or finished (a write makes it V)."""
         sums = self._notes.sums(x)
         finished = Z if sums.zero else K
         return tuple(
