@@ -21,14 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shardmap_torch.checker.rules.infer import (
     BITS,
     BRANCH,
-    INTEGER,
     Refusal,
     name_arguments,
     signature_of,
     tensors_of,
     type_call,
 )
-from shardmap_torch.checker.rules.lattice import Conflict, add
+from shardmap_torch.checker.rules.lattice import INTEGER, Conflict, add
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 from shardmap_torch.validate.numbers import draw
