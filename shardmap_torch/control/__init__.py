@@ -1,5 +1,5 @@
 """Control of a run over several processes: agreement on what runs, deadlines, flight recorder.
 
 Nothing here moves data. The fast path costs each call one small exchange over sockets of its own,
-whose start overlaps with the body up to its first collective; the store is used only by a thread.
+which on two ranks overlaps with the body up to its first collective; only a thread uses the store.
 """

@@ -2,9 +2,9 @@
 
 Before a call's first collective all ranks compare a hash of their history: the functions called,
 their arguments and checked programs, and every collective since. It is one exchange of 40 bytes a
-call, in flight while the body computes. A backward from outside is compared at its
-first collective. So no rank sends what another does not expect, which would be wrong numbers, or,
-where sizes differ, the end of the process by gloo.
+call, which on two ranks is in flight while the body computes. A backward from outside is compared
+at its first collective. So no rank sends what another does not expect, which would be wrong
+numbers, or, where sizes differ, the end of the process by gloo.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -161,7 +161,7 @@ class Control:
             digest: hash of the next call.
             text: makes its text for errors.
             doing: its short description.
-            now: waits for the result; else `resolve` does.
+            now: waits for the result; else `resolve` does, where there are two ranks.
 
         Raises:
             CollectiveMismatchError: the ranks differ.
@@ -175,7 +175,8 @@ class Control:
         except RuntimeError as error:
             self.fail(doing, error)
         self._pending = comparison, text
-        if now:
+        # A rank that forwards what it hears must not do anything before that waits for others.
+        if now or len(self._exchange.sources) > 1:
             self.resolve()
 
     def resolve(self) -> None:
