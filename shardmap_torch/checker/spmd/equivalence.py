@@ -41,6 +41,7 @@ from shardmap_torch.checker.spmd.collective_rules import Move, after
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.losses import ignores
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
@@ -49,11 +50,9 @@ from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
     NO_AXES,
     Sums,
-    as_addends,
     common_scale,
     factor_of,
     reject_scaled,
-    require_linear,
 )
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective

@@ -6,19 +6,16 @@ linear operations, and through nothing else; so a multiple is typed as a pending
 its own. The gradient of a multiple is that multiple of the gradient.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import isfinite, prod
+from math import isfinite
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
-from shardmap_torch.checker.rules.infer import Refusal, Types, type_results
 from shardmap_torch.checker.spmd.layout import UnrelatedError
 from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.types import K, Partial, Z
 
 Axes = frozenset[str]
 
@@ -102,7 +99,7 @@ def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:
         >>> factor_of(torch.ops.aten.div.Tensor, 4, 12)  # by a local size
         Fraction(3, 1)
     """
-    if not (_is_factor(by) and _is_factor(there)) or op not in _SCALING:
+    if not (is_factor(by) and is_factor(there)) or op not in _SCALING:
         return None
     ratio = Fraction(by) / Fraction(there)
     if op in _DIVIDED:
@@ -117,7 +114,8 @@ _ROUNDING: Final = Fraction(1, 1 << 50)
 """Two divisions of floating-point numbers, and their quotient, are nearer than this."""
 
 
-def _is_factor(value: Any) -> bool:
+def is_factor(value: Any) -> bool:
+    """Returns whether a value is a finite number other than 0."""
     return type(value) in (int, float) and isfinite(value) and value != 0
 
 
@@ -135,76 +133,3 @@ def common_scale(sums: Sequence[Sums]) -> Sums:
                 f"{found[0].cause}, and another {other.scale} times, because of {other.cause}"
             )
     return found[0] if found else Sums()
-
-
-def require_linear(
-    op: OpOverload,
-    arguments: Mapping[str, Any],
-    results: Sequence[Tensor],
-    sums_of: Callable[[Tensor], Sums],
-) -> None:
-    """Requires that an operation is linear in the operands that have a factor.
-
-    Raises:
-        UnrelatedError: it is not linear in them.
-    """
-
-    def seen(x: Tensor) -> Types:
-        if sums_of(x).scale != 1:
-            return (Partial,)
-        return (Z,) if sums_of(x).zero else (K,)
-
-    scaled = common_scale([sums_of(x) for value in arguments.values() for x in _tensors(value)])
-    for outcome in type_results(op, arguments, results, seen, 1):
-        if isinstance(outcome, Refusal) or outcome != (Partial,):
-            reject_scaled(scaled)
-
-
-_ADDING: Final = frozenset(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name in ("add", "add_", "sub", "sub_", "rsub")
-    for overload in ("Tensor", "Scalar")
-    if overload in getattr(torch.ops.aten, name).overloads()
-)
-
-
-def as_addends(
-    op: OpOverload,
-    arguments: Mapping[str, Any],
-    results: Sequence[Tensor],
-    sums_of: Callable[[Tensor], Sums],
-    is_sharded: Callable[[Tensor, Axes], bool],
-    sizes: Mapping[str, int],
-) -> Sums | None:
-    """Returns what a sum is of which some operands are equal on all ranks, and others addends.
-
-    Each rank adds the equal ones, so that they add up to as many times their value as there are
-    ranks. That is right where the addends add up to that multiple too, as means of parts do: the
-    mean over the ranks of `x.mean() + c`. None where the multiples differ, or for no sum.
-    """
-    tensors = [x for value in arguments.values() for x in _tensors(value)]
-    known = [sums_of(x) for x in tensors]
-    axes = frozenset(axis for each in known for axis in each.partial)
-    copies = prod(sizes[axis] for axis in axes)
-    scales = {each.scale * (1 if each.partial else copies) for each in known if not each.zero}
-    equal = [x for x, each in zip(tensors, known, strict=True) if each.partial != axes]
-    has_number = op in _ADDING and _is_factor(arguments.get("other"))
-    if has_number:
-        scales.add(Fraction(copies))
-        arguments = {**arguments, "other": 0}
-    if not axes or len(scales) != 1 or not (equal or has_number):
-        return None
-    if any(sums_of(x).partial or is_sharded(x, axes) for x in equal):
-        return None
-    outcomes = type_results(op, arguments, results, lambda x: (Partial,), 1)
-    if any(outcome != (Partial,) for outcome in outcomes):
-        return None
-    cause = next((each.cause for each in known if each.cause), "")
-    means = NO_AXES.union(*(each.means for each in known))
-    return Sums(partial=axes).scaled(scales.pop(), means, cause)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, list | tuple):
-        return [x for item in value for x in _tensors(item)]
-    return [value] if isinstance(value, Tensor) else []
