@@ -1,6 +1,6 @@
 """Dropout in the example GPT: the masks of one device, on every mesh."""
 
-from typing import Any
+from typing import Any, Final
 
 import optree
 import pytest
@@ -55,14 +55,18 @@ def on_mesh(sizes: tuple[int, int], strategy: Any = "auto", check: Any = True) -
     return leaves(*full(mapped(KEY, params(), batch())))
 
 
-def masks(sizes: tuple[int, int], strategy: Any = "auto") -> Tensor:
+SHARDED: Final = (AXES, ("dp",))
+"""Axes of the batch and the sequence: sequence-parallel over tp, or equal over tp."""
+
+
+def masks(sizes: tuple[int, int], strategy: Any = "auto", axes: tuple[str, ...] = AXES) -> Tensor:
     """Returns what dropout leaves of ones, over shards of the batch and the sequence."""
     mesh = make_mesh(sizes, AXES, simulate=strategy)
     mapped = shard_map(
-        lambda key, x: Dropout(P_DROP, key).shards(AXES)(x),
+        lambda key, x: Dropout(P_DROP, key).shards(axes)(x),
         mesh=mesh,
-        in_specs=(P(), P(*AXES)),
-        out_specs=P(*AXES),
+        in_specs=(P(), P(*axes)),
+        out_specs=P(*axes),
         check="global",
     )
     dropped: Tensor = full(mapped(KEY, torch.ones(4, 8, 6)))
@@ -88,12 +92,13 @@ def test_losses_and_gradients_on_four_processes_are_those_of_one_device(gloo: Gl
             torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
 
 
-def test_masks_are_bit_equal_everywhere(gloo: Gloo) -> None:
+@pytest.mark.parametrize("axes", SHARDED)
+def test_masks_are_bit_equal_everywhere(axes: tuple[str, ...], gloo: Gloo) -> None:
     expected = Dropout(P_DROP, KEY).unsharded()(torch.ones(4, 8, 6))
     assert 0 < (expected == 0).double().mean() < 0.5
     for strategy in ("vmap", "ranks"):
-        assert torch.equal(masks((2, 4), strategy), expected)
-    assert all(torch.equal(drawn, expected) for drawn in gloo(4).run(masks, (2, 2)))
+        assert torch.equal(masks((2, 4), strategy, axes), expected)
+    assert all(torch.equal(drawn, expected) for drawn in gloo(4).run(masks, (2, 2), "auto", axes))
 
 
 def test_without_dropout_the_loss_is_another_one() -> None:
