@@ -254,7 +254,7 @@ def section(scores: Sequence[Score], draws: int, commit: str) -> str:
             '## Operators under check="global"',
             "",
             f"Generated at commit {commit} "
-            "by `python -m tests.checker.support.global_fuzz`; do not edit.",
+            f"by `python -m tests.checker.support.global_fuzz {draws}`; do not edit.",
             "",
             f"{len(scores)} operators were tried, {SAMPLES} samples of each sharded in at most "
             f"{draws} ways over axes of {' and '.join(map(str, SIZES.values()))} ranks: "

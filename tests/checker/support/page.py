@@ -29,8 +29,8 @@ def write(section: str) -> None:
 
 
 def commit() -> str:
-    """The commit that is checked out, and whether files have been changed since."""
-    head = _git("rev-parse", "--short", "HEAD").strip()
+    """The commit that is checked out, with its date, and whether files have been changed since."""
+    head = _git("log", "-1", "--format=%h (%cs)").strip()
     changed = {line[3:] for line in _git("status", "--porcelain", "-uno").splitlines()}
     return f"{head}, with changes since," if changed - {*GENERATED} else head
 
