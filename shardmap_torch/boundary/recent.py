@@ -28,8 +28,11 @@ class Recent(Generic[T]):
         if torch.compiler.is_dynamo_compiling():
             return make()
         kind: Any = dtensor_class()
+        tracked = torch.is_grad_enabled()
         signature = [
-            (x._spec, x.device) if type(x) is kind and not x.requires_grad else input_signature(x)
+            (x._spec, x.device, tracked and x.requires_grad)
+            if type(x) is kind
+            else input_signature(x)
             for x in leaves
         ]
         known = self._known
