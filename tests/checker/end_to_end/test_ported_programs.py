@@ -140,7 +140,7 @@ def test_a_ported_program_that_sums_means_is_refused(name: str) -> None:
     ranks = make(over_ranks("sum"), over_ranks("sum"))
     mapped = shard_map(ranks, mesh=mesh, in_specs=ins, out_specs=outs, check="global")
     with pytest.raises(
-        ShardTypeError, match="the sum of the means of all parts|it is 2 times that"
+        ShardTypeError, match=r"the sum of the means of all parts|it is 2 times that"
     ):
         mapped(*args)
 
