@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import Repair, propose
 from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
-from shardmap_torch.checker.rules.lattice import MIXED, OF_SUMS, plain, sum_advice
+from shardmap_torch.checker.rules.lattice import MIXED, OF_SUMS, branch_advice, plain, sum_advice
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
 from shardmap_torch.core.source_location import Site
@@ -82,7 +82,8 @@ def refused(
     if conflict.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
         return _both_ways(interpreter, axis, uses, refusal.axis)
     gradients = _pending_gradients(uses, refusal.axis, axis)
-    advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis, name)
+    is_index = any(is_rank(use.storage_type, refusal.axis, axis) for use in uses)
+    advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis, name, is_index)
     rejection = error(interpreter, head, lines, advice)
     if gradients:
         return propose(rejection, [_summing(equation, axis) for equation in gradients])
@@ -157,6 +158,12 @@ def culprit(storage_type: StorageType, axis: int, name: str) -> StorageType:
     return storage_type
 
 
+def is_rank(storage_type: StorageType, axis: int, name: str) -> bool:
+    """Returns whether a value varies because it is computed from the index of the rank."""
+    made = culprit(storage_type, axis, name).made
+    return made is not None and "axis_index" in made.name
+
+
 def repairs_to(
     interpreter: "Interpreter", storage_type: StorageType, axis: int, axis_type: AxisType
 ) -> Iterator[Repair]:
@@ -210,20 +217,7 @@ def chain_of(storage_type: StorageType, axis: int, limit: int = 6) -> Iterator[s
         storage_type, limit = sources[0], limit - 1
 
 
-_KEPT: Final = (
-    "keep the shape: of x[mask].sum() write torch.where(mask, x, 0).sum(), and of x[mask].mean() "
-    "that by mask.sum(), each after its all_reduce."
-)
-_SELECTING: Final[Mapping[str, str]] = {
-    "index": _KEPT,
-    "masked_select": _KEPT,
-    "nonzero": "count with mask.sum(), or give a bound, with torch.nonzero_static(mask, size=n), "
-    "which goes into a local_region under check='global'.",
-}
-"""Advice about operations whose results have sizes that depend on data."""
-
-
-def _advice(refusal: Refusal, axis: str, name: str) -> str:
+def _advice(refusal: Refusal, axis: str, name: str, is_index: bool) -> str:
     conflict, reason = refusal.conflict, refusal.reason
     assert conflict is not None  # the caller has one
     if reason == MIXED:
@@ -233,13 +227,8 @@ def _advice(refusal: Refusal, axis: str, name: str) -> str:
         )
     if reason in OF_SUMS:
         return sum_advice(reason, axis)
-    if reason == BRANCH and name in _SELECTING:
-        return f"{_SELECTING[name]} Or gather the values over {axis!r} first."
     if reason == BRANCH:
-        return (
-            f"compute what it decides with torch.where or a mask, or make it equal on all ranks of "
-            f"{axis!r} first."
-        )
+        return branch_advice(name, axis, is_index)
     return ""
 
 

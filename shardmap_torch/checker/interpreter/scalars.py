@@ -118,8 +118,7 @@ def proposals(
     storage_type = interpreter.storage_type(tensors[0])
     bad = [i for i, each in enumerate(storage_type.types) if plain(each) in (V, Partial)]
     names = tuple(interpreter.axes[i] for i in bad)
-    sources = [messages.culprit(storage_type, i, interpreter.axes[i]) for i in bad]
-    if any(source.made is not None and "axis_index" in source.made.name for source in sources):
+    if any(messages.is_rank(storage_type, i, interpreter.axes[i]) for i in bad):
         return  # a branch on the rank has no meaning after a reduction
     x, op = ("x.int()", ', op="max"') if tensors[0].dtype == torch.bool else ("x", "")
     axes = repr(names[0] if len(names) == 1 else names)

@@ -54,6 +54,40 @@ def sum_advice(reason: str, axis: str) -> str:
     return OF_SUMS.get(reason, OF_SUMS[NONLINEAR]).format(axis=axis)
 
 
+_KEPT: Final = (
+    "keep the shape: of x[mask].sum() write torch.where(mask, x, 0).sum(), and of x[mask].mean() "
+    "that by mask.sum(), each after its all_reduce."
+)
+_SELECTING: Final[Mapping[str, str]] = {
+    "index": _KEPT,
+    "masked_select": _KEPT,
+    "nonzero": "count with mask.sum(), or give a bound, with torch.nonzero_static(mask, size=n), "
+    "which goes into a local_region under check='global'.",
+}
+"""Advice about operations whose results have sizes that depend on data."""
+
+
+def branch_advice(name: str, axis: str, is_index: bool) -> str:
+    """Returns advice for a Python value, or a shape, that differs between ranks.
+
+    Args:
+        name: the operation.
+        axis: the axis over which its operand varies.
+        is_index: whether that is because it is computed from the index of the rank.
+    """
+    if name in _SELECTING:
+        return f"{_SELECTING[name]} Or gather the values over {axis!r} first."
+    if is_index:
+        return (
+            f"keep it a tensor, as in x * axis_index({axis!r}), x[axis_index({axis!r})] or "
+            f"torch.where(axis_index({axis!r}) == 0, a, b)."
+        )
+    return (
+        "compute what it decides with torch.where or a mask, or make it equal on all ranks of "
+        f"{axis!r} first."
+    )
+
+
 def plain(axis_type: AxisType) -> AxisType:
     """Returns V for S(i): local operations do not propagate shardings."""
     return V if axis_type.kind == "S" else axis_type

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -180,6 +180,10 @@ class _Like:
         return _Like(shape, leaf.dtype, leaf.device, grad)
 
 
+_SHOWN: Final = 3
+"""Maximal number of inputs whose shapes are added to an error of the body."""
+
+
 class _Verification:
     """One verification of one path.
 
@@ -296,6 +300,7 @@ class _Verification:
         branches.require()
         in_words = str(error)
         if isinstance(error, ShardMapError) or not (branches.taken or name in in_words):
+            self._note_shards(error)
             raise error
         if not is_raised_by_body(error) or name in in_words:
             raise ShardTypeError(f"{self._call.name}: {type(error).__name__}: {error}") from error
@@ -305,6 +310,18 @@ class _Verification:
             f"raises {type(error).__name__}",
         )
         return PathOutcome(way, None, error)
+
+    def _note_shards(self, error: Exception) -> None:
+        """Adds to an error of the body that shapes are those of shards, often its cause."""
+        call = self._call
+        sharded = [at for at in call.crossing if call.match.spec(at).mentioned]
+        shown = []
+        for at in sharded[:_SHOWN]:
+            shape, spec = self._this.sizes.of(call.leaves, at), call.match.spec(at)
+            local = list(local_shape(shape, spec, call.mesh))
+            shown.append(f"{call.match.paths[at]} is {local} there, of {list(shape)} by {spec!r}")
+        if shown and not isinstance(error, ShardMapError):
+            error.add_note(f"In the body of {call.name} tensors are shards: {'; '.join(shown)}.")
 
     def _enter(self, position: int, like: "_Like") -> Tensor:
         call, interpreter = self._call, self._interpreter

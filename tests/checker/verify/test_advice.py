@@ -15,6 +15,7 @@ from shardmap_torch import (
     ShardTypeError,
     all_gather,
     all_reduce,
+    axis_index,
     axis_size,
     make_mesh,
     shard_map,
@@ -171,3 +172,29 @@ def test_advice_is_right(name: str) -> None:
     here, there = (values(sizes, case, case.right, out) for sizes in ((2, 2), (1, 1)))
     for one, other in zip(here, there, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_an_error_of_the_body_tells_the_shapes_of_shards() -> None:
+    mapped = shard_map(lambda x, w: x @ w, mesh=RANKS, in_specs=(P(None, "tp"), P()), out_specs=P())
+    with pytest.raises(RuntimeError) as error:
+        mapped(X, W)
+    assert error.value.__notes__ == [
+        "In the body of <lambda> tensors are shards: x is [8, 2] there, of [8, 4] by P(None, 'tp')."
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: x * int(axis_index("dp")),
+        lambda x: x if axis_index("dp") == 0 else x * 2,
+    ],
+)
+def test_a_branch_on_the_rank_is_advised_to_stay_a_tensor(body: Callable[[Tensor], Tensor]) -> None:
+    mapped = shard_map(body, mesh=RANKS, in_specs=P("dp"), out_specs=P("dp"))
+    with pytest.raises(ShardTypeError) as error:
+        mapped(X)
+    assert str(error.value).splitlines()[-1] == (
+        "Fix: keep it a tensor, as in x * axis_index('dp'), x[axis_index('dp')] or "
+        "torch.where(axis_index('dp') == 0, a, b)."
+    )
