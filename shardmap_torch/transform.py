@@ -270,7 +270,7 @@ class _Body:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Mesh, Verdict]:
         call = self._call(None, args, kwargs, infers=True)
-        return call.mesh, self._checked.verdict(call)
+        return call.mesh, self._checked.traced(call)
 
     def _closures(self) -> Closures | None:
         """Finds closed-over values that a transform outside differentiates or batches."""

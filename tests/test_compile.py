@@ -432,6 +432,39 @@ def test_a_compiled_call_names_the_arguments_that_do_not_fit(gloo: Gloo) -> None
         assert "x: dim 0 has size 3, which does not divide over 'tp' = 2 ranks" in text
 
 
+def other_programs() -> tuple[str, float]:
+    """Compiles one program on rank 0 and another on rank 1; then both compile the same."""
+    torch._dynamo.reset()
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+    shift = 1.0 if mesh.rank == 0 else 2.0
+
+    def local(x: Tensor) -> Tensor:
+        y = all_reduce(x, "tp", dst=I)
+        return y + all_reduce(x, "tp", dst=I) if shift == 2 else y
+
+    f = shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P())
+    try:
+        torch.compile(f, backend="eager", fullgraph=True)(torch.ones(4))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        text = "accepted"
+    g = shard_map(total, mesh=mesh, in_specs=X, out_specs=P())
+    compiled = torch.compile(g, backend="eager", fullgraph=True)
+    return text, float(compiled(*operands(summed)) - g(*operands(summed)))
+
+
+def test_ranks_that_compile_different_programs_are_told(gloo: Gloo) -> None:
+    for text, difference in gloo(2).run(other_programs, timeout=120):
+        assert text.startswith(
+            "CollectiveMismatchError: local: processes run different programs. The first "
+            "difference:\n  rank 0: x: P('tp')\n  rank 1: all_reduce('tp', Partial -> I)  # "
+            "test_compile.py:"
+        )
+        assert "\nwhere: ranks 0, 1 at test_compile.py:" in text
+        assert difference == 0.0
+
+
 def nested() -> bool:
     torch._dynamo.reset()
     mesh = make_mesh((1, 2), ("dp", "tp"), kind="process_group")

@@ -69,8 +69,11 @@ class Memo(Generic[T]):
         self._known[key] = result
 
     def find(self, key: Any) -> T | None:
-        """Returns the result of a hashable key, or None."""
-        return self._known.get(key)
+        """Returns the result of a key, or None; None for one that cannot be hashed."""
+        try:
+            return self._known.get(key)
+        except Exception:  # as in `get`
+            return None
 
     def forget(self, key: Any) -> None:
         """Drops the result of this key."""

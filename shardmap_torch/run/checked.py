@@ -83,6 +83,23 @@ class Checked:
             return verify(call, strictness)
         return self._find(signature(call, self._surroundings), call).verdict
 
+    def traced(self, call: Call) -> Verdict:
+        """Returns the verdict of a call that is being compiled; all ranks compare what is new.
+
+        Compiled code runs without control, so this is the only time. It must not be more often: a
+        rank may compile again what it has compiled, where others do not.
+
+        Raises:
+            ShardTypeError: as `verdict`.
+            CollectiveMismatchError: the processes compile different programs.
+        """
+        key = signature(call, self._surroundings)
+        known = self._verdicts.find(key)
+        is_compared = known is not None and known.description is not None
+        if is_compared or current() is None or not runtime_of(call.mesh).is_distributed:
+            return self._find(key, call).verdict
+        return guarded(call.mesh, self._name, lambda: self._agreed(key, call, None)).verdict
+
     def run(self, call: Call, run: Run) -> Tree:
         """Runs a call as it was checked.
 
