@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.torch_private.engine import are_transforms_active
+
 
 @torch.library.custom_op("shardmap_torch::grouped_matmul", mutates_args=())
 def grouped_matmul(rows: Tensor, weights: Tensor, sizes: Tensor) -> Tensor:
@@ -55,19 +57,49 @@ def _outer_shape(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
     return left.new_empty(sizes.shape[0], left.shape[1], right.shape[1])
 
 
+def grouped_product(rows: Tensor, weights: Tensor, sizes: Tensor) -> Tensor:
+    """Computes `grouped_matmul`, differentiable under `torch.func.grad` too.
+
+    torch's custom operators have no derivative there.
+    """
+    product: Tensor = _apply(_Matmul, grouped_matmul, rows, weights, sizes)
+    return product
+
+
+def _outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    outer: Tensor = _apply(_Outer, grouped_outer, left, right, sizes)
+    return outer
+
+
+def _apply(transformed: Any, operator: Any, *operands: Tensor) -> Any:
+    return transformed.apply(*operands) if are_transforms_active() else operator(*operands)
+
+
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     rows, weights, sizes = ctx.saved_tensors
-    return grouped_matmul(grad, weights.mT, sizes), grouped_outer(rows, grad, sizes), None
+    return grouped_product(grad, weights.mT, sizes), _outer(rows, grad, sizes), None
 
 
 def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     left, right, sizes = ctx.saved_tensors
-    return grouped_matmul(right, grad.mT, sizes), grouped_matmul(left, grad, sizes), None
+    return grouped_product(right, grad.mT, sizes), grouped_product(left, grad, sizes), None
 
 
 grouped_matmul.register_autograd(_matmul_backward, setup_context=_save)
 grouped_outer.register_autograd(_outer_backward, setup_context=_save)
+
+
+class _Matmul(torch.autograd.Function):
+    forward = staticmethod(grouped_matmul)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_matmul_backward)
+
+
+class _Outer(torch.autograd.Function):
+    forward = staticmethod(grouped_outer)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_outer_backward)

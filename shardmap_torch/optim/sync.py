@@ -275,7 +275,10 @@ def _check_types(leaves: Leaves, pending: Sequence[tuple[str, ...]]) -> None:
         also_pending = [axis for axis, type_ in types.items() if type_.varies and axis not in done]
         if complete:
             names = ", ".join(map(repr, complete))
-            problems.append(f"{path}: is equal on all ranks of {names}, complete already")
+            problems.append(
+                f"{path}: is equal on all ranks of {names}, complete already; sum it once, or, if "
+                f"its layer does, name {names} in invariant= of its spec, {spec!r}"
+            )
         if also_pending:
             names = ", ".join(map(repr, also_pending))
             problems.append(

@@ -46,7 +46,8 @@ class PerRank:
         if interpreter is None:
             return self.function(*args)
         observer = interpreter.observer
-        if observer is UNOBSERVED:  # not under global strictness: layouts are unknown
+        # Not under global strictness, or computed again in a backward: layouts are unknown.
+        if observer is UNOBSERVED or observer.is_ignored:
             out = self.function(*args)
             note_region(interpreter, self.function.__name__, args, flatten(out)[0])
             return out

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from shardmap_torch.core.grouped import grouped_matmul
+from shardmap_torch.core.grouped import grouped_product
 from shardmap_torch.errors import LayerError
 
 
@@ -42,10 +42,9 @@ def grouped_linear(
             "grouped_linear takes rows [r, d], weights [g, d, f], sizes [g] and bias [g, f] or "
             f"None, not {', '.join(map(str, shapes))}."
         )
-    product: Tensor = grouped_matmul(rows, weights, sizes)
+    product = grouped_product(rows, weights, sizes)
     if bias is None:
         return product
     # A bias is a weight of a feature that is always 1; rows behind all groups get none.
     ones = rows.new_ones(rows.shape[0], 1)
-    added: Tensor = product + grouped_matmul(ones, bias.unsqueeze(1), sizes)
-    return added
+    return product + grouped_product(ones, bias.unsqueeze(1), sizes)

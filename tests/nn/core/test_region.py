@@ -12,6 +12,7 @@ from shardmap_torch import (
     ShardTypeError,
     all_reduce,
     axis_index,
+    checkpoint,
     explain,
     make_mesh,
     shard_map,
@@ -57,6 +58,30 @@ def test_one_function_serves_programs_with_and_without_another_axis(batch: P, ch
     )
     assert f(IDS, TABLE).equal(TABLE[IDS])
     assert "  local_region rows" in explain(f, IDS, TABLE)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_backward_may_compute_it_again(inside: bool) -> None:
+    """Nothing is known there about how the other axes shard."""
+    mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
+
+    def scaled(scale: Tensor, ids: Tensor, table: Tensor) -> Tensor:
+        return all_reduce(rows(ids, table), "tp", dst=I) * scale.unsqueeze(1)
+
+    def total(scale: Tensor, ids: Tensor, table: Tensor) -> Tensor:
+        found: Tensor = checkpoint(scaled, scale, ids, table).square().sum()
+        return found
+
+    def body(scale: Tensor, ids: Tensor, table: Tensor) -> Any:
+        if inside:
+            return torch.func.grad(total)(scale, ids, table)
+        return all_reduce(total(scale, ids, table), "dp", dst=I)
+
+    specs, out = (P("dp"), P("dp"), P("tp")), P("dp") if inside else P()
+    f: Any = shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check="global")
+    scale = torch.arange(1.0, 5.0)
+    found = (f if inside else torch.func.grad(f))(scale, IDS, TABLE)
+    assert found.equal(2 * scale * TABLE[IDS].square().sum(1))
 
 
 def test_an_argument_that_the_layers_own_axis_shards_in_another_dimension_is_refused() -> None:

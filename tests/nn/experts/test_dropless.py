@@ -177,6 +177,26 @@ def test_a_grouped_layer_has_first_and_second_derivatives() -> None:
     assert not f(rows, weights, bias)[3:].any()
 
 
+def test_a_grouped_layer_has_derivatives_under_transforms() -> None:
+    rows, weights, sizes = random(5, 3), random(3, 3, 2), torch.tensor([2, 0, 1])
+
+    def f(rows: Tensor, weights: Tensor) -> Tensor:
+        return grouped_linear(rows, weights, sizes).square().sum()
+
+    def by_loop(rows: Tensor, weights: Tensor) -> Tensor:
+        parts = rows[:2] @ weights[0], rows[2:3] @ weights[2]
+        return torch.cat(parts).square().sum()
+
+    first = torch.func.grad(f, argnums=(0, 1))
+    expected = torch.func.grad(by_loop, argnums=(0, 1))
+    torch.testing.assert_close(first(rows, weights), expected(rows, weights))
+    second, wanted = (
+        torch.func.grad(lambda r, w, g=g: g(r, w)[1].square().sum())(rows, weights)
+        for g in (first, expected)
+    )
+    torch.testing.assert_close(second, wanted)
+
+
 def test_the_rule_of_the_grouped_product_is_that_of_its_numbers() -> None:
     operands = torch.ones(4, 3), torch.ones(2, 3, 2), torch.tensor([1, 2])
     validate_rule(torch.ops.shardmap_torch.grouped_matmul.default, *operands)
