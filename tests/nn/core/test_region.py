@@ -66,7 +66,8 @@ def test_a_backward_may_compute_it_again(inside: bool) -> None:
     mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
 
     def scaled(scale: Tensor, ids: Tensor, table: Tensor) -> Tensor:
-        return all_reduce(rows(ids, table), "tp", dst=I) * scale.unsqueeze(1)
+        found: Tensor = all_reduce(rows(ids, table), "tp", dst=I) * scale.unsqueeze(1)
+        return found
 
     def total(scale: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         found: Tensor = checkpoint(scaled, scale, ids, table).square().sum()
