@@ -12,6 +12,7 @@ from shardmap_torch import (
     I,
     P,
     R,
+    ShapeDtype,
     ShardTypeError,
     all_gather,
     all_reduce,
@@ -156,6 +157,24 @@ def test_many_sizes_cost_three_checks_and_have_the_values_of_one_device(
     for number in range(8):
         args = case.arguments(number)
         torch.testing.assert_close(f(*args), case.expected(*args))
+    assert len(exact) == 2  # the third derives
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_500_batch_sizes_cost_three_checks(
+    check: Literal["local", "global"], exact: list[str]
+) -> None:
+    @shard_map(
+        mesh=make_mesh((1024,), ("dp",), kind="abstract"),
+        in_specs=(P("dp"), P()),
+        out_specs=P("dp"),
+        check=check,
+    )
+    def f(x: Any, w: Any) -> Any:
+        return (x @ w).softmax(-1).reshape(x.shape[0], -1) * 2
+
+    for number in range(2, 502):
+        assert f(ShapeDtype((1024 * number, 4)), ShapeDtype((4, 4))).shape == (1024 * number, 4)
     assert len(exact) == 2  # the third derives
 
 
