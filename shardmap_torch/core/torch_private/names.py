@@ -121,8 +121,11 @@ ENGINE: Final[Sequence[PrivateName]] = (
         "torch._C._distributed_c10d",
         "AllgatherOptions",
         "AllreduceOptions",
+        "FakeWork",
+        "ProcessGroup.unbox",
         "ReduceScatterOptions",
         "Store",
+        "Work.boxed",
     ),
     *_rows(
         _PROCESSES,
