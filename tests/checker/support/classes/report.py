@@ -65,7 +65,7 @@ def section(tallies: Mapping[str, Tally], seeds: int, commit: str) -> str:
             "## Classes of mistakes",
             "",
             f"Generated at commit {commit} "
-            "by `python -m tests.checker.support.classes.report`; do not edit.",
+            f"by `python -m tests.checker.support.classes.report {seeds}`; do not edit.",
             "",
             f"{seeds} programs of each class were drawn, from seeds 0 to {seeds - 1}. Each has to "
             "be refused or to be what the truth says. *right, refused*: right however it is "
