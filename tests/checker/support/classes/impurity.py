@@ -1,4 +1,7 @@
-"""Random bodies that write and read state of their own, clocks, files and iterators."""
+"""Random bodies that write and read state of their own, clocks and iterators, and write files.
+
+A file that a body reads and writes is not seen: see docs/limits.md.
+"""
 
 import random
 import tempfile
@@ -100,7 +103,6 @@ READS: Final = (
     "x = x * tick()",
     "x = x * next(steps)",
     "x = x + next(numbers)",
-    "x = x * len(open(path).read())",
     "x = x * random.random()",
     "x = x * own.random()",
     "x = x + generator.random()",
