@@ -27,11 +27,11 @@ class Recent(Generic[T]):
         """Returns the result for these leaves, and the rest of a signature; else calls `make`."""
         if torch.compiler.is_dynamo_compiling():
             return make()
-        kind: Any = dtensor_class()
+        dtensor: Any = dtensor_class()
         tracked = torch.is_grad_enabled()
         signature = [
             (x._spec, x.device, tracked and x.requires_grad)
-            if type(x) is kind
+            if type(x) is dtensor
             else input_signature(x)
             for x in leaves
         ]
