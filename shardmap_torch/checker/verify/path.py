@@ -42,6 +42,7 @@ from shardmap_torch.checker.verify.record import Recording
 from shardmap_torch.checker.verify.sharing import input_sharing
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardMapError, ShardTypeError, SpecError
 from shardmap_torch.types import AxisType, K, R
 
@@ -315,13 +316,15 @@ class _Verification:
         """Adds to an error of the body that shapes are those of shards, often its cause."""
         call = self._call
         sharded = [at for at in call.crossing if call.match.spec(at).mentioned]
+        if not sharded or isinstance(error, ShardMapError):
+            return
         shown = []
-        for at in sharded[:_SHOWN]:
-            shape, spec = self._this.sizes.of(call.leaves, at), call.match.spec(at)
-            local = list(local_shape(shape, spec, call.mesh))
-            shown.append(f"{call.match.paths[at]} is {local} there, of {list(shape)} by {spec!r}")
-        if shown and not isinstance(error, ShardMapError):
-            error.add_note(f"In the body of {call.name} tensors are shards: {'; '.join(shown)}.")
+        with DisableTorchFunction():  # which would refuse arguments of a transform outside
+            for at in sharded[:_SHOWN]:
+                shape, spec = self._this.sizes.of(call.leaves, at), call.match.spec(at)
+                local = list(local_shape(shape, spec, call.mesh))
+                shown.append(f"{call.match.paths[at]} is {local} there, of {list(shape)} by {spec!r}")
+        error.add_note(f"In the body of {call.name} tensors are shards: {'; '.join(shown)}.")
 
     def _enter(self, position: int, like: "_Like") -> Tensor:
         call, interpreter = self._call, self._interpreter

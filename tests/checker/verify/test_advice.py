@@ -176,11 +176,13 @@ def test_advice_is_right(name: str) -> None:
 
 def test_an_error_of_the_body_tells_the_shapes_of_shards() -> None:
     mapped = shard_map(lambda x, w: x @ w, mesh=RANKS, in_specs=(P(None, "tp"), P()), out_specs=P())
-    with pytest.raises(RuntimeError) as error:
-        mapped(X, W)
-    assert error.value.__notes__ == [
-        "In the body of <lambda> tensors are shards: x is [8, 2] there, of [8, 4] by P(None, 'tp')."
-    ]
+    for call in (mapped, torch.func.grad(lambda x, w: mapped(x, w).sum())):
+        with pytest.raises(RuntimeError) as error:
+            call(X, W)
+        assert error.value.__notes__ == [
+            "In the body of <lambda> tensors are shards: x is [8, 2] there, "
+            "of [8, 4] by P(None, 'tp')."
+        ]
 
 
 @pytest.mark.parametrize(
