@@ -322,8 +322,8 @@ class _Verification:
         with DisableTorchFunction():  # which would refuse arguments of a transform outside
             for at in sharded[:_SHOWN]:
                 shape, spec = self._this.sizes.of(call.leaves, at), call.match.spec(at)
-                local = list(local_shape(shape, spec, call.mesh))
-                shown.append(f"{call.match.paths[at]} is {local} there, of {list(shape)} by {spec!r}")
+                sizes = f"{list(local_shape(shape, spec, call.mesh))} there, of {list(shape)}"
+                shown.append(f"{call.match.paths[at]} is {sizes} by {spec!r}")
         error.add_note(f"In the body of {call.name} tensors are shards: {'; '.join(shown)}.")
 
     def _enter(self, position: int, like: "_Like") -> Tensor:
