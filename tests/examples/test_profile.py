@@ -47,7 +47,7 @@ def measured(folder: Path) -> dict[str, profile.Measured]:
     return profile.main([*SMALL, "--ranks", "2", "--parallel", *choices, "--out", str(folder)])
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_experts_on_processes_have_the_loss_and_the_norm_of_one_device(
     gloo: Gloo, tmp_path: Path
 ) -> None:

@@ -51,7 +51,7 @@ def test_the_demo_shows_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_the_demo_runs_as_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--parallel pp+tp --layers 2 --mesh 2x2 --steps 1 --sample 1 --check 1".split()
     (loss,) = run_main([*SMALL, *flags], tmp_path)
@@ -75,7 +75,7 @@ def run_and_tell(arguments: list[str], folder: Path) -> tuple[list[float], str]:
     return losses, str(last_plan())
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_overlapped_layers_have_the_losses_of_a_simulated_mesh(gloo: Gloo, tmp_path: Path) -> None:
     simulated = run_main(without_check("2x4"), tmp_path)
     flags = [*without_check("1x2"), "--overlap", "require"]

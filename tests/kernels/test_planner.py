@@ -37,6 +37,7 @@ from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.kernels.transports.gloo import GlooTransport
 from shardmap_torch.kernels.transports.protocol import Steps, Transport
 from tests.kernels.support.virtual_network import VirtualNetwork
+from tests.support.fuzzing import sampled
 from tests.support.pool import Pool
 
 ROWS, INNER, COLUMNS = 1024, 512, 2048  # A rank's block, the contracted size, the weight's.
@@ -107,9 +108,9 @@ def problem(name: str, num_ranks: int) -> Problem:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("num_ranks", sampled([2, 4, 8], 8))
 @pytest.mark.parametrize("slower", [0.25, 1, 4], ids=["comm", "even", "compute"])
-@pytest.mark.parametrize("num_parts", [1, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("num_parts", sampled([1, 4, 8], 1, 8))
 def test_the_formula_predicts_what_the_virtual_clock_shows(
     name: str, num_ranks: int, slower: float, num_parts: int
 ) -> None:

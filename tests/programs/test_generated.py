@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.programs.support.generated import programs
 from tests.programs.support.harness import Program, assert_same, in_worker, one_device, simulated
+from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
 # torch's own forward mode scripts some decompositions when it is first used.
@@ -28,7 +29,7 @@ def test_a_generated_program_equals_one_device(program: Program, kind: Any) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vmap", "ranks"])
-@settings(max_examples=60)
+@settings(max_examples=sized(30, 300))
 @given(program=programs())
 def test_many_generated_programs_equal_one_device(program: Program, kind: Any) -> None:
     check_simulated(program, kind)

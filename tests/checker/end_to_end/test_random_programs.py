@@ -35,7 +35,7 @@ from tests.checker.support.programs import (
 )
 from tests.checker.support.score import EQUAL, MISSED, REFUSED, fate_of, meant, wrongs_of
 from tests.programs.support.harness import global_value, worker_mesh
-from tests.support.fuzzing import FUZZ, sized
+from tests.support.fuzzing import FUZZ, sampled, sized
 from tests.support.pool import Gloo
 
 X = TypeVar("X")
@@ -114,7 +114,7 @@ def whole_with_gradient(y: Any) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize("shape", sampled([(2,), (3,), (2, 2)], (2, 2)))
 @examples(3, 120)
 @given(seed=SEEDS)
 def test_an_accepted_program_is_right_on_processes(
@@ -184,7 +184,7 @@ PLANTED: Final[dict[str, Callable[[], Any]]] = {
 }
 
 
-QUICKLY_SEEN: Final = ("sums of equal values", "I taken for R", "R taken for I")
+QUICKLY_SEEN: Final = ("sums of equal values", "R taken for I")
 
 
 @pytest.mark.slow
