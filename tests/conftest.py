@@ -17,22 +17,25 @@ hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("tests")
 
 
-# Folders whose tests run programs from end to end.
-PROGRAMS: Final = "checker/end_to_end examples faults nn parallel programs saving".split()
+# Folders whose tests run programs from end to end, and modules that try each row of a table.
+SLOW: Final = (
+    *("checker/end_to_end", "examples", "faults", "nn", "parallel", "programs", "saving"),
+    *("checker/rules/test_rules.py", "collectives/test_table.py", "kernels/test_typed.py"),
+    *("kernels/transports/test_streams.py", "test_lax.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that need several processes, or run programs, slow; skips what lacks a device."""
-    folders = tuple(Path(__file__).parent / name for name in PROGRAMS)
+    """Marks tests that need several processes, or many runs, slow; skips what lacks a device."""
+    slow = {Path(__file__).parent / name for name in SLOW}
     missing = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "faults": None if "SHARDMAP_FAULTS" in os.environ else "run by `make faults`",
         "fuzz": None if FUZZ else "run by `make fuzz`",
     }
     for item in items:
-        if "gloo" in getattr(item, "fixturenames", ()) or not set(folders).isdisjoint(
-            item.path.parents
-        ):
+        needs_processes = "gloo" in getattr(item, "fixturenames", ())
+        if needs_processes or not slow.isdisjoint((item.path, *item.path.parents)):
             item.add_marker(pytest.mark.slow)
         for name, reason in missing.items():
             if reason and item.get_closest_marker(name):
