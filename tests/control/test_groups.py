@@ -1,0 +1,37 @@
+"""Default process groups that `make_mesh` starts, under torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal
+from shardmap_torch import make_mesh
+
+mesh = make_mesh((2,), ("dp",))
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt < 2 and mesh.rank == 1 - attempt:
+    os.kill(os.getpid(), signal.SIGKILL)
+print("attempt", attempt, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_again_meet_no_killed_ones(tmp_path: Path) -> None:
+    """Each restart is for a kill: none is spent on an address of a process that is gone."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", "--max-restarts", "2", "--monitor-interval", "0.1"]
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "script.py")],
+        cwd=tmp_path,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("attempt 2") == 2
