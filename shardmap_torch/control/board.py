@@ -11,7 +11,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Final
 
-from shardmap_torch.control.waits import Ballot, Stand, read
+from shardmap_torch.control.deadlock import Ballot, Stand, read
 from shardmap_torch.core.torch_private.engine import Store
 
 BEAT: Final = 1.0
