@@ -128,11 +128,17 @@ def _handed_over(
     types = _summed(interpreter.storage_type(operand).types, storage_type.types)
     if types == storage_type.types or _is_of_each(interpreter, operand, gradient):
         return gradient
-    with interpreter.paused():
+    with interpreter.aside():  # in forward mode tangents are copied too
         handed_over = gradient.clone()
+        copies = [made.storage_type for each in interpreter.equations for made in each.results]
     base = base_of(gradient)
     use = use_of("gradient", base, storage_type, storage_type.types)
     equation = Equation(messages.GRADIENT, (use,), (), place[0], False, place=place)
+    for copy in copies:
+        copy.types, copy.made = (
+            _summed(interpreter.storage_type(operand).types, copy.types),
+            equation,
+        )
     interpreter.make(base_of(handed_over), types, equation, [base])
     interpreter.add(equation)
     return handed_over

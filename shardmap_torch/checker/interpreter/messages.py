@@ -48,12 +48,12 @@ def error(
     interpreter: "Interpreter", head: str, lines: Sequence[str], fix: str, placed: bool = True
 ) -> ShardTypeError:
     """Builds an error from headline, line, details and advice."""
-    place = [f"  {_place(*interpreter.site())}"] if placed else []
+    where = [f"  {place(*interpreter.site())}"] if placed else []
     advice = [f"Fix: {fix}"] if fix else []
-    return ShardTypeError("\n".join([f"{interpreter.name}: {head}", *place, *lines, *advice]))
+    return ShardTypeError("\n".join([f"{interpreter.name}: {head}", *where, *lines, *advice]))
 
 
-def _place(at: Site | None, backward: bool) -> str:
+def place(at: Site | None, backward: bool) -> str:
     if backward:
         return "in the backward" if at is None else f"in the backward of {at}"
     return "in the body" if at is None else f"at {at}"

@@ -43,7 +43,7 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
     if all(getattr(x, "constant", None) is not None for x in tensors):
         with interpreter.paused():
             return op(**arguments)
-    interpreter.batches = False
+    interpreter.needs_ranks()
     uses = [
         use_of("", x, interpreter.storage_type(x), interpreter.storage_type(x).types)
         for x in tensors

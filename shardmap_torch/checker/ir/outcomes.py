@@ -80,7 +80,7 @@ class PathOutcome:
         outputs: shape, dtype and types of the tensor results.
         exits: their conversions.
         needs: requirements of the gradients of inputs, along open axes.
-        batches: whether a batched body can run it.
+        rank_only: what a batched body cannot run, or ""; None if it can run all.
         draws: whether it draws from torch's default generator.
         takes_gradients: whether it takes gradients by itself.
         sharing: the input whose memory a result may have, by their positions.
@@ -93,7 +93,7 @@ class PathOutcome:
     outputs: Outputs = field(default_factory=dict)
     exits: Mapping[Where, Exit] = field(default_factory=dict)
     needs: Mapping[Where, Need] = field(default_factory=dict)
-    batches: bool = False
+    rank_only: str | None = ""
     draws: bool = False
     takes_gradients: bool = False
     sharing: Mapping[int, int] = field(default_factory=dict)

@@ -366,7 +366,7 @@ class _Verification:
             outputs,
             outgoing.exits,
             back.needs,
-            interpreter.batches,
+            interpreter.rank_only,
             interpreter.draws,
             interpreter.takes_gradients,
             sharing,
