@@ -58,15 +58,14 @@ def seed(interpreter: Interpreter, output: Tensor, cotangent: Tensor | None) -> 
     return cotangent
 
 
-def check_gradient(
-    interpreter: Interpreter, operand: Tensor, gradient: Tensor | None, what: str
-) -> None:
+def check_gradient(interpreter: Interpreter, operand: Tensor, gradient: Tensor | None) -> None:
     """Checks the type of a gradient against that of its value."""
     if gradient is None:
         return
     have, storage_type = interpreter.storage_type(operand).types, interpreter.storage_type(gradient)
     for axis, (axis_type, cotangent) in enumerate(zip(have, storage_type.types, strict=True)):
         if not accepts(axis_type, cotangent):
+            what = "the value it is the gradient of"
             raise messages.cotangent(interpreter, axis, axis_type, storage_type, what)
 
 

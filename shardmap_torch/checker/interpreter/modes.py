@@ -274,7 +274,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
         )
     inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
     for operand, gradient in zip(inputs, grads, strict=True):
-        gradients.check_gradient(interpreter, operand, gradient, "the value it is the gradient of")
+        gradients.check_gradient(interpreter, operand, gradient)
     grads = gradients.hand_over(interpreter, inputs, grads)
     interpreter.observer.on_gradient(outputs, given_seeds, inputs, grads)
     return gradients.sum_by_repair(interpreter, grads)
@@ -350,7 +350,7 @@ def _fill_fields(
     with interpreter.differentiating(seeds):
         run(seeds)
     for leaf in leaves:
-        gradients.check_gradient(interpreter, leaf, leaf.grad, "the value it is the gradient of")
+        gradients.check_gradient(interpreter, leaf, leaf.grad)
     gradients.hand_over_fields(interpreter, leaves, set(map(id, before)))
     grads = [leaf.grad for leaf in leaves]
     interpreter.observer.on_gradient(outputs, given_seeds, leaves, grads, before)

@@ -209,10 +209,8 @@ class Notes:
 
     def types(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:
         """Yields the types of a tensor over the axes of more than one rank."""
-        types = zip(
-            self._interpreter.axes, self._interpreter.storage_type(tensor).types, strict=True
-        )
-        return ((axis, axis_type) for axis, axis_type in types if axis in self.sizes)
+        types = self._interpreter.by_axis(self._interpreter.storage_type(tensor).types)
+        return ((axis, axis_type) for axis, axis_type in types.items() if axis in self.sizes)
 
     def _storage(self, tensor: Tensor) -> int:
         return int(self._interpreter.storage_type(tensor).storage._cdata)
