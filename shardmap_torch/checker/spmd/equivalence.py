@@ -31,10 +31,10 @@ from shardmap_torch.checker.ir.observer import (
     made_by,
 )
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, shown
-from shardmap_torch.checker.spmd.collective_rules import Move, after
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations, named_tensors
+from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.checker.spmd.state import Notes

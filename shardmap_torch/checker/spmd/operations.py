@@ -94,7 +94,8 @@ class Operations:
             raise UnrelatedError("on one device the result has another number of dims")
         # A run does not look at what backwards call.
         function = None if in_backward else self._interpreter.function
-        step = Step(op, shards, global_shape, tensors, shapes, self._notes.sizes, function)
+        zeros = frozenset(n for n, x in named_tensors(arguments) if self._notes.sums(x).zero)
+        step = Step(op, shards, global_shape, tensors, shapes, self._notes.sizes, function, zeros)
         self._reject_hidden_writes(op, arguments, results, step)
         summed = self._summed(op, arguments, results)
         if factor not in (None, 1):
