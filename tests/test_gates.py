@@ -56,7 +56,9 @@ def test_code_lines_leave_out_blanks_comments_and_docstrings() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPO)))
 def test_a_file_has_at_most_500_lines_of_code(path: Path) -> None:
-    assert code_lines(path.read_text()) <= MAX_CODE_LINES
+    source = path.read_text()
+    if len(source.splitlines()) > MAX_CODE_LINES:
+        assert code_lines(source) <= MAX_CODE_LINES
 
 
 def docstrings(source: str) -> list[str]:
