@@ -36,6 +36,7 @@ from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedEr
 from shardmap_torch.checker.spmd.operations import Operations, named_tensors
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
+from shardmap_torch.checker.spmd.ops.positions import Positions
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
@@ -77,7 +78,8 @@ class Relation(Observer):
         self._microbatches = Microbatches(interpreter, self._notes)
         self._notes.reject_part = self._microbatches.reject
         self._gradients = Gradients(self._notes, self._microbatches)
-        self._operations = Operations(interpreter, self._notes, self._microbatches)
+        self._positions = Positions(self._notes, interpreter.mesh)
+        self._operations = Operations(interpreter, self._notes, self._microbatches, self._positions)
         self._inputs = iter(one.inputs)
 
     def on_argument(self, tensor: Tensor, spec: P) -> None:
@@ -113,6 +115,7 @@ class Relation(Observer):
                 ((number, _),) = self._take(INDEX).results
                 self._notes.note(index, number, ShardedTensor.unsharded(()))
                 self._notes.set_sums(index, Sums(loose=frozenset(axes)))
+                self._positions.note_index(index, axes)
 
     def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
         """Requires that a collective only changes how one value is sharded or summed."""

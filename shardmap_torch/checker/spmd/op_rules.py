@@ -68,9 +68,8 @@ def _reject_counted(step: Step, rule: Rule) -> None:
         if counts and (rule, name) not in _COUNTED:
             raise UnrelatedError(
                 f"its {name} counts the entries that a rank has, from 0 on each rank",
-                "positions in a sharded dim depend on the rank: compute them in a local_region, "
-                "as torch.arange(n) + axis_index(axis) * n, or pass them as an argument that is "
-                "sharded.",
+                "positions in a sharded dim depend on the rank: write torch.arange(n) + "
+                "axis_index(axis) * n, or pass them as an argument that is sharded.",
             )
 
 

@@ -14,7 +14,14 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import (
     tensors_in,
 )
-from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, type_results, writes_of
+from shardmap_torch.checker.rules.infer import (
+    Refusal,
+    Types,
+    draws,
+    signature_of,
+    type_results,
+    writes_of,
+)
 from shardmap_torch.checker.rules.lattice import sum_advice
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.spmd.align import differing
@@ -23,6 +30,7 @@ from shardmap_torch.checker.spmd.op_rules import propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.losses import ignores
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
+from shardmap_torch.checker.spmd.ops.positions import Positions
 from shardmap_torch.checker.spmd.recorder import Event, Ref
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
 from shardmap_torch.checker.spmd.state import Notes
@@ -43,10 +51,16 @@ from shardmap_torch.types import K, Partial, V, Z
 class Operations:
     """Relates the results of ATen operations to those on one device, by rules and types."""
 
-    def __init__(self, interpreter: Interpreter, notes: Notes, microbatches: Microbatches) -> None:
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        notes: Notes,
+        microbatches: Microbatches,
+        positions: Positions,
+    ) -> None:
         """Reads and notes layouts in `notes`."""
         self._interpreter, self._notes = interpreter, notes
-        self._microbatches = microbatches
+        self._microbatches, self._positions = microbatches, positions
 
     def compare(
         self,
@@ -75,7 +89,8 @@ class Operations:
                 "torch.func.vmap does, or gather it first, with all_gather.",
             )
         read = _read_names(op)
-        for name, tensor in named_tensors(arguments):
+        positions = self._positions.lay_out(op, arguments, event, results)
+        for name, tensor in named_tensors(arguments) if positions is None else ():
             if name in read and self._notes.sums(tensor).loose:
                 self._notes.reject_loose(tensor, self._kept(op, tensor))
         shards = {
@@ -84,7 +99,8 @@ class Operations:
         }
         tensors = [tensor for _, tensor in named_tensors(arguments)]
         plain = {name: value for name, value in arguments.items() if not tensors_in(value)}
-        factor = factor_of(op, arguments.get("other"), event.arguments.get("other"))
+        others = [each.get("other") for each in (arguments, event.arguments)]
+        factor = None if positions else factor_of(op, *others)
         global_shape = differing({} if factor is not None else plain, event)
         shapes = [
             (tuple(tensor.shape), shape)
@@ -105,7 +121,7 @@ class Operations:
                 f"and {there} on one device,"
             )
             summed = summed.scaled(factor or Fraction(1), NO_AXES, self._at(cause))
-        special = self._microbatches.divide(op, arguments, event, shards)
+        special = positions or self._microbatches.divide(op, arguments, event, shards)
         special = special or self._microbatches.concatenate(op, arguments)
         on_parts = (op, arguments, event, read, results, special is not None)
         combined = self._microbatches.combine(*on_parts)
@@ -262,7 +278,8 @@ class Operations:
         cause = "" if summed.scale * mean == 1 else self._at(messages.friendly(op))
         sums = summed.scaled(mean, sharded.means, cause)
         sums = replace(sums, partial=partial, pending=sharded.pending)
-        if writes_of(op, arguments) and not self._is_overwritten(result, number, shard, sums):
+        places = result, number, shard, sums, not draws(op, arguments)
+        if writes_of(op, arguments) and not self._is_overwritten(*places):
             # Sums that are pending in the rest of the storage stay pending.
             loose |= self._notes.sums(result).loose
         self._notes.note(result, number, shard)
@@ -292,22 +309,27 @@ class Operations:
         return self._interpreter.flows(self._interpreter.base(tensor))
 
     def _is_overwritten(
-        self, tensor: Tensor, number: int, shard: ShardedTensor, sums: Sums
+        self, tensor: Tensor, number: int, shard: ShardedTensor, sums: Sums, is_equal: bool
     ) -> bool:
         """Returns whether a write fills the storage; else it must match the rest of it."""
         before = self._notes.find(tensor, Ref(number), "what is written to")
-        if before.dims != shard.dims or ANY in shard.dims:
+        pairs = zip(before.dims, shard.dims, strict=True)
+        if any(have not in (want, ANY) for have, want in pairs) or (
+            ANY in shard.dims and not is_equal
+        ):
             raise UnrelatedError(
                 f"it writes a value sharded {shard.spec()} into one sharded {before.spec()}"
             )
+        if before.dims != shard.dims:
+            self._notes.lay_out_memory(tensor, before, shard)
         fills = (
             self._interpreter.storage_type(tensor).storage.nbytes()
             == tensor.numel() * tensor.itemsize
         )
         known = self._notes.sums(tensor)
-        if sums.partial != known.partial and not fills:
+        if sums.partial != known.partial and not (fills or known.zero):
             raise UnrelatedError("it writes a pending sum into finished values")
-        if sums.scale != known.scale and not fills:
+        if sums.scale != known.scale and not (fills or known.zero):
             reject_scaled(sums)
             reject_scaled(known)
         return fills

@@ -180,7 +180,7 @@ def counted_backwards(x: Tensor, at: Tensor) -> Tensor:
 
 
 def counted_from_one(x: Tensor, at: Tensor) -> Tensor:
-    return x[torch.arange(1, x.shape[0] + 1) - 1, at]
+    return x[torch.arange(1, x.shape[0] + 1) - 2, at]
 
 
 def rows_in_reverse(x: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (X, TARGETS),
         (P("a"), P("a")),
         P("a"),
-        "its argument end is 3 on a rank and 5 on one device",
+        "picks entries along a dim that is sharded",
     ),
     "in place at sharded positions": (
         lambda x, ids, v: x.clone().index_copy_(1, ids, v),
