@@ -60,7 +60,7 @@ class Board:
                 self._wake.wait(remaining)
             return dict(self._seen)
 
-    def settled(self, patience: float) -> Mapping[int, Stand]:
+    def look_on(self, patience: float) -> Mapping[int, Stand]:
         """Reads the posts of all ranks until none of them runs, for at most `patience` seconds."""
         end = monotonic() + patience
         while True:

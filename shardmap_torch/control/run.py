@@ -250,7 +250,7 @@ class Control:
         self.waiting.block()
         # The other ranks post a little later that they wait.
         stuck = isinstance(error, StuckError)
-        posts = error.stands if isinstance(error, StuckError) else self._board.settled(_GATHER)
+        posts = error.stands if isinstance(error, StuckError) else self._board.look_on(_GATHER)
         mine = self._progress.stand()
         stands = {**posts, self.rank: mine}
         missing = [

@@ -37,7 +37,7 @@ from shardmap_torch.run.safety.own_state import own_state
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.purity import Before, verify_purely
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
-from shardmap_torch.run.safety.steps import sealed
+from shardmap_torch.run.safety.steps import differentiated_once
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says if it may run as one batched program."""
@@ -131,7 +131,8 @@ class Checked:
                     self._verdicts.forget(key)  # it is about the objects that were changed
                 with own_state(applied, verdict.altered) as applied:
                     found = run(applied, verdict.batches)
-                return found if verdict.refusal is None else sealed(call, found, verdict.refusal)
+                refusal = verdict.refusal
+                return found if refusal is None else differentiated_once(call, found, refusal)
             except Departure as departure:
                 difference = departure.difference
             self._verdicts.forget(key)

@@ -74,7 +74,7 @@ class PathOutcome:
     """The outcome of verifying one path.
 
     Attributes:
-        way: its branches and equations.
+        program: its branches and equations.
         result: the result of the body; None if it raised.
         error: the exception that it raised.
         outputs: shape, dtype and types of the tensor results.
@@ -87,7 +87,7 @@ class PathOutcome:
         averages: whether it averages over shards losses whose targets must not be ignored.
     """
 
-    way: ProgramPath
+    program: ProgramPath
     result: Result | None
     error: Exception | None = None
     outputs: Outputs = field(default_factory=dict)

@@ -267,7 +267,7 @@ class Relation(Observer):
             if live:
                 results = made_by(op, arguments, out)
                 event = self._alignment.take_unless_copy(op)
-                self._notes.seal_copies()
+                self._notes.make_copies_read_only()
                 if event is None:
                     ((_, source),) = named_tensors(arguments)
                     self._notes.copy(source, results[0])
@@ -279,7 +279,7 @@ class Relation(Observer):
 
     def _take(self, name: Any) -> Event:
         event = self._alignment.take(name)
-        self._notes.seal_copies()
+        self._notes.make_copies_read_only()
         return event
 
     @contextmanager

@@ -197,7 +197,7 @@ class Gradients:
         twice = self._notes.sums(gradient).partial & known
         if twice:
             raise UnrelatedError(
-                f"a gradient that it returns is a sum over {min(twice)!r} still to be taken, and "
+                f"a gradient that it returns is a pending sum over {min(twice)!r}, and "
                 "its value has one for each rank",
                 WRAP,
             )

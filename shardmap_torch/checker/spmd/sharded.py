@@ -24,7 +24,7 @@ NUMBER: Final = (
 
 @dataclass(frozen=True)
 class Sharded:
-    """The sharding of a result, and the axes over which the ranks' values are still to be reduced.
+    """The sharding of a result, and the axes over which it is pending.
 
     Attributes:
         dims: how each dim is sharded.

@@ -174,7 +174,7 @@ class Notes:
         for tensor in (source, copy):
             _make_read_only(self._interpreter.storage_type(tensor))
 
-    def seal_copies(self) -> None:
+    def make_copies_read_only(self) -> None:
         """Makes tensors read-only that one program alone has copied: writes would differ."""
         for number in self._alignment.newly_same():
             if number in self._where:

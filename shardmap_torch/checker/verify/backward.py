@@ -108,7 +108,7 @@ class PullBack:
         self._check_asserted()
 
     def _check_asserted(self) -> None:
-        """Holds what the body asserts of inputs against the types that they get in the end."""
+        """Compares what the body asserts of inputs with the types that they get in the end."""
         for asserted in self._interpreter.asserted:
             need = self.needs.get((asserted.leaf, asserted.axis))
             if need is None or asserted.expected == (R if need.replicate else I):

@@ -207,8 +207,8 @@ class Exits:
             self._interpreter.observer.on_result(path, result.leaves[position], spec)
         self._return_values(result)
         self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
-        for (position, axis), way_out in self.exits.items():
-            casts = [Collective(name, src, dst, (axis,)) for name, src, dst in way_out.casts]
+        for (position, axis), exit_ in self.exits.items():
+            casts = [Collective(name, src, dst, (axis,)) for name, src, dst in exit_.casts]
             value = apply(self._backend, casts, result.leaves[position])
             result.leaves[position] = value  # type: ignore[index]
 

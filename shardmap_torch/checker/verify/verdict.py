@@ -252,7 +252,7 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         call.crossing,
         exits,
         first.outputs,
-        partial(tuple, [outcome.way for outcome in outcomes]),
+        partial(tuple, [outcome.program for outcome in outcomes]),
         first.result,
         _rank_only(outcomes),
         any(outcome.draws for outcome in outcomes),

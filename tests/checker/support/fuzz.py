@@ -331,7 +331,7 @@ def interpret(case: Case, types: Typings, values: Values) -> Typed:
         with mode:
             gradients = derive(outputs, inputs, first)
         found += [None if each is None else mode.read(each)[0] for each in gradients]
-    except RefusedError as refusal:  # the forward is still held against the ranks
+    except RefusedError as refusal:  # the forward is still compared with the ranks
         found += [None for _ in inputs]
         refused = str(refusal)
     return Typed(found, columns, cotangents, seeds, refused)

@@ -2,7 +2,7 @@
 
 `tests/checker/support/fuzz.py` tries the rule tables by themselves, many times faster; here each
 operator is the body of a `shard_map` whose operands enter with given types. What the ranks return,
-and what gradients come out of the boundary, is held against one autograd graph of all ranks.
+and what gradients come out of the boundary, is compared with one autograd graph of all ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
