@@ -20,6 +20,7 @@ from shardmap_torch.checker.interpreter.state import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
 from shardmap_torch.checker.sizes.history import History
+from shardmap_torch.checker.stored.store import Stored
 from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt, verify
 from shardmap_torch.control.start import current
@@ -33,11 +34,10 @@ from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.run.safety.guarded import guarded
 from shardmap_torch.run.safety.ignored import counting_all
-from shardmap_torch.run.safety.own_state import own_state
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
-from shardmap_torch.run.safety.purity import Before, verify_purely
+from shardmap_torch.run.safety.purity import verified, verify_purely
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
-from shardmap_torch.run.safety.steps import differentiated_once
+from shardmap_torch.run.safety.steps import sealed
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says if it may run as one batched program."""
@@ -71,7 +71,7 @@ class Checked:
         self._surroundings = Surroundings(function)
         self._verdicts: Memo[_Known] = Memo()
         self._changing, self._calls = Changing(name), 0
-        self._history = History()
+        self._history, self._stored = History(), Stored(name)
         self._inputs = PlainInputs(debug)
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
@@ -127,16 +127,13 @@ class Checked:
                 applied = verdict.apply(call, late)
                 if verdict.averages:
                     applied = replace(applied, function=counting_all(call.name, call.function))
-                if verdict.altered:
-                    self._verdicts.forget(key)  # it is about the objects that were changed
-                with own_state(applied, verdict.altered) as applied:
-                    found = run(applied, verdict.batches)
-                refusal = verdict.refusal
-                return found if refusal is None else differentiated_once(call, found, refusal)
+                found = run(applied, verdict.batches)
+                return found if verdict.refusal is None else sealed(call, found, verdict.refusal)
             except Departure as departure:
                 difference = departure.difference
             self._verdicts.forget(key)
             self._history.forget(key, call)
+            self._stored.distrust(call, self._strictness)
         assert difference is not None  # or the first run would have returned
         self._stop(processes, _CHANGING, difference)
 
@@ -181,18 +178,14 @@ class Checked:
         return verdict
 
     def _verify(self, call: Call) -> Verdict:
-        return verify_purely(
-            self._name, self._surroundings, partial(verify, call, self._strictness)
-        )
+        check = partial(verify, call, self._strictness)
+        purely = partial(verify_purely, self._name, self._surroundings, check)
+        return self._stored.get(call, self._strictness, purely)
 
     def _derive(self, call: Call, sizes: Sizes) -> Verdict:
         """A verdict on symbols, of a body that keeps none of them."""
         check = partial(attempt, call, NONE, self._strictness, sizes)
-        before = Before(self._surroundings)
-        try:
-            verdict, changed = check(), before.changes()
-        finally:
-            before.put_back()
+        verdict, changed = verified(self._surroundings, check)
         if changed:
             raise ShardTypeError(f"the body changes {changed[0]}")
         return verdict

@@ -31,14 +31,6 @@ from shardmap_torch.checker.guards.changing import (
     is_array,
 )
 from shardmap_torch.checker.guards.constants import is_constant
-from shardmap_torch.checker.guards.places import (
-    CONTAINERS,
-    Place,
-    buffer,
-    container,
-    slot,
-    variable,
-)
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import ShardTypeError
 
@@ -84,7 +76,7 @@ class Surroundings:
         """Keeps the function; the first call of `key` walks."""
         self._function = function
         self._warned = False
-        self._walk: _Walk | None = None
+        self._walk: Walk | None = None
         self._known: dict[Hashable, tuple[int, list[Any]]] = {}
         self._count = 0
         self._version = 0
@@ -93,16 +85,16 @@ class Surroundings:
         """Returns a key that is equal as long as nothing has changed."""
         walk = self._walk
         if walk is None or not walk.holds():
-            walk = self._walk = _Walk(self._function)
+            walk = self._walk = Walk(self._function)
             self._version = self._version_of(walk)
             self._warn_of_cost(walk)
         return self._version, tuple([tensor.requires_grad for tensor in walk.tensors])
 
-    def snapshot(self) -> "_Walk | None":
+    def snapshot(self) -> "Walk | None":
         """Returns the state found by the latest `key`."""
         return self._walk
 
-    def changes(self, before: "_Walk | None") -> Sequence[str]:
+    def changes(self, before: "Walk | None") -> Sequence[str]:
         """Names the objects that have changed since a snapshot, and iterators, which may have."""
         if before is None:
             return []
@@ -117,7 +109,7 @@ class Surroundings:
         """Returns names and values of the plain values found by the latest `key`, by location."""
         return {} if self._walk is None else self._walk.values()
 
-    def _warn_of_cost(self, walk: "_Walk") -> None:
+    def _warn_of_cost(self, walk: "Walk") -> None:
         if walk.size > _COSTLY and not self._warned:
             self._warned = True
             warnings.warn(
@@ -128,7 +120,7 @@ class Surroundings:
                 stacklevel=2,
             )
 
-    def _version_of(self, walk: "_Walk") -> int:
+    def _version_of(self, walk: "Walk") -> int:
         known = self._known.get(walk.found)
         if known is None:
             if len(self._known) >= _VERSIONS:
@@ -139,7 +131,7 @@ class Surroundings:
         return known[0]
 
 
-class _Walk:
+class Walk:
     """All objects that a function refers to, found in one walk.
 
     Attributes:
@@ -147,6 +139,9 @@ class _Walk:
         tensors: the tensors.
         opaque: objects that are not entered, which are compared by identity.
     """
+
+    is_assumed = staticmethod(is_constant)
+    """Returns whether an object is not entered since it was declared constant."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.tensors: list[Tensor] = []
@@ -162,9 +157,6 @@ class _Walk:
         self._read: set[tuple[int, str]] = set()
         self._missing: dict[tuple[int, str], Table] = {}
         self._variables: dict[int, str] = {}
-        self._caches: set[int] = set()
-        self._classes: dict[int, type] = {}
-        self._read_variables: list[ContextVar[Any]] = []
         self._pending: list[Any] = [function]
         self.found = tuple(self._follow(function))
 
@@ -214,25 +206,6 @@ class _Walk:
     def _changed_contents(self) -> list[Any]:
         return [value for value, was in self._contents if content_of(value) != was]
 
-    def places(self) -> Iterator[Place]:
-        """Yields what could be changed and put back; not a cache of functools, nor iterators."""
-        for owner in self._sizes.owners:
-            if isinstance(owner, CONTAINERS) and id(owner) not in self._caches:
-                yield container(owner)
-        known = set(map(id, self._sizes.owners))
-        for owner, name in zip(self._entries.owners, self._entries.names, strict=True):
-            if id(owner) in self._classes:
-                yield slot(self._classes[id(owner)], name, True)
-            elif isinstance(owner, dict) and id(owner) not in known:  # the globals of some code
-                yield slot(owner, name, False)
-        for owner, name in zip(self._attributes.owners, self._attributes.names, strict=True):
-            yield slot(owner, name, True)
-        for (_, name), table in self._missing.items():
-            if table is not sys.modules:
-                yield slot(table, name, False)
-        yield from map(variable, self._read_variables)
-        yield from (buffer(value) for value, was in self._contents if was)
-
     def iterators(self) -> Sequence[str]:
         """Names iterators, generators of numbers and clocks, whose states cannot be read."""
         return [self._label(value) for value in self.opaque if gives_other_values(value)]
@@ -268,7 +241,7 @@ class _Walk:
             if place == _LIMIT:
                 raise _too_much(function)
             value = self._pending.pop()
-            if isinstance(value, _PLAIN) and _is_library(type(value)):
+            if isinstance(value, _PLAIN) and is_library(type(value)):
                 yield type(value), value
             elif type(value) is Tensor or isinstance(value, nn.Parameter):
                 self.tensors.append(value)
@@ -287,15 +260,15 @@ class _Walk:
 
     def _enter(self, value: Any) -> Hashable:
         """Enters an object's references; returns its identity apart from these."""
-        if is_constant(value):
+        if self.is_assumed(value):
             return self._keep(value)
         for types, enter in _ENTRIES:
             if isinstance(value, types):
-                own = enter in _OPEN and not _is_library(type(value))
+                own = enter in _OPEN and not is_library(type(value))
                 return enter(self, value), self._enter_object(value) if own else None
         if is_array(value):
             return self._enter_content(value)
-        if not _is_library(type(value)):
+        if not is_library(type(value)):
             return self._enter_object(value)
         holder = _root(type(value)) in _STANDARD and hasattr(value, "__dict__")
         return self._keep(value), self._enter_table(vars(value)) if holder else None
@@ -305,7 +278,7 @@ class _Walk:
         return id(value)
 
     def _enter_function(self, function: FunctionType) -> Hashable:
-        if _is_library(function):
+        if is_library(function):
             return self._keep(function)
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._enter_attribute(function, name)
@@ -320,7 +293,7 @@ class _Walk:
 
     def _enter_names(self, table: Table, code: CodeType) -> None:
         """Enters the globals of some code, and the attributes that it may read of modules."""
-        globals_, attributes, imports, texts = _names_of(code)
+        globals_, attributes, imports, texts = names_of(code)
         self._names |= dict.fromkeys(attributes)
         if not _DYNAMIC.isdisjoint(globals_):
             # The names among its strings, as in globals()["FLAG"]; else it may be any global.
@@ -339,7 +312,7 @@ class _Walk:
             for name in names:
                 value = self._enter_name(table, name)
                 below = vars(value) if isinstance(value, ModuleType) else {}
-                if below and not _is_library(value) and id(below) not in seen:
+                if below and not is_library(value) and id(below) not in seen:
                     seen.add(id(below))
                     tables.append((below, tuple(n for n in attributes if n in below)))
 
@@ -357,7 +330,7 @@ class _Walk:
             for full in (name, f"{table.get('__package__')}.{name}"):
                 if full not in sys.modules:
                     self._missing[id(sys.modules), full] = sys.modules
-                elif not _is_library(sys.modules[full]):
+                elif not is_library(sys.modules[full]):
                     yield sys.modules[full]
 
     def _enter_name(self, table: Table, name: str) -> Any:
@@ -388,12 +361,10 @@ class _Walk:
         return value  # type: ignore[no-any-return]  # a number or text of a user's own kind
 
     def _enter_class(self, value: type) -> Hashable:
-        if _is_library(value):
+        if is_library(value):
             return self._keep(value)
         self._pending += [*value.__bases__, type(value)]
-        table = vars(value)
-        self._classes[id(table)] = value
-        return self._enter_table(table)
+        return self._enter_table(vars(value))
 
     def _enter_method(self, value: MethodType) -> Hashable:
         self._pending += [value.__func__, value.__self__]
@@ -410,7 +381,6 @@ class _Walk:
                 self._pending.append(part)  # one result, where the cache has a limit
             elif part is not vars(value):
                 self._sizes.add(part, None, len(part))
-                self._caches.add(id(part))
                 self._pending += part.values()
         return self._enter_descriptor(value)
 
@@ -421,7 +391,6 @@ class _Walk:
         return None
 
     def _enter_variable(self, value: "ContextVar[Any]") -> Hashable:
-        self._read_variables.append(value)
         return self._keep(value), self._enter_call(lambda: value.get(_ABSENT))
 
     def _enter_descriptor(self, value: Any) -> Hashable:
@@ -440,7 +409,7 @@ class _Walk:
         return None
 
     def _enter_module(self, value: ModuleType) -> Hashable:
-        if not _is_library(value):
+        if not is_library(value):
             self._modules.append(vars(value))
         elif _root(value) in CHANGING_MODULES:
             self._modules.append(CHANGING_MODULES[_root(value)])
@@ -489,38 +458,38 @@ class _Parts:
         self.values.append(value)
 
 
-_ENTRIES: Final[tuple[tuple[Any, Callable[[_Walk, Any], Hashable]], ...]] = (
-    (FunctionType, _Walk._enter_function),
-    (MethodType, _Walk._enter_method),
-    (partial, _Walk._enter_partial),
-    (property | staticmethod | classmethod, _Walk._enter_descriptor),
-    (functools.cached_property, _Walk._enter_descriptor),
-    (_CACHE, _Walk._enter_cache),
-    (ContextVar, _Walk._enter_variable),
-    (weakref.ref, _Walk._enter_call),
-    (_PLAIN, _Walk._enter_plain),
-    (tuple | list, _Walk._enter_sequence),
-    (set | frozenset | deque, _Walk._enter_set),
-    (dict | MappingProxyType, _Walk._enter_table),
-    (type, _Walk._enter_class),
-    (DICT_VIEWS, _Walk._enter_view),
-    (nn.Module, _Walk._enter_object),
-    (Tensor, _Walk._keep),
-    (ModuleType, _Walk._enter_module),
+_ENTRIES: Final[tuple[tuple[Any, Callable[[Walk, Any], Hashable]], ...]] = (
+    (FunctionType, Walk._enter_function),
+    (MethodType, Walk._enter_method),
+    (partial, Walk._enter_partial),
+    (property | staticmethod | classmethod, Walk._enter_descriptor),
+    (functools.cached_property, Walk._enter_descriptor),
+    (_CACHE, Walk._enter_cache),
+    (ContextVar, Walk._enter_variable),
+    (weakref.ref, Walk._enter_call),
+    (_PLAIN, Walk._enter_plain),
+    (tuple | list, Walk._enter_sequence),
+    (set | frozenset | deque, Walk._enter_set),
+    (dict | MappingProxyType, Walk._enter_table),
+    (type, Walk._enter_class),
+    (DICT_VIEWS, Walk._enter_view),
+    (nn.Module, Walk._enter_object),
+    (Tensor, Walk._keep),
+    (ModuleType, Walk._enter_module),
 )
 """Functions that enter an object, by its type; the first match counts."""
 
 _OPEN: Final = (
-    _Walk._enter_plain,
-    _Walk._enter_sequence,
-    _Walk._enter_set,
-    _Walk._enter_table,
+    Walk._enter_plain,
+    Walk._enter_sequence,
+    Walk._enter_set,
+    Walk._enter_table,
 )
 """Functions for types that users subclass, whose objects have attributes and methods too."""
 
 
 @lru_cache(maxsize=4096)
-def _names_of(code: CodeType) -> tuple[tuple[str, ...], ...]:
+def names_of(code: CodeType) -> tuple[tuple[str, ...], ...]:
     """Finds the globals, all names, imports and strings of code and the functions in it."""
     globals_: dict[str, None] = {}
     names: dict[str, None] = {}
@@ -545,8 +514,14 @@ def _codes(code: CodeType) -> Iterable[CodeType]:
             yield from _codes(constant)
 
 
-def _is_library(value: Any) -> bool:
+def is_library(value: Any) -> bool:
+    """Returns whether a library defines an object, or its class."""
     return _root(value) in _LIBRARIES
+
+
+def is_library_name(module: object) -> bool:
+    """Returns whether a module of this name is a library's."""
+    return str(module).split(".")[0] in _LIBRARIES
 
 
 def _root(value: Any) -> str:

@@ -186,6 +186,7 @@ class Replay:
                 x is None or (x.shape == step.shape and x.dtype is step.dtype)
             ):
                 self._at = step
+                step.what = what  # the same object next time, also where the record was loaded
                 if type(x) is FakeTensor:
                     raise kept(f"{what} is called at {call_site()} on")
                 return

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from shardmap_torch.checker.guards.captured_state import _Walk
+from shardmap_torch.checker.guards.captured_state import Walk
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.spmd.gradients import Gradients
@@ -61,14 +61,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 BREAKS: Final[dict[str, tuple[str, Any, str, Callable[..., Any]]]] = {
-    "a backward is not compared with one device": (
+    "a backward is not held against one device": (
         "backwards of one's own", Gradients, "require", _nothing,
     ),
     "what a checkpoint runs again is not seen": (
         "backwards of one's own", AbstractBackend, "seeing", lambda self: nullcontext(),
     ),
     "nothing that is captured has changed": (
-        "captured state", _Walk, "holds", lambda self: True,
+        "captured state", Walk, "holds", lambda self: True,
     ),
     "hooks are batched": ("hooks", Interpreter, "needs_ranks", _nothing),
     "a body that does something else is not refused": (
