@@ -38,7 +38,8 @@ fast: lint  ## every check and the tests of single modules that need one process
 
 fuzz: $(READY)  ## every test at its full size, all of op_db, scores; writes docs/coverage.md
 	SHARDMAP_FUZZ=1 OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) --timeout 3600
-	for name in loosened fuzz_all score global_fuzz global_score classes.report; do \
+	for name in loosened fuzz_all score global_fuzz global_score classes.report \
+		repair_trials; do \
 		$(BIN)/python -m tests.checker.support.$$name || exit 1; done
 
 faults: $(READY)  ## diverging, killed and frozen processes, killed training runs; minutes

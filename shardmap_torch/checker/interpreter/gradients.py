@@ -18,12 +18,10 @@ from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.ir.repairs import Place
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
-from shardmap_torch.collectives.autograd import bind
-from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.functorch import base_of, dims_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
+from shardmap_torch.ops.reduce import all_reduce
 from shardmap_torch.types import COTANGENT, I, K, Partial, R, V, Z
 
 _EQUAL: Final = frozenset({R, K, Z})
@@ -157,12 +155,11 @@ def sum_fields_by_repair(interpreter: Interpreter, leaves: Sequence[Tensor]) -> 
 
 
 def _summed_by_repair(interpreter: Interpreter, gradient: Tensor) -> Tensor:
-    storage_type, scope = interpreter.storage_type(gradient), current_scope()
+    storage_type = interpreter.storage_type(gradient)
     made = storage_type.made
-    if made is None or made.name != messages.GRADIENT or made.place is None or scope is None:
+    if made is None or made.name != messages.GRADIENT or made.place is None:
         return gradient
-    for axis in interpreter.repair.gradients.get(made.place, ()):
+    for axis, op in interpreter.repair.gradients.get(made.place, ()):
         if storage_type.types[interpreter.axes.index(axis)] == Partial:
-            total = Collective("all_reduce", Partial, I, (axis,))
-            gradient = bind(scope.backend, total, gradient)
+            gradient = all_reduce(gradient, axis, dst=I, op=op)
     return gradient

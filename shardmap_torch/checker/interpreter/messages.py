@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import Repair, propose
+from shardmap_torch.checker.ir.repairs import Op, Repair, propose
 from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
 from shardmap_torch.checker.rules.lattice import MIXED, OF_SUMS, branch_advice, plain, sum_advice
 from shardmap_torch.collectives.operations import Collective
@@ -86,7 +87,7 @@ def refused(
     advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis, name, is_index)
     rejection = error(interpreter, head, lines, advice)
     if gradients:
-        return propose(rejection, [_summing(equation, axis) for equation in gradients])
+        return propose(rejection, [*_summing(gradients, axis)])
     mixed = [use.storage_type for use in uses if use.types[refusal.axis] == I] * (
         conflict.reason == MIXED
     )
@@ -111,11 +112,13 @@ def _pending_gradients(uses: Sequence[Use], axis: int, name: str) -> list[Equati
     return list(dict.fromkeys(e for e in equations if e is not None and e.name == GRADIENT))
 
 
-def _summing(equation: Equation, axis: str) -> Repair:
-    """Makes the repair that sums the gradients taken at one place."""
-    assert equation.place is not None  # gradients have one
-    text = f"all_reduce over {axis!r} with dst=I of the gradients taken{_at(equation)}"
-    return Repair(text, gradients={equation.place: (axis,)})
+def _summing(equations: Sequence[Equation], axis: str) -> Iterator[Repair]:
+    """Yields the repairs that sum, or average, the gradients taken at one place."""
+    ops: tuple[tuple[Op, str], ...] = (("sum", ""), ("mean", " and op='mean'"))
+    for (op, asked), equation in product(ops, equations):
+        assert equation.place is not None  # gradients have one
+        text = f"all_reduce over {axis!r} with dst=I{asked} of the gradients taken{_at(equation)}"
+        yield Repair(text, gradients={equation.place: ((axis, op),)})
 
 
 def gradient_sum_advice(axis: str) -> str:
@@ -250,7 +253,7 @@ def source(
         else _source_advice(collective.name, axis, have, expected)
     )
     wrong_type = error(interpreter, head, [_describe(use, at)], advice)
-    repairs = [_summing(gradient, axis) for gradient in gradients]
+    repairs = [*_summing(gradients, axis)]
     if equation.forward is not None:
         repairs += _retype(equation.forward, I if plain(have) in (I, K) else R)
     elif equation.place is not None and collective.move == "sum" and have in (I, R, K):

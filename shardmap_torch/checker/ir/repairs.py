@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import ShardTypeError
 
+Op = Literal["sum", "mean"]
 Place = tuple[Site | None, int]
 """A user's line, and how often it has run before; the same on all paths through a body."""
 
@@ -37,7 +38,8 @@ class Repair:
         replicate: for the position of an input, an axis to name in its `replicate=`.
         exits: for the position of a result, axes over which to sum it before it is returned.
         values: places at which to reduce a tensor before its Python value is taken.
-        gradients: for the place where the body takes gradients, axes over which to sum them.
+        gradients: for the place where the body takes gradients, the axes over which to reduce them,
+            each with "sum" or "mean".
     """
 
     text: str
@@ -45,7 +47,7 @@ class Repair:
     replicate: Mapping[int, str] = field(default_factory=dict)
     exits: Mapping[int, Sequence[str]] = field(default_factory=dict)
     values: frozenset[Place] = frozenset()
-    gradients: Mapping[Place, Sequence[str]] = field(default_factory=dict)
+    gradients: Mapping[Place, Sequence[tuple[str, Op]]] = field(default_factory=dict)
 
 
 def both(first: Repair, second: Repair) -> Repair:

@@ -18,7 +18,7 @@ from shardmap_torch.checker.spmd.layout import (
     in_words,
     sharded_dim,
 )
-from shardmap_torch.checker.spmd.ops.advice import OTHER, spec_advice
+from shardmap_torch.checker.spmd.ops.advice import OTHER, UNSEEN, spec_advice
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sums import NO_AXES, Axes, Sums, reject_scaled
 from shardmap_torch.spec import P
@@ -76,7 +76,7 @@ class Notes:
         """
         known = self._book.get(self._interpreter.fakify(tensor))
         if known is None:
-            raise UnrelatedError(f"nothing is known about how {what} is sharded")
+            raise UnrelatedError(f"nothing is known about how {what} is sharded", UNSEEN)
         shard = known.shards.get(self._alignment.canonical(ref))
         if shard is None:
             raise UnrelatedError(f"{what} is another value than on one device", OTHER)
@@ -146,7 +146,7 @@ class Notes:
         """Notes a copy that the one-device program does not make."""
         known = self._book.get(source)
         if known is None:
-            raise UnrelatedError("nothing is known about how its operand is sharded")
+            raise UnrelatedError("nothing is known about how its operand is sharded", UNSEEN)
         self._book.put(copy, _Note(dict(known.shards)))
         self._sums[self._storage(copy)] = self.sums(source)
         for tensor in (source, copy):

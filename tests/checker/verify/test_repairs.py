@@ -19,8 +19,10 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.checker.ir.repairs import Repair, tried
+from tests.checker.support import repair_trials
 from tests.checker.support.rejected import CASES, MESH, number_of_varying_value
 from tests.checker.support.repaired import outcome
+from tests.support.fuzzing import sized
 
 RANKS: Final = make_mesh((2, 4), ("dp", "tp"), kind="simulated", simulate="ranks")
 ONE: Final = make_mesh((1, 1), ("dp", "tp"), kind="simulated", simulate="ranks")
@@ -49,6 +51,11 @@ def two_mistakes(x: Tensor, w: Tensor) -> Tensor:
     return w - 0.1 * g
 
 
+def mean_of_parts(x: Tensor, w: Tensor) -> Tensor:
+    g: Tensor = torch.func.grad(lambda w: (x @ w).square().mean())(w)
+    return w - 0.1 * g
+
+
 def replicated_use(x: Tensor, w: Tensor) -> Tensor:
     return all_reduce((x @ w).sum(), "dp", dst=I)
 
@@ -57,6 +64,7 @@ MORE: Final[tuple[Case, ...]] = (
     (forgotten_sum, P(), P()),
     (forgotten_sum_and_second_moment, P(), (P(), P())),
     (two_mistakes, P(), P()),
+    (mean_of_parts, P(), P()),
     (replicated_use, P(invariant={"dp", "tp"}), P()),
 )
 
@@ -68,7 +76,7 @@ def number_of_summed_value(x: Tensor, w: Tensor) -> Tensor:
 BY_HAND: Final = {number_of_varying_value: number_of_summed_value}
 """Repaired as the message says, in the source."""
 
-TRAINING: Final = (forgotten_sum, forgotten_sum_and_second_moment, two_mistakes)
+TRAINING: Final = (forgotten_sum, forgotten_sum_and_second_moment, two_mistakes, mean_of_parts)
 """Bodies that take gradients, and whose results nobody differentiates."""
 
 
@@ -120,6 +128,34 @@ def test_the_check_of_repairs_sees_a_wrong_one() -> None:
     wrong = Repair("", exits={0: ("dp",)})
     with pytest.raises(ShardTypeError):
         outcome(body, RANKS, (P("dp"), w_spec), out_specs, wrong, (X, W), False)
+
+
+def test_the_gradient_of_a_mean_is_to_be_averaged() -> None:
+    error = rejection((mean_of_parts, P(), P()))
+    (repair,) = tried(error or ShardTypeError())
+    assert repair.text.startswith("all_reduce over 'dp' with dst=I and op='mean' of the gradients")
+
+
+COUNTS: Final = {"tables": 0, "training steps with a mistake": sized(3, 200)}
+"""Numbers of seeds that are tried; tables have none."""
+
+
+@pytest.mark.parametrize("name", sized([*COUNTS][1:], repair_trials.SOURCES))
+def test_every_repair_that_is_printed_is_right(name: str) -> None:
+    found = repair_trials.tally(name, COUNTS.get(name, 40))
+    assert found.rejections > 0
+    assert [note for note in found.notes if note.startswith(("wrong", "refused"))] == []
+
+
+def test_a_wrong_repair_is_found_out() -> None:
+    body, w_spec, out_specs = MORE[0]
+    mapped = shard_map(body, mesh=MESH, in_specs=(P("dp"), w_spec), out_specs=out_specs)
+    (found,) = repair_trials.rejections_of(lambda: check_program(mapped, X, W))
+    (right,) = tried(found.error)
+    (place,) = right.gradients
+    wrong = Repair("", gradients={place: (("dp", "mean"),)})
+    assert repair_trials.fate_of(found, right) == repair_trials.RIGHT
+    assert repair_trials.fate_of(found, wrong) == repair_trials.WRONG
 
 
 # ----------------------------------------------------------------------------- long messages

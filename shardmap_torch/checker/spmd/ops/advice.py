@@ -6,6 +6,12 @@ from typing import Final
 from shardmap_torch.checker.spmd.layout import ShardedTensor
 from shardmap_torch.spec import P
 
+UNSEEN: Final = (
+    "take second derivatives by a gradient of the gradient, not in forward mode; or wrap what "
+    "computes it in local_region(f, in_types, out_types)."
+)
+"""Advice for values of which nothing is known."""
+
 OTHER: Final = (
     "compute it from the same operands there: where a local size decides, as in "
     "a if x.shape[0] < 8 else b, compare x.shape[0] * axis_size(axis); or wrap per-rank code in "
