@@ -112,7 +112,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
-    parser.add_argument("--check", type=int, default=3, help="steps held against one device")
+    parser.add_argument("--check", type=int, default=3, help="steps compared with one device")
     parser.add_argument("--sample", type=int, default=240, help="bytes written at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for results")
@@ -181,7 +181,7 @@ def one_weight(layers: Params, lies: Params) -> dict[str, tuple[Tensor, P]]:
 
 
 def check(run: Run, sharded: LossAndGrads, step: int, params: Params) -> None:
-    """Holds loss and gradients of this step against one device, in two precisions."""
+    """Compares loss and gradients of this step with one device, in two precisions."""
     for dtype in dict.fromkeys((torch.float64, getattr(torch, run.options.dtype))):
         batch = run.batch(step)
         errors = compare(sharded, params, batch, dtype)

@@ -82,9 +82,7 @@ def _gather_shapes(
     biased: Sequence[int],
     dim: int,
     num_ranks: int,
-    name: str,
-    forward: str,
-    backward: str,
+    *_: str,
 ) -> list[Tensor]:
     full = with_dim(x.shape, dim, x.shape[dim] * num_ranks)
     matrix = ChunkedDim.of(dim, x.ndim).matrix(x)
@@ -111,13 +109,7 @@ def gather_backward_op(
 
 @gather_backward_op.register_fake
 def _gather_backward_shapes(
-    gathered: Tensor,
-    ws: Sequence[Tensor],
-    dys: Sequence[Tensor],
-    dim: int,
-    num_ranks: int,
-    name: str,
-    backward: str,
+    gathered: Tensor, ws: Sequence[Tensor], dys: Sequence[Tensor], dim: int, num_ranks: int, *_: str
 ) -> list[Tensor]:
     shape = [*dys[0].shape[:-1], ws[0].shape[0]]
     dx = dys[0].new_empty(with_dim(shape, dim, shape[dim] // num_ranks))
@@ -152,9 +144,7 @@ def scatter_op(
 
 
 @scatter_op.register_fake
-def _scatter_shape(
-    x: Tensor, w: Tensor, dim: int, num_ranks: int, name: str, forward: str, backward: str
-) -> Tensor:
+def _scatter_shape(x: Tensor, w: Tensor, dim: int, num_ranks: int, *_: str) -> Tensor:
     shape = [*x.shape[:-1], w.shape[1]]
     return x.new_empty(with_dim(shape, dim, shape[dim] // num_ranks))
 
@@ -170,9 +160,7 @@ def scatter_backward_op(
 
 
 @scatter_backward_op.register_fake
-def _scatter_backward_shapes(
-    x: Tensor, w: Tensor, dy: Tensor, dim: int, name: str, backward: str
-) -> list[Tensor]:
+def _gradient_shapes(x: Tensor, w: Tensor, *_: Any) -> list[Tensor]:
     return _contiguous_like(x, w)
 
 
@@ -201,7 +189,7 @@ def reduce_op(x: Tensor, w: Tensor, name: str, forward: str, backward: str) -> T
 
 
 @reduce_op.register_fake
-def _reduce_shape(x: Tensor, w: Tensor, name: str, forward: str, backward: str) -> Tensor:
+def _reduce_shape(x: Tensor, w: Tensor, *_: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], w.shape[1])
 
 
@@ -213,11 +201,7 @@ def reduce_backward_op(x: Tensor, w: Tensor, dy: Tensor, name: str, backward: st
     return [grad for grad in grads if grad is not None]
 
 
-@reduce_backward_op.register_fake
-def _reduce_backward_shapes(
-    x: Tensor, w: Tensor, dy: Tensor, name: str, backward: str
-) -> list[Tensor]:
-    return _contiguous_like(x, w)
+reduce_backward_op.register_fake(_gradient_shapes)
 
 
 def _reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -53,10 +53,6 @@ class Endpoint:
                 self._fabrics[dtype] = calibrate.measure(self.transport, dtype)
         return self._fabrics[dtype]
 
-    def assume(self, dtype: torch.dtype, fabric: Fabric) -> None:
-        """Sets the speed before the first call, so that it is not measured; on all ranks alike."""
-        self._fabrics[dtype] = fabric
-
     def refusal(self) -> str | None:
         """Returns why there is no symmetric memory, or None; looks once, not in a graph capture."""
         if not self._refusals and is_captured():

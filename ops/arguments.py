@@ -172,7 +172,7 @@ def check_dtypes(collective: Collective) -> Collective:
 
 
 def for_operand(collective: Collective, x: Tensor) -> Collective:
-    """The collective with its dtypes held against its operand's.
+    """The collective for an operand, with the dtypes in which that is sent and added.
 
     Where a gradient flows and the backward adds as well, a reduced precision of the forward asks
     for one of the backward: nobody should have to guess it.

@@ -28,7 +28,7 @@ _OPS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 class Done:
-    """A piece of work that has ended, as `async_op=True` returns it."""
+    """Work that has ended, as `async_op=True` returns it."""
 
     def wait(self, timeout: object = None) -> bool:
         """Returns at once."""

@@ -112,6 +112,6 @@ def _leaf_problems(path: str, leaf: Any, spec: P | None, patterns: Sequence[str]
     if len(patterns) > 1:
         yield f"leaf {path!r}: matched by {' and '.join(map(repr, patterns))}"
     elif spec is None:
-        yield f"leaf {path!r}: no pattern matches"
+        yield f"leaf {path!r}: no pattern matches, and no default= is given"
     elif (shape := getattr(leaf, "shape", None)) is not None and len(spec.entries) > len(shape):
         yield f"leaf {path!r}: {spec!r} has {len(spec.entries)} entries, shape {tuple(shape)}"

@@ -302,7 +302,7 @@ class _Body:
 
         def bind() -> _Bound:
             axes = _resolve_axes(self._name, mesh, self._axis_names, scope)
-            placed = place_arguments(self._function, self._signature, args, kwargs, self._in_specs)
+            placed = place_arguments(self._signature, args, kwargs, self._in_specs)
             placed += [] if closures is None else _placed(closures)
             match = Match.of(check_inputs(self._name, mesh, axes, placed, infers, runs))
             return _Bound(match, axes, frozenset(axes) | (outer or frozenset()))

@@ -49,7 +49,7 @@ class AxisType:
 I = AxisType("I")  # noqa: E741 - JAX's and our name for invariant; a lone I reads well in a table
 """Invariant: equal on all ranks, one computation repeated; cotangents are equal as well."""
 R = AxisType("R")
-"""Replicate: equal on all ranks, used differently by each; cotangents are still to be summed."""
+"""Replicate: equal on all ranks, used differently by each; cotangents are pending sums."""
 V = AxisType("V")
 """Varying: may differ between the ranks."""
 Partial = AxisType("P")

@@ -18,16 +18,24 @@ hypothesis.settings.load_profile("tests")
 
 
 # Folders whose tests run programs from end to end, and modules that try each row of a table.
-SLOW: Final = (
-    *("checker/end_to_end", "examples", "faults", "nn", "parallel", "programs", "saving"),
-    *("checker/rules/test_rules.py", "collectives/test_table.py", "kernels/test_typed.py"),
-    *("kernels/transports/test_streams.py", "test_lax.py"),
-)
+SLOW: Final = {
+    Path(__file__).parent / name
+    for name in (
+        *("checker/end_to_end", "examples", "faults", "nn", "parallel", "programs", "saving"),
+        *("checker/rules/test_rules.py", "collectives/test_table.py", "kernels/test_typed.py"),
+        *("kernels/transports/test_streams.py", "test_lax.py"),
+    )
+}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves slow modules unread where no slow test runs: some import half of torch's tests."""
+    skips = config.option.markexpr == "not slow" and collection_path in SLOW
+    return True if skips else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests that need several processes, or many runs, slow; skips what lacks a device."""
-    slow = {Path(__file__).parent / name for name in SLOW}
     missing = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "faults": None if "SHARDMAP_FAULTS" in os.environ else "run by `make faults`",
@@ -35,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     }
     for item in items:
         needs_processes = "gloo" in getattr(item, "fixturenames", ())
-        if needs_processes or not slow.isdisjoint((item.path, *item.path.parents)):
+        if needs_processes or not SLOW.isdisjoint((item.path, *item.path.parents)):
             item.add_marker(pytest.mark.slow)
         for name, reason in missing.items():
             if reason and item.get_closest_marker(name):

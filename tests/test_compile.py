@@ -118,7 +118,7 @@ def value_and_gradients(f: Callable[..., Tensor], xs: list[Tensor]) -> list[Tens
 
 
 def compare(body: Body, backend: str) -> int:
-    """Holds the compiled function against the eager one; returns how many tensors agreed."""
+    """Compares the compiled function with the eager one; returns how many tensors agreed."""
     torch._dynamo.reset()
     f = mapped(body)
 

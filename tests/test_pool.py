@@ -42,6 +42,23 @@ def process_id() -> int:
     return os.getpid()
 
 
+WAKE_UPS = [0]
+
+
+def wake_up_often() -> None:
+    while True:
+        time.sleep(0.001)
+        WAKE_UPS[0] += 1
+
+
+def start_waking_up() -> None:
+    threading.Thread(target=wake_up_often, daemon=True).start()
+
+
+def wake_ups() -> int:
+    return WAKE_UPS[0]
+
+
 def raise_on(rank: int) -> None:
     print(f"about to work on {dist.get_rank()}")
     if dist.get_rank() == rank:
@@ -208,3 +225,10 @@ def test_workers_in_which_many_threads_are_left_are_replaced(pool: Pool) -> None
     first = pool.run(leave_threads, 1)
     assert pool.run(leave_threads, MAX_THREADS) == first
     assert set(pool.run(leave_threads, 0)).isdisjoint(first)
+
+
+def test_workers_do_nothing_between_calls(pool: Pool) -> None:
+    pool.run(start_waking_up)
+    before = pool.run(wake_ups)
+    time.sleep(0.5)
+    assert all(b - a < 50 for a, b in zip(before, pool.run(wake_ups), strict=True))

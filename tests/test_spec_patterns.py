@@ -82,7 +82,7 @@ def test_every_offender_is_named() -> None:
     assert str(caught.value) == (
         "match_specs: patterns and leaves do not match:\n"
         "  pattern 'layers.*.wk': matches no leaf; the nearest is 'layers.1.wq'\n"
-        "  leaf 'head': no pattern matches\n"
+        "  leaf 'head': no pattern matches, and no default= is given\n"
         "  leaf 'layers.0.norm.scale': P(None, 'tp') has 2 entries, shape (4,)\n"
         "  leaf 'layers.0.wq': matched by 'layers.*.wq' and '**.wq'\n"
         "  leaf 'layers.1.norm.scale': P(None, 'tp') has 2 entries, shape (4,)\n"

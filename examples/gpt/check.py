@@ -1,4 +1,4 @@
-"""Holds the sharded model against the same model on one device."""
+"""Compares the sharded model with the same model on one device."""
 
 import math
 from typing import Any

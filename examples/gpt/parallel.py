@@ -162,7 +162,7 @@ class Parallel:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """The axes over which the gradients are still to be summed; FSDP's backward sums them."""
+        """The axes over which the gradients are pending sums; FSDP's backward sums them."""
         return tuple(axis for axis in self.data if axis == "cp" or not self.has_sharded_params)
 
     @property

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.control.run import is_done
 from shardmap_torch.control.start import current, peers
+from shardmap_torch.control.waiting import is_done
 from shardmap_torch.core.storage import is_spare
 from shardmap_torch.core.torch_private.engine import c10d
 
@@ -153,7 +153,7 @@ class Wire:
             if control is None:
                 work.wait()
             else:
-                control.wait_on(work)
+                control.waiting.wait_on(work)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.control.run import Control, StuckError
+from shardmap_torch.control.deadlock import Party
+from shardmap_torch.control.run import Control
 from shardmap_torch.control.start import current
-from shardmap_torch.control.waits import Party
+from shardmap_torch.control.waiting import StuckError
 from shardmap_torch.core.caching import constant, lazy
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import unviewed

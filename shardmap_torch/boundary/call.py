@@ -43,6 +43,7 @@ class Call:
         draws: whether the checker has seen the body draw from torch's default generator.
         sharing: the input whose memory a result may have, by their positions, where only a check
             can tell; None where nothing is known.
+        rank_only: what the checker has seen that a batched body would drop or lack, and where.
     """
 
     function: Callable[..., Tree]
@@ -59,6 +60,7 @@ class Call:
     follow: Callable[[], Monitor] | None = None
     draws: bool = False
     sharing: Mapping[int, int] | None = None
+    rank_only: str | None = None
 
     def checked(
         self,
@@ -68,6 +70,7 @@ class Call:
         follow: Callable[[], Monitor],
         draws: bool = False,
         sharing: Mapping[int, int] | None = None,
+        rank_only: str | None = None,
     ) -> "Call":
         """Returns the same call with what a check of it has found."""
         # Not dataclasses.replace, which looks every field up, in each call.
@@ -86,6 +89,7 @@ class Call:
             follow,
             draws,
             sharing,
+            rank_only,
         )
 
     @lazy

@@ -1,7 +1,7 @@
 """Matches the leaves of arguments and results with their specs, and reports every mismatch."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any, Final
@@ -90,7 +90,6 @@ class Match:
 
 
 def place_arguments(
-    function: Callable[..., Tree],
     signature: inspect.Signature | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],

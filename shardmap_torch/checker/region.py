@@ -161,8 +161,8 @@ def _varying(interpreter: Interpreter, inputs: Sequence[Tensor]) -> set[str]:
     return {
         axis
         for each in types
-        for axis, axis_type in zip(interpreter.axes, each, strict=True)
-        if plain(axis_type) in (V, Partial)
+        for axis, axis_type in interpreter.by_axis(each).items()
+        if axis_type.varies
     }
 
 
@@ -171,9 +171,7 @@ def _check_result(
 ) -> None:
     tensor = interpreter.fakify(tensor)
     promised = spec.types
-    for axis, axis_type in zip(
-        interpreter.axes, interpreter.storage_type(tensor).types, strict=True
-    ):
+    for axis, axis_type in interpreter.by_axis(interpreter.storage_type(tensor).types).items():
         expected = promised[axis].kind if axis in promised else "I"
         if axis not in axes:
             continue

@@ -11,7 +11,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Final
 
-from shardmap_torch.control.waits import Ballot, Stand, read
+from shardmap_torch.control.deadlock import Ballot, Stand, read
 from shardmap_torch.core.torch_private.engine import Store
 
 BEAT: Final = 1.0
@@ -60,7 +60,7 @@ class Board:
                 self._wake.wait(remaining)
             return dict(self._seen)
 
-    def settled(self, patience: float) -> Mapping[int, Stand]:
+    def look_on(self, patience: float) -> Mapping[int, Stand]:
         """Reads the posts of all ranks until none of them runs, for at most `patience` seconds."""
         end = monotonic() + patience
         while True:

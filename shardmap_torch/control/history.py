@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import torch
 
+from shardmap_torch.control.deadlock import CHECK
 from shardmap_torch.control.recorder import Recorder
-from shardmap_torch.control.waits import CHECK
 
 _FACTOR: Final = 0x5851F42D4C957F2D
 _MODULUS: Final = (1 << 61) - 1

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from shardmap_torch.control.waits import PATIENCE, Stand
+from shardmap_torch.control.deadlock import PATIENCE, Stand
 
 
 def describe_error(error: BaseException) -> str:

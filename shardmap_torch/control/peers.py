@@ -10,16 +10,16 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardmap_torch.control.run import Control, StuckError
-from shardmap_torch.control.waits import PATIENCE
+from shardmap_torch.control.deadlock import PATIENCE
+from shardmap_torch.control.waiting import StuckError, Waiting
 
 
 class PeerWatch:
     """A thread that checks if a wait for a peer can end, while this process waits."""
 
-    def __init__(self, control: Control) -> None:
-        """Keeps the control; the first wait starts the thread."""
-        self._control = control
+    def __init__(self, waiting: Waiting) -> None:
+        """Keeps what checks the waits; the first wait starts the thread."""
+        self._rank_waits = waiting
         self._thread: threading.Thread | None = None
         self._waiting: dist.Work | None = None
         self._ended: tuple[dist.Work, StuckError] | None = None
@@ -44,8 +44,8 @@ class PeerWatch:
             raise
         finally:
             self._waiting = None
-        if self._control.is_blocked:
-            self._control.unblock()
+        if self._rank_waits.is_blocked:
+            self._rank_waits.unblock()
 
     def _look(self) -> None:
         before: dist.Work | None = None
@@ -53,7 +53,7 @@ class PeerWatch:
             work = self._waiting
             if work is not None and work is before:
                 try:
-                    self._control.look_out()
+                    self._rank_waits.look_out()
                 except StuckError as error:
                     self._ended = work, error
                     with suppress(RuntimeError):

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from shardmap_torch.control.deadlock import CHECK, Ballot, Party, Stand, State
 from shardmap_torch.control.history import History
 from shardmap_torch.control.recorder import Recorder
-from shardmap_torch.control.waits import CHECK, Ballot, Party, Stand, State
 
 
 class Progress:

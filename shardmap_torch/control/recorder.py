@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from shardmap_torch.control.waits import Party
+from shardmap_torch.control.deadlock import Party
 from shardmap_torch.errors import PostmortemError
 
 VARIABLE: Final = "SHARDMAP_TORCH_DUMPS"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.control.board import Board
+from shardmap_torch.control.deadlock import CHECK, Party, Stand, lacks
 from shardmap_torch.control.exchange import Comparison, Exchange
 from shardmap_torch.control.history import History
 from shardmap_torch.control.messages import (
@@ -29,7 +30,7 @@ from shardmap_torch.control.messages import (
 )
 from shardmap_torch.control.progress import Progress
 from shardmap_torch.control.recorder import LENGTH, Recorder, dump_folder
-from shardmap_torch.control.waits import CHECK, PATIENCE, Party, Stand, find_deadlock, lacks
+from shardmap_torch.control.waiting import StuckError, Waiting
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
     current_autograd_node,
@@ -49,37 +50,12 @@ _GATHER: Final = 3.0
 Operand: TypeAlias = tuple[torch.dtype, torch.Size]
 
 
-class StuckError(Exception):
-    """The ranks that this one waits for can never arrive."""
-
-    def __init__(self, path: Sequence[int], stands: Mapping[int, Stand]) -> None:
-        """Keeps the result and the argument of `find_deadlock`."""
-        super().__init__(f"waits for ever for rank {path[0]}")
-        self.path, self.stands = path, stands
-
-    @property
-    def is_disagreement(self) -> bool:
-        """Returns whether all ranks are alive, and wait in different operations."""
-        return self.stands[self.path[-1]].state in ("waits", "disagrees")
-
-
-def is_done(work: dist.Work | Comparison) -> bool:
-    """Waits a little for an operation; returns whether it is done.
-
-    Raises:
-        RuntimeError: it has failed.
-    """
-    try:
-        work.wait(PATIENCE)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait(PATIENCE)  # its own error, unless it was done right after the patience was over
-    return True
-
-
 class Control:
-    """One process's view of the run; there is one for the default process group."""
+    """One process's view of the run; there is one for the default process group.
+
+    Attributes:
+        waiting: its waits for other ranks.
+    """
 
     def __init__(self, timeout: timedelta) -> None:
         """Connects the ranks, so every rank must do so."""
@@ -97,6 +73,7 @@ class Control:
         self._exchange = self._connected()
         stand = self._progress.stand
         self._board = Board(default_store(), self.rank, self.size, stand, timeout)
+        self.waiting = Waiting(self.rank, self._progress, self._board)
 
     def _connected(self) -> Exchange:
         key = f"shardmap_torch/exchange/{self._number}/{self.epoch}"
@@ -192,7 +169,7 @@ class Control:
         self._progress.party = self._everyone
         doing = f"the check of {self._progress.doing}"
         try:
-            self.wait(comparison)
+            self.waiting.wait(comparison)
         except (RuntimeError, StuckError) as error:
             self.fail(doing, error)
         is_same, is_clean = comparison.are_equal()
@@ -261,56 +238,6 @@ class Control:
         key = self._history.key(operation, dtype, sizes, made_in)
         self.check(key, lambda: doing, doing, now=True)
 
-    def wait(self, work: dist.Work | Comparison) -> None:
-        """Waits for an operation on gloo or a comparison, while the ranks that it needs may arrive.
-
-        Raises:
-            StuckError: they cannot arrive.
-            RuntimeError: the operation has failed, or taken longer than the group's timeout.
-        """
-        while not is_done(work):
-            self.look_out()
-        if self.is_blocked:
-            self.unblock()
-
-    def wait_on(self, work: dist.Work) -> None:
-        """Waits as `wait`, after it has waited for some time already."""
-        self.look_out()
-        self.wait(work)
-
-    def look_out(self) -> None:
-        """Posts that this rank waits, and checks if the wait can end.
-
-        Raises:
-            StuckError: it cannot, by two checks in a row: a rank may go on during the first.
-        """
-        progress = self._progress
-        if not progress.is_blocked:
-            self._post_blocked()
-        stands = {**self._board.look(PATIENCE.total_seconds()), self.rank: progress.stand()}
-        path = find_deadlock(self.rank, stands)
-        seen = tuple((r, stands[r].post, stands[r].call, stands[r].state) for r in path)
-        if path and seen == progress.suspect:
-            raise StuckError(path, stands)
-        progress.suspect = seen
-
-    def _post_blocked(self) -> None:
-        progress, site = self._progress, call_site()
-        if progress.party.name == CHECK and site is not None:
-            progress.doing += f" at {site.place}"
-        progress.block()
-        self._board.touch()
-
-    @property
-    def is_blocked(self) -> bool:
-        """Returns whether this rank has posted that it waits."""
-        return self._progress.is_blocked
-
-    def unblock(self) -> None:
-        """Posts that the wait is over."""
-        self._progress.unblock()
-        self._board.touch()
-
     # Errors.
 
     def fail(self, what: str, error: Exception) -> NoReturn:
@@ -320,11 +247,10 @@ class Control:
             CollectiveMismatchError: the ranks wait for each other in different operations.
             CommunicationError: a rank is gone, has raised an error of its own, or is too late.
         """
-        if not self.is_blocked:
-            self._post_blocked()
+        self.waiting.block()
         # The other ranks post a little later that they wait.
         stuck = isinstance(error, StuckError)
-        posts = error.stands if isinstance(error, StuckError) else self._board.settled(_GATHER)
+        posts = error.stands if isinstance(error, StuckError) else self._board.look_on(_GATHER)
         mine = self._progress.stand()
         stands = {**posts, self.rank: mine}
         missing = [
@@ -352,7 +278,7 @@ class Control:
         progress.failed, progress.broken = "disagrees" if disagree else "broken", why
         self._pending = None
         self.recorder.write(self.rank, text)
-        self.unblock()
+        self.waiting.unblock()
 
     def fail_quietly(self, error: BaseException) -> None:
         """Records an error that was raised elsewhere: in the kernels' transfers."""

@@ -62,7 +62,7 @@ def start(timeout: timedelta) -> Control | None:
         return None
     _CURRENT.control = within(timeout, "Starting the control of the run", lambda: Control(timeout))
     _CURRENT.world = world
-    _CURRENT.peers = PeerWatch(_CURRENT.control)
+    _CURRENT.peers = PeerWatch(_CURRENT.control.waiting)
     _pass_on_uncaught_errors()
     # Runs before torch's own handlers: a thread that returns from C++ while the interpreter exits
     # aborts the process.

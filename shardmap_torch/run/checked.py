@@ -34,10 +34,11 @@ from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.run.safety.guarded import guarded
 from shardmap_torch.run.safety.ignored import counting_all
+from shardmap_torch.run.safety.own_state import own_state
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
-from shardmap_torch.run.safety.purity import verified, verify_purely
+from shardmap_torch.run.safety.purity import Before, verify_purely
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
-from shardmap_torch.run.safety.steps import sealed
+from shardmap_torch.run.safety.steps import differentiated_once
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says if it may run as one batched program."""
@@ -127,8 +128,12 @@ class Checked:
                 applied = verdict.apply(call, late)
                 if verdict.averages:
                     applied = replace(applied, function=counting_all(call.name, call.function))
-                found = run(applied, verdict.batches)
-                return found if verdict.refusal is None else sealed(call, found, verdict.refusal)
+                if verdict.altered:
+                    self._verdicts.forget(key)  # it is about the objects that were changed
+                with own_state(applied, verdict.altered) as applied:
+                    found = run(applied, verdict.batches)
+                refusal = verdict.refusal
+                return found if refusal is None else differentiated_once(call, found, refusal)
             except Departure as departure:
                 difference = departure.difference
             self._verdicts.forget(key)
@@ -185,7 +190,11 @@ class Checked:
     def _derive(self, call: Call, sizes: Sizes) -> Verdict:
         """A verdict on symbols, of a body that keeps none of them."""
         check = partial(attempt, call, NONE, self._strictness, sizes)
-        verdict, changed = verified(self._surroundings, check)
+        before = Before(self._surroundings)
+        try:
+            verdict, changed = check(), before.changes()
+        finally:
+            before.put_back()
         if changed:
             raise ShardTypeError(f"the body changes {changed[0]}")
         return verdict

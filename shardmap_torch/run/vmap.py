@@ -1,6 +1,7 @@
 """Runs a call for all ranks of a simulated mesh as one batched program."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Final
 
 import torch
@@ -15,6 +16,7 @@ from shardmap_torch.core.torch_private.engine import functorch, lazy_load_decomp
 from shardmap_torch.core.tree import Placed, Tree
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.run.safety.aliasing import apart
+from shardmap_torch.run.safety.dropped import RefusingDropped, rank_only
 from shardmap_torch.spec import P
 
 _DRAWS: Final = (
@@ -31,6 +33,8 @@ def run(call: Call) -> Tree:
     """Runs the body under one vmap per mapped axis; shards and joins with plain operations."""
     if call.draws:
         raise TransformError(_DRAWS.format(call.name))
+    if call.rank_only:
+        raise rank_only(call.name, call.rank_only)
     axes = [axis for axis in call.mesh.axis_names if axis in call.mapped]
     operands: list[Tensor] = []
     batching: list[In] = []
@@ -55,7 +59,8 @@ def run(call: Call) -> Tree:
 
     watch = Untouched(call, operands[: len(call.crossing)])
     sizes = {axis: call.mesh.shape[axis] for axis in axes}
-    stacked = _nest(body, sizes, batching)(*operands)
+    with nullcontext() if is_checked(call) else RefusingDropped(call.name):
+        stacked = _nest(body, sizes, batching)(*operands)
     watch.check()
     result = results[0]
     if not is_checked(call):  # zeros_like of a varying value is batched too; types tell more

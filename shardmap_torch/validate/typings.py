@@ -38,7 +38,7 @@ _COTANGENTS: Final = {I: (I,), R: (Partial, V), V: (V,), Partial: (R,), Z: (V,),
 Where gradients are taken inside the body, a result that is equal on all ranks is K.
 """
 
-Kinds = tuple[AxisType, ...]
+Typing = tuple[AxisType, ...]
 Columns = Sequence[Sequence[Tensor]]
 """Tensors by operand or result, and then by rank."""
 
@@ -101,7 +101,7 @@ class Operation:
         results = flatten(self.function(*args, **kwargs))[0]
         return [leaf for leaf in results if isinstance(leaf, Tensor)]
 
-    def shown(self, types: Kinds) -> str:
+    def shown(self, types: Typing) -> str:
         """Formats it as `(x: Partial, w: R)`."""
         words = [f"{path}: {axis_type}" for path, axis_type in zip(self.paths, types, strict=True)]
         return f"({', '.join(words)})"
@@ -144,14 +144,14 @@ def try_types(operation: Operation, num_ranks: Sequence[int], seed: int) -> Find
     return findings
 
 
-def typings(real: Sequence[bool], rng: random.Random) -> Iterator[Kinds]:
+def typings(real: Sequence[bool], rng: random.Random) -> Iterator[Typing]:
     """Yields typings: all operands alike; one or two not R; all but one Partial; integers R or V.
 
     Example:
         >>> list(typings([True], random.Random(0)))
         [(R,), (V,), (Partial,)]
     """
-    distinct: dict[Kinds, None] = {}
+    distinct: dict[Typing, None] = {}
     places = range(len(real))
 
     def add(base: AxisType, others: dict[int, AxisType]) -> None:
@@ -181,7 +181,7 @@ class _Result:
     like: ShapeDtype
 
 
-def _seeds(results: Sequence[_Result]) -> list[Kinds]:
+def _seeds(results: Sequence[_Result]) -> list[Typing]:
     """Returns the types of cotangents to try, for the results that take some."""
     choices = [_COTANGENTS[result.axis_type] for result in results if result.like.requires_grad]
     return list(
@@ -192,7 +192,7 @@ def _seeds(results: Sequence[_Result]) -> list[Kinds]:
 
 
 def _interpret(
-    operation: Operation, types: Kinds, cotangents: Sequence[Tensor] = (), seeds: Kinds = ()
+    operation: Operation, types: Typing, cotangents: Sequence[Tensor] = (), seeds: Typing = ()
 ) -> list[_Result]:
     """Infers the types of the results, and of the gradients of floating operands if seeded.
 
@@ -244,9 +244,9 @@ class _Trial:
     """An operation with types of its operands and cotangents, and claims about its results."""
 
     operation: Operation
-    types: Kinds
+    types: Typing
     claims: Sequence[tuple[str, AxisType]]
-    seeds: Kinds = ()
+    seeds: Typing = ()
     cotangents: Sequence[Tensor] = ()
 
     def compare(self, num_ranks: int, generator: torch.Generator, findings: Findings) -> None:
@@ -304,7 +304,7 @@ def _values(
     return [draw(like, generator)] * num_ranks
 
 
-def _trials(operation: Operation, types: Kinds, findings: Findings) -> Iterator[_Trial]:
+def _trials(operation: Operation, types: Typing, findings: Findings) -> Iterator[_Trial]:
     """Yields trials with claims about results, and about gradients for each choice of cotangents.
 
     Raises:
@@ -331,7 +331,7 @@ def _trials(operation: Operation, types: Kinds, findings: Findings) -> Iterator[
 
 
 def _pulled(
-    forward: _Trial, cotangents: Sequence[Tensor], seeds: Kinds, findings: Findings
+    forward: _Trial, cotangents: Sequence[Tensor], seeds: Typing, findings: Findings
 ) -> _Trial | None:
     """Makes the trial with gradients; None without any, or if the checker refuses the backward."""
     operation, claims = forward.operation, forward.claims

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardmap_torch import P, make_mesh, shard_map
 from shardmap_torch.backends import local, process_group, reference
-from shardmap_torch.checker.spmd import collective_rules
+from shardmap_torch.checker.spmd.ops import collective_rules
 from shardmap_torch.collectives.moves import MOVES
 from shardmap_torch.collectives.table import ROWS
 from shardmap_torch.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
@@ -25,7 +25,7 @@ PARTS = {
 }
 OPTIONAL = {
     "backends/process_group.py": process_group.MOVES,
-    "checker/spmd/collective_rules.py": collective_rules._MOVES,
+    "checker/spmd/ops/collective_rules.py": collective_rules._MOVES,
 }
 
 

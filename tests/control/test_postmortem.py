@@ -7,8 +7,8 @@ import torch
 
 from shardmap_torch import I, Partial, PostmortemError, R
 from shardmap_torch.collectives.operations import collective_of
+from shardmap_torch.control.deadlock import Party
 from shardmap_torch.control.recorder import VARIABLE, Recorder, read_dump
-from shardmap_torch.control.waits import Party
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.postmortem import main
 

@@ -65,7 +65,7 @@ def rank_1_dies(call: Callable[[Tensor, Tensor], Tensor], backward: bool, folder
     """Rank 1 dies at a chunk of the second call; the others write what they were told, and when."""
     x, w = torch.ones(24, 3, requires_grad=True), torch.ones(3, 2)
     limit = timedelta(seconds=TIMEOUT)
-    with mock.patch("shardmap_torch.mesh.shortest_timeout", return_value=limit), body():
+    with mock.patch("shardmap_torch.mesh.mesh.shortest_timeout", return_value=limit), body():
         call(x, w)  # Connections are up.
         y = call(x, w) if backward else None
         if dist.get_rank() == 1:

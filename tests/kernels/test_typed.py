@@ -1,4 +1,4 @@
-"""The kernels as the checker interprets them: what they do is held against their composition.
+"""The kernels as the checker interprets them: what they do is compared with their composition.
 
 That the formulas are right in numbers as well is tried on simulated ranks, which run the same code
 on the same typed collectives.

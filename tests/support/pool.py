@@ -3,7 +3,9 @@
 A `Pool` is a world of `size` processes, forked from a server that has imported torch already.
 `pool.run(fn, *args)` calls `fn(*args)` on every rank and returns the results in rank order. `fn`
 is a top-level function of a test module; arguments and results are pickled. Workers that raised,
-died or hung are thrown away, and the next call starts fresh ones.
+died or hung are thrown away, and the next call starts fresh ones. Between calls the workers are
+stopped: verdicts keep meshes alive, and each gloo group has a thread that wakes up a hundred times
+a second, which for all pools of a session together took a quarter of two cores.
 """
 
 import faulthandler
@@ -34,9 +36,8 @@ START_TIMEOUT = 120.0  # Seconds; the first worker waits for the server to impor
 RUN_TIMEOUT = 30.0
 # Below RUN_TIMEOUT: a collective that nobody joins then raises, with the line that called it.
 GLOO_TIMEOUT = timedelta(seconds=20)
-# Threads of a worker beyond which the next call starts fresh ones. Verdicts keep meshes alive, and
-# each group of gloo has three threads, one of which wakes up a hundred times a second.
-MAX_THREADS = 60
+# Threads of a worker beyond which the next call starts fresh ones: three for each gloo group.
+MAX_THREADS = 100
 # How long the other ranks may go on after one has failed: they may be waiting for it in vain.
 GRACE = 3.0
 
@@ -116,6 +117,8 @@ class Pool:
         if expect_error:
             self.close()  # The ranks may have stopped at different collectives.
             return replies
+        for worker in self._workers:
+            worker.pause()
         return [reply.value for reply in replies if isinstance(reply, _Returned)]
 
     def close(self) -> None:
@@ -129,6 +132,8 @@ class Pool:
 
     def _start(self) -> None:
         if self._workers and self._workers[0].num_threads <= MAX_THREADS:
+            for worker in self._workers:
+                worker.resume()
             return
         self.close()
         self._folder = Path(tempfile.mkdtemp(prefix="gloo-pool-"))
@@ -235,9 +240,20 @@ class _Worker:
 
     def print_stack(self) -> None:
         """Makes a worker that hangs write its Python stack to its output."""
+        self._signal(signal.SIGUSR1)
+        time.sleep(0.1)
+
+    def pause(self) -> None:
+        """Takes all processor time from the worker."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets the worker go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
         if self._process.pid is not None and self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGUSR1)
-            time.sleep(0.1)
+            os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self._process.kill()

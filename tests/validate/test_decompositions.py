@@ -1,4 +1,4 @@
-"""An operator held against the function that the checker interprets in its place."""
+"""An operator compared with the function that the checker interprets in its place."""
 
 from collections.abc import Callable
 from typing import Any

@@ -31,6 +31,14 @@ from shardmap_torch.checker.guards.changing import (
     is_array,
 )
 from shardmap_torch.checker.guards.constants import is_constant
+from shardmap_torch.checker.guards.places import (
+    CONTAINERS,
+    Place,
+    buffer,
+    container,
+    slot,
+    variable,
+)
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import ShardTypeError
 
@@ -157,6 +165,9 @@ class Walk:
         self._read: set[tuple[int, str]] = set()
         self._missing: dict[tuple[int, str], Table] = {}
         self._variables: dict[int, str] = {}
+        self._caches: set[int] = set()
+        self._classes: dict[int, type] = {}
+        self._read_variables: list[ContextVar[Any]] = []
         self._pending: list[Any] = [function]
         self.found = tuple(self._follow(function))
 
@@ -205,6 +216,25 @@ class Walk:
 
     def _changed_contents(self) -> list[Any]:
         return [value for value, was in self._contents if content_of(value) != was]
+
+    def places(self) -> Iterator[Place]:
+        """Yields what could be changed and put back; not a cache of functools, nor iterators."""
+        for owner in self._sizes.owners:
+            if isinstance(owner, CONTAINERS) and id(owner) not in self._caches:
+                yield container(owner)
+        known = set(map(id, self._sizes.owners))
+        for owner, name in zip(self._entries.owners, self._entries.names, strict=True):
+            if id(owner) in self._classes:
+                yield slot(self._classes[id(owner)], name, True)
+            elif isinstance(owner, dict) and id(owner) not in known:  # the globals of some code
+                yield slot(owner, name, False)
+        for owner, name in zip(self._attributes.owners, self._attributes.names, strict=True):
+            yield slot(owner, name, True)
+        for (_, name), table in self._missing.items():
+            if table is not sys.modules:
+                yield slot(table, name, False)
+        yield from map(variable, self._read_variables)
+        yield from (buffer(value) for value, was in self._contents if was)
 
     def iterators(self) -> Sequence[str]:
         """Names iterators, generators of numbers and clocks, whose states cannot be read."""
@@ -364,7 +394,9 @@ class Walk:
         if is_library(value):
             return self._keep(value)
         self._pending += [*value.__bases__, type(value)]
-        return self._enter_table(vars(value))
+        table = vars(value)
+        self._classes[id(table)] = value
+        return self._enter_table(table)
 
     def _enter_method(self, value: MethodType) -> Hashable:
         self._pending += [value.__func__, value.__self__]
@@ -381,6 +413,7 @@ class Walk:
                 self._pending.append(part)  # one result, where the cache has a limit
             elif part is not vars(value):
                 self._sizes.add(part, None, len(part))
+                self._caches.add(id(part))
                 self._pending += part.values()
         return self._enter_descriptor(value)
 
@@ -391,6 +424,7 @@ class Walk:
         return None
 
     def _enter_variable(self, value: "ContextVar[Any]") -> Hashable:
+        self._read_variables.append(value)
         return self._keep(value), self._enter_call(lambda: value.get(_ABSENT))
 
     def _enter_descriptor(self, value: Any) -> Hashable:

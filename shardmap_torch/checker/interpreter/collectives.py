@@ -59,7 +59,7 @@ class AbstractBackend:
 
     def needs_ranks(self) -> None:
         """Records that the mesh must not batch the body."""
-        self._interpreter.batches = False
+        self._interpreter.needs_ranks()
 
     def seeing(self) -> AbstractContextManager[object]:
         """Returns a context in which code that a backward runs again is seen."""

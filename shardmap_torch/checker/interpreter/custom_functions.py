@@ -24,7 +24,7 @@ from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.torch_private.engine import FakeTensor
 from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.types import I, K, Partial, R, V, Z
+from shardmap_torch.types import I, K, R, V, Z
 
 if TYPE_CHECKING:  # for annotations; what starts a backward calls this module
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -90,7 +90,7 @@ def _check(
         for axis, axis_type, have in zip(
             interpreter.axes, operand.types, storage_type.types, strict=True
         ):
-            if axis_type == I and plain(have) in (V, Partial):
+            if axis_type == I and have.varies:
                 raise _wrong(interpreter, node, name, axis, operand, have, storage_type)
     leave_backward(interpreter, node, name, gradients)
     return gradients
@@ -105,7 +105,7 @@ def _as_addend(interpreter: "Interpreter", gradient: Any, operand: Use | None) -
         return gradient
     types = interpreter.storage_type(base_of(gradient)).types
     own = tuple(
-        R if have == I and plain(axis_type) in (V, Partial) else have
+        R if have == I and axis_type.varies else have
         for have, axis_type in zip(types, operand.types, strict=True)
     )
     return gradient if own == types else _retyped(interpreter, gradient, own)

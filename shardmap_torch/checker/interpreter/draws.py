@@ -35,7 +35,7 @@ def drawn_types(
     """
     if not may_draw(op) or not draws(op, arguments):
         return None
-    interpreter.batches = False  # one batched program draws other numbers than ranks do
+    interpreter.needs_ranks("a draw of random numbers")
     scope = current_scope()
     seeded = arguments.get("generator") is None and not interpreter.is_decomposing
     if scope is None or scope.monitor is None or not seeded:

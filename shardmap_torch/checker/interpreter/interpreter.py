@@ -18,7 +18,7 @@ from shardmap_torch.checker.ir.outcomes import Asserted
 from shardmap_torch.checker.ir.own_functions import name_of_own
 from shardmap_torch.checker.ir.paths import Branches, Failing
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
-from shardmap_torch.checker.ir.rank_only import has_saving_hooks, is_batchable
+from shardmap_torch.checker.ir.rank_only import rank_only_part
 from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
 from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules import distributed_calls
@@ -94,7 +94,8 @@ class Interpreter(Memory):
         self.numbers = Numbers(branches if branches is not None else Branches(name))
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
-        self.batches, self.draws, self.is_decomposing = True, False, False
+        self.rank_only: str | None = None
+        self.draws, self.is_decomposing = False, False
         self.takes_gradients, self.averages = False, False
         self.function: Any = None
         self._made_by: dict[int, Equation] = {}
@@ -121,21 +122,22 @@ class Interpreter(Memory):
         """Starts recording autograd nodes; earlier ones are not the body's."""
         self._sequence = sequence_number()
 
-    def needs_ranks(self) -> None:
-        """Records that the body has code that `torch.func.vmap` would drop or reject."""
-        if not self._paused:
-            self.batches = False
+    def needs_ranks(self, what: str | None = "") -> None:
+        """Records code that `torch.func.vmap` would reject or, if it says `what`, may drop."""
+        if what is not None and not self._paused:
+            where = f"{what}.\n  {messages.place(call_site(), False)}" if what else ""
+            self.rank_only = self.rank_only or where
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Types operations in this context without adding them to the program."""
         branches = self.numbers.branches
-        before = self.equations, self.observer, self.batches, self._count, branches.refusal
+        before = self.equations, self.observer, self.rank_only, self._count, branches.refusal
         self.equations, self.observer = [], UNOBSERVED
         try:
             yield
         finally:
-            self.equations, self.observer, self.batches, self._count, branches.refusal = before
+            self.equations, self.observer, self.rank_only, self._count, branches.refusal = before
 
     # -------------------------------------------------------------------------- operations
 
@@ -162,7 +164,7 @@ class Interpreter(Memory):
             value = scalars.take_for_torch(self, op, arguments)
             if value is not None:
                 return value
-        self.batches &= is_batchable(op, arguments) and not has_saving_hooks()
+        self.needs_ranks(rank_only_part(op, arguments))
         writes = writes_of(op, arguments)
         for name in writes:
             self._reject_read_only(op, arguments[name])
@@ -432,9 +434,8 @@ class Interpreter(Memory):
         # Earlier writes of the same operation remain: a list may contain a tensor twice.
         if storage_type.made is equation or not covers_storage(tensor, storage_type.storage):
             types = self._joined(op, arguments, tensor, storage_type, types)
-        self.batches &= (
-            batched_over <= storage_type.batched_over
-        )  # vmap cannot write a batched value into an unbatched one
+        if not batched_over <= storage_type.batched_over:
+            self.needs_ranks()  # vmap cannot write a batched value into an unbatched one
         storage_type.batched_over |= batched_over
         storage_type.types, storage_type.made = types, equation
         storage_type.tokens |= tokens

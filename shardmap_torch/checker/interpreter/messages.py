@@ -49,12 +49,12 @@ def error(
     interpreter: "Interpreter", head: str, lines: Sequence[str], fix: str, placed: bool = True
 ) -> ShardTypeError:
     """Builds an error from headline, line, details and advice."""
-    place = [f"  {_place(*interpreter.site())}"] if placed else []
+    where = [f"  {place(*interpreter.site())}"] if placed else []
     advice = [f"Fix: {fix}"] if fix else []
-    return ShardTypeError("\n".join([f"{interpreter.name}: {head}", *place, *lines, *advice]))
+    return ShardTypeError("\n".join([f"{interpreter.name}: {head}", *where, *lines, *advice]))
 
 
-def _place(at: Site | None, backward: bool) -> str:
+def place(at: Site | None, backward: bool) -> str:
     if backward:
         return "in the backward" if at is None else f"in the backward of {at}"
     return "in the body" if at is None else f"at {at}"
@@ -200,24 +200,22 @@ def _describe(use: Use, axis: int) -> str:
 def _chains(uses: Sequence[Use], axis: int) -> Iterator[str]:
     for use in uses:
         chain = list(chain_of(use.storage_type, axis))
-        if plain(use.types[axis]) in (V, Partial) and len(chain) > 1:
+        if use.types[axis].varies and len(chain) > 1:
             what = "varies" if plain(use.types[axis]) == V else "is partial"
             yield f"  {use.name} {what} because of {' <- '.join(chain[1:])}"
 
 
-def chain_of(storage_type: StorageType, axis: int, limit: int = 6) -> Iterator[str]:
-    """Yields the origins of a varying or partial value, back to the one that made it so."""
-    while limit > 0:
+def chain_of(storage_type: StorageType, axis: int) -> Iterator[str]:
+    """Yields the last origins of a varying or partial value, back to the one that made it so."""
+    for _ in range(6):
         yield storage_type.origin()
         equation = storage_type.made
         if equation is None or equation.collective is not None:
             return
-        sources = [
-            u.storage_type for u in equation.operands if plain(u.types[axis]) in (V, Partial)
-        ]
+        sources = [u.storage_type for u in equation.operands if u.types[axis].varies]
         if not sources or sources[0] is storage_type:
             return
-        storage_type, limit = sources[0], limit - 1
+        storage_type = sources[0]
 
 
 def _advice(refusal: Refusal, axis: str, name: str, is_index: bool) -> str:

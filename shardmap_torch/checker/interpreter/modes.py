@@ -28,8 +28,10 @@ from shardmap_torch.checker.ir.generator_state import guarding_generator_state
 from shardmap_torch.checker.ir.rank_only import (
     GRAD_FN,
     HOOKS,
+    name_of_hook,
     takes_vmap,
     watching_functions,
+    without_rule,
 )
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rewrites.copies import MAY_COPY
@@ -167,12 +169,12 @@ class _Functions(TorchFunctionMode):
         if user_code.is_observed(self._interpreter):
             user_code.remember(self._interpreter, [*args, *kwargs.values()])
         if func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2))):
-            self._interpreter.needs_ranks()
+            self._interpreter.needs_ranks(name_of_hook(func))
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
         if func is custom_function_call and not takes_vmap(args[0]):
-            self._interpreter.needs_ranks()
+            self._interpreter.needs_ranks(without_rule(args[0]))
         self._interpreter.reject_outer(args)
         called, func = func, rewritten(self._interpreter, func)
         numbers = self._interpreter.numbers
@@ -241,8 +243,8 @@ def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) 
     out = func(*args, **kwargs)
     if functorch.is_functorch_wrapped_tensor(out):
         interpreter.mark_differentiated(out)
-    elif not interpreter.is_paused:
-        interpreter.batches = False  # torch.func.vmap allows no requires_grad_
+    else:
+        interpreter.needs_ranks("requires_grad_")
     return out
 
 
@@ -264,14 +266,15 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     interpreter.takes_gradients = True
     seeds = tuple(map(partial(gradients.seed, interpreter), outputs, given_seeds))
     given["outputs"], given["grad_outputs"] = outputs, seeds
-    interpreter.batches &= any(map(functorch.is_functorch_wrapped_tensor, outputs))
+    in_transform = any(map(functorch.is_functorch_wrapped_tensor, outputs))
+    interpreter.needs_ranks(None if in_transform else "torch.autograd.grad")
     with interpreter.differentiating(seeds), interpreter.ending(_ending(outputs)):
         grads = func(
             given.pop("outputs"), given.pop("inputs"), given.pop("grad_outputs"), *rest, **given
         )
     inputs = _as_tuple(args[1] if len(args) > 1 else kwargs["inputs"])
     for operand, gradient in zip(inputs, grads, strict=True):
-        gradients.check_gradient(interpreter, operand, gradient, "the value it is the gradient of")
+        gradients.check_gradient(interpreter, operand, gradient)
     grads = gradients.hand_over(interpreter, inputs, grads)
     interpreter.observer.on_gradient(outputs, given_seeds, inputs, grads)
     return gradients.sum_by_repair(interpreter, grads)
@@ -340,13 +343,14 @@ def _fill_fields(
         run(given_seeds)
         return
     seeds = list(map(partial(gradients.seed, interpreter), outputs, given_seeds))
-    interpreter.batches, interpreter.takes_gradients = False, True
+    interpreter.takes_gradients = True
+    interpreter.needs_ranks("backward")
     with DisableTorchFunction():
         before = [leaf.grad for leaf in leaves]
     with interpreter.differentiating(seeds):
         run(seeds)
     for leaf in leaves:
-        gradients.check_gradient(interpreter, leaf, leaf.grad, "the value it is the gradient of")
+        gradients.check_gradient(interpreter, leaf, leaf.grad)
     gradients.hand_over_fields(interpreter, leaves, set(map(id, before)))
     grads = [leaf.grad for leaf in leaves]
     interpreter.observer.on_gradient(outputs, given_seeds, leaves, grads, before)

@@ -15,12 +15,11 @@ from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.ir.repairs import Place, Repair
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules.infer import tensors_of
-from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.collectives.operations import Collective, Extremum
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.torch_private.engine import OpOverload, functorch
-from shardmap_torch.types import I, Partial, V
+from shardmap_torch.types import I, Partial
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -43,7 +42,7 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
     if all(getattr(x, "constant", None) is not None for x in tensors):
         with interpreter.paused():
             return op(**arguments)
-    interpreter.batches = False
+    interpreter.needs_ranks()
     uses = [
         use_of("", x, interpreter.storage_type(x), interpreter.storage_type(x).types)
         for x in tensors
@@ -62,7 +61,7 @@ def _reduced(interpreter: "Interpreter", x: Tensor) -> Tensor:
     """Applies the collective of the repair that is tried to a tensor; see `proposals`."""
     scope, types = current_scope(), interpreter.storage_type(x).types
     by_axis = interpreter.by_axis(types).items()
-    axes = tuple(axis for axis, have in by_axis if plain(have) in (V, Partial))
+    axes = tuple(axis for axis, have in by_axis if have.varies)
     if scope is None or not axes:
         return x
     total = Collective("all_reduce", Partial, I, axes)
@@ -116,7 +115,7 @@ def proposals(
     if len(tensors) != 1:
         return
     storage_type = interpreter.storage_type(tensors[0])
-    bad = [i for i, each in enumerate(storage_type.types) if plain(each) in (V, Partial)]
+    bad = [i for i, each in enumerate(storage_type.types) if each.varies]
     names = tuple(interpreter.axes[i] for i in bad)
     if any(messages.is_rank(storage_type, i, interpreter.axes[i]) for i in bad):
         return  # a branch on the rank has no meaning after a reduction

@@ -93,7 +93,7 @@ def reject_unseen(interpreter: "Interpreter", name_of: Callable[[Node | None], s
         raise messages.error(
             interpreter,
             f"check='global': the backward of {name} runs inside of another backward, where it is "
-            "not held against one device.",
+            "not compared with one device.",
             [],
             "wrap what calls it in local_region(f, in_types, out_types).",
         )
@@ -112,7 +112,7 @@ def register_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any)
         raise messages.error(
             interpreter,
             "check='global': a hook is registered in what a backward computes again, as of a "
-            "checkpoint, where it is not held against one device.",
+            "checkpoint, where it is not compared with one device.",
             [],
             "register it outside, or wrap what does so in local_region(f, in_types, out_types).",
         )
@@ -142,8 +142,8 @@ def read_node(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> 
     if is_observed(interpreter) and interpreter.observer.judges and not is_own(reader):
         raise messages.error(
             interpreter,
-            "check='global': .grad_fn is read, and hooks of nodes and modules are not held "
-            "against one device.",
+            "check='global': .grad_fn is read, and hooks of nodes and modules are not compared "
+            "with one device.",
             [],
             "use Tensor.register_hook, or wrap the code in local_region(f, in_types, out_types).",
         )

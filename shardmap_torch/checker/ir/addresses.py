@@ -20,8 +20,8 @@ from shardmap_torch.errors import ShardTypeError
 class _Named(Protocol):
     name: str
 
-    def needs_ranks(self) -> None:
-        """Records that `torch.func.vmap` cannot run the body."""
+    def needs_ranks(self, what: str) -> None:
+        """Records what `torch.func.vmap` cannot run as ranks do."""
 
 
 _Question = Callable[..., Any]
@@ -82,7 +82,7 @@ def _ask_for_gradients(
 ) -> Any:
     """Answers, but has ranks run a body of which the user's code asks: vmap answers otherwise."""
     if is_user(_asker(func)):
-        interpreter.needs_ranks()
+        interpreter.needs_ranks("a question for requires_grad")
     return func(*args, **kwargs)
 
 

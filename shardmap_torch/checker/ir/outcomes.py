@@ -74,26 +74,26 @@ class PathOutcome:
     """The outcome of verifying one path.
 
     Attributes:
-        way: its branches and equations.
+        program: its branches and equations.
         result: the result of the body; None if it raised.
         error: the exception that it raised.
         outputs: shape, dtype and types of the tensor results.
         exits: their conversions.
         needs: requirements of the gradients of inputs, along open axes.
-        batches: whether a batched body can run it.
+        rank_only: what a batched body cannot run, or ""; None if it can run all.
         draws: whether it draws from torch's default generator.
         takes_gradients: whether it takes gradients by itself.
         sharing: the input whose memory a result may have, by their positions.
         averages: whether it averages over shards losses whose targets must not be ignored.
     """
 
-    way: ProgramPath
+    program: ProgramPath
     result: Result | None
     error: Exception | None = None
     outputs: Outputs = field(default_factory=dict)
     exits: Mapping[Where, Exit] = field(default_factory=dict)
     needs: Mapping[Where, Need] = field(default_factory=dict)
-    batches: bool = False
+    rank_only: str | None = ""
     draws: bool = False
     takes_gradients: bool = False
     sharing: Mapping[int, int] = field(default_factory=dict)

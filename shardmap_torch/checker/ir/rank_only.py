@@ -2,7 +2,7 @@
 
 These are hooks on tensors, autograd nodes and modules, autograd Functions without a vmap rule, and
 tensors saved for backward through hooks, as by torch's own checkpoint. The checker types them; a
-mesh of `simulate="auto"` runs a body that has them as ranks.
+mesh of `simulate="auto"` runs a body that has them as ranks, and one of `"vmap"` refuses it.
 """
 
 import threading
@@ -43,18 +43,30 @@ HOOKS: Final[frozenset[Any]] = frozenset(
 """Functions of torch that register hooks on a tensor, or return a node for hooks."""
 
 
+def name_of_hook(function: Any) -> str:
+    """Returns what a message calls one of `HOOKS`."""
+    return "grad_fn" if function == GRAD_FN else str(function.__name__)
+
+
+def without_rule(function: type) -> str:
+    """Returns what a message calls a Function that no batched body can apply."""
+    return f"{function.__name__}, a Function without a rule for vmap"
+
+
 def has_saving_hooks() -> bool:
     """Returns whether hooks for tensors that autograd saves are active."""
     return top_saved_tensors_hooks(True) is not None
 
 
-def is_batchable(op: OpOverload, arguments: Mapping[str, Any]) -> bool:
-    """Returns whether a batched body can call an operator, which torch has for vmap as well."""
+def rank_only_part(op: OpOverload, arguments: Mapping[str, Any]) -> str | None:
+    """Returns what a message calls an operator that no batched body can call, or hooks on it."""
     indices = arguments.get("indices")
     masks = indices if isinstance(indices, list | tuple) else ()
-    return not _lacks_vmap(op) and not any(
+    if _lacks_vmap(op) or any(
         isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8) for mask in masks
-    )
+    ):
+        return op._schema.name.removeprefix("aten::")
+    return "saved_tensors_hooks" if has_saving_hooks() else None
 
 
 @lru_cache(maxsize=4096)
@@ -81,7 +93,7 @@ class _Watch(threading.local):
     """Thread-local listener for the functions that this thread applies."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Callable[[], None], Made]] = []
+        self.stack: list[tuple[Callable[[str], None], Made]] = []
         self.seen: list[type] = []  # those whose `apply` has reported
 
 
@@ -158,7 +170,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
     found, made = _WATCH.stack[-1]
     if not takes_vmap(cls):
-        found()
+        found(without_rule(cls))
     _WATCH.seen.append(cls)
     try:
         out = apply(*args, **kwargs)
@@ -183,7 +195,7 @@ def _forward_of(cls: Any) -> Callable[..., Any]:
         return forward
     found, made = _WATCH.stack[-1]
     if not takes_vmap(cls):
-        found()
+        found(without_rule(cls))
     has_context = cls.setup_context is Function.setup_context
 
     def reporting(*args: Any) -> Any:
@@ -212,8 +224,8 @@ def _lookup(cls: type, name: str) -> Any:
 
 
 @contextmanager
-def watching_functions(found: Callable[[], None], made: Made) -> Iterator[None]:
-    """Calls `found` for each function without a form for vmap that this thread applies in here.
+def watching_functions(found: Callable[[str], None], made: Made) -> Iterator[None]:
+    """Calls `found` with the name of each function without a form for vmap that is applied in here.
 
     `made` gets each function, its arguments and its results, and gives what to return for these.
 

@@ -27,8 +27,10 @@ class Host(Protocol):
     """An interpreter, as the functions of this package see it."""
 
     numbers: Numbers
-    batches: bool
     rows: "Rows"
+
+    def needs_ranks(self, what: str = "") -> None:
+        """Records that `torch.func.vmap` cannot run the body as ranks do."""
 
     def storage_type(self, tensor: Tensor) -> StorageType:
         """Returns the type of a tensor's storage."""
@@ -69,7 +71,7 @@ class Rows:
 
     def pick(self, host: Host, source: Tensor, dim: int, index: Tensor) -> Tensor:
         """Picks entries along a dim, which are kept the same as those of `source`."""
-        host.batches = False  # torch.func.vmap takes no number out of a tensor
+        host.needs_ranks()  # torch.func.vmap takes no number out of a tensor
         row = source.index_select(dim, index)
         from_, to = host.storage_type(source), host.storage_type(row)
         to.read_only = from_.read_only

@@ -62,7 +62,7 @@ def _write_at(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> Any:
     numbers = [part for part in parts if _is_number(part)]
     indices = [part for part in parts if isinstance(part, Tensor)]
     if numbers:
-        host.batches = False
+        host.needs_ranks()
         if len(numbers) < len(indices):
             host.numbers.branches.refuse(
                 "a write at a position that a number and other tensors give together is not known "

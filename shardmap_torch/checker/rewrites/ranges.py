@@ -36,7 +36,7 @@ def select_scatter(host: Host, x: Tensor, src: Tensor, dim: int, index: Any) -> 
     """Computes `torch.select_scatter` at a tensor's number; NotImplemented for other indices."""
     if not isinstance(index, Tensor):
         return NotImplemented
-    host.batches = False
+    host.needs_ranks()
     return x.index_copy(dim, index.reshape(1), src.unsqueeze(dim))
 
 
@@ -86,7 +86,7 @@ def _made(parts: Sequence[Any]) -> int:
 
 def _write_between(host: Host, target: Tensor, dim: int, bounds: slice, value: Any) -> None:
     """Writes along a dim: entry by entry, or one value everywhere, since the size is not known."""
-    host.batches = False
+    host.needs_ranks()
     dim %= target.ndim
     row = torch.as_tensor(value, dtype=target.dtype, device=target.device)
     at = dim - (target.ndim - row.ndim)

@@ -25,7 +25,7 @@ def one_hot(host: Host, x: Tensor, num_classes: int = -1) -> Any:
     is_asked = transforms and TransformType.Vmap not in transforms
     if not is_asked or type(num_classes) is not int or num_classes < 0:
         return NotImplemented
-    host.batches = False  # torch cannot look where torch.func.vmap batches it
+    host.needs_ranks()  # torch cannot look where torch.func.vmap batches it
     classes = torch.arange(num_classes, device=x.device)
     return (x.unsqueeze(-1) == classes).long()
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isfinite
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -298,7 +299,13 @@ def _terms(
     if len(values) == 1 and isinstance(values[0], list | tuple):
         yield from ([_types(item, read, num_axes)] for item in values[0] if item is not None)
     elif values:
-        yield [_types(value, read, num_axes) for value in values]
+        # A finite number as a factor leaves zeros what they are.
+        factors = [value for value in values if not _is_factor(value)] or values
+        yield [_types(value, read, num_axes) for value in factors]
+
+
+def _is_factor(value: Any) -> bool:
+    return type(value) in (int, float) and value != 0 and isfinite(value)
 
 
 def _types(value: Any, read: Read, num_axes: int) -> Types:

@@ -18,7 +18,6 @@ from shardmap_torch.checker.spmd.recorder import Event, Ref
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums, common_scale, reject_scaled
 from shardmap_torch.core.functorch import base_of, dims_of
-from shardmap_torch.types import Partial, V
 
 WRAP: Final = (
     "compute it in forward and backward from values that are equal on its ranks, with "
@@ -124,7 +123,7 @@ class Gradients:
         sums = self._notes.sums(operand)
         reject_scaled(sums)
         # Gradients of values that each rank uses differently are pending sums.
-        parts = (a for a, axis_type in self._notes.types(gradient) if axis_type in (V, Partial))
+        parts = (a for a, axis_type in self._notes.types(gradient) if axis_type.varies)
         partial = frozenset(parts) - frozenset(shard.axes)
         if partial & sums.partial:  # each addend has the gradient of the sum: equal on all ranks
             raise UnrelatedError(
@@ -172,9 +171,7 @@ class Gradients:
         self._notes.note(
             gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
         )
-        parts = {
-            axis for axis, axis_type in self._notes.types(gradient) if axis_type in (V, Partial)
-        }
+        parts = {axis for axis, axis_type in self._notes.types(gradient) if axis_type.varies}
         finished = self._notes.sums(value).partial | set(shard.axes)
         self._notes.set_sums(gradient, Sums(frozenset(parts - finished)))
 
@@ -200,7 +197,7 @@ class Gradients:
         twice = self._notes.sums(gradient).partial & known
         if twice:
             raise UnrelatedError(
-                f"a gradient that it returns is a sum over {min(twice)!r} still to be taken, and "
+                f"a gradient that it returns is a pending sum over {min(twice)!r}, and "
                 "its value has one for each rank",
                 WRAP,
             )

@@ -226,6 +226,14 @@ def reshape(x: ShardedTensor, global_shape: Shape) -> tuple[Dim, ...]:
         >>> reshape(x, (5, 4, 3))  # four heads of three, two on each rank
         (((None, 5),), (('tp', 2), (None, 2)), ((None, 3),))
     """
+    if ANY in x.dims and 0 not in global_shape:
+        at = x.dims.index(ANY)
+        before, kept = prod(x.global_shape[:at]), x.global_shape[at]
+        for place, size in enumerate(global_shape):
+            if size == kept and prod(global_shape[:place]) == before:
+                front = reshape(x.part(range(at)), global_shape[:place])
+                back = x.part(range(at + 1, len(x.dims)))
+                return (*front, ANY, *reshape(back, global_shape[place + 1 :]))
     if ANY in x.dims or 0 in global_shape:
         if x.global_shape == global_shape or (not x.axes and ANY not in x.dims):
             return x.dims if x.global_shape == global_shape else tuple(map(unsharded, global_shape))

@@ -68,9 +68,8 @@ def _reject_counted(step: Step, rule: Rule) -> None:
         if counts and (rule, name) not in _COUNTED:
             raise UnrelatedError(
                 f"its {name} counts the entries that a rank has, from 0 on each rank",
-                "positions in a sharded dim depend on the rank: compute them in a local_region, "
-                "as torch.arange(n) + axis_index(axis) * n, or pass them as an argument that is "
-                "sharded.",
+                "positions in a sharded dim depend on the rank: write torch.arange(n) + "
+                "axis_index(axis) * n, or pass them as an argument that is sharded.",
             )
 
 
@@ -259,6 +258,7 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (indexing.count, "arange arange.start arange.start_step"),
         (indexing.read, "index.Tensor _unsafe_index.Tensor"),
         (indexing.write, "index_put index_put_ _unsafe_index_put"),
+        (indexing.add_entries, "index_add index_add_ scatter_add scatter_add_"),
         (indexing.select, "select.int unbind.int select_copy.int unbind_copy.int"),
         (indexing.split, "split.Tensor split_with_sizes unsafe_split.Tensor split_copy.Tensor"),
         (indexing.split, "unsafe_split_with_sizes split_with_sizes_copy"),

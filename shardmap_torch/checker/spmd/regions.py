@@ -1,7 +1,7 @@
 """Per-rank code beside axes that it does not know of, as a lookup over "tp" in a "dp" program.
 
 A `local_region` promises something over the axes that its types name. Over the others nothing is
-promised, and its steps are held against those of a program in which only the named axes have
+promised, and its steps are compared with those of a program in which only the named axes have
 several ranks: each value must be a shard, or a pending sum, of its value there. So code that was
 written for one axis serves programs with more, if it treats their shards as it would treat all.
 """

@@ -24,7 +24,7 @@ NUMBER: Final = (
 
 @dataclass(frozen=True)
 class Sharded:
-    """The sharding of a result, and the axes over which the ranks' values are still to be reduced.
+    """The sharding of a result, and the axes over which it is pending.
 
     Attributes:
         dims: how each dim is sharded.
@@ -51,6 +51,7 @@ class Step:
         results: shapes of each result in both programs.
         sizes: the size of each axis.
         function: the torch function that the body calls, if each run can look at its arguments.
+        zeros: the arguments that are known to be zeros.
     """
 
     op: OpOverload
@@ -60,6 +61,7 @@ class Step:
     results: Sequence[tuple[Shape, Shape]]
     sizes: Sizes
     function: Any = None
+    zeros: frozenset[str] = frozenset()
 
     @property
     def shards(self) -> list[ShardedTensor]:

@@ -1,12 +1,14 @@
 """State of the ranks' program: the layout of each of its tensors."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.program import StorageType
+from shardmap_torch.checker.ir.sizes import exact
 from shardmap_torch.checker.spmd.align import Alignment
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -132,10 +134,30 @@ class Notes:
 
     def spec_of(self, tensor: Tensor) -> P | None:
         """Returns a tensor's spec, or None if its layout is not known."""
-        known = self._book.get(self._interpreter.fakify(tensor))
-        if known is None:
-            return None
-        return next(iter(known.shards.values())).spec(self.sums(tensor).partial)
+        shard = self.find_any(tensor)
+        return None if shard is None else shard.spec(self.sums(tensor).partial)
+
+    def lay_out_memory(self, tensor: Tensor, before: ShardedTensor, after: ShardedTensor) -> None:
+        """Lays out memory of equal entries, which any sharding suits, as a write into it is.
+
+        No part of such a dim has been taken, so that views have it with its stride and sizes.
+        """
+        strides = tensor.stride()
+        found: dict[Any, Dim | None] = {}
+        for at, dim in enumerate(before.dims):
+            if dim == ANY:
+                key = _place(strides, before, at)
+                found[key] = None if key in found else after.dims[at]
+        for other, note in self._book.of_storage(tensor):
+            for number, shard in [*note.shards.items()]:
+                dims = [
+                    found.get(_place(other[3], shard, at)) if dim == ANY else dim
+                    for at, dim in enumerate(shard.dims)
+                ]
+                laid_out = [dim for dim in dims if dim is not None]
+                del note.shards[number]
+                if len(laid_out) == len(dims):
+                    note.shards[number] = replace(shard, dims=tuple(laid_out))
 
     def is_sharded(self, tensor: Tensor, axes: Axes) -> bool:
         """Returns whether one of the axes shards a dim of it."""
@@ -152,7 +174,7 @@ class Notes:
         for tensor in (source, copy):
             _make_read_only(self._interpreter.storage_type(tensor))
 
-    def seal_copies(self) -> None:
+    def make_copies_read_only(self) -> None:
         """Makes tensors read-only that one program alone has copied: writes would differ."""
         for number in self._alignment.newly_same():
             if number in self._where:
@@ -209,13 +231,15 @@ class Notes:
 
     def types(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:
         """Yields the types of a tensor over the axes of more than one rank."""
-        types = zip(
-            self._interpreter.axes, self._interpreter.storage_type(tensor).types, strict=True
-        )
-        return ((axis, axis_type) for axis, axis_type in types if axis in self.sizes)
+        types = self._interpreter.by_axis(self._interpreter.storage_type(tensor).types)
+        return ((axis, axis_type) for axis, axis_type in types.items() if axis in self.sizes)
 
     def _storage(self, tensor: Tensor) -> int:
         return int(self._interpreter.storage_type(tensor).storage._cdata)
+
+
+def _place(strides: Sequence[int], shard: ShardedTensor, at: int) -> Hashable:
+    return tuple(map(exact, (strides[at], shard.local[at], shard.global_shape[at])))
 
 
 def _make_read_only(storage_type: StorageType) -> None:

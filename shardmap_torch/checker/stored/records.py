@@ -13,7 +13,7 @@ from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError
 
-_FLAGS: Final = ("batches", "draws", "takes_gradients", "averages")
+_FLAGS: Final = ("draws", "takes_gradients", "averages")
 
 
 def write_verdict(verdict: Verdict) -> tuple[str, str]:
@@ -23,6 +23,8 @@ def write_verdict(verdict: Verdict) -> tuple[str, str]:
         EncodingError: it has something that only this process has.
     """
     refusal = verdict.refusal
+    if verdict.altered:
+        raise EncodingError("objects that its body changes")
     if refusal is not None and type(refusal) is not ShardTypeError:
         raise EncodingError(f"a {type(refusal).__name__}")
     head = {
@@ -32,6 +34,7 @@ def write_verdict(verdict: Verdict) -> tuple[str, str]:
         "result": _write_result(verdict.result),
         "sharing": _write_map(verdict.sharing),
         "start": write_steps(verdict.start),
+        "rank_only": encode(verdict.rank_only),
         "refusal": None if refusal is None else [str(refusal), encode(refusal.findings)],
         **{name: encode(getattr(verdict, name)) for name in _FLAGS},
     }
@@ -58,10 +61,13 @@ def read_verdict(call: Call, head_text: str, program_text: str) -> Verdict:
         _read_map(head["outputs"]),
         lambda: read_program(json.loads(program_text)),
         _read_result(head["result"]),
+        rank_only=decode(head["rank_only"]),
+        draws=bool(head["draws"]),
         sharing=_read_map(head["sharing"]),
         start=read_steps(head["start"]),
+        takes_gradients=bool(head["takes_gradients"]),
+        averages=bool(head["averages"]),
         refusal=_read_refusal(head["refusal"]),
-        **{name: bool(head[name]) for name in _FLAGS},
     )
 
 

@@ -182,5 +182,5 @@ def _require_same(found: Verdict, verdict: Verdict) -> None:
 
 _COMPARED: Final = (
     *("name", "paths", "specs", "crossing", "exits", "outputs", "sharing"),
-    *("batches", "draws", "takes_gradients", "averages"),
+    *("rank_only", "draws", "takes_gradients", "averages"),
 )

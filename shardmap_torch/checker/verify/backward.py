@@ -17,7 +17,7 @@ from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
 from shardmap_torch.core.closures import name_in
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
-from shardmap_torch.types import COTANGENT, I, K, Partial, R, V, Z
+from shardmap_torch.types import COTANGENT, I, K, R, Z
 
 _SUMMED: Final = (R, "summed", "replicate")
 _EQUAL: Final = (I, "equal on all ranks already, and not summed", "invariant")
@@ -100,7 +100,7 @@ class PullBack:
                             interpreter, at, axis_type, storage_type, what, value
                         )
                     if axis in open_axes and have != Z:
-                        need = Need(plain(have) in (V, Partial), storage_type.origin())
+                        need = Need(have.varies, storage_type.origin())
                         self.needs[position, axis] = need
                         replicate += [axis] * need.replicate
                 if replicate:
@@ -108,7 +108,7 @@ class PullBack:
         self._check_asserted()
 
     def _check_asserted(self) -> None:
-        """Holds what the body asserts of inputs against the types that they get in the end."""
+        """Compares what the body asserts of inputs with the types that they get in the end."""
         for asserted in self._interpreter.asserted:
             need = self.needs.get((asserted.leaf, asserted.axis))
             if need is None or asserted.expected == (R if need.replicate else I):

@@ -122,7 +122,7 @@ def _conflict(
 ) -> ShardTypeError:
     text = [f"{call.name}: the paths through the body {what}:"]
     for line, outcome in zip(lines, outcomes, strict=True):
-        text += [f"  {line}", *(f"  {each}" for each in format_branches(outcome.way.branches))]
+        text += [f"  {line}", *(f"  {each}" for each in format_branches(outcome.program.branches))]
     text.append("Fix: give them one type before they leave the branch, or use torch.where.")
     return ShardTypeError("\n".join(text))
 

@@ -16,13 +16,13 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.outcomes import Cast, Crossing, Where
 from shardmap_torch.checker.ir.program import Equation, use_of
-from shardmap_torch.checker.rules.lattice import accepts, plain
+from shardmap_torch.checker.rules.lattice import accepts
 from shardmap_torch.checker.verify.outputs import Uncommitted, casts_to
 from shardmap_torch.collectives.operations import Bind, Collective, Linear, Mover, Operation, Saved
 from shardmap_torch.collectives.protocol import Casts, Edge
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.types import I, K, Partial, R, V, Z
+from shardmap_torch.types import I, K, R, Z
 
 _SUMMED: tuple[Cast, ...] = (("convert", I, R),)
 
@@ -155,7 +155,7 @@ class Open(Linear):
             if not accepts(K, have):
                 wrong = messages.cotangent(interpreter, at, K, storage_type, self.what)
                 interpreter.numbers.branches.fail(wrong)
-            varies = plain(have) in (V, Partial)
+            varies = have.varies
             self.report(axis, _SUMMED if varies else (), self.what)
             summed += [axis] * varies
         if not summed:

@@ -185,9 +185,8 @@ class Exits:
             # A real tensor that the body returns as it is was closed over.
             result.leaves[position] = value = self._interpreter.fakify(value)  # type: ignore[index]
             self._interpreter.copies.reject_stale(self._interpreter.name, [value])
-            for axis, axis_type in zip(
-                self._interpreter.axes, self._uncommitted.types_of(value), strict=True
-            ):
+            types = self._interpreter.by_axis(self._uncommitted.types_of(value))
+            for axis, axis_type in types.items():
                 if axis not in self._call.mapped:
                     continue
                 found = casts_to(self._interpreter, path, spec, axis, axis_type, value)
@@ -208,8 +207,8 @@ class Exits:
             self._interpreter.observer.on_result(path, result.leaves[position], spec)
         self._return_values(result)
         self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
-        for (position, axis), way_out in self.exits.items():
-            casts = [Collective(name, src, dst, (axis,)) for name, src, dst in way_out.casts]
+        for (position, axis), exit_ in self.exits.items():
+            casts = [Collective(name, src, dst, (axis,)) for name, src, dst in exit_.casts]
             value = apply(self._backend, casts, result.leaves[position])
             result.leaves[position] = value  # type: ignore[index]
 

@@ -25,7 +25,6 @@ from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.spmd.recorder import Recorder
-from shardmap_torch.checker.spmd.reference import OneDevice
 from shardmap_torch.checker.spmd.regions import (
     AxesRelation,
     ProgramRelation,
@@ -39,6 +38,7 @@ from shardmap_torch.checker.verify.merge import is_raised_by_body
 from shardmap_torch.checker.verify.nested import Inner
 from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, sum_results
 from shardmap_torch.checker.verify.record import Recording
+from shardmap_torch.checker.verify.reference import OneDevice
 from shardmap_torch.checker.verify.sharing import input_sharing
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.functorch import can_receive_gradient
@@ -366,7 +366,7 @@ class _Verification:
             outputs,
             outgoing.exits,
             back.needs,
-            interpreter.batches,
+            interpreter.rank_only,
             interpreter.draws,
             interpreter.takes_gradients,
             sharing,

@@ -10,6 +10,7 @@ import torch
 
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.matching import Match
+from shardmap_torch.checker.guards.places import Kept
 from shardmap_torch.checker.guards.replay import End, Replay, Step
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved, Where
 from shardmap_torch.checker.ir.own_functions import communicating
@@ -49,12 +50,14 @@ class Verdict:
         outputs: shape, dtype and types of each of these results, after the conversions.
         make_paths: makes `program_paths`.
         result: what the body returned, its tensors without data.
-        batches: whether a batched body can run it: it uses nothing that `torch.func.vmap` lacks.
+        rank_only: what `torch.func.vmap` drops or lacks and the body uses, or "" where it has it in
+            a form of its own; None if a batched body runs as ranks do.
         draws: whether the body draws from torch's default generator.
         sharing: the input whose memory a result may have, by their positions.
         start: the notes of what the body asks of its mesh, with which each run is compared.
         takes_gradients: whether the body takes gradients by itself.
         averages: whether the body averages over shards losses whose targets must not be ignored.
+        altered: what the body refers to and changes, with the values that it starts from.
         refusal: why results cannot be differentiated, where the body is right without that.
     """
 
@@ -67,13 +70,14 @@ class Verdict:
     outputs: dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
     make_paths: Callable[[], tuple[ProgramPath, ...]]
     result: Result
-    batches: bool
+    rank_only: str | None
     draws: bool
     sharing: dict[int, int]
     start: Step
     takes_gradients: bool
     averages: bool
     refusal: ShardTypeError | None = None
+    altered: tuple[Kept, ...] = ()
 
     @lazy
     def program_paths(self) -> tuple[ProgramPath, ...]:
@@ -95,7 +99,14 @@ class Verdict:
         """
         leaves = call.leaves if self.refusal is None else _detached(call)
         follow = partial(Replay, self.start, late)
-        return call.checked(leaves, self.match, self.exits, follow, self.draws)
+        return call.checked(
+            leaves, self.match, self.exits, follow, self.draws, rank_only=self.rank_only
+        )
+
+    @property
+    def batches(self) -> bool:
+        """True if a batched body can run it."""
+        return self.rank_only is None
 
     @lazy
     def match(self) -> Match:
@@ -241,15 +252,20 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         call.crossing,
         exits,
         first.outputs,
-        partial(tuple, [outcome.way for outcome in outcomes]),
+        partial(tuple, [outcome.program for outcome in outcomes]),
         first.result,
-        all(outcome.batches for outcome in outcomes),
+        _rank_only(outcomes),
         any(outcome.draws for outcome in outcomes),
         {at: source for outcome in outcomes for at, source in outcome.sharing.items()},
         this.start,
         any(outcome.takes_gradients for outcome in outcomes),
         any(outcome.averages for outcome in outcomes),
     )
+
+
+def _rank_only(outcomes: Sequence[PathOutcome]) -> str | None:
+    found = [outcome.rank_only for outcome in outcomes if outcome.rank_only is not None]
+    return max(found, default=None)  # any that says where it is
 
 
 def _closed_specs(call: Call, replicate: frozenset[Where]) -> tuple[P | None, ...]:

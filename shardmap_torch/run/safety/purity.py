@@ -8,11 +8,14 @@ check leaves something changed, the body is checked again, and must be the same 
 
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from operator import eq
 from typing import Any, Final
 
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.captured_state import Surroundings
+from shardmap_torch.checker.guards.places import Kept, Place
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.errors import ShardTypeError
 
@@ -26,31 +29,55 @@ _REPAIR: Final = (
 def verify_purely(name: str, surroundings: Surroundings, verify: Callable[[], Verdict]) -> Verdict:
     """Returns the verdict on a body, after requiring that repeated checks find the same program.
 
+    Leaves what the body changes as it was, apart from what it appends to lists, and notes it in the
+    verdict: a run starts from there.
+
     Raises:
         ShardTypeError: the body changes what it refers to, and so its program.
     """
-    verdict, changed = verified(surroundings, verify)
-    for _ in range(_AGAIN if changed else 0):
-        another, still_changed = verified(surroundings, verify)
-        _require_same(name, verdict, another, changed)
-        verdict = another
-        if not still_changed:
-            break
-    return verdict
+    before = Before(surroundings)
+    try:
+        verdict = verify()
+        changed = before.changes()
+        for _ in range(_AGAIN if changed else 0):
+            again = Before(surroundings)
+            another = verify()
+            _require_same(name, verdict, another, changed)
+            verdict = another
+            if not again.changes():
+                break
+    finally:
+        altered = before.put_back()
+    return replace(verdict, altered=altered) if altered else verdict
 
 
 _AGAIN: Final = 2
 """Number of repeated checks of a body that leaves changes: a difference may appear late."""
 
 
-def verified(
-    surroundings: Surroundings, verify: Callable[[], Verdict]
-) -> tuple[Verdict, Sequence[str]]:
-    """Runs a check; returns the verdict, and what the check has changed."""
-    surroundings.key()
-    before, states = surroundings.snapshot(), _states()
-    verdict = verify()
-    return verdict, [*surroundings.changes(before), *_changed(states)]
+class Before:
+    """The state that a body refers to, before a check of it."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        """Keeps the state of all that the body refers to, and of Python's random numbers."""
+        surroundings.key()
+        self._surroundings, self._walk = surroundings, surroundings.snapshot()
+        self._generators = {name: Kept(place, place.get()) for name, place in _generators()}
+        places = () if self._walk is None else self._walk.places()
+        self._kept = [Kept(place, place.get()) for place in places]
+
+    def changes(self) -> Sequence[str]:
+        """Names what has changed, and iterators, which may have."""
+        numbers = [name for name, kept in self._generators.items() if kept.is_changed]
+        return [*self._surroundings.changes(self._walk), *numbers]
+
+    def put_back(self) -> tuple[Kept, ...]:
+        """Undoes the changes, but not what was appended to lists; returns what was changed."""
+        altered = [kept for kept in (*self._kept, *self._generators.values()) if kept.is_changed]
+        for kept in altered:
+            if not kept.place.adds:
+                kept.place.put(kept.value)
+        return tuple(altered)
 
 
 def _require_same(name: str, first: Verdict, second: Verdict, changed: Sequence[str]) -> None:
@@ -65,19 +92,17 @@ def _require_same(name: str, first: Verdict, second: Verdict, changed: Sequence[
     )
 
 
-def _states() -> Mapping[str, Any]:
-    """Returns global state of the process that a body may change unnoticed.
+def _generators() -> Iterator[tuple[str, Place]]:
+    """Yields generators of the process that a body may draw from unnoticed.
 
-    Not torch's generator: draws from it are interpreted, and seeded in each run.
+    Not torch's: draws from it are interpreted, and seeded in each run.
     """
-    states: dict[str, Any] = {"the state of Python's random module": random.getstate()}
-    numpy = sys.modules.get("numpy.random")
+    yield "the state of Python's random module", Place(random.getstate, random.setstate, eq)
+    numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *rest = numpy.get_state()
-        states["the state of numpy.random"] = (kind, keys.tobytes(), *rest)
-    return states
 
+        def get() -> tuple[Any, ...]:
+            kind, keys, *rest = numpy.random.get_state()
+            return kind, tuple(keys), *rest
 
-def _changed(states: Mapping[str, Any]) -> list[str]:
-    now = _states()
-    return [label for label, state in states.items() if now[label] != state]
+        yield "the state of numpy.random", Place(get, numpy.random.set_state, eq)

@@ -11,20 +11,20 @@ from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError
 
 
-def sealed(call: Call, result: Tree, refusal: ShardTypeError) -> Tree:
+def differentiated_once(call: Call, result: Tree, refusal: ShardTypeError) -> Tree:
     """Attaches results to the arguments, so that a backward through them raises `refusal`."""
     leaves, structure = flatten(result)
     anchor = next(x for x in (call.leaves[at] for at in call.crossing) if can_receive_gradient(x))
     places = [at for at, x in enumerate(leaves) if _is_smooth(x)]
     if places:
-        apply: Any = _Sealed.apply
+        apply: Any = _DifferentiatedOnce.apply
         found = apply(f"{refusal}", anchor, *(leaves[at] for at in places))
         for at, value in zip(places, found, strict=True):
             leaves[at] = value
     return unflatten(structure, leaves)
 
 
-class _Sealed(Function):
+class _DifferentiatedOnce(Function):
     """The identity, whose backward is an error."""
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The bugs that ship in practice, each rejected, beside the right program, which is accepted.
 
-An accepted program is run on ranks that are threads, each with its own autograd graph, and held
-against one device.
+An accepted program is run on ranks that are threads, each with its own autograd graph, and
+compared with one device.
 """
 
 from collections.abc import Callable

@@ -61,7 +61,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 BREAKS: Final[dict[str, tuple[str, Any, str, Callable[..., Any]]]] = {
-    "a backward is not held against one device": (
+    "a backward is not compared with one device": (
         "backwards of one's own", Gradients, "require", _nothing,
     ),
     "what a checkpoint runs again is not seen": (

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from shardmap_torch import I, P, R
-from shardmap_torch.checker.spmd import collective_rules, op_rules
-from shardmap_torch.checker.spmd.collective_rules import Move, State
+from shardmap_torch.checker.spmd import op_rules
 from shardmap_torch.checker.spmd.layout import UnrelatedError, axes_of, merged
+from shardmap_torch.checker.spmd.ops import collective_rules
+from shardmap_torch.checker.spmd.ops.collective_rules import Move, State
 from tests.checker.support.global_programs import (
     FOREIGN,
     Program,

@@ -1,6 +1,6 @@
 """Programs that local strictness has once accepted, and that compute something else: all rejected.
 
-Beside them what is right and looks like it, which is accepted and held against one device.
+Beside them what is right and looks like it, which is accepted and compared with one device.
 """
 
 import operator

@@ -78,7 +78,7 @@ def check(
     requires_grad: Sequence[bool] = (True, True),
     ask: Callable[..., Any] = trace,
 ) -> Any:
-    """Asks about a body that holds a form against the product, and computes the product."""
+    """Asks about a body that compares a form with the product, and computes the product."""
 
     def body(x: Tensor, w: Tensor) -> Tensor:
         scope = current_scope()

@@ -1,6 +1,6 @@
 """Branches on numbers taken from tensors: each way through a body is checked, and the ways agree.
 
-What is accepted is run on ranks that are threads, with data for each way, and held against one
+What is accepted is run on ranks that are threads, with data for each way, and compared with one
 device, gradients included.
 """
 

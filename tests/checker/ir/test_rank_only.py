@@ -8,7 +8,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from shardmap_torch import P, check_program, checkpoint, make_mesh, shard_map
+from shardmap_torch import P, TransformError, check_program, checkpoint, make_mesh, shard_map
 from shardmap_torch.checker.ir.rank_only import takes_vmap
 
 Body = Callable[[Tensor, Tensor], Tensor]
@@ -149,6 +149,56 @@ def test_simulated_meshes_run_as_one_device_what_vmap_would_drop_or_break(body: 
     # A hook that scales all of a cotangent does the same to each rank's part of it.
     for one, other in zip(values(mapped(body), *inputs()), values(body, *inputs()), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def asking(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w * (2 if x.requires_grad else 3)
+
+
+def own_gradient(x: Tensor, w: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    return torch.autograd.grad((leaf @ w).sum(), leaf)[0]
+
+
+NAMES: dict[Body, str] = {
+    asking: "a question for requires_grad.",
+    node_hook: "grad_fn.",
+    saving_hooks: "saved_tensors_hooks.",
+    legacy: "Legacy, a Function without a rule for vmap.",
+}
+
+
+@pytest.mark.parametrize("body", [*BODIES, asking, own_gradient], ids=lambda body: body.__name__)
+def test_a_mesh_that_says_vmap_refuses_them_and_names_the_line(body: Body) -> None:
+    with pytest.raises(TransformError) as error:
+        mapped(body, simulate="vmap")(*(x.requires_grad_() for x in inputs()))
+    what, where, fix = str(error.value).splitlines()
+    head = f"{body.__name__}: one batched program drops, or cannot run, what single ranks run: "
+    assert what.startswith(head + NAMES.get(body, ""))
+    assert where.startswith("  at test_rank_only.py:")
+    assert fix == (
+        'Fix: use make_mesh(..., simulate="auto"), which runs such bodies as ranks, or "ranks".'
+    )
+
+
+@pytest.mark.parametrize(
+    "body", [tensor_hook, input_hook, node_hook, edge_hook, asking, saving_hooks]
+)
+def test_an_unchecked_one_is_refused_when_it_is_about_to_be_dropped(body: Body) -> None:
+    mesh = make_mesh((2,), ("dp",), kind="simulated", simulate="vmap")
+    specs = P("dp"), P(replicate={"dp"})
+    f = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("dp"), check=False)
+    with pytest.raises(TransformError, match=r"single ranks run: .*\n  at test_rank_only.py:"):
+        f(*(x.requires_grad_() for x in inputs()))
+
+
+def test_what_vmap_can_take_runs_there() -> None:
+    for check in (True, False):
+        mesh = make_mesh((2,), ("dp",), kind="simulated", simulate="vmap")
+        specs = P("dp"), P(replicate={"dp"})
+        f = shard_map(with_vmap, mesh=mesh, in_specs=specs, out_specs=P("dp"), check=check)
+        for one, other in zip(values(f, *inputs()), values(with_vmap, *inputs()), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def with_vmap(x: Tensor, w: Tensor) -> Tensor:

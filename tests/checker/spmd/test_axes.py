@@ -79,8 +79,8 @@ WRONG: Final[list[tuple[Body, tuple[str, str]]]] = [
     (
         lambda x, w, b: product(x, w) * (axis_index("tp") + 1).sum(),
         (
-            "add is not what it is on one device: over 'tp' every rank has a value of its own, "
-            "from axis_index('tp') at ",
+            "sum is not what it is on one device: over 'tp' every rank has a value of its own, "
+            "from add at ",
             "Fix: wrap code that is per-rank by nature in local_region(f, in_types, out_types).",
         ),
     ),

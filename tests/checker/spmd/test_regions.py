@@ -1,4 +1,4 @@
-"""Regions beside axes that their types do not name: followed, and held against one device."""
+"""Regions beside axes that their types do not name: followed, and compared with one device."""
 
 from collections.abc import Callable
 from typing import Any, Final

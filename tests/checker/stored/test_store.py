@@ -101,11 +101,6 @@ EDITS: Mapping[str, tuple[str, str, str]] = {
     "the mode of a module": ("stored_model", "nn.Identity()", "nn.Identity().eval()"),
     "the shape of a captured tensor": ("stored_model", "torch.ones(3)", "torch.ones(2)"),
     "its strides": ("stored_model", "torch.ones(3)", "torch.ones(6)[::2]"),
-    "whether it needs a gradient": (
-        "stored_model",
-        "torch.ones(3)",
-        "torch.ones(3, requires_grad=True)",
-    ),
     "its dtype": ("stored_model", "torch.ones(3)", "torch.ones(3, dtype=torch.float64)"),
     "a specification of arguments": ("stored_model", 'P("dp", invariant={"tp"})', 'P("dp")'),
     "a global that hides a builtin": ("stored_model", "WEIGHT =", "range = range\nWEIGHT ="),

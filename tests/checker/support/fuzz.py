@@ -30,7 +30,7 @@ from shardmap_torch.checker.rules.infer import (
 from shardmap_torch.checker.rules.lattice import INTEGER, Conflict, add
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
-from shardmap_torch.validate.numbers import draw
+from shardmap_torch.validate.numbers import draw, is_real, refute, shifted, total
 
 NUM_RANKS: Final = 2
 SEED_OF: Final = {I: (I,), R: (V, Partial), V: (V,), Partial: (R,), Z: (K,), K: (I, V, Partial)}
@@ -101,11 +101,11 @@ class Typing(TorchDispatchMode):
         before: Mapping[int, AxisType],
     ) -> None:
         results = list(out) if isinstance(out, list | tuple) else [out]
-        real = any(_is_real(t) for value in arguments.values() for t in tensors_of(value))
+        real = any(is_real(t) for value in arguments.values() for t in tensors_of(value))
         for place, result in enumerate(results):
             axis_type = outcomes[place if len(outcomes) == len(results) else 0][0]
             for tensor in tensors_of(result):
-                rounded = not _is_real(tensor) and (real or tensor.dtype is torch.bool)
+                rounded = not is_real(tensor) and (real or tensor.dtype is torch.bool)
                 if axis_type == Partial and rounded and not is_in_linear_backward():
                     raise RefusedError(f"{func}: {INTEGER}")
                 if id(tensor) not in before:
@@ -117,10 +117,6 @@ def _storage(tensor: Tensor) -> Any:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError) as problem:
         raise UntypedError(str(problem)) from None
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _only_views(func: Any) -> bool:
@@ -149,7 +145,7 @@ class Case:
     def places(self) -> list[int]:
         """Returns the operands that get types: floating tensors, or all where there are none."""
         tensors = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
-        return [i for i in tensors if _is_real(self.leaves[i])] or tensors
+        return [i for i in tensors if is_real(self.leaves[i])] or tensors
 
     def call(self, values: Mapping[int, Tensor]) -> list[Tensor]:
         """The floating results."""
@@ -227,12 +223,12 @@ class Values:
         return self._spread(base, self.types.operands[place])
 
     def _noise(self, like: Tensor) -> Tensor:
-        if not _is_real(like):
+        if not is_real(like):
             return draw(like, self.generator)
         return torch.randn(like.shape, dtype=like.dtype, generator=self.generator)
 
     def _spread(self, base: Tensor, axis_type: AxisType) -> list[Tensor]:
-        if axis_type in (V, Partial) and not _is_real(base):
+        if axis_type in (V, Partial) and not is_real(base):
             return [draw(base, self.generator) if base.numel() else base for _ in range(NUM_RANKS)]
         if axis_type == Partial:
             return [base * self._noise(base) for _ in range(NUM_RANKS)]
@@ -241,6 +237,15 @@ class Values:
         return [
             torch.zeros_like(base) if axis_type == Z else base.clone() for _ in range(NUM_RANKS)
         ]
+
+    def resplit(
+        self, columns: Mapping[int, Sequence[Tensor]], types: Mapping[int, AxisType]
+    ) -> dict[int, Sequence[Tensor]]:
+        """Every P as another sum."""
+        return {
+            i: shifted(column, self.generator) if types[i] == Partial else column
+            for i, column in columns.items()
+        }
 
     def cotangent(self, like: Tensor, axis_type: AxisType) -> list[Tensor]:
         fresh = [self._noise(like) for _ in range(NUM_RANKS)]
@@ -255,24 +260,11 @@ def per_rank(columns: Mapping[int, Sequence[Tensor]]) -> Row:
     return [{i: column[r] for i, column in columns.items()} for r in range(NUM_RANKS)]
 
 
-def resplit(columns: Mapping[int, Sequence[Tensor]], types: Mapping[int, AxisType], by: Any) -> Row:
-    """Every P as another sum."""
-    moved = {i: list(column) for i, column in columns.items()}
-    for i, axis_type in types.items():
-        if axis_type == Partial:
-            shift = by(moved[i][0])
-            moved[i][0], moved[i][-1] = moved[i][0] + shift, moved[i][-1] - shift
-    return per_rank(moved)
-
-
 def meant(
     columns: Mapping[int, Sequence[Tensor]], types: Mapping[int, AxisType]
 ) -> dict[int, Tensor]:
     """The values that the operands mean: sums of P."""
-    return {
-        i: sum(column[1:], column[0]) if types[i] == Partial else column[0]
-        for i, column in columns.items()
-    }
+    return {i: total(column) if types[i] == Partial else column[0] for i, column in columns.items()}
 
 
 def run(
@@ -339,7 +331,7 @@ def interpret(case: Case, types: Typings, values: Values) -> Typed:
         with mode:
             gradients = derive(outputs, inputs, first)
         found += [None if each is None else mode.read(each)[0] for each in gradients]
-    except RefusedError as refusal:  # the forward is still held against the ranks
+    except RefusedError as refusal:  # the forward is still compared with the ranks
         found += [None for _ in inputs]
         refused = str(refusal)
     return Typed(found, columns, cotangents, seeds, refused)
@@ -367,68 +359,62 @@ def try_types(case: Case, types: Typings, seed: int = 0) -> Report:
 
 
 def _compare(case: Case, types: Typings, typed: Typed, values: Values) -> Iterator[str]:
-    operands = per_rank(typed.columns)
-    cotangents = per_rank(typed.cotangents)
-    results = [run(case, operands[r], cotangents[r], r) for r in range(NUM_RANKS)]
-    sums = Partial in typed.types
-    coarse = max((_precision(each) for each in results[0] if each is not None), default=0.0)
-    if sums:
-        shifted = resplit(typed.columns, types.operands, values._noise)
-        pulled = resplit(typed.cotangents, typed.seeds, values._noise)
-        others = [run(case, shifted[r], pulled[r], r) for r in range(NUM_RANKS)]
-        whole = None
+    results = _run_all(case, typed.columns, typed.cotangents)
+    coarse = max((precision(each) for each in results[0] if each is not None), default=0.0)
+    others: Sequence[list[Tensor | None]] = ()
+    sums: list[Tensor | None] | None = None
+    if Partial in typed.types:
+        moved = values.resplit(typed.columns, types.operands)
+        others = _run_all(case, moved, values.resplit(typed.cotangents, typed.seeds))
         if V not in types.operands.values() and V not in typed.seeds.values():
-            total = meant(typed.columns, types.operands)
-            whole = run(case, total, meant(typed.cotangents, typed.seeds), 0)
+            operands, cotangents = (
+                meant(typed.columns, types.operands),
+                meant(typed.cotangents, typed.seeds),
+            )
+            sums = run(case, operands, cotangents, 0)
     for place, axis_type in enumerate(typed.types):
-        column = [each[place] for each in results]
-        if axis_type is None or any(each is None for each in column):
+        column, other = _column(results, place), _column(others, place)
+        if axis_type is None or column is None or not _is_told(case, axis_type, column):
             continue
-        if axis_type == Partial:
-            yield from _compare_sums(place, column, [o[place] for o in others], whole, coarse)
-        else:
-            yield from _compare_equal(case, place, axis_type, column)
+        tolerance = max(1e-8, coarse) if is_real(column[0]) else 0.0
+        one = None if sums is None else sums[place]
+        fault = refute(axis_type, column, other, one, tolerance)
+        if fault is not None:
+            yield f"result {place} is typed {axis_type}, and {fault}"
 
 
-def _compare_sums(
-    place: int, column: list[Any], other: list[Any], whole: list[Any] | None, coarse: float
-) -> Iterator[str]:
-    here, there = sum(column[1:], column[0]), sum(other[1:], other[0])
-    if not bool(torch.isfinite(here).all()):
-        return
-    if not _close(here, there, coarse):
-        yield f"result {place} is typed P, and its sum depends on how the operands are split"
-    if whole is not None and whole[place] is not None and not _close(here, whole[place], coarse):
-        yield f"result {place} is typed P, and its sum is not the operation on the sums"
+def _run_all(
+    case: Case,
+    columns: Mapping[int, Sequence[Tensor]],
+    cotangents: Mapping[int, Sequence[Tensor]],
+) -> list[list[Tensor | None]]:
+    """Results and gradients of every rank."""
+    return [
+        run(case, operands, seeds, rank)
+        for rank, (operands, seeds) in enumerate(
+            zip(per_rank(columns), per_rank(cotangents), strict=True)
+        )
+    ]
 
 
-def _compare_equal(case: Case, place: int, axis_type: AxisType, column: list[Any]) -> Iterator[str]:
+def _column(results: Sequence[Sequence[Tensor | None]], place: int) -> list[Tensor] | None:
+    """One result of every rank; None where a rank has none."""
+    column = [each[place] for each in results if each[place] is not None]
+    return column if column and len(column) == len(results) else None  # type: ignore[return-value]
+
+
+def _is_told(case: Case, axis_type: AxisType, column: Sequence[Tensor]) -> bool:
+    """Returns whether the values say something about a claim."""
+    if axis_type == Partial:
+        return bool(torch.isfinite(total(column)).all())
     if case.name.startswith(("empty", "new_empty")):
-        return  # memory not yet written
-    if axis_type == Z and any(
-        bool((each.nan_to_num(0) != 0).any()) for each in column if _is_real(each)
-    ):
-        yield f"result {place} is typed Z, and is not zero"
-    if axis_type in (R, I, K) and not all(_close(each, column[0]) for each in column):
-        yield f"result {place} is typed {axis_type}, and the ranks differ"
+        return False  # memory not yet written
+    return axis_type != Z or is_real(column[0])
 
 
-def _precision(tensor: Tensor) -> float:
+def precision(tensor: Tensor) -> float:
     """Returns what rounding costs in a dtype, with a few hundred operations to spare."""
-    return 256 * float(torch.finfo(tensor.dtype).eps) if _is_real(tensor) else 0.0
-
-
-def _close(first: Tensor, second: Tensor, coarse: float = 0.0) -> bool:
-    """Equal up to rounding, in the coarsest dtype among the results: some operators cast."""
-    if first.shape != second.shape:
-        return False
-    if not _is_real(first):
-        return torch.equal(first, second)
-    tolerance = max(1e-8, coarse, _precision(first))
-    scale = float(second.abs().nan_to_num(0, 0, 0).max()) if second.numel() else 0.0
-    return torch.allclose(
-        first, second, rtol=tolerance, atol=tolerance * max(1.0, scale), equal_nan=True
-    )
+    return 256 * float(torch.finfo(tensor.dtype).eps) if is_real(tensor) else 0.0
 
 
 def floors(case: Case) -> dict[str, Typings]:

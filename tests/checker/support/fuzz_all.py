@@ -173,7 +173,7 @@ def document(summaries: Sequence[Summary], commit: str) -> str:
         f"Of {len(smooth)} differentiable operators {len(both)} "
         f"({100 * len(both) / max(1, len(smooth)):.1f} %) are accepted forward and backward with "
         "all operands V, and with all R and cotangents V; "
-        f"{len(pending)} also with cotangents still to be summed (P).",
+        f"{len(pending)} also with cotangents that are pending sums (P).",
         "",
         "*precise*: accepted with all operands V, with all R (cotangents V, and P), and with all "
         "I. *P in*: the floating operands, counted from 0, each of which may be P while the others "

@@ -122,7 +122,7 @@ def section(score: Score, commit: str) -> str:
             f"{score.programs} programs of {score.steps} steps, {score.collectives} of them "
             f"collectives, were grown on meshes of two axes; {score.refused} steps that were drawn "
             "were refused. All values, and the gradients of a sum of all values, on rank threads "
-            "in float64, were held against the program without its collectives in plain PyTorch: "
+            "in float64, were compared with the program without its collectives in plain PyTorch: "
             f"{len(score.wrong)} of the programs and their mutants were accepted and had others.",
             "",
             "Mutants have one collective changed; on one device they are the same program. "

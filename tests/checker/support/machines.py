@@ -1,6 +1,6 @@
 """Two machines that run one program: the mesh, and all ranks at once on one device.
 
-`OnMesh` runs a body as users write it. `AllRanks` is the truth that it is held against: it keeps
+`OnMesh` runs a body as users write it. `AllRanks` is the truth that it is compared with: it keeps
 every rank's value in one autograd graph, and a collective is a plain function of all of them, so
 that no transpose of the library, no type and no batching takes part in its gradients.
 """

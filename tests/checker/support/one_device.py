@@ -1,4 +1,4 @@
-"""Holds a body under check="global" against the same body where every axis has one rank."""
+"""Compares a body under check="global" with the same body where every axis has one rank."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final

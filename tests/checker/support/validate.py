@@ -1,4 +1,4 @@
-"""Holds a row against numbers: what it claims of one call is tried on two and three ranks.
+"""Compares a row with numbers: what it claims of one call is tried on two and three ranks.
 
 Operands get types, `type_call` says the result's, and the call runs once per rank:
 

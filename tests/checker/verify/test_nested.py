@@ -1,6 +1,6 @@
 """A shard_map in the body of another: its open axes are inferred, and its results are checked.
 
-What is accepted runs on ranks that are threads, batched, and on processes, and is held against one
+What is accepted runs on ranks that are threads, batched, and on processes, and is compared with one
 device, gradients included.
 """
 

@@ -137,7 +137,7 @@ def _has_begun(folder: Path, step: int) -> bool:
 
 
 def check_resumed(folder: Path, before: int, tally: Tally) -> None:
-    """Holds what a start said it resumed from against the newest complete checkpoint."""
+    """Compares what a start said it resumed from with the newest complete checkpoint."""
     said = _RESUMED.search((folder / "output.txt").read_text())
     if said is not None:
         tally.resumed += 1
@@ -157,7 +157,7 @@ def finish(folder: Path, tally: Tally) -> None:
 
 
 def run(kills: int, seed: int) -> Tally:
-    """Runs until so many were killed, three or so a run; each run is held against the first."""
+    """Runs until so many were killed, three or so a run; each run is compared with the first."""
     draw, tally = random.Random(seed), Tally()
     with tempfile.TemporaryDirectory() as name:
         undisturbed = Path(name) / "undisturbed"

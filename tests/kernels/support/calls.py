@@ -34,7 +34,7 @@ def body(fabric: Fabric = BALANCED) -> Iterator[ProcessGroupBackend]:
     mesh = make_mesh((dist.get_world_size(),), ("tp",))
     backend = ProcessGroupBackend(mesh)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        endpoint_of(backend, ("tp",)).assume(dtype, fabric)
+        endpoint_of(backend, ("tp",))._fabrics[dtype] = fabric
     with enter_scope(Scope(backend, frozenset(("tp",)))):
         yield backend
 

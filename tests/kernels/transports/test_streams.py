@@ -1,4 +1,4 @@
-"""The kernels' use of streams, held against the race detector on 1 to 16 ranks."""
+"""The kernels' use of streams, compared with the race detector on 1 to 16 ranks."""
 
 import ast
 import gc

@@ -326,7 +326,7 @@ def groups(mesh: Mesh, axes: Sequence[str]) -> list[list[tuple[int, ...]]]:
 
 
 def check_forward(case: Case, mesh: Mesh) -> tuple[int, ...]:
-    """Holds the row's values against its meaning; returns the local shape of the result."""
+    """Compares the row's values with its meaning; returns the local shape of the result."""
     x, y = forward(case, mesh)
     for group in groups(mesh, case.collective.axes):
         expected = MEANINGS[case.collective.row.key](case.collective, [x[place] for place in group])
@@ -336,7 +336,7 @@ def check_forward(case: Case, mesh: Mesh) -> tuple[int, ...]:
 
 
 def check_transpose(case: Case, mesh: Mesh) -> None:
-    """Holds <y_bar, f(x)> against <f^T(y_bar), x>, and the type that f^T(y_bar) must have."""
+    """Compares <y_bar, f(x)> with <f^T(y_bar), x>, and checks the type of f^T(y_bar)."""
     x, y = forward(case, mesh)
     y_bar, x_bar = pulled_back(case, mesh, y.shape[len(mesh.axis_names) :])
     src, dst = case.collective.src, case.collective.dst

@@ -3,7 +3,9 @@
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardmap_torch import P, ShardTypeError, make_mesh, shard_map
+from shardmap_torch import I, P, ShardTypeError, all_reduce, check_program, make_mesh, shard_map
 
 Body = Callable[[Tensor], Tensor]
 
@@ -262,3 +264,95 @@ def test_random_bodies_with_state_run_as_on_one_device_or_are_refused(names: lis
     assert torch.equal(f(x), found)
     # The state has come to rest: once more on one device gives the same.
     assert torch.equal(space["body"](x), found)
+
+
+def late(x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    y: Tensor = all_reduce(x, "dp", dst=I)
+    return x * (y.sum() * 0 + (2 if CALLS > 4 else 1))
+
+
+class Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = all_reduce(x, "dp", dst=I)
+        return x * (y.sum() * 0 + (2 if self.calls > 4 else 1))
+
+
+def late_length(x: Tensor) -> Tensor:
+    TABLE[len(TABLE)] = 1
+    return late_entry(x)
+
+
+def late_entry(x: Tensor) -> Tensor:
+    y: Tensor = all_reduce(x, "dp", dst=I)
+    return x * (y.sum() * 0 + (2 if len(TABLE) > 4 else 1))
+
+
+@pytest.mark.parametrize("simulate", ["ranks", "auto"])
+@pytest.mark.parametrize("body", [late, Late(), late_length], ids=["number", "attribute", "dict"])
+def test_ranks_count_calls_alike_and_a_branch_on_them_is_refused_before_it_is_taken(
+    body: Body, simulate: str
+) -> None:
+    """Eight ranks, and the checks, would count to five in the first call."""
+    if isinstance(body, Late):
+        body.calls = 0
+    mesh = make_mesh((8,), ("dp",), kind="simulated", simulate=simulate)  # type: ignore[arg-type]
+    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+    for count in (1, 2):  # a check looks two calls ahead
+        assert torch.equal(f(torch.ones(8)), torch.ones(8))
+        assert count == (body.calls if isinstance(body, Late) else CALLS or len(TABLE))
+    with pytest.raises(ShardTypeError, match="does something else when it runs again"):
+        f(torch.ones(8))
+    assert (body.calls if isinstance(body, Late) else CALLS or len(TABLE)) == 2
+
+
+@pytest.mark.parametrize("simulate", ["ranks", "auto"])
+def test_a_list_keeps_what_checks_and_all_ranks_append(simulate: str) -> None:
+    def body(x: Tensor) -> Tensor:
+        SEEN.append("before")
+        y: Tensor = all_reduce(x, "dp", dst=I)
+        SEEN.append("after")
+        return y * (1 if len(SEEN) % 2 == 0 else 2)
+
+    mesh = make_mesh((4,), ("dp",), kind="simulated", simulate=simulate)  # type: ignore[arg-type]
+    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P())
+    for _ in range(2):  # interleaved, a rank would see an odd number
+        assert torch.equal(f(torch.ones(4)), torch.full((1,), 4.0))
+    assert SEEN == ["before", "after"] * (len(SEEN) // 2)
+    assert len(SEEN) >= 2 * 2 * (4 if simulate == "ranks" else 1)
+
+
+class Settings:
+    step = 0
+
+
+NUMBERS = np.zeros(2, dtype=np.int64)
+VARIABLE: ContextVar[int] = ContextVar("variable", default=0)
+QUEUE = deque([1, 2])
+
+
+def changes_much(x: Tensor) -> Tensor:
+    Settings.step += 1
+    NUMBERS[1] += 1
+    VARIABLE.set(VARIABLE.get() + 1)
+    QUEUE.rotate(1)
+    random.random()
+    np.random.rand()
+    return x * 2
+
+
+def test_a_check_leaves_state_as_it_was() -> None:
+    VARIABLE.set(0)
+    drawn: Any = np.random.get_state
+    before = random.getstate(), drawn()[1].tolist()
+    check_program(mapped(changes_much), torch.ones(4))
+    assert (Settings.step, NUMBERS.tolist(), VARIABLE.get(), list(QUEUE)) == (0, [0, 0], 0, [1, 2])
+    assert before == (random.getstate(), drawn()[1].tolist())
+    mapped(changes_much, simulate="ranks")(torch.ones(4))
+    assert (Settings.step, NUMBERS.tolist(), VARIABLE.get(), list(QUEUE)) == (1, [0, 1], 1, [2, 1])

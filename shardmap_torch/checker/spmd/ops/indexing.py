@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import torch
 
+from shardmap_torch.checker.spmd.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,
     ShardedTensor,
     UnrelatedError,
+    agreed,
     axes_of,
     broadcast,
     counted,
@@ -74,6 +76,35 @@ def write(step: Step) -> list[Sharded]:
     kept = [x.dims[dim] for dim in range(len(x.dims)) if dim not in places]
     _require_like(values, _in_place(places, picked, kept))
     return [Sharded(x.dims)]
+
+
+def add_entries(step: Step) -> list[Sharded]:
+    """Lays out `index_add` and `scatter_add`: of sharded entries, each rank adds its own to zeros.
+
+    Raises:
+        UnrelatedError: it adds them to other values, of which each rank has a copy.
+    """
+    x, index = step.arguments["self"], step.arguments["index"]
+    of_rows = "source" in step.arguments
+    source = step.arguments["source" if of_rows else "src"]
+    dim = step.arguments["dim"] % max(len(x.dims), 1)
+    listed = index.dims[0 if of_rows else dim] if index.dims and source.dims else ()
+    axes = frozenset(axes_of(listed))
+    if not axes:
+        return by_dtensor(step)
+    _require_all(x, dim)
+    agreed([listed, source.dims[dim]], f"dim {dim}")
+    if "self" not in step.zeros:
+        raise UnrelatedError(
+            f"it adds entries that are sharded over {min(axes)!r} to values that every rank has",
+            f"add them to zeros, all_reduce that over {min(axes)!r}, and then add the values.",
+        )
+    operands = [x, source] if of_rows else [x, source, index]
+    dims = [
+        x.dims[at] if at == dim else agreed([each.dims[at] for each in operands], f"dim {at}")
+        for at in range(len(x.dims))
+    ]
+    return [Sharded(tuple(dims), axes)]
 
 
 def _at(dims: Sequence[Dim], index: int) -> Dim | None:

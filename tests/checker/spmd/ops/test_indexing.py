@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import P
+from shardmap_torch import I, P, R, all_gather, all_reduce
 from tests.checker.support.one_device import assert_is_one_device, assert_is_refused, numbers
 
 Body = Callable[..., Tensor]
@@ -61,6 +61,29 @@ def in_place(x: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     return x.index_copy_(1, ids.flip(0), values)
 
 
+def added_up(x: Tensor, to: Tensor) -> Tensor:
+    """Sums the rows that go to each of 8 places, and counts them; both in two ways."""
+    h, ones = x.flatten(1), torch.ones(to.shape[0], dtype=x.dtype)
+    sums = torch.zeros(8, h.shape[1], dtype=x.dtype).index_add(0, to, h, alpha=0.5)
+    sums = sums + torch.zeros_like(sums).scatter_add_(0, to[:, None].expand_as(h), h)
+    counts = torch.zeros(8, dtype=x.dtype).index_add_(0, to, ones)
+    sums, counts = (all_reduce(y, "a", dst=I) for y in (sums, counts))
+    return (sums / counts.clamp(min=1)[:, None]).sin()
+
+
+def added_to(start: Tensor, x: Tensor, to: Tensor) -> Tensor:
+    return all_reduce(start.index_add(0, to, x[:, 0]), "a", dst=I)
+
+
+def recurrent(x: Tensor, w: Tensor) -> Tensor:
+    """A state that starts from zeros, of which each rank makes those of its features."""
+    h = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype)
+    for step in x.unbind(1):
+        before = all_gather(h, "b", dim=1, dst=R)
+        h = (step @ w + torch.einsum("bh,hk->bk", before, w)).tanh()
+    return h
+
+
 def rows(x: Tensor) -> Tensor:
     first, *others = x
     y: Tensor = first + sum(others) * others[0]
@@ -112,6 +135,13 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
     "masked": (masked, (X, POSITIVE), (P("a", "b"), P("a", "b")), P("a", "b")),
     "rows masked": (masked, (X, POSITIVE[:, 0, 0]), (P("a", "b"), P("a")), P("a", "b")),
     "in place": (in_place, (X, IDS, numbers(4, 2, 8)), (P("a"), P(), P("a")), P("a")),
+    "added up": (added_up, (X, TARGETS), (P("a", "b"), P("a")), P(None, "b")),
+    "a recurrence": (
+        recurrent,
+        (X, numbers(8, 8)),
+        (P("a", replicate={"b"}), P(None, "b", replicate={"a"})),
+        P("a", "b"),
+    ),
     "rows": (rows, (X,), (P(None, "a"),), P("a")),
     "of a batch of one": (
         of_a_batch_of_one,
@@ -150,7 +180,7 @@ def counted_backwards(x: Tensor, at: Tensor) -> Tensor:
 
 
 def counted_from_one(x: Tensor, at: Tensor) -> Tensor:
-    return x[torch.arange(1, x.shape[0] + 1) - 1, at]
+    return x[torch.arange(1, x.shape[0] + 1) - 2, at]
 
 
 def rows_in_reverse(x: Tensor) -> Tensor:
@@ -227,7 +257,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (X, TARGETS),
         (P("a"), P("a")),
         P("a"),
-        "its argument end is 3 on a rank and 5 on one device",
+        "picks entries along a dim that is sharded",
     ),
     "in place at sharded positions": (
         lambda x, ids, v: x.clone().index_copy_(1, ids, v),
@@ -235,6 +265,20 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (P(None, "a"), P(), P()),
         P(None, "a"),
         "does not give shards of the result",
+    ),
+    "added to what every rank has": (
+        added_to,
+        (numbers(6, 8), X, TARGETS),
+        (P(), P("a"), P("a")),
+        P(),
+        "sharded over 'a' to values that every rank has",
+    ),
+    "added twice, before the sum": (
+        lambda x, to: added_to(x.new_zeros(6, 8).index_add(0, to, x[:, 0]), x, to),
+        (X, TARGETS),
+        (P("a"), P("a")),
+        P(),
+        "combines a pending sum over 'a' with a value that is sharded over 'a'",
     ),
     "windows over a sharded dim": (
         lambda x: x.unfold(1, 2, 1),

@@ -1,8 +1,8 @@
 """Random programs of one class of mistakes: each is refused, or is what the truth says.
 
 A generator draws a `Trial` from a random number generator. A trial knows the truth (one device, a
-function that was never checked before, the strategy of single ranks) and holds the checker's answer
-against it.
+function that was never checked before, the strategy of single ranks) and compares the checker's
+answer with it.
 """
 
 import random
@@ -72,7 +72,7 @@ def tally(draw: Callable[[random.Random], Trial], seeds: Iterable[int]) -> Tally
 
 
 def fate_against(run: Callable[[], Sequence[Any]], truth: Callable[[], Sequence[Any]]) -> str:
-    """Holds results of checked code against the truth: tensors up to rounding, all else equal."""
+    """Compares results of checked code with the truth: tensors up to rounding, all else equal."""
     try:
         found = run()
     except ShardMapError:

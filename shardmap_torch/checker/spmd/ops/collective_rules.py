@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from shardmap_torch.checker.spmd.layout import (
+    ANY,
     Dim,
     ShardedTensor,
     Sizes,
@@ -13,6 +15,7 @@ from shardmap_torch.checker.spmd.layout import (
     gathered,
     in_words,
     sliced,
+    unsharded,
 )
 from shardmap_torch.checker.spmd.ops.advice import gather_advice
 from shardmap_torch.collectives.operations import Collective
@@ -143,6 +146,9 @@ def _extremum(move: Move) -> State:
 def _joined(move: Move, dim: int) -> tuple[Dim, ...]:
     """Returns the dims after one has been gathered over the axes."""
     x = move.x
+    there = x.global_shape[dim]
+    if x.dims[dim] == ANY and x.local[dim] * prod(move.sizes[each] for each in move.axes) == there:
+        return (*x.dims[:dim], unsharded(there), *x.dims[dim + 1 :])  # of equal entries
     found = gathered(x.dims[dim], move.axes)
     if found is None:
         over = ", ".join(map(repr, move.axes))

@@ -1,0 +1,119 @@
+"""Places: what a body refers to and may change, which can be read, kept and put back.
+
+With them a check leaves no lasting change of numbers, and ranks that share a process have each a
+state of their own, as processes have.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from operator import eq, is_
+from typing import Any, Final
+
+from shardmap_torch.checker.guards.changing import content_of
+
+_ABSENT: Final = object()
+CONTAINERS: Final = (list, dict, set, deque)
+"""Types of the containers that are put back as a whole."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Something that holds a value.
+
+    Attributes:
+        get: reads it, as a copy of what can be changed in place.
+        put: makes it hold a value that `get` returned.
+        same: compares two such values.
+        adds: whether it is a list: what checks and ranks append to it is kept.
+    """
+
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+    same: Callable[[Any, Any], bool] = is_
+    adds: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A place, and what it held before."""
+
+    place: Place
+    value: Any
+
+    @property
+    def is_changed(self) -> bool:
+        """True if it holds something else now, or another object."""
+        return not self.place.same(self.place.get(), self.value)
+
+
+def _same_items(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _same_entries(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return list(one) == list(other) and all(map(is_, one.values(), other.values()))
+
+
+def slot(owner: Any, name: Any, is_attribute: bool) -> Place:
+    """Returns the place of an attribute, of a class its own ones, or of an entry of a dict.
+
+    Example:
+        >>> table = {"count": 1}
+        >>> place = slot(table, "count", False)
+        >>> place.put(place.get() + 1), table
+        (None, {'count': 2})
+    """
+    if isinstance(owner, type):
+        return Place(lambda: vars(owner).get(name, _ABSENT), lambda x: _set(owner, name, x))
+    if is_attribute:
+        return Place(lambda: getattr(owner, name, _ABSENT), lambda x: _set(owner, name, x))
+    return Place(lambda: owner.get(name, _ABSENT), lambda x: _set_entry(owner, name, x))
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is not _ABSENT:
+        setattr(owner, name, value)
+    elif hasattr(owner, name):
+        delattr(owner, name)
+
+
+def _set_entry(owner: dict[Any, Any], name: Any, value: Any) -> None:
+    if value is not _ABSENT:
+        owner[name] = value
+    else:
+        owner.pop(name, None)
+
+
+def container(owner: Any) -> Place:
+    """Returns the place of all that a list, dict, set or deque contains."""
+    if isinstance(owner, dict):
+        return Place(lambda: dict(owner), lambda x: _fill(owner, owner.update, x), _same_entries)
+    put = owner.update if isinstance(owner, set) else owner.extend
+    adds = isinstance(owner, list)
+    return Place(lambda: list(owner), lambda x: _fill(owner, put, x), _same_items, adds)
+
+
+def _fill(owner: Any, put: Callable[[Any], None], items: Any) -> None:
+    owner.clear()
+    put(items)
+
+
+def variable(owner: "ContextVar[Any]") -> Place:
+    """Returns the place of a context variable."""
+
+    def put(value: Any) -> None:
+        if value is not _ABSENT:
+            owner.set(value)
+
+    return Place(lambda: owner.get(_ABSENT), put)
+
+
+def buffer(owner: Any) -> Place:
+    """Returns the place of the bytes of an array."""
+    return Place(lambda: content_of(owner), lambda x: _write(owner, x), eq)
+
+
+def _write(owner: Any, value: bytes) -> None:
+    memoryview(owner).cast("B")[:] = value

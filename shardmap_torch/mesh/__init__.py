@@ -1,0 +1,7 @@
+"""Named meshes of ranks: simulated, over process groups, or abstract."""
+
+from shardmap_torch.mesh.current import as_mesh, current_mesh, use_mesh
+from shardmap_torch.mesh.make import make_mesh
+from shardmap_torch.mesh.mesh import Kind, Mesh, Strategy
+
+__all__ = ["Kind", "Mesh", "Strategy", "as_mesh", "current_mesh", "make_mesh", "use_mesh"]

@@ -1,0 +1,236 @@
+"""Makes meshes: reads layouts, views and DeviceMeshes, and starts process groups."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from math import prod
+from typing import get_args
+from weakref import finalize, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardmap_torch.control.groups import (
+    TORCHRUN_VARIABLES,
+    agree_on_layout,
+    bury_groups,
+    destroy_unused_groups,
+    make_device_mesh,
+    read_timeout,
+    shortest_timeout,
+    start_process_group,
+)
+from shardmap_torch.control.start import current
+from shardmap_torch.core.torch_private.engine import set_timeout
+from shardmap_torch.core.views import refined
+from shardmap_torch.errors import MeshError, show
+from shardmap_torch.mesh.mesh import Debug, Kind, Mesh, Strategy
+
+
+def make_mesh(
+    shape: Sequence[int] | DeviceMesh,
+    axis_names: Sequence[str] | None = None,
+    *,
+    kind: Kind | None = None,
+    device: str | torch.device | None = None,
+    simulate: Strategy = "auto",
+    timeout: float | timedelta | None = None,
+    debug: Debug | None = None,
+    views: Sequence[Mapping[str, int]] = (),
+) -> Mesh:
+    """Makes a mesh of `prod(shape)` ranks.
+
+    The same ranks may be seen as several grids: attention as (dp, cp, tp), experts as (edp, ep,
+    tp). `views` lists the other grids. The mesh then has the finest axes from which the axes of all
+    grids are made, and every name of a grid may be used wherever an axis may: in specs, collectives
+    and types, all of them in one body. A value that is sharded over "dp" is sharded over the parts
+    of "ep" that are parts of "dp" too. A view whose axes are several of the others is a flattened
+    mesh. Printed types and DTensors name the finest axes; a part that is an axis of no grid is
+    named by those that it is a part of, as "dp&ep".
+
+    Args:
+        shape: ranks along each axis, or a torch DeviceMesh to take over with its groups.
+        axis_names: one name per axis; for a DeviceMesh by default its own.
+        kind: "simulated" (all ranks in this process), "process_group" (one rank a process) or
+            "abstract" (no data). By default "process_group" where torchrun's environment or an
+            initialised process group is found, else "simulated".
+        device: device of the values. A process-group mesh takes CUDA by default where there is one,
+            else the CPU; a simulated mesh takes any device that the inputs share.
+        simulate: how a simulated mesh runs. "ranks": one thread a rank, which gives what real ranks
+            give. "vmap": one batched program, faster, composes with every torch.func transform;
+            its gradients from outside are those that the specs promise, so use it for
+            programs known to be right. "auto": "vmap" for a function whose signature the checker
+            accepted, or plain code where the mesh has one rank; else "ranks".
+        timeout: seconds, or a timedelta: how long a rank of a process-group mesh waits for others
+            at most. By default the timeout of torch's process group, 30 minutes on gloo. With one
+            axis the group is torch's default group, whose timeout it becomes.
+        debug: "collectives" compares every collective on all ranks of a process-group mesh before
+            it begins, which costs a round trip each. By default calls are compared, and backwards
+            at their first collective.
+        views: other grids of the same ranks, each from axis names to sizes, major first; their
+            ranks are numbered row-major too.
+
+    On a process-group mesh this starts torch.distributed from torchrun's environment if nothing
+    has (gloo on CPU, NCCL on CUDA) and makes one group per axis, so every rank must call it.
+
+    Raises:
+        MeshError: sizes, names, views, world size or environment do not match.
+        CollectiveMismatchError: the processes make different meshes.
+        CommunicationError: a process did not come in time.
+
+    Source: `jax.make_mesh`, `torch.distributed.device_mesh.init_device_mesh`; views: the role of
+    `reinterpret_mesh` in spmd_types, `DeviceMesh._flatten` and `_unflatten`.
+
+    Example:
+        >>> print(make_mesh((2, 4), ("dp", "tp"), kind="simulated"))
+        simulated mesh (dp=2, tp=4)
+        >>> print(make_mesh((4, 2), ("dp", "cp"), kind="simulated", views=[{"edp": 2, "ep": 4}]))
+        simulated mesh (edp=2, dp&ep=2, cp=2, dp=4, ep=4)
+    """
+    if not isinstance(simulate, str) or simulate not in get_args(Strategy):
+        raise MeshError(f"simulate={show(simulate)} is none of {', '.join(get_args(Strategy))}.")
+    if debug is not None and (not isinstance(debug, str) or debug not in get_args(Debug)):
+        raise MeshError(f"debug={show(debug)} is neither None nor 'collectives'.")
+    limit = read_timeout(timeout)
+    if isinstance(shape, DeviceMesh):
+        if views:
+            raise MeshError("A DeviceMesh has no views; pass sizes and names to make_mesh.")
+        return _from_device_mesh(shape, axis_names, simulate, limit, debug)
+    names, sizes, aliases = _with_views(*_check_layout(shape, axis_names), views)
+    kind = kind if kind is not None else _default_kind()
+    if not isinstance(kind, str) or kind not in get_args(Kind):
+        raise MeshError(f"kind={show(kind)} is none of {', '.join(get_args(Kind))}.")
+    chosen = _read_device(device)
+    if kind != "process_group":
+        return Mesh(names, sizes, kind, chosen, simulate, aliases=aliases)
+    chosen = start_process_group(chosen, limit)
+    agree_on_layout(names, sizes, limit)
+    destroy_unused_groups()
+    device_mesh = make_device_mesh(chosen, names, sizes, limit)
+    layout = Mesh(names, sizes, kind, chosen, simulate, None, debug, aliases)
+    mesh = replace(layout, device_mesh=device_mesh, layout=layout)
+    handle = _with_groups(mesh, limit)
+    own = [group for group in mesh._groups.values() if group is not dist.group.WORLD]
+    mesh._state.own.extend(own)
+    return handle
+
+
+def _with_views(
+    names: tuple[str, ...], sizes: tuple[int, ...], views: Sequence[Mapping[str, int]]
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+    """Finds the finest axes of all grids, their sizes, and what the other names stand for."""
+    if not views:
+        return names, sizes, ()
+    if isinstance(views, str | Mapping) or not isinstance(views, Sequence):
+        raise MeshError(
+            f"views must be a sequence of dicts from names to sizes, not {show(views)}."
+        )
+    for view in views:
+        if not isinstance(view, Mapping):
+            raise MeshError(f"A view must be a dict from names to sizes, not {show(view)}.")
+        _check_layout(tuple(view.values()), tuple(view))
+        if prod(view.values()) != prod(sizes):
+            raise MeshError(
+                f"The view {show(dict(view))} has {prod(view.values())} ranks, and the mesh "
+                f"{prod(sizes)}."
+            )
+    axes, made = refined([dict(zip(names, sizes, strict=True)), *views])
+    return tuple(axes), tuple(axes.values()), tuple(made.items())
+
+
+def _with_groups(mesh: Mesh, limit: timedelta | None) -> Mesh:
+    """Makes the groups of a mesh's axes, with the timeout of the default group."""
+    world = dist.group.WORLD
+    assert world is not None  # it has been initialised
+    patience = limit or shortest_timeout([world])
+    for axis in mesh.axis_names:
+        group = mesh.group((axis,))
+        if patience is not None and dist.get_backend(group) in ("gloo", "nccl"):
+            set_timeout(patience, group)
+    control = current()
+    mesh._state.epoch = control.epoch if control is not None else 0
+    return _with_handle(mesh)
+
+
+def _with_handle(inner: Mesh) -> Mesh:
+    """Returns what the user holds of a mesh; caches drop the mesh when that is freed.
+
+    Its groups are destroyed when another mesh is made, where all ranks meet, once nothing has the
+    mesh or its DeviceMesh any more: a graph, or a DTensor.
+    """
+    handle = replace(inner, inner=inner)
+    for name in ("_groups", "_state"):
+        object.__setattr__(handle, name, getattr(inner, name))
+    finalize(handle, inner._state.drop).atexit = False
+    assert inner.device_mesh is not None  # only process-group meshes come here
+    bury = partial(bury_groups, inner._state.own, ref(inner.device_mesh))
+    finalize(inner._state, bury).atexit = False
+    return handle
+
+
+def _read_device(device: str | torch.device | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise MeshError(f"device={show(device)} is no device of torch.") from error
+
+
+def _check_layout(
+    shape: Sequence[int], axis_names: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    if not isinstance(shape, Sequence):
+        raise MeshError(f"shape must be a sequence of sizes or a DeviceMesh, not {show(shape)}.")
+    if isinstance(axis_names, str) or not isinstance(axis_names, Sequence):
+        raise MeshError(f"axis_names must be a sequence of names, not {show(axis_names)}.")
+    names, sizes = tuple(axis_names), tuple(shape)
+    if len(names) != len(sizes):
+        raise MeshError(
+            f"{len(sizes)} sizes {show(sizes)} but {len(names)} axis names {show(names)}."
+        )
+    if not names:
+        raise MeshError("A mesh needs at least one axis; use size 1 for a single rank.")
+    bad_names = [name for name in names if not (isinstance(name, str) and name)]
+    if bad_names or len(set(names)) < len(names):
+        raise MeshError(f"Axis names must be different non-empty strings, not {show(names)}.")
+    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise MeshError(f"Axis sizes must be integers of at least 1, not {show(sizes)}.")
+    return names, sizes
+
+
+def _default_kind() -> Kind:
+    started = dist.is_available() and dist.is_initialized()
+    torchrun = all(variable in os.environ for variable in TORCHRUN_VARIABLES)
+    return "process_group" if started or torchrun else "simulated"
+
+
+def _from_device_mesh(
+    device_mesh: DeviceMesh,
+    axis_names: Sequence[str] | None,
+    simulate: Strategy,
+    limit: timedelta | None,
+    debug: Debug | None,
+) -> Mesh:
+    own = device_mesh.mesh_dim_names
+    if own is None:
+        raise MeshError("The DeviceMesh has no dim names; make it with mesh_dim_names=(...).")
+    if axis_names is not None and tuple(axis_names) != tuple(own):
+        raise MeshError(f"axis_names {tuple(axis_names)} differ from the DeviceMesh's {own}.")
+    sizes = tuple(device_mesh.shape)
+    _check_layout(sizes, own)
+    if device_mesh.size() != dist.get_world_size():
+        raise MeshError(
+            f"The DeviceMesh {dict(zip(own, sizes, strict=True))} has not all of the "
+            f"{dist.get_world_size()} processes. Pass the mesh that it is a part of, and name axes "
+            f"where they are needed: parallelize(module, mesh, plan, axis={own[0]!r})."
+        )
+    agree_on_layout(tuple(own), sizes, limit)
+    ranks = device_mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise MeshError(f"The DeviceMesh's ranks {ranks} are not in row-major order.")
+    device = torch.device(device_mesh.device_type)
+    layout = Mesh(tuple(own), sizes, "process_group", device, simulate, None, debug)
+    mesh = replace(layout, device_mesh=device_mesh, layout=layout)
+    return _with_groups(mesh, limit)

@@ -1,0 +1,251 @@
+"""Mesh: a grid of ranks, how they run, and the process groups along its axes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, TypeAlias
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardmap_torch.control.groups import destroy_groups, in_time, shortest_timeout
+from shardmap_torch.control.start import current, within
+from shardmap_torch.core.caching import Memo
+from shardmap_torch.errors import MeshError
+from shardmap_torch.mesh.grid import Grid
+
+Kind: TypeAlias = Literal["simulated", "process_group", "abstract"]
+Strategy: TypeAlias = Literal["auto", "vmap", "ranks"]
+
+Debug: TypeAlias = Literal["collectives"]
+
+
+@dataclass
+class _State:
+    """The mutable state of a mesh, whose groups may be closed and made anew.
+
+    Attributes:
+        closed: whether `close` has been called.
+        epoch: number of recoveries of the run before its groups were made.
+        remade: whether its groups differ from those of the DeviceMesh it was made with.
+        own: the groups that were made for it.
+        forget: callbacks that drop other references to the groups.
+        specs: cached DTensorSpecs, which hold its DeviceMesh.
+        crossings: cached boundaries of calls, which hold the mesh.
+    """
+
+    closed: bool = False
+    epoch: int = 0
+    remade: bool = False
+    own: list[dist.ProcessGroup] = field(default_factory=list)
+    forget: list[Callable[[], object]] = field(default_factory=list)
+    specs: Memo[Any] = field(default_factory=Memo)
+    crossings: WeakSet[Any] = field(default_factory=WeakSet)
+
+    def drop(self) -> None:
+        """Drops the references of caches to the mesh."""
+        for forget in self.forget:
+            forget()
+        self.forget.clear()
+        for each in list(self.crossings):
+            each.close()
+
+
+@dataclass(frozen=True)
+class Mesh(Grid):
+    """Ranks laid out in a grid whose axes have names; rank numbers run row-major.
+
+    Made by `make_mesh`. Equal to another mesh of the same layout, kind and device.
+
+    A mesh with views has the finest axes from which those of all its views are made, and the names
+    of the others stand for several of these; see `make_mesh`.
+
+    Attributes:
+        axis_names: one name per axis, major first.
+        axis_sizes: ranks along each axis.
+        kind: how its ranks run; see `make_mesh`.
+        device: device of the values; None takes any one device that the inputs share.
+        simulate: the strategy of a simulated mesh.
+        device_mesh: torch's mesh underneath; process-group meshes only.
+        debug: "collectives" compares every collective on all ranks before it begins.
+        aliases: names that stand for several axes, the first of them major.
+        layout: an equal mesh without groups, which caches may keep; None if it has none itself.
+        inner: the mesh that calls on this one use, of the same groups. Caches keep that, and drop
+            it when this one is freed.
+
+    Source: `jax.sharding.Mesh`, `torch.distributed.device_mesh.DeviceMesh`.
+    """
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    kind: Kind
+    device: torch.device | None = None
+    simulate: Strategy = "auto"
+    device_mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+    debug: Debug | None = field(default=None, compare=False, repr=False)
+    aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    layout: "Mesh | None" = field(default=None, compare=False, repr=False)
+    inner: "Mesh | None" = field(default=None, compare=False, repr=False)
+    _groups: dict[Any, dist.ProcessGroup] = field(
+        default_factory=dict, compare=False, repr=False, init=False
+    )
+    _state: _State = field(default_factory=_State, compare=False, repr=False, init=False)
+    _sizes: dict[str, int] = field(default_factory=dict, compare=False, repr=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Stores the sizes by name, which each call of a collective reads."""
+        sizes = self._sizes
+        sizes.update(zip(self.axis_names, self.axis_sizes, strict=True))
+        sizes.update({name: prod(sizes[axis] for axis in axes) for name, axes in self.aliases})
+
+    def __hash__(self) -> int:
+        """Hashes the layout only, which costs each call a fifth of hashing all that is compared."""
+        return hash((self.axis_names, self.axis_sizes))
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process; 0 where one process holds all ranks.
+
+        Source: `jax.process_index`, `torch.distributed.get_rank`.
+        """
+        return dist.get_rank() if self.device_mesh is not None else 0
+
+    def resized(self, sizes: tuple[int, ...]) -> "Mesh":
+        """Returns an abstract mesh of other sizes, whose axes have the same process groups."""
+        mesh = Mesh(
+            self.axis_names,
+            sizes,
+            "abstract",
+            self.device,
+            device_mesh=self.device_mesh,
+            aliases=self.aliases,
+        )
+        mesh._groups.update(self._groups)
+        return mesh
+
+    def group(self, axes: Sequence[str], purpose: str = "collectives") -> dist.ProcessGroup:
+        """Returns the process group along `axes`; its members are in mesh order.
+
+        One group per set of axes and purpose. The group of one axis exists already; others are
+        made at first use, which each member must reach, as it does when all ranks run one program.
+
+        Raises:
+            MeshError: the mesh has no process groups.
+        """
+        if self.device_mesh is None:
+            raise MeshError(f"A {self.kind} mesh has no process groups.")
+        if self._state.closed:
+            raise MeshError(f"The {self} is closed; make another with make_mesh.")
+        ordered = self.in_order(axes)
+        key = (ordered, purpose)
+        if key not in self._groups:
+            self._groups[key] = self._make_group(self.device_mesh, ordered, purpose)
+        return self._groups[key]
+
+    def _make_group(
+        self, device_mesh: DeviceMesh, axes: tuple[str, ...], purpose: str
+    ) -> dist.ProcessGroup:
+        if len(axes) == 1 and purpose == "collectives" and not self._state.remade:
+            return device_mesh.get_group(axes[0])
+        members = self.peers(axes, self.coordinates(dist.get_rank()))
+        named = (dist.group.WORLD, *map(device_mesh.get_group, axes))
+        limit = shortest_timeout([group for group in named if group is not None])
+
+        def make() -> dist.ProcessGroup:
+            group = dist.new_group(
+                list(members),
+                timeout=limit,
+                use_local_synchronization=True,
+                group_desc=f"{axes} {purpose}",
+            )
+            assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+            self._state.own.append(group)
+            return group
+
+        if device_mesh.device_type != "cpu":  # the device is one of this thread
+            return make()
+        return in_time(limit, f"Making the group of {axes} on the {self}", make)
+
+    def recover(self) -> None:
+        """Recovers from an error of communication: all ranks agree, and make new groups.
+
+        After such an error messages may still be in flight, and every call raises a MeshError.
+        Catch the error on all ranks and call this on all of them: it waits for them, at most for
+        twice the timeout. Where a process is gone it raises; start the processes anew
+        then, as `torchrun --max-restarts` does. On a mesh of one process it does nothing.
+
+        Raises:
+            CommunicationError: a rank did not come in time; names it.
+
+        Source: `torch.distributed.ProcessGroup.abort` and new groups; ULFM's `MPIX_Comm_shrink`
+        (Bland et al. 2013), without the shrinking.
+        """
+        control = current()
+        if control is None or self.device_mesh is None:
+            return
+        if control.broken or self._state.epoch == control.epoch:
+            within(3 * control.timeout, "recover()", control.recover)
+        self._forget()
+        self._state.own.clear()
+        self._state.epoch, self._state.remade = control.epoch, True
+        # DTensors on the mesh use the same groups.
+        names = within(
+            control.timeout,
+            "recover()",
+            lambda: [self.group((axis,)).group_name for axis in self.axis_names],
+        )
+        if hasattr(self.device_mesh, "_dim_group_names"):
+            self.device_mesh._dim_group_names = names
+
+    def close(self) -> None:
+        """Destroys the groups that this mesh has made; it cannot be used any more.
+
+        All ranks must call it. Groups of torch's default and of a DeviceMesh that was passed to
+        `make_mesh` stay. A mesh is also a context manager that closes it.
+
+        Example:
+            >>> from shardmap_torch import make_mesh
+            >>> with make_mesh((2,), ("dp",), kind="simulated") as mesh:
+            ...     mesh.size
+            2
+        """
+        self._forget()
+        self._state.closed = True
+        destroy_groups(self._state.own)
+
+    def _forget(self) -> None:
+        self._groups.clear()
+        self._state.drop()
+
+    def when_groups_change(self, forget: Callable[[], object]) -> None:
+        """Registers `forget`, to be called once when the groups are closed or made anew."""
+        self._state.forget.append(forget)
+
+    def require_open(self) -> None:
+        """Requires that its groups can be used.
+
+        Raises:
+            MeshError: it is closed, or its groups were made before a `recover` of another mesh.
+        """
+        control = current()
+        if self._state.closed:
+            raise MeshError(f"The {self} is closed; make another with make_mesh.")
+        if control is not None and self._state.epoch != control.epoch and not control.broken:
+            raise MeshError(
+                f"The {self} has groups of before an error. Call its recover() on all ranks too."
+            )
+
+    def __enter__(self) -> "Mesh":
+        """Closes the mesh at the end of a `with` block; see `close`."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Closes the mesh."""
+        self.close()
+
+    def __str__(self) -> str:
+        """Formats it as `simulated mesh (dp=2, tp=4)`."""
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
+        return f"{self.kind} mesh ({sizes})"

@@ -1,0 +1,200 @@
+"""Positions counted from a rank's index, under global strictness, against one device."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    all_gather,
+    all_reduce,
+    axis_index,
+    axis_size,
+    check_program,
+    make_mesh,
+    shard_map,
+)
+from tests.checker.support.one_device import AXES, RANKS, assert_is_one_device, numbers
+from tests.checker.support.position_programs import batches_of_seeds, outcome_of
+
+Body = Callable[..., Tensor]
+
+AUTO: Final = make_mesh((2, 2), AXES, kind="simulated")
+ABSTRACT: Final = make_mesh((2, 2), AXES, kind="abstract")
+
+X: Final = numbers(4, 8)
+ROWS: Final = P(None, "a")
+IDS: Final = torch.tensor([[3, 0, 5, 7], [1, 1, 6, 2]])
+
+
+def own(x: Tensor, axis: Any = "a", dim: int = 1) -> Tensor:
+    """The positions of a rank's entries along a dim."""
+    n = x.shape[dim]
+    return torch.arange(n) + axis_index(axis) * n
+
+
+def causal(q: Tensor, k: Tensor) -> Tensor:
+    """Attends to all keys, with queries [n, t/r] of a rank and their global positions."""
+    keys = all_gather(k, "a", dim=1, dst=R)
+    mask = own(q)[:, None] >= torch.arange(q.shape[1] * axis_size("a"))[None]
+    scores = torch.einsum("bt,bs->bts", q, keys).masked_fill(~mask, -1e9)
+    return torch.einsum("bts,bs->bt", scores.softmax(-1), keys)
+
+
+def causal_of_slices(q: Tensor, k: Tensor) -> Tensor:
+    keys, n = all_gather(k, "a", dim=1, dst=R), q.shape[1]
+    mask = torch.ones(n * axis_size("a"), n * axis_size("a"), dtype=torch.bool).tril()
+    rows = torch.narrow(mask, 0, axis_index("a") * n, n)
+    scores = torch.einsum("bt,bs->bts", q, keys).masked_fill(~rows, -1e9)
+    return torch.einsum("bts,bs->bt", scores.softmax(-1), keys)
+
+
+def rotary(x: Tensor) -> Tensor:
+    positions = own(x).to(x.dtype)
+    angles = positions[:, None] * 100 ** -torch.linspace(0, 1, 3, dtype=x.dtype)
+    return x * angles.cos().sum(1) + x.roll(1, 0) * angles.sin().sum(1)
+
+
+def rotary_of_table(x: Tensor, table: Tensor) -> Tensor:
+    n = x.shape[1]
+    return x * table.narrow(0, axis_index("a") * n, n).sin()
+
+
+def learned_positions(x: Tensor, table: Tensor) -> Tensor:
+    return x * table[own(x)].sin()
+
+
+def one_hot(x: Tensor, ids: Tensor) -> Tensor:
+    """Multiplies the entries of a vocabulary that ids name, sharded over "a"."""
+    hot = (ids[:, :, None] == own(x)).to(x.dtype)
+    return all_reduce(torch.einsum("bsv,nv->nbs", hot, x.sin()), "a", dst=I)
+
+
+def drawn(x: Tensor) -> Tensor:
+    """Numbers from counters: the position of each entry among all."""
+    count = torch.arange(x.numel()).view(x.shape) + axis_index("b") * x.numel()
+    hashed = (count * 2654435761) % 4294967296
+    return x * ((hashed % 1000) < 500)
+
+
+def every_other(x: Tensor) -> Tensor:
+    """Positions dealt out to the ranks of "a" one by one."""
+    return torch.arange(4 // axis_size("a"), dtype=x.dtype) * axis_size("a") + axis_index("a")
+
+
+RIGHT: Final[dict[str, tuple[Body, Sequence[Tensor], Any, P]]] = {
+    "causal mask": (causal, (X, numbers(4, 8) + 1), (ROWS, ROWS), ROWS),
+    "rows of a mask": (causal_of_slices, (X, numbers(4, 8) + 1), (ROWS, ROWS), ROWS),
+    "rotary": (rotary, (X,), (ROWS,), ROWS),
+    "rotary of a table": (rotary_of_table, (X, numbers(8)), (ROWS, P()), ROWS),
+    "learned positions": (learned_positions, (X, numbers(8)), (ROWS, P()), ROWS),
+    "one-hot": (one_hot, (X, IDS), (ROWS, P()), P()),
+    "counters": (drawn, (X,), (P("b"),), P("b")),
+    "two axes": (
+        lambda x: x * own(x, ("a", "b")),
+        (X,),
+        (P(None, ("a", "b")),),
+        P(None, ("a", "b")),
+    ),
+    "two dims": (
+        lambda x: x * (own(x, "a")[None] - 3 * own(x, "b", 0)[:, None]),
+        (X,),
+        (P("b", "a"),),
+        P("b", "a"),
+    ),
+    "odd numbers": (lambda x: x * (own(x) * 2 + 1), (X,), (ROWS,), ROWS),
+    "every other": (
+        lambda x: x * all_reduce(every_other(x).cos().sum(), "a", dst=R),
+        (X,),
+        (P(None, "b"),),
+        P(None, "b"),
+    ),
+    "from the end": (
+        lambda x: x * (x.shape[1] * axis_size("a") - 1 - own(x)),
+        (X,),
+        (ROWS,),
+        ROWS,
+    ),
+    "written over": (lambda x: x * own(x).add_(1), (X,), (ROWS,), ROWS),
+    "one each": (lambda x: x * own(x), (numbers(4, 2),), (ROWS,), ROWS),
+    "floats": (
+        lambda x: x * (torch.arange(x.shape[1], dtype=x.dtype) + x.shape[1] * axis_index("a")),
+        (X,),
+        (ROWS,),
+        ROWS,
+    ),
+}
+
+MESHES: Final = {"ranks": RANKS, "auto": AUTO}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", RIGHT)
+def test_positions_of_a_rank_are_those_on_one_device(name: str, mesh: str) -> None:
+    body, args, in_specs, out_specs = RIGHT[name]
+    check_program(
+        shard_map(body, mesh=ABSTRACT, in_specs=in_specs, out_specs=out_specs, check="global"),
+        *args,
+    )
+    assert_is_one_device(body, args, in_specs, out_specs, MESHES[mesh])
+
+
+def off_by_one(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1]) + axis_index("a") * x.shape[1] + axis_size("a")
+
+
+WRONG: Final[dict[str, tuple[Body, P]]] = {
+    "no offset": (lambda x: x * torch.arange(x.shape[1]), ROWS),
+    "another axis": (lambda x: x * own(x, "b"), ROWS),
+    "another dim": (lambda x: x * (torch.arange(4) + axis_index("a") * x.shape[0]), ROWS),
+    "a stride too long": (
+        lambda x: x * (torch.arange(x.shape[1]) + axis_index("a") * (x.shape[1] + 1)),
+        ROWS,
+    ),
+    "overlapping": (
+        lambda x: x * (torch.arange(x.shape[1]) + axis_index("a") * (x.shape[1] - 1)),
+        ROWS,
+    ),
+    "a base that differs": (lambda x: x * off_by_one(x), ROWS),
+    "the mask of another rank": (
+        lambda x: x * (torch.arange(4) + (axis_index("a") + 1) % axis_size("a") * 4 > 3),
+        ROWS,
+    ),
+    "backwards": (
+        lambda x: x * (torch.arange(4) + (axis_size("a") - 1 - axis_index("a")) * 4),
+        ROWS,
+    ),
+    "a product of indices": (lambda x: x * (own(x) * axis_index("a")), ROWS),
+    "minor first": (lambda x: x * own(x, ("b", "a")), P(None, ("a", "b"))),
+    "one axis of two": (lambda x: x * own(x, "a"), P(None, ("a", "b"))),
+    "dealt out": (
+        lambda x: x * (torch.arange(x.shape[1]) * axis_size("a") + axis_index("a")),
+        ROWS,
+    ),
+    "the start alone": (lambda x: x + axis_index("a") * x.shape[1], ROWS),
+    "twice": (lambda x: x * (own(x) + axis_index("a") * x.shape[1]), ROWS),
+    "cropped": (lambda x: x * own(x)[1:].sum(), ROWS),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_positions_of_other_entries_are_refused(name: str) -> None:
+    body, spec = WRONG[name]
+    mapped = shard_map(body, mesh=ABSTRACT, in_specs=spec, out_specs=spec, check="global")
+    with pytest.raises(ShardTypeError, match="check='global'"):
+        check_program(mapped, X)
+
+
+@pytest.mark.parametrize("seeds", batches_of_seeds())
+def test_random_positions_are_refused_or_those_on_one_device(seeds: range) -> None:
+    found = Counter(map(outcome_of, seeds))
+    assert found["wrong"] == 0
+    assert found["right"] > 0
+    assert found["refused"] > 0

@@ -1,0 +1,141 @@
+"""Writes into fresh memory of a local size, under global strictness, against one device."""
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmap_torch import I, P, all_reduce, axis_group, axis_size
+from tests.checker.support.one_device import (
+    RANKS,
+    assert_is_one_device,
+    assert_is_refused,
+    numbers,
+)
+
+# torch renames some calls.
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+
+Body = Callable[[Tensor], Tensor]
+
+X: Final = numbers(4, 8)
+OWN: Final = P("a", invariant={"b"})
+
+
+def scaled_zeros(x: Tensor) -> Tensor:
+    total = torch.zeros(8, dtype=x.dtype).mul_(0.9).div_(2).add_(x.sum(0))
+    return all_reduce(total, "a", dst=I)
+
+
+def halves_of_a_sum(x: Tensor) -> Tensor:
+    total = torch.zeros(8, dtype=x.dtype)
+    total[:4] = x.sum(0)[:4]
+    total[4:] = x.cos().sum(0)[4:]
+    return all_reduce(total, "a", dst=I)
+
+
+def half_of_a_sum(x: Tensor) -> Tensor:
+    total = torch.zeros(8, dtype=x.dtype)
+    total[:4] = x.mean(0)[:4]
+    return all_reduce(total, "a", op="mean", dst=I)
+
+
+def accumulated(x: Tensor) -> Tensor:
+    total = torch.zeros(x.shape, dtype=x.dtype)
+    total += x
+    total.mul_(2)
+    return total.sin()
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    out = torch.empty(x.shape[0], 16, dtype=x.dtype)
+    out[:, :8] = x
+    out[:, 8:] = x.cos()
+    return out.sin()
+
+
+def read_as_views(x: Tensor) -> Tensor:
+    out = torch.zeros(x.shape[0], 8, dtype=x.dtype)
+    same, turned = out.detach(), out.t()
+    out += x
+    return same * turned.t() * x
+
+
+def of_ones(x: Tensor) -> Tensor:
+    out = torch.ones(x.shape[0], 8, dtype=x.dtype)
+    out[:, 2:5] = x[:, 2:5]
+    out /= 2
+    return out * x
+
+
+def scattered(x: Tensor) -> Tensor:
+    """Sums over all ranks with a call of torch.distributed, which writes into its output."""
+    total = x.detach().sum(0)
+    out = total.new_empty(total.shape[0] // axis_size("a"))
+    dist.reduce_scatter_tensor(out, total, group=axis_group(RANKS, "a"))
+    return out * 2
+
+
+RIGHT: Final[dict[str, tuple[Body, P]]] = {
+    "zeros times a number": (scaled_zeros, P()),
+    "halves of a sum": (halves_of_a_sum, P()),
+    "half of a mean": (half_of_a_sum, P()),
+    "zeros of a local size": (accumulated, P("a")),
+    "two parts": (side_by_side, P("a")),
+    "views of zeros": (read_as_views, P("a")),
+    "a part of ones": (of_ones, P("a")),
+    "reduce_scatter_tensor": (scattered, P("a")),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_memory_of_equal_entries_takes_what_is_written(name: str) -> None:
+    body, out = RIGHT[name]
+    assert_is_one_device(body, [X], OWN, out)
+
+
+def sum_beside_a_number(x: Tensor) -> Tensor:
+    total = torch.zeros(8, dtype=x.dtype)
+    total[:4] = x.sum(0)[:4]
+    total[4:] = 1.0
+    return all_reduce(total, "a", dst=I)
+
+
+def sum_beside_ones(x: Tensor) -> Tensor:
+    total = torch.ones(8, dtype=x.dtype)
+    total[:4] = x.sum(0)[:4]
+    return all_reduce(total, "a", dst=I)
+
+
+def sum_in_scaled_ones(x: Tensor) -> Tensor:
+    return all_reduce(torch.ones(8, dtype=x.dtype).mul_(0.5).add_(x.sum(0)), "a", dst=I)
+
+
+def other_axis(x: Tensor) -> Tensor:
+    """Reads rows that "a" shards as those that "b" does."""
+    out = torch.zeros(x.shape[0], 8, dtype=x.dtype)
+    same = out.detach()
+    out += x
+    return same * torch.zeros(4 // axis_size("b"), 8, dtype=x.dtype).add_(1)
+
+
+def drawn(x: Tensor) -> Tensor:
+    return x.detach() * torch.empty(x.shape[0], 8, dtype=x.dtype).normal_()
+
+
+WRONG: Final[dict[str, tuple[Body, P, str]]] = {
+    "a number beside a sum": (sum_beside_a_number, P(), "pending sum into finished"),
+    "a sum beside ones": (sum_beside_ones, P(), "pending sum into finished"),
+    "a sum in ones": (sum_in_scaled_ones, P(), "counted once per rank"),
+    "rows of another axis": (other_axis, P("b"), "is sharded over 'a', and|promises"),
+    "draws": (drawn, P("a"), "writes a value|of its own|differ between ranks"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_memory_does_not_take_what_changes_the_rest(name: str) -> None:
+    body, out, text = WRONG[name]
+    assert_is_refused(body, [X], OWN, out, text)
