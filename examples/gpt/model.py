@@ -189,13 +189,17 @@ def loss(params: Params, batch: Tensor, config: Config, dropout: Dropout | None 
 
     Gradients of parameters are each rank's addend over `parallel.pending`.
     """
-    tokens, targets = (_own(x, config.parallel) for x in (batch[:, :-1], batch[:, 1:]))
+    tokens, targets = own_positions(batch, config.parallel)
     logits, balances = forward(params, tokens, config, dropout)
     value = cross_entropy(logits, targets, config.parallel)
     return value + BALANCE * torch.stack(balances).sum() if balances else value
 
 
-def _own(tokens: Tensor, parallel: Parallel) -> Tensor:
-    """The positions of this rank."""
+def own_positions(batch: Tensor, parallel: Parallel) -> tuple[Tensor, Tensor]:
+    """Batch [b, t+1] -> tokens and targets [b, t/cp]."""
+    tokens, targets = batch[:, :-1], batch[:, 1:]
     axis = parallel.context
-    return tokens if axis is None else convert(tokens, axis, src=I, dst=V, dim=1)
+    if axis is None:
+        return tokens, targets
+    parts: tuple[Tensor, Tensor] = convert((tokens, targets), axis, src=I, dst=V, dim=1)
+    return parts

@@ -201,7 +201,7 @@ _USES: Final[Mapping[str, set[str]]] = {
 
 _EXCLUDED: Final = (
     ("ep", {"fsdp", "zero", "sp"}),
-    ("pp", {"fsdp", "zero", "ep", "cp", "sp"}),
+    ("pp", {"fsdp", "zero", "ep", "sp"}),
     ("dp", {"fsdp", "zero"}),
     ("fsdp", {"zero"}),
 )

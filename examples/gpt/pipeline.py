@@ -17,8 +17,9 @@ def value_and_grad(params: Params, batch: Tensor, config: Config) -> tuple[Tenso
 
     The sequences of each rank of "dp" are a number of microbatches, in the order of 1F1B.
     """
-    tokens, targets = batch[:, :-1], batch[:, 1:]
-    num_tokens = targets.numel() * axis_size("dp")
+    data = config.parallel.data
+    tokens, targets = model.own_positions(batch, config.parallel)
+    num_tokens = targets.numel() * axis_size(data)
     x, pull = vjp(lambda table: embed(tokens, table, config.parallel), params["embedding"])
 
     def stage(layers: Params, x: Tensor) -> Tensor:
@@ -39,10 +40,10 @@ def value_and_grad(params: Params, batch: Tensor, config: Config) -> tuple[Tenso
         parts: Tensor = x.unflatten(0, (-1, config.microbatches)).transpose(0, 1)
         return parts
 
-    layers, head = convert((params["layers"], model.head(params)), "dp", src=I, dst=R)
+    layers, head = convert((params["layers"], model.head(params)), data, src=I, dst=R)
     value, (d_layers, d_head), d_x = nn.pipeline_value_and_grad(
         stage, loss, layers, microbatches(x), microbatches(targets), "pp", head=head
     )
     (d_table,) = pull(d_x.transpose(0, 1).flatten(0, 1))
     grads = {"embedding": d_table, "layers": d_layers, **d_head}
-    return all_reduce(value, "dp", dst=I), {name: grads[name] for name in params}
+    return all_reduce(value, data, dst=I), {name: grads[name] for name in params}

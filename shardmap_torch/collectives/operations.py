@@ -1,7 +1,7 @@
 """Operations: collective calls with their arguments, pull-backs and push-forwards."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -63,7 +63,8 @@ class Collective(Linear):
     """One collective call: a row of the table with its arguments. Dims are non-negative.
 
     Of a ragged exchange `lengths` are the rows of the operand and of the result, and
-    `counts[s][t]` rows go from rank s to rank t; there are none while a body is checked.
+    `counts[s][t]` rows go from rank s to rank t; there are none while a body is checked. They are
+    data, of which other groups have other, and so no part of what ranks compare: its repr.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Collective(Linear):
     perm: tuple[tuple[int, int], ...] = ()
     source: int = 0
     lengths: tuple[int, int] = (0, 0)
-    counts: tuple[tuple[int, ...], ...] = ()
+    counts: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     comm_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None

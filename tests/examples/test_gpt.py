@@ -298,11 +298,19 @@ COMBINATIONS = {
     "cp+tp+sp": (2, 2),
 }
 PIPELINES = {"pp": (2,), "dp+pp": (2, 2), "pp+tp": (2, 2)}
-SIZES = COMBINATIONS | PIPELINES
+OVER_8_RANKS = {
+    "dp+cp+tp+sp": (2, 2, 2),
+    "fsdp+cp+tp+sp": (2, 2, 2),
+    "zero+cp+tp+sp": (2, 2, 2),
+    "dp+pp+tp": (2, 2, 2),
+    "cp+pp+tp": (2, 2, 2),
+}
+OVER_FOUR_AXES = {"dp+cp+pp+tp": (2, 2, 2, 2)}
+SIZES = COMBINATIONS | PIPELINES | OVER_8_RANKS | OVER_FOUR_AXES
 
 
 @pytest.mark.parametrize(
-    "parallel", sampled(SIZES, "dp+tp", "fsdp+tp+sp", "zero+tp", "cp+tp+sp", "pp+tp")
+    "parallel", sampled(SIZES, "dp+tp", "fsdp+cp+tp+sp", "zero+cp+tp+sp", "dp+cp+pp+tp")
 )
 def test_every_choice_has_the_gradients_of_one_device(parallel: str) -> None:
     chosen = Parallel.of(parallel)
@@ -312,11 +320,28 @@ def test_every_choice_has_the_gradients_of_one_device(parallel: str) -> None:
     assert wrong_leaves(found, config) == set()
 
 
-MIXTURES = {"ep": (4,), "ep+tp": (2, 2), "ep+cp": (2, 2)}
+def by_choice(parallel: str) -> dict[str, Tensor]:
+    chosen = Parallel.of(parallel)
+    config = replace(CONFIG, parallel=chosen)
+    return on_mesh(chosen.mesh_sizes(SIZES[parallel]), check="global", config=config)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("parallel", OVER_8_RANKS)
+def test_every_choice_on_8_processes_has_the_gradients_of_one_device(
+    parallel: str, gloo: Gloo
+) -> None:
+    config = replace(CONFIG, parallel=Parallel.of(parallel))
+    for actual in gloo(8).run(by_choice, parallel, timeout=300):
+        assert wrong_leaves(actual, config) == set()
+
+
+# The last one has four axes: the ranks of "dp" are seen as "edp" and "ep", beside "cp" and "tp".
+MIXTURES = {"ep": (4,), "ep+tp": (2, 2), "ep+cp": (2, 2), "ep+cp+tp": (4, 2, 2)}
 
 
 @pytest.mark.parametrize("experts", sampled([2, 4], 2))
-@pytest.mark.parametrize("parallel", MIXTURES)
+@pytest.mark.parametrize("parallel", sampled(MIXTURES, "ep", "ep+cp+tp"))
 def test_mixtures_of_experts_have_the_gradients_of_one_device(parallel: str, experts: int) -> None:
     chosen = Parallel.of(parallel)
     config = replace(CONFIG, parallel=chosen, experts=experts)
@@ -358,7 +383,7 @@ def test_training_by_every_choice_on_processes_has_the_losses_of_one_device(
         ("tp+dq", "'dq' is none of dp, fsdp, zero, ep, cp, pp, tp, sp"),
         ("ep+zero", "ep and zero exclude each other"),
         ("ep+sp+tp", "ep and sp exclude each other"),
-        ("pp+cp", "pp and cp exclude each other"),
+        ("pp+ep", "pp and ep exclude each other"),
         ("dp+sp", "sp needs tp: it shards what tp leaves unsharded between its layers"),
         ("dp+zero", "dp and zero exclude each other"),
     ],

@@ -32,6 +32,8 @@ from tests.nn.support.cases import (
     Case,
     assert_equal_on_processes,
     assert_equals_one_device,
+    expected,
+    on_mesh,
     random,
 )
 from tests.support.pool import Gloo
@@ -138,6 +140,19 @@ def _over_both() -> Tensor:
     f = shard_map(case.body, mesh=mesh, in_specs=case.in_specs, out_specs=case.out_spec)
     found: Tensor = full(f(*case.inputs))
     return found
+
+
+def test_groups_of_processes_may_exchange_different_numbers_of_rows(gloo: Gloo) -> None:
+    # Ranks compare what they do at later calls.
+    wanted = expected(SEVERAL["over one of two axes"])
+    for repeats in gloo(4).run(_in_two_groups):
+        for found in repeats:
+            torch.testing.assert_close(found, [x.detach() for x in wanted])
+
+
+def _in_two_groups() -> list[list[Tensor]]:
+    mesh = make_mesh((2, 2), AXES)
+    return [on_mesh(SEVERAL["over one of two axes"], mesh) for _ in range(3)]
 
 
 def mapped(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -82,7 +82,7 @@ def mapped(case: Case, mesh: Mesh, check: Any = "global") -> Callable[..., Tenso
 
 def assert_equals_one_device(case: Case, simulate: Any) -> None:
     mesh = make_mesh(case.sizes, AXES, kind="simulated", simulate=simulate)
-    _assert_close(on_mesh(case, mesh), expected(case))
+    assert_close(on_mesh(case, mesh), expected(case))
 
 
 def assert_equal_on_processes(cases: Mapping[str, Case], module: str, gloo: Gloo) -> None:
@@ -93,7 +93,7 @@ def assert_equal_on_processes(cases: Mapping[str, Case], module: str, gloo: Gloo
     for size, names in by_size.items():
         for found in gloo(size).run(_in_worker, module, size, names, timeout=200):
             for name in names:
-                _assert_close(found[name], expected(cases[name]))
+                assert_close(found[name], expected(cases[name]))
 
 
 def _in_worker(module: str, size: int, names: Sequence[str]) -> dict[str, list[Tensor]]:
@@ -102,7 +102,7 @@ def _in_worker(module: str, size: int, names: Sequence[str]) -> dict[str, list[T
     return {name: on_mesh(cases[name], mesh) for name in names}
 
 
-def _assert_close(actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+def assert_close(actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
     assert len(actual) == len(wanted)
     for one, other in zip(actual, wanted, strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=EXACT, atol=EXACT)
