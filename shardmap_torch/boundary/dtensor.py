@@ -326,6 +326,9 @@ class Crossings:
                     grad = tracked and x.requires_grad
                     result.append(apply_eager(x, last[1], backend) if grad else local.detach())
                     continue
+            if type(x) is Tensor and self._replicated[at] and not (tracked and x.requires_grad):
+                result.append(x)  # global, and equal on all ranks
+                continue
             result.append(enter(backend, mesh, specs[at], x))
             known[at] = _known_entry(mesh, specs[at], x)
         return result

@@ -11,30 +11,35 @@ from shardmap_torch.core.torch_private.engine import functorch
 
 
 class _Spare(threading.local):
-    tensor: Tensor | None = None
+    tensors: tuple[Tensor, ...] = ()
 
 
 _SPARE = _Spare()
 
 
 @contextmanager
-def spare(buffer: Tensor) -> Iterator[None]:
-    """Allows a collective in this context to overwrite `buffer`, which is not read again."""
+def spare(*buffers: Tensor) -> Iterator[None]:
+    """Allows a collective in this context to overwrite `buffers`, which are not read again.
+
+    Over axes of one rank it overwrites nothing, and returns its operand as the result.
+    """
     if torch.compiler.is_compiling():  # functional collectives overwrite nothing
         yield
         return
-    _SPARE.tensor = buffer
+    _SPARE.tensors = buffers
     try:
         yield
     finally:
-        _SPARE.tensor = None
+        _SPARE.tensors = ()
 
 
 def is_spare(x: Tensor) -> bool:
     """Returns whether `x` is the buffer of `spare`, and autograd does not need it."""
     if torch.compiler.is_dynamo_compiling():  # and `spare` names none while code is exported
         return False
-    return _SPARE.tensor is x and not x.requires_grad and x.is_contiguous()
+    # Most operands are compared with none.
+    named = any([x is each for each in _SPARE.tensors]) if _SPARE.tensors else False
+    return named and not x.requires_grad and x.is_contiguous()
 
 
 def memory_of(x: Tensor) -> int | None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from shardmap_torch.optim.lists import Tensors, each, each_own
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
@@ -77,18 +76,21 @@ class _AdamW(Elementwise):
         denominator = each_own("mul", each("sqrt", square), scale)
         denominator = each_own("add", denominator, self.eps)
         change = each("mul", mean, -at.lr / (1 - beta1**at.number))
-        change = each_own("div", change, denominator)
-        return each_own("add", change, decay(params, at)), [mean, square]
+        return _moved(params, at, change, denominator), [mean, square]
 
 
-def decay(params: Tensors, at: Step) -> Tensors:
-    """Returns params * (1 - lr * decay), and parameters that do not decay as they are."""
-    places = [place for place, amount in enumerate(at.decays) if amount]
-    if not places:
-        return params
-    amount = at.decays[places[0]]
-    kept: Tensor | float = 1 - at.lr * amount
+def _moved(params: Tensors, at: Step, change: Tensors, denominator: Tensors) -> Tensors:
+    """Returns params * (1 - lr * decay) + change / denominator, in few passes over the memory."""
     result = list(params)
-    for place, shrunk in zip(places, each("mul", [params[i] for i in places], kept), strict=True):
-        result[place] = shrunk
+    for decays in (True, False):
+        places = [place for place, amount in enumerate(at.decays) if bool(amount) == decays]
+        own = [params[place] for place in places]
+        step = [[column[place] for place in places] for column in (change, denominator)]
+        if decays and places:
+            shrunk = each("mul", own, 1 - at.lr * at.decays[places[0]])
+            moved = each_own("addcdiv", shrunk, *step)
+        else:
+            moved = each("addcdiv", own, *step)
+        for place, value in zip(places, moved, strict=True):
+            result[place] = value
     return result

@@ -80,8 +80,12 @@ def transfer_all(
     stage: Stage,
     bucket_bytes: int,
     comm_dtype: torch.dtype | None,
+    lends: bool = False,
 ) -> list[Tensor]:
-    """Runs the transfer of each leaf that has one, in common buffers where possible."""
+    """Runs the transfer of each leaf that has one, in common buffers where possible.
+
+    `lends`: whether the caller writes into no result, so that one may be its operand.
+    """
     result = list(leaves)
     if stage.is_empty:
         return result
@@ -92,7 +96,7 @@ def transfer_all(
         if len(places) == 1:
             result[places[0]] = some[0].run(values[0], comm_dtype)
             continue
-        move = partial(_move_group, some, bucket_bytes, comm_dtype)
+        move = partial(_move_group, some, bucket_bytes, comm_dtype, lends)
         move.__name__ = f"{some[0].name}_buckets"  # type: ignore[attr-defined]  # shown in reports
         sources, targets = tuple(t.src for t in some), tuple(t.dst for t in some)
         moved = local_region(move, in_types=sources, out_types=targets)(*values)
@@ -128,13 +132,15 @@ def _move_group(
     transfers: Sequence[Transfer],
     bucket_bytes: int,
     comm_dtype: torch.dtype | None,
+    lends: bool,
     *leaves: Tensor,
 ) -> tuple[Tensor, ...]:
     """Moves the leaves of a group, in as many buffers as needed."""
     first = transfers[0]
     if axis_size(first.axes) == 1:  # nothing is sent, and packing would be copies for that
         if first.name == "all_reduce":
-            return all_reduce(leaves, first.axes, dst=I, comm_dtype=comm_dtype)
+            with spare(*leaves if lends else ()):
+                return all_reduce(leaves, first.axes, dst=I, comm_dtype=comm_dtype)
         return tuple([t.run(x, comm_dtype) for t, x in zip(transfers, leaves, strict=True)])
     moved: list[Tensor] = []
     for places in _filled([x.nbytes for x in leaves], bucket_bytes):

@@ -12,7 +12,8 @@ from shardmap_torch.core.tree import (
     Tree,
     broadcast_prefix,
     broadcast_prefix_all,
-    flatten,
+    opened,
+    rebuilt,
 )
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.ops.arguments import finest_specs
@@ -39,10 +40,12 @@ class Leaves:
 def match_leaves(what: str, specs: Tree, tree: Tree, head: str) -> Leaves:
     """Matches the leaves of `tree`, named `what` in paths, with a prefix tree of specs.
 
+    Both may be `Flat`.
+
     Raises:
         SpecError: the specs do not match, or a leaf is no tensor; `head` begins its message.
     """
-    values, structure = flatten(tree)
+    values, structure = opened(tree)
     matched: Broadcast[P] = broadcast_prefix_all(specs, structure, tree, what, is_partition)
     if matched.mismatches or not all([isinstance(leaf, Tensor) for leaf in values]):
         raise SpecError(listing(head, [*map(str, matched.mismatches), *_others(specs, tree, what)]))
@@ -51,6 +54,6 @@ def match_leaves(what: str, specs: Tree, tree: Tree, head: str) -> Leaves:
 
 def _others(specs: Tree, tree: Tree, what: str) -> Iterator[str]:
     """Yields the leaves that have a spec and are no tensors."""
-    for leaf in broadcast_prefix(specs, tree, what, is_partition):
+    for leaf in broadcast_prefix(rebuilt(specs), rebuilt(tree), what, is_partition):
         if isinstance(leaf, Placed) and not isinstance(leaf.value, Tensor):
             yield f"{leaf.path}: is no tensor but a {type(leaf.value).__name__}"

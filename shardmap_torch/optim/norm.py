@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.tree import Tree, flatten, unflatten
+from shardmap_torch.core.tree import Tree, closed, flatten, opened
 from shardmap_torch.errors import OptimizerError, SpecError
 from shardmap_torch.ops import all_reduce
 from shardmap_torch.optim.leaves import Leaves, match_leaves
@@ -62,7 +62,7 @@ def global_norm(tree: Tree, specs: Tree | None = None, *, ord: float = 2.0) -> T
     """
     if not ord >= 1:
         raise OptimizerError(f"global_norm: ord={ord} is no norm; it must be at least 1.")
-    if not flatten(tree)[0]:
+    if not opened(tree)[0]:
         raise OptimizerError("global_norm: the tree has no leaves.")
     in_body = current_scope() is not None
     amounts = _in_body(tree, specs, ord) if in_body else _outside(tree, ord)
@@ -105,13 +105,13 @@ def clip_by_global_norm(
     norm = global_norm(tree, specs, ord=ord)
     # A norm of zero gives infinity here, and 1 after the clamp.
     scale = (max_norm / norm).clamp(max=1)
-    leaves, structure = flatten(tree)
+    leaves, structure = opened(tree)
     dtypes = {leaf.dtype for leaf in leaves}
     if len(dtypes) == 1 and not any([isinstance(leaf, DTensor) for leaf in leaves]):
         scaled = each("mul", leaves, scale.to(dtypes.pop()))
     else:
         scaled = [_scaled(leaf, scale) for leaf in leaves]
-    clipped: X = unflatten(structure, scaled)
+    clipped: X = closed(tree, structure, scaled)
     return clipped, norm
 
 

@@ -13,8 +13,11 @@ from shardmap_torch.core.tree import (
     Structure,
     Tree,
     broadcast_prefix_all,
+    closed,
     flatten,
     map_leaves,
+    opened,
+    rebuilt,
     unflatten,
 )
 from shardmap_torch.errors import OptimizerError, listing
@@ -105,7 +108,7 @@ class Elementwise(Optimizer):
         Raises:
             OptimizerError: the trees differ; lists every leaf that does.
         """
-        leaves, structure = flatten(params)
+        leaves, structure = opened(params)
         trees = [grads, *(state[name] for name in self.kept)]
         columns = [_like(tree, params, leaves, structure) for tree in trees]
         number = state["step"] + 1
@@ -123,8 +126,9 @@ class Elementwise(Optimizer):
         updated = (moved, *moments)
         if not is_plain:
             updated = tuple([_globals(column, leaves) for column in updated])
-        trees = [unflatten(structure, column) for column in updated]
-        return trees[0], {"step": number, **dict(zip(self.kept, trees[1:], strict=True))}
+        trees = [unflatten(structure, column) for column in updated[1:]]
+        new = closed(params, structure, updated[0])
+        return new, {"step": number, **dict(zip(self.kept, trees, strict=True))}
 
     def _decayed(self, params: Tree, structure: Structure, leaves: Sequence[Tensor]) -> list[float]:
         """Returns the decay of each leaf."""
@@ -187,12 +191,12 @@ def _like(
     tree: Tree, params: Tree, expected: Sequence[Tensor], expected_structure: Structure
 ) -> Tensors:
     """Returns the leaves of a tree that must have the structure and shapes of `params`."""
-    leaves, structure = flatten(tree)
+    leaves, structure = opened(tree)
     if structure == expected_structure and all(
         x.shape == p.shape for x, p in zip(leaves, expected, strict=True)
     ):
         return leaves
-    paths, names = leaf_paths(tree), leaf_paths(params)
+    paths, names = leaf_paths(rebuilt(tree)), leaf_paths(rebuilt(params))
     problems = [f"{name}: is missing" for name in names if name not in paths]
     problems += [f"{path}: is no parameter" for path in paths if path not in names]
     if not problems:

@@ -11,7 +11,7 @@ from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.tree import Tree, unflatten
+from shardmap_torch.core.tree import Flat, Tree, closed
 from shardmap_torch.errors import ShardTypeError, SpecError, listing
 from shardmap_torch.ops.arguments import Axis, finest
 from shardmap_torch.optim.buckets import BUCKET_BYTES, Stage, Transfer, transfer_all
@@ -78,7 +78,7 @@ def sync_gradients(
     targets = leaves if into is None else _leaves("sync_gradients", "grads", into, grads)
     plan = _plan_sums(leaves.paths, leaves.specs, targets.specs, axes)
     _check_types(leaves, plan.pending)
-    moved: X = _move(leaves, (plan.scatters, plan.sums), bucket_bytes, comm_dtype)
+    moved: X = _move(grads, leaves, (plan.scatters, plan.sums), bucket_bytes, comm_dtype)
     return moved
 
 
@@ -160,7 +160,7 @@ def _reshard(
     leaves = _leaves(name, "params", specs, params)
     targets = _leaves(name, "params", shards, params)
     stage = _plan_reshard(name, make, leaves.paths, leaves.specs, targets.specs)
-    moved: X = _move(leaves, (stage,), bucket_bytes, comm_dtype)
+    moved: X = _move(params, leaves, (stage,), bucket_bytes, comm_dtype)
     return moved
 
 
@@ -196,12 +196,16 @@ def _plan_sums(
 
 
 def _move(
-    leaves: Leaves, stages: Sequence[Stage], bucket_bytes: int, comm_dtype: torch.dtype | None
+    tree: Tree,
+    leaves: Leaves,
+    stages: Sequence[Stage],
+    bucket_bytes: int,
+    comm_dtype: torch.dtype | None,
 ) -> Any:
-    values = leaves.values
+    values, lends = leaves.values, type(tree) is Flat
     for stage in stages:
-        values = transfer_all(values, stage, bucket_bytes, comm_dtype)
-    return unflatten(leaves.structure, values)
+        values = transfer_all(values, stage, bucket_bytes, comm_dtype, lends)
+    return closed(tree, leaves.structure, values)
 
 
 def _leaves(name: str, what: str, specs: Tree, tree: Tree) -> Leaves:

@@ -7,13 +7,22 @@ from typing import Any
 
 import torch
 
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten, unflatten
+from shardmap_torch.core.caching import lazy
+from shardmap_torch.core.tree import (
+    Flat,
+    Mismatch,
+    Placed,
+    Tree,
+    broadcast_prefix,
+    flatten,
+    unflatten,
+)
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.optim.buckets import BUCKET_BYTES
 from shardmap_torch.optim.norm import clip_by_global_norm
-from shardmap_torch.optim.optimizer import Optimizer, State
+from shardmap_torch.optim.optimizer import Elementwise, Optimizer, State
 from shardmap_torch.optim.sync import gather_params, shard_params, sync_gradients
 from shardmap_torch.spec import Entry, P
 
@@ -142,6 +151,11 @@ class _Zero(Optimizer):
     bucket_bytes: int
     comm_dtype: torch.dtype | None
 
+    @lazy
+    def _flat_specs(self) -> tuple[Flat, Flat]:
+        """Those of the parameters and of the shards, flattened once."""
+        return Flat(*flatten(self.own)), Flat(*flatten(self.shards))
+
     def init(self, params: Tree) -> State:
         return self.optimizer.init(params)
 
@@ -149,17 +163,23 @@ class _Zero(Optimizer):
         return self.optimizer.specs(self.shards)
 
     def update(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+        own, into, structure = self.own, self.shards, None
+        # Trees of those who take them flat, and write into none of them, stay so from here on.
+        if isinstance(self.optimizer, Elementwise) and not torch.compiler.is_dynamo_compiling():
+            own, into = self._flat_specs
+            params, grads = Flat(*flatten(params)), Flat(*flatten(grads))
+            structure = params.structure
         shards: Any = sync_gradients(
             grads,
-            self.own,
+            own,
             self.axis,
-            into=self.shards,
+            into=into,
             bucket_bytes=self.bucket_bytes,
             comm_dtype=self.comm_dtype,
         )
         if self.max_norm is not None:
-            shards, _ = clip_by_global_norm(shards, self.shards, self.max_norm)
-        mine = shard_params(params, self.own, self.shards)
+            shards, _ = clip_by_global_norm(shards, into, self.max_norm)
+        mine = shard_params(params, own, into)
         mine, state = self.optimizer.update(mine, shards, state)
-        full = gather_params(mine, self.shards, self.own, bucket_bytes=self.bucket_bytes)
-        return full, state
+        full = gather_params(mine, into, own, bucket_bytes=self.bucket_bytes)
+        return full if structure is None else unflatten(structure, full.values), state
