@@ -33,8 +33,11 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
     """
     markers = backend.markers(operation.axes)
     if type(operation) is Collective and operation.move == "same" and not markers:
-        # A cast does nothing over axes of one rank.
-        if backend.mesh.num_ranks(operation.axes) == 1 and not is_checker(backend):
+        # A cast does nothing over axes of one rank, or to what is not differentiated.
+        if not is_checker(backend) and (
+            backend.mesh.num_ranks(operation.axes) == 1
+            or not (x.requires_grad or is_transformed() or not operation.keeps_dtype)
+        ):
             return x
     traced = torch.compiler.is_dynamo_compiling()
     # As `is_transformed`, whose call would cost as much again.

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from shardmap_torch.optim.lists import Tensors, each, each_own
+from shardmap_torch.optim.lists import Tensors, as_number, each, each_own
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
 from shardmap_torch.optim.schedules import Rate
 
@@ -75,22 +76,26 @@ class _AdamW(Elementwise):
         scale = torch.rsqrt(1 - beta2**at.number)
         denominator = each_own("mul", each("sqrt", square), scale)
         denominator = each_own("add", denominator, self.eps)
-        change = each("mul", mean, -at.lr / (1 - beta1**at.number))
-        return _moved(params, at, change, denominator), [mean, square]
+        amount = as_number(-at.lr / (1 - beta1**at.number))
+        return _moved(params, at, amount, mean, denominator), [mean, square]
 
 
-def _moved(params: Tensors, at: Step, change: Tensors, denominator: Tensors) -> Tensors:
-    """Returns params * (1 - lr * decay) + change / denominator, in few passes over the memory."""
+def _moved(
+    params: Tensors, at: Step, amount: Tensor | float, mean: Tensors, denominator: Tensors
+) -> Tensors:
+    """Returns params * (1 - lr * decay) + amount * mean / denominator, in few passes."""
+    scalars = {"value": amount} if isinstance(amount, float) else {}
+    change = mean if scalars else each("mul", mean, amount)
     result = list(params)
     for decays in (True, False):
-        places = [place for place, amount in enumerate(at.decays) if bool(amount) == decays]
+        places = [place for place, decay in enumerate(at.decays) if bool(decay) == decays]
         own = [params[place] for place in places]
         step = [[column[place] for place in places] for column in (change, denominator)]
         if decays and places:
             shrunk = each("mul", own, 1 - at.lr * at.decays[places[0]])
-            moved = each_own("addcdiv", shrunk, *step)
+            moved = each_own("addcdiv", shrunk, *step, **scalars)
         else:
-            moved = each("addcdiv", own, *step)
+            moved = each("addcdiv", own, *step, **scalars)
         for place, value in zip(places, moved, strict=True):
             result[place] = value
     return result

@@ -48,6 +48,18 @@ def each_own(
     return own
 
 
+def as_number(scalar: Tensor | float) -> Tensor | float:
+    """Returns a scalar as a number, with which fused operators take fewer passes, where it is one.
+
+    A tensor stays one where it has no value that can be read, or the device would have to be
+    waited for.
+    """
+    if torch.compiler.is_dynamo_compiling() or are_transforms_active():
+        return scalar
+    is_plain = type(scalar) is Tensor and scalar.device.type == "cpu" and not scalar.requires_grad
+    return float(scalar) if is_plain else scalar
+
+
 def _is_transformed(operands: Sequence[Sequence[Tensor] | Tensor | float]) -> bool:
     """Returns whether an operand is under a functorch transform; never while Dynamo traces."""
     if torch.compiler.is_dynamo_compiling() or not are_transforms_active():

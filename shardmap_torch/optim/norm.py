@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -168,8 +168,13 @@ def _widest(amounts: Sequence[Tensor]) -> torch.dtype:
     return dtype
 
 
+_WIDE: Final = (torch.float32, torch.float64)
+
+
 def _amount(x: Tensor, ord: float) -> Tensor:
     """Computes the addend of one shard: the sum of powers, or the maximum."""
+    if ord == 2 and x.dtype in _WIDE:
+        return x.square().sum()
     wide = torch.promote_types(x.abs().dtype if x.is_complex() else x.dtype, torch.float32)
     if ord == math.inf:
         return x.abs().amax().to(wide) if x.numel() else x.new_zeros((), dtype=wide)

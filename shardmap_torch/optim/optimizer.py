@@ -192,9 +192,7 @@ def _like(
 ) -> Tensors:
     """Returns the leaves of a tree that must have the structure and shapes of `params`."""
     leaves, structure = opened(tree)
-    if structure == expected_structure and all(
-        x.shape == p.shape for x, p in zip(leaves, expected, strict=True)
-    ):
+    if structure == expected_structure and [x.shape for x in leaves] == [p.shape for p in expected]:
         return leaves
     paths, names = leaf_paths(rebuilt(tree)), leaf_paths(rebuilt(params))
     problems = [f"{name}: is missing" for name in names if name not in paths]
