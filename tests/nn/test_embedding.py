@@ -93,6 +93,14 @@ def test_an_id_that_does_not_exist_is_nan_and_spoils_no_other() -> None:
     assert rows[1:3].equal(TABLE[[0, 11]])
 
 
+def test_ids_may_have_a_smaller_dtype_than_numbers_of_rows() -> None:
+    mesh, table = make_mesh((2,), ("tp",), kind="simulated"), random(600, 2)
+    lookup = partial(vocab_parallel_embedding, axis="tp")
+    rows = shard_map(lookup, mesh=mesh, in_specs=SPECS_TP, out_specs=P())
+    ids = torch.tensor([0, 255], dtype=torch.uint8)
+    assert rows(ids, table).equal(table[[0, 255]])
+
+
 SPECS_TP = P(), P("tp")
 
 

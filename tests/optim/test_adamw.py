@@ -1,5 +1,6 @@
 """Optimizers on shards step as torch's do on one device."""
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -100,6 +101,24 @@ def test_nothing_is_written_in_place() -> None:
         optimizer.update(weights, weights, state)
         assert all(weights[name].equal(value) for name, value in before.items())
         assert all(not leaf.any() for leaf in state["step"].reshape(1))
+
+
+def test_a_scalar_that_is_read_gives_the_same_bits_as_one_that_stays_a_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = adamw(0.3, weight_decay=0.2, decays=lambda p: p.ndim > 1)
+    start = {name: p.float() for name, p in params().items()}
+    grads = {name: p.cos() for name, p in start.items()}
+
+    def train() -> list[torch.Tensor]:
+        at, state = start, optimizer.init(start)
+        for _ in range(3):
+            at, state = optimizer.update(at, grads, state)
+        return [leaf for tree in (at, state["exp_avg"]) for leaf in tree.values()]
+
+    read = train()
+    monkeypatch.setattr(importlib.import_module(adamw.__module__), "as_number", lambda x: x)
+    assert all(map(torch.equal, read, train()))
 
 
 def test_an_empty_tree_has_an_empty_step() -> None:
