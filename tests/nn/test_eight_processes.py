@@ -34,7 +34,7 @@ def cases_of(module: str) -> Mapping[str, Case]:
 
 
 def sizes_for(case: Case) -> tuple[int, int, int]:
-    """As many ranks of "dp" as divide the batches; what is left of the 8 repeats the work."""
+    """Chooses as many ranks of "dp" as divide the batches; what is left of the 8 repeats them."""
     tp = case.sizes[1]
     dp = next(n for n in (4, 2, 1) if n * tp <= SIZE and _divides(case, {"dp": n, "tp": tp}))
     return SIZE // (tp * dp), dp, tp

@@ -59,20 +59,23 @@ def has_saving_hooks() -> bool:
 
 
 def rank_only_part(op: OpOverload, arguments: Mapping[str, Any]) -> str | None:
-    """Returns what a message calls an operator that no batched body can call, or hooks on it."""
+    """Returns what a message calls an operator that no batched body can call, or hooks on it.
+
+    "" for fused lists: torch refuses them itself, and under vmap `optim` does without.
+    """
     indices = arguments.get("indices")
     masks = indices if isinstance(indices, list | tuple) else ()
-    if _lacks_vmap(op) or any(
+    # `_neg_view` is what z.conj().imag calls.
+    if op is torch.ops.aten._neg_view.default or any(
         isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8) for mask in masks
     ):
         return op._schema.name.removeprefix("aten::")
-    return "saved_tensors_hooks" if has_saving_hooks() else None
+    return "saved_tensors_hooks" if has_saving_hooks() else _refused(op)
 
 
 @lru_cache(maxsize=4096)
-def _lacks_vmap(op: OpOverload) -> bool:
-    # `_neg_view` is what z.conj().imag calls.
-    return op is torch.ops.aten._neg_view.default or op._schema.name.startswith("aten::_foreach_")
+def _refused(op: OpOverload) -> str | None:
+    return "" if op._schema.name.startswith("aten::_foreach_") else None
 
 
 def takes_vmap(function: type) -> bool:
