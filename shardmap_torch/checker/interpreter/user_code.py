@@ -73,7 +73,7 @@ def enter_backward(
 def leave_backward(
     interpreter: "Interpreter", node: Node, name: str, gradients: Sequence[Tensor | None]
 ) -> None:
-    """Reports that it has ended, with these gradients."""
+    """Reports to the observer that a custom backward has ended, with these gradients."""
     if _is_compared(interpreter, node):
         pairs = zip(gradients, node.next_functions, strict=False)
         typed = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]

@@ -16,12 +16,11 @@ from shardmap_torch.types import AxisType
 Cast = tuple[str, AxisType, AxisType]
 """Name and types of a conversion along one axis."""
 
-
 Where = tuple[int, str]
 """The position of a leaf, and an axis."""
 
-
 Outputs = dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
+"""Shape, dtype and types of each tensor result, by the position of its leaf."""
 
 
 @dataclass(frozen=True)

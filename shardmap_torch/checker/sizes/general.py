@@ -85,7 +85,7 @@ class General:
         return made
 
     def at(self, numbers: Numbers) -> Verdict:
-        """The verdict for sizes that it covers."""
+        """Returns the verdict for sizes that it covers."""
         values = self._values(numbers)
         assert values is not None  # it covers them
         return instance(
@@ -106,7 +106,7 @@ class General:
 
 
 def groups_of(slots: Sequence[Slot], seen: Sequence[Numbers]) -> tuple[Group, ...]:
-    """The slots that have differed from call to call, those together that were always equal."""
+    """Groups the slots that have differed from call to call by those that were always equal."""
     columns: dict[Numbers, list[int]] = {}
     for at, column in enumerate(zip(*seen, strict=True)):
         if len(set(column)) > 1:
@@ -205,7 +205,7 @@ def _with_symbols(
     symbols: Sequence[Any],
     env: ShapeEnv,
 ) -> tuple[Call, Sizes]:
-    """The call with symbols for sizes and numbers."""
+    """Returns the call with symbols for sizes and numbers."""
     leaves, shapes = list(call.leaves), {}
     for position in call.crossing:
         shapes[position] = list(call.leaves[position].shape)

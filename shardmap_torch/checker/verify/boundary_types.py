@@ -1,4 +1,4 @@
-"""Types and shapes at the boundary, from specs."""
+"""Reads from specs the types and shapes of values at the boundary of a call."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from shardmap_torch.types import AxisType, I, K, Partial, R, V
 def promised(spec: P, axis: str) -> AxisType:
     """Returns the type that a result's spec promises, before the spec's own conversion."""
     promise = spec.types.get(axis, I)
-    return I if promise == R else promise  # exit_casts has converted R to I
+    return I if promise == R else promise  # `exit_casts` has converted R to I
 
 
 def enters_as(spec: P, axis: str, mapped: Sequence[str]) -> AxisType:
@@ -22,7 +22,7 @@ def enters_as(spec: P, axis: str, mapped: Sequence[str]) -> AxisType:
 
 
 def seeded_as(spec: P, axis: str) -> AxisType:
-    """Returns the cotangent's type for what a result's spec promises: it is sharded alike."""
+    """Returns the type with which the cotangent of a result enters: sharded like the result."""
     axis_type = spec.types.get(axis, I)
     return {"S": V, "P": R}.get(axis_type.kind, I)
 
@@ -36,7 +36,7 @@ def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 
 def global_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """Returns the global shape."""
+    """Returns the global shape of a value whose shards have this shape."""
     found = list(shape)
     for dim, axes in spec.sharded_dims:
         found[dim] *= mesh.num_ranks(axes)

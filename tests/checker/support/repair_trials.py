@@ -1,4 +1,4 @@
-"""Every repair that is printed for a rejected program, applied mechanically and held against truth.
+"""Every repair that is printed for a rejected program, applied by a program and compared.
 
 Rejections are recorded where calls are checked, so that any program can be tried: those of tables,
 mutants of random programs, training steps. A repaired program runs on rank threads and, without
@@ -265,9 +265,9 @@ def section(tallies: Mapping[str, Tally], seeds: int, commit: str) -> str:
             f"by `python -m tests.checker.support.repair_trials {seeds}`; do not edit.",
             "",
             f"Programs of {seeds} seeds of each class were checked, most of them wrong. Each "
-            "repair that an error prints as tried was applied by a program, and the result held "
-            "against one device, values and gradients, on rank threads in float64. *advised*: "
-            "rejections with a `Fix:` or such a repair. *not applied*: reductions before a Python "
+            "repair that an error prints as tried was applied by a program, and the result was "
+            "compared with one device, values and gradients, on rank threads in float64. "
+            "*advised*: rejections with a `Fix:` or such a repair. *not applied*: reductions before a Python "
             "number, which nothing applies mechanically, and programs that cannot run on one rank.",
             "",
             "| programs | rejections | advised | with a repair | right | wrong | not applied |",

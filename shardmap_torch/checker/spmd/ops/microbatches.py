@@ -92,7 +92,7 @@ class Microbatches:
     """Keeps what each tensor is of the microbatches."""
 
     def __init__(self, interpreter: Interpreter, notes: Notes) -> None:
-        """No dim has been divided."""
+        """Starts with no dim divided."""
         self._interpreter, self._notes = interpreter, notes
         self._is_active = False
         self._chunks = Chunks(0, 0, range(0))
@@ -257,7 +257,7 @@ class Microbatches:
     def _added(
         self, op: OpOverload, arguments: Mapping[str, Any], results: Sequence[Tensor]
     ) -> Part | None:
-        """The sum of microbatches; None where an operation is not one."""
+        """Returns the sum of microbatches; None where an operation is not one."""
         if op not in _ADDS or arguments.get("alpha", 1) != 1:
             return None
         x, y = arguments["self"], arguments["other"]
@@ -418,7 +418,7 @@ class Microbatches:
             )
 
     def _skeleton(self, output: Tensor, operand: Tensor) -> int:
-        """The graph from an output to an operand, as a number that equal graphs share."""
+        """Returns a number of the graph from an output to an operand, which equal graphs share."""
         with self._interpreter.paused(), DisableTorchFunction():
             root, (target, number) = output.grad_fn, get_gradient_edge(operand)[:2]
         labels: dict[Node, int] = {}
@@ -444,7 +444,7 @@ class Microbatches:
     # ------------------------------------------------------------------------------- notes
 
     def _entry(self, part: Part) -> _Entry:
-        """The entry of a sum of microbatches: that of all of them is another expression."""
+        """Returns the entry of a sum of microbatches: that of all is another expression."""
         if len(part.indices) < part.count:
             return _Entry(part.expression, part)
         return _Entry(self._number(("all", part.expression)), None)
@@ -478,7 +478,7 @@ class Microbatches:
 
 
 def _united(one: Part | None, other: Part | None) -> Part | None:
-    """The sum of an expression of several microbatches; None where there is none."""
+    """Returns the sum of an expression of several microbatches; None where there is none."""
     if one is None or other is None or not one.indices.isdisjoint(other.indices):
         return None
     if replace(one, indices=other.indices) != other or one.state != "additive":
@@ -495,7 +495,7 @@ _PLAIN: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, t
 
 
 def _plain(value: Any) -> Any:
-    """A value by which equal arguments are known; what is not plain is like nothing else."""
+    """Returns a key that equal arguments share; of what is not plain one of its own."""
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     if isinstance(value, _PLAIN) or isinstance(value, torch.memory_format):
