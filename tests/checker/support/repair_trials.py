@@ -267,8 +267,8 @@ def section(tallies: Mapping[str, Tally], seeds: int, commit: str) -> str:
             f"Programs of {seeds} seeds of each class were checked, most of them wrong. Each "
             "repair that an error prints as tried was applied by a program, and the result was "
             "compared with one device, values and gradients, on rank threads in float64. "
-            "*advised*: rejections with a `Fix:` or such a repair. *not applied*: reductions before a Python "
-            "number, which nothing applies mechanically, and programs that cannot run on one rank.",
+            "*advised*: rejections with a `Fix:` or such a repair. *not applied*: reductions "
+            "before a Python number, which nothing applies mechanically, and programs that cannot run on one rank.",
             "",
             "| programs | rejections | advised | with a repair | right | wrong | not applied |",
             "|---|---|---|---|---|---|---|",
