@@ -268,7 +268,8 @@ def section(tallies: Mapping[str, Tally], seeds: int, commit: str) -> str:
             "repair that an error prints as tried was applied by a program, and the result was "
             "compared with one device, values and gradients, on rank threads in float64. "
             "*advised*: rejections with a `Fix:` or such a repair. *not applied*: reductions "
-            "before a Python number, which nothing applies mechanically, and programs that cannot run on one rank.",
+            "before a Python number, which nothing applies mechanically, and programs that cannot "
+            "run on one rank.",
             "",
             "| programs | rejections | advised | with a repair | right | wrong | not applied |",
             "|---|---|---|---|---|---|---|",
