@@ -7,6 +7,7 @@ are a part of the key. What can be described in neither way has no hash: nothing
 A set counts by its words, not by the order in which a process iterates over them.
 """
 
+import collections
 import functools
 import gc
 import hashlib
@@ -68,7 +69,7 @@ class _ContentWalk(Walk):
                 return enter(self, value)
         if isinstance(value, FunctionType) and is_library_name(value.__globals__.get("__name__")):
             return self._enter_library_function(value)
-        if not (isinstance(value, FunctionType | type | torch.Tensor) or is_library(type(value))):
+        if not (isinstance(value, FunctionType) or is_library(type(value))):
             require_transparent(type(value))
         return super()._enter(value)
 
@@ -87,6 +88,8 @@ class _ContentWalk(Walk):
             return _annotation(value)
         if type(value) is _ABC:
             return "abc"
+        if type(value) is _FIELD:
+            return text(value.__reduce__())  # its class and its place
         require_transparent(type(value))
         return self._enter_object(value)
 
@@ -148,6 +151,9 @@ class _ContentWalk(Walk):
         if not name.startswith(("aten.", "prims.")):
             raise UnstableError(f"the operator {name}")
         return name
+
+    def _enter_tensor(self, value: torch.Tensor) -> Hashable:
+        raise UnstableError(f"a {type(value).__name__}")  # plain ones are described by the walk
 
     def _enter_repr(self, value: object) -> Hashable:
         return f"{value!r}"
@@ -241,6 +247,9 @@ _BARE: Final = frozenset(
 _ABC: Final = type(vars(Iterable)["_abc_impl"])
 """Type of what an abstract class keeps, which no body reads."""
 
+_FIELD: Final = type(vars(collections.namedtuple("_FIELD", "place"))["place"])
+"""Type of the fields of named tuples."""
+
 _LINK: Final = "_lru_list_elem"
 """Name of the type of links between results of a cache that has a limit."""
 
@@ -328,6 +337,7 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[_ContentWalk, Any], Hashable]], ...]]
     (P | AxisType | Mesh | torch.memory_format | torch.layout, _ContentWalk._enter_repr),
     (ModuleType, _ContentWalk._enter_named_module),
     (type, _ContentWalk._enter_own_class),
+    (torch.Tensor, _ContentWalk._enter_tensor),
     (BuiltinFunctionType, _ContentWalk._enter_builtin),
     (functools._lru_cache_wrapper, _ContentWalk._enter_results),
     (set | frozenset, _ContentWalk._enter_sorted),
