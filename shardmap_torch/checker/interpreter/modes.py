@@ -158,7 +158,8 @@ class _Functions(TorchFunctionMode):
         self._interpreter = interpreter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA and type(base_of(args[0])) is FakeTensor:
+        selections = self._interpreter.rows.selections
+        if func in METADATA and type(base_of(args[0])) is FakeTensor and not selections.any:
             if user_code.is_observed(self._interpreter):
                 user_code.remember(self._interpreter, args[:1])
             return func(*args, **(kwargs or {}))
@@ -171,12 +172,12 @@ class _Functions(TorchFunctionMode):
         if func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2))):
             self._interpreter.needs_ranks(name_of_hook(func))
         special = _SPECIAL.get(func)
-        if special is not None:
+        if special is not None and not self._interpreter.rows.selections.are_in(args):
             return special(self._interpreter, func, args, kwargs)
         if func is custom_function_call and not takes_vmap(args[0]):
             self._interpreter.needs_ranks(without_rule(args[0]))
         self._interpreter.reject_outer(args)
-        called, func = func, rewritten(self._interpreter, func)
+        called, func = func, rewritten(self._interpreter, func, args, kwargs)
         numbers = self._interpreter.numbers
         given = numbers.stand_ins(func, args, kwargs) if numbers.any else None
         if given is not None:

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from shardmap_torch.checker.ir.fake_results import fake_mode
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
-from shardmap_torch.checker.rewrites.aliases import Rows, reject_stale
+from shardmap_torch.checker.rewrites.aliases import Rows
 from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.core.closures import name_in
@@ -344,7 +344,7 @@ class Memory:
             if base.fake_mode is not self.fake:
                 raise kept(f"{self.name}: at {call_site()} the body uses")
             if self.rows.any:
-                reject_stale(self.name, self.rows.explain_stale(base.untyped_storage()))
+                self.rows.reject(self.name, base)
             return value
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             return [self._fakify_value(item) for item in value]

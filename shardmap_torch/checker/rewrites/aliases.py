@@ -8,11 +8,11 @@ the row is stale: reading it is refused.
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import torch
 from torch import Tensor
 
 from shardmap_torch.checker.ir.program import Equation, StorageType
 from shardmap_torch.checker.ir.symbolic import Numbers
+from shardmap_torch.checker.rewrites.selections import Selections
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
@@ -26,6 +26,7 @@ _READ_AGAIN: Final = (
 class Host(Protocol):
     """An interpreter, as the functions of this package see it."""
 
+    name: str
     numbers: Numbers
     rows: "Rows"
 
@@ -34,6 +35,9 @@ class Host(Protocol):
 
     def storage_type(self, tensor: Tensor) -> StorageType:
         """Returns the type of a tensor's storage."""
+
+    def base(self, tensor: Tensor) -> Tensor:
+        """Returns the fake of a tensor, without transforms."""
 
     def flows(self, tensor: Tensor) -> bool:
         """Returns whether a gradient flows through a tensor."""
@@ -59,15 +63,17 @@ class Rows:
         self._rows: list[_Row] = []
         self._taken: list[tuple[Tensor, Tensor, Any]] = []
         self._stale: set[int] = set()
+        self.selections = Selections()
 
     @property
     def any(self) -> bool:
-        """Returns whether there are any."""
-        return bool(self._rows)
+        """Returns whether there are any, or selections."""
+        return bool(self._rows) or self.selections.any
 
-    def explain_stale(self, storage: torch.UntypedStorage) -> str | None:
-        """Says why a storage must not be read any more, or None."""
-        return _READ_AGAIN if storage._cdata in self._stale else None
+    def reject(self, name: str, base: Tensor) -> None:
+        """Refuses a tensor that has other numbers here than in a run."""
+        self.selections.reject(name, base)
+        reject_stale(name, _READ_AGAIN if self._is_stale(base) else None)
 
     def pick(self, host: Host, source: Tensor, dim: int, index: Tensor) -> Tensor:
         """Picks entries along a dim, which are kept the same as those of `source`."""

@@ -27,6 +27,8 @@ def read(host: Host, x: Tensor, index: Any) -> Any:
             "use torch.narrow(x, dim, start, length), whose start may be a tensor; or take all of "
             "it, and mask.",
         )
+    if _is_mask(parts[0]) and all(part == _WHOLE for part in parts[1:]):
+        return host.rows.selections.select(host, x, parts[0])
     if not any(map(_is_number, parts)):
         return NotImplemented
     selected, rest = x, list(parts)
@@ -122,6 +124,10 @@ def _consumed(part: Any) -> int:
 def parts_of(index: Any) -> Sequence[Any]:
     """The parts of an index, one for each dim or dims that it is about."""
     return index if isinstance(index, tuple) else (index,)
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dtype == torch.bool and part.ndim > 0
 
 
 def _is_number(part: Any) -> bool:

@@ -56,9 +56,27 @@ def cross_entropy(
     return (1 - label_smoothing) * picked - label_smoothing * spread
 
 
+def masked_select(host: Host, x: Tensor, mask: Tensor) -> Any:
+    """Stands for what a mask selects; NotImplemented where it is broadcast."""
+    return host.rows.selections.select(host, x, mask) if mask.shape == x.shape else NotImplemented
+
+
+def nonzero(host: Host, x: Tensor, as_tuple: bool = False) -> Any:
+    """Stands for the positions of a mask's entries; NotImplemented for other tensors."""
+    return host.rows.selections.positions(host, x, as_tuple)
+
+
+def where(host: Host, condition: Tensor, *branches: Any) -> Any:
+    """Stands for the positions of a mask's entries; NotImplemented where it chooses entries."""
+    return NotImplemented if branches else nonzero(host, condition, as_tuple=True)
+
+
 REWRITES: Final[Mapping[Any, Rewrite]] = {
     Tensor.__getitem__: indexing.read,
     Tensor.__setitem__: indexing.write,
+    **dict.fromkeys((torch.masked_select, Tensor.masked_select), masked_select),
+    **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), nonzero),
+    torch.where: where,
     functional.one_hot: one_hot,
     functional.cross_entropy: cross_entropy,
     **dict.fromkeys((torch.narrow, Tensor.narrow), ranges.narrow),
@@ -68,8 +86,11 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
 }
 
 
-def rewritten(host: Host, func: Any) -> Any:
-    """Returns the function to call in place of `func`, which does the same."""
+def rewritten(host: Host, func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the function to call in place of `func` with these arguments, which does the same."""
+    chosen = host.rows.selections.replacing(host, func, args, kwargs)
+    if chosen is not func:
+        return chosen
     rewrite = REWRITES.get(func)
     if rewrite is None:
         return func

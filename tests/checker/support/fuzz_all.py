@@ -29,6 +29,7 @@ LAYOUT: Final = "strided"
 UNKNOWN: Final = "nothing is known"
 REASONS: Final = {
     DATA: "data-dependent",
+    "depends on data": "data-dependent",
     RANDOM: "random",
     LAYOUT: "not strided",
     "_segment_reduce_backward": "its formula for ties is not linear",

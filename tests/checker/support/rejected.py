@@ -175,7 +175,7 @@ def different_ways(x: Tensor, w: Tensor) -> Tensor:
 
 
 def unknown_shape(x: Tensor, w: Tensor) -> Tensor:
-    return x * w[w > 0].sum()
+    return x * w[w > 0].numel()
 
 
 def written_input(x: Tensor, w: Tensor) -> Tensor:

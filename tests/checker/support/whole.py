@@ -240,6 +240,7 @@ FLOORS: Final = ("V", "R", "R, sharded", "I")
 GAPS: Final = {
     "and diverge": "data-dependent",
     "without data": "data-dependent",
+    "depends on data": "data-dependent",
     "Python value": "data-dependent",
     "plain Python number": "data-dependent",
     "weights sum to zero": "a check in torch's C++, which may fail",
