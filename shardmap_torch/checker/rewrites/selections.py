@@ -40,7 +40,7 @@ class _Host(Protocol):
 
 @dataclass(frozen=True)
 class _Selected:
-    """What a mask selects of `full`, whose first dims are those of the mask.
+    """Entries of `full`, whose first dims are those of a mask, that the mask selects.
 
     Attributes:
         full: all entries.
