@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel as torch_parallel
 
 import shardmap_torch
@@ -61,6 +62,52 @@ def test_the_page_has_names_of_every_module() -> None:
 @pytest.mark.parametrize("name", torch_parallel.__all__)
 def test_every_entry_of_torchs_parallel_has_a_row(name: str) -> None:
     assert any(name in "".join(CODE.findall(cells[0])) for _, cells in ROWS)
+
+
+PUBLIC = {
+    "torch.distributed.tensor.parallel": torch_parallel.__all__,
+    "DTensor, DDP, FSDP, ZeRO": [
+        *(name for name in torch.distributed.tensor.__all__ if name != "Placement"),
+        *torch.distributed.tensor.experimental.__all__,
+    ],
+    "PyTorch/XLA SPMD": """XLAShard XLAShardedTensor Mesh HybridMesh ShardingType ShardingSpec
+        XLAPatchedLinear mark_sharding mark_sharding_with_gradients clear_sharding get_1d_mesh
+        wrap_if_sharded xla_patched_nn_linear_forward set_global_mesh get_global_mesh
+        enable_manual_sharding disable_manual_sharding apply_backward_optimization_barrier shard_as
+        annotate_custom_sharding xla_distribute_tensor xla_distribute_module auto_policy
+        """.split(),
+    "Megatron-LM": """copy_to_tensor_model_parallel_region
+        reduce_from_tensor_model_parallel_region scatter_to_tensor_model_parallel_region
+        gather_from_tensor_model_parallel_region scatter_to_sequence_parallel_region
+        gather_from_sequence_parallel_region reduce_scatter_to_sequence_parallel_region
+        all_gather_last_dim_from_tensor_parallel_region all_to_all all_to_all_sp2hp all_to_all_hp2sp
+        reduce_scatter_last_dim_to_tensor_parallel_region vocab_parallel_cross_entropy
+        broadcast_data ColumnParallelLinear RowParallelLinear VocabParallelEmbedding
+        set_tensor_model_parallel_attributes copy_tensor_model_parallel_attributes
+        param_is_not_tensor_parallel_duplicate linear_with_grad_accumulation_and_async_allreduce
+        checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed split_tensor_along_last_dim
+        split_tensor_into_1d_equal_chunks gather_split_1d_tensor""".split(),
+    "spmd_types": """register_local_backward_hook all_reduce shard unshard redistribute reinterpret
+        convert set_dist dtensor_placement_to_spmd_type spmd_redistribute invariant_to_replicate
+        spmd_type_to_dtensor_placement set_current_mesh MeshAxis reinterpret_mesh Scalar
+        current_mesh is_type_checking no_typecheck traceback_filtering get_axis_local_type
+        get_local_type maybe_get_axis_local_type assert_local_type assert_type assert_type_like
+        Infer local local_map mutate_type register_autograd_function trace DimSharding
+        register_local_autograd_function PartitionSpec TensorSharding SpmdTypeError""".split(),
+    "JAX": """shard_map psum pmean pmax pmin all_gather psum_scatter all_to_all ppermute pshuffle
+        pswapaxes pcast pvary pbroadcast ragged_all_to_all axis_index axis_size make_mesh Mesh
+        PartitionSpec with_sharding_constraint device_put reshard fori_loop scan cond typeof
+        """.split(),
+}
+"""The public names of each library: of torch those of the installed release."""
+
+
+@pytest.mark.parametrize("section", PUBLIC)
+def test_every_public_name_of_a_library_has_a_row(section: str) -> None:
+    _, _, rest = PAGE.partition(f"\n## {section}\n")
+    lines = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    left = " ".join(code for line in lines for code in CODE.findall(line.split(" | ")[0]))
+    assert set(PUBLIC[section]) - set(re.findall(r"\w+", left)) == set()
 
 
 def test_a_wrong_name_would_be_seen() -> None:

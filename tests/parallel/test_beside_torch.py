@@ -75,6 +75,30 @@ def embeddings() -> Iterator[tuple[str, Row]]:
         yield f"{name} Embedding {have} {out}", Row(embedding, plan, (ids(have),))
 
 
+def embeddings_as_dtensors() -> Iterator[tuple[str, Row]]:
+    for name, out in product(("ColwiseParallel", "RowwiseParallel"), (R, S0, S1, LAST)):
+        plan = style(name, input_layouts=R, output_layouts=out, use_local_output=False)
+        yield f"{name} Embedding {out}", Row(embedding, plan, (ids(R),))
+
+
+def only_one_side() -> Iterator[tuple[str, Row]]:
+    for desired, local in product((R, S0, S1), (True, False)):
+        before = style(
+            "PrepareModuleInput",
+            input_layouts=desired,
+            desired_input_layouts=R,  # else nothing says how the output is sharded, an error here
+            use_local_output=True,
+        )
+        yield f"input {desired}", Row(lambda: nn.Tanh().double(), before, (shape(desired),))
+        after = style(
+            "PrepareModuleOutput",
+            output_layouts=R,
+            desired_output_layouts=desired,
+            use_local_output=local,
+        )
+        yield f"output {desired} {local}", Row(lambda: nn.Tanh().double(), after, (shape(R),))
+
+
 def sequences() -> Iterator[tuple[str, Row]]:
     for dim, local in product((0, 1), (True, False)):
         plan = style("SequenceParallel", sequence_dim=dim, use_local_output=local)
@@ -151,6 +175,8 @@ def attention_plan(package: Any) -> Any:
 FAMILIES = {
     "linears": linears,
     "embeddings": embeddings,
+    "embeddings as DTensors": embeddings_as_dtensors,
+    "one side": only_one_side,
     "sequences": sequences,
     "changes": changes,
     "keywords": keywords,
