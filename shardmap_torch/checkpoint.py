@@ -20,6 +20,7 @@ from shardmap_torch.backends.threads import handing_over
 from shardmap_torch.backends.vmap import markers_of, rebound
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.core.autocasting import autocast_state, with_autocast
 from shardmap_torch.core.closures import Closures
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import TransformType, functorch, restore_vmap
@@ -102,7 +103,7 @@ class _Region:
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.structure = structure
         self.scope = scope
-        self.autocast = _autocast()
+        self.autocast = autocast_state()
         self.draws = _Draws({leaf.device for leaf in leaves if isinstance(leaf, Tensor)})
         self.out_leaves: list[Any] = []
         self.out_places: list[int] = []
@@ -139,8 +140,7 @@ class _Region:
     def again(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function again with the autocast and random states of the first run."""
         with ExitStack() as stack:
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(with_autocast(self.autocast))
             stack.enter_context(self.draws.replayed())
             stack.enter_context(self._following())
             return run(*operands)
@@ -404,8 +404,3 @@ class _Draws:
 
 def _nothing() -> None:
     pass
-
-
-def _autocast() -> list[tuple[str, bool, torch.dtype]]:
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]

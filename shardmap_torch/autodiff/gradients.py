@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from shardmap_torch.collectives.autograd import is_transformed
 from shardmap_torch.collectives.protocol import Note, is_checker
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.functorch import can_receive_gradient, is_smooth
 from shardmap_torch.core.tree import NAMESPACE, Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError, listing
 
@@ -204,7 +204,7 @@ class _Call:
     def __post_init__(self) -> None:
         moving = tuple(self.args[at] for at in self.positions)
         self.leaves, self.structure = flatten(moving)
-        if not all(map(_is_differentiable, self.leaves)):
+        if not all(map(is_smooth, self.leaves)):
             raise TransformError(self._explain_leaves(moving))
 
     def run(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -277,7 +277,7 @@ class _Call:
         problems = []
         paths = optree.tree_paths(moving, namespace=NAMESPACE)
         for path, leaf in zip(paths, self.leaves, strict=True):
-            if not _is_differentiable(leaf):
+            if not is_smooth(leaf):
                 what = _describe(leaf)
                 place = "".join(f"[{entry!r}]" for entry in path[1:])
                 problems.append(f"argument {self.positions[path[0]]}{place}: is {what}")
@@ -286,10 +286,6 @@ class _Call:
             "these out, or name other argnums:"
         )
         return listing(head, problems)
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _describe(leaf: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import MOVES, Stack
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.core.autocasting import without_autocast
+from shardmap_torch.core.autocasting import State, autocast_state, with_autocast, without_autocast
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import current_graph_task_id, forward_level
 from shardmap_torch.errors import CollectiveMismatchError, TransformError, listing
@@ -271,7 +271,7 @@ class _ThreadState:
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: State
     device: torch.device
     mesh: Mesh | None
 
@@ -282,8 +282,7 @@ class _ThreadState:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(with_autocast(self.autocast))
             if self.device.type != "cpu":
                 stack.enter_context(self.device)
             if self.mesh is not None:
@@ -292,14 +291,10 @@ class _ThreadState:
 
 
 def _thread_state() -> _ThreadState:
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    autocast: list[Any] = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
-    ]
     return _ThreadState(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        tuple(autocast),
+        autocast_state(),
         torch.get_default_device(),
         current_mesh(),
     )

@@ -57,6 +57,11 @@ def dims_of(tensor: Tensor) -> tuple[list[int], dict[int, int]]:
     return dims, levels
 
 
+def is_smooth(value: Any) -> bool:
+    """Returns whether it is a tensor with gradients: floating or complex."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def is_transformed_otherwise() -> bool:
     """Returns whether a transform other than torch.func.grad and vjp is active."""
     levels = functorch.get_interpreter_stack() or ()

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.types import AxisType, I, K, Partial, R, Z
 
 
@@ -32,14 +32,9 @@ class Fault:
         )
 
 
-def is_real(value: Any) -> bool:
-    """Returns whether it is a tensor with gradients: floating or complex."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
 def draw(like: Tensor, generator: torch.Generator) -> Tensor:
     """Draws random values like a tensor; integers stay in range, so that indices stay valid."""
-    if not is_real(like):
+    if not is_smooth(like):
         low, high = int(like.min()), int(like.max())
         if low == high:  # 1: some indices count from one
             low, high = (0, 1) if like.dtype == torch.bool else (min(1, low), high)

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import (
     Mismatch,
     Placed,
@@ -22,7 +23,7 @@ from shardmap_torch.ops import reinterpret
 from shardmap_torch.spec import P, mismatches
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import Partial, V
-from shardmap_torch.validate.numbers import is_real, tolerance_of, unequal
+from shardmap_torch.validate.numbers import tolerance_of, unequal
 from shardmap_torch.validate.report import Findings
 
 Region: TypeAlias = tuple[Callable[..., Any], Tree, Tree]
@@ -92,7 +93,7 @@ class _Call:
         problems += [
             f"{leaf.path}: is a sum over {sorted(leaf.spec.partial)}, and not floating"
             for leaf in placed
-            if leaf.spec is not None and leaf.spec.partial and not is_real(leaf.value)
+            if leaf.spec is not None and leaf.spec.partial and not is_smooth(leaf.value)
         ]
         self._reject(problems)
         return [leaf.spec for leaf in placed], [leaf.path for leaf in placed]
@@ -117,7 +118,7 @@ class _Call:
         """Computes every result, and the gradient of every floating argument."""
         self._check_sizes(mesh)
         generator = torch.Generator().manual_seed(self._seed)
-        inputs = [x.detach().requires_grad_() if is_real(x) else x for x in self._leaves]
+        inputs = [x.detach().requires_grad_() if is_smooth(x) else x for x in self._leaves]
         crossing = [_split(x, s, mesh, generator) for x, s in zip(inputs, self._specs, strict=True)]
         specs = tuple(None if s is None else _stacked(s) for s in self._specs)
         body = _body_of(self._function, self._specs, self._structure)
@@ -147,7 +148,7 @@ class _Call:
         differentiable = [y for y in results if y.requires_grad]
         leaves = zip(self._paths, self._specs, inputs, strict=True)
         inputs_by_claim = [
-            (f"gradient of {path}, {spec!r}", x) for path, spec, x in leaves if is_real(x)
+            (f"gradient of {path}, {spec!r}", x) for path, spec, x in leaves if is_smooth(x)
         ]
         # Drawn for every result: one that has no gradient on one mesh may have it on another.
         drawn = [torch.randn(y.shape, dtype=torch.float64, generator=generator) for y in results]
@@ -165,7 +166,7 @@ def _is_spec(leaf: Any) -> bool:
 
 
 def _widest(leaf: Any) -> Any:
-    if not is_real(leaf):
+    if not is_smooth(leaf):
         return leaf
     return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardmap_torch.checker.api import ShapeDtype, check_program
 from shardmap_torch.checker.assertions import typeof
 from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.core.tree import Placed, Structure, broadcast_prefix, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError, SpecError
@@ -25,7 +26,7 @@ from shardmap_torch.mesh import make_mesh
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
-from shardmap_torch.validate.numbers import draw, is_real, refute, shifted, tolerance_of, total
+from shardmap_torch.validate.numbers import draw, refute, shifted, tolerance_of, total
 from shardmap_torch.validate.report import Findings
 
 AXIS: Final = "ranks"
@@ -85,7 +86,7 @@ class Operation:
     @property
     def smooth_paths(self) -> list[str]:
         """The names of the operands that get gradients."""
-        return [path for path, x in zip(self.paths, self.examples, strict=True) if is_real(x)]
+        return [path for path, x in zip(self.paths, self.examples, strict=True) if is_smooth(x)]
 
     @property
     def examples(self) -> list[Tensor]:
@@ -127,7 +128,7 @@ def try_types(operation: Operation, num_ranks: Sequence[int], seed: int) -> Find
     findings, trials = Findings(operation.name), 0
     generator = torch.Generator().manual_seed(seed)
     refusals: list[ShardTypeError] = []
-    for types in typings([is_real(x) for x in operation.examples], random.Random(seed)):
+    for types in typings([is_smooth(x) for x in operation.examples], random.Random(seed)):
         trials += 1
         try:
             for trial in _trials(operation, types, findings):
@@ -229,7 +230,7 @@ def _compute(
     """Computes, in a body, the results, and the gradients if there are cotangents."""
     with torch.enable_grad():
         leaves = [x.detach().clone() for x in operands]
-        leaves = [x.requires_grad_() if is_real(x) else x for x in leaves]
+        leaves = [x.requires_grad_() if is_smooth(x) else x for x in leaves]
         results = operation.call(leaves)
         if not cotangents:
             return results

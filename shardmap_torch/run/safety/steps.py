@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.functorch import can_receive_gradient, is_smooth
 from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError
 
@@ -15,7 +15,7 @@ def differentiated_once(call: Call, result: Tree, refusal: ShardTypeError) -> Tr
     """Attaches results to the arguments, so that a backward through them raises `refusal`."""
     leaves, structure = flatten(result)
     anchor = next(x for x in (call.leaves[at] for at in call.crossing) if can_receive_gradient(x))
-    places = [at for at, x in enumerate(leaves) if _is_smooth(x)]
+    places = [at for at, x in enumerate(leaves) if is_smooth(x)]
     if places:
         apply: Any = _DifferentiatedOnce.apply
         found = apply(f"{refusal}", anchor, *(leaves[at] for at in places))
@@ -39,7 +39,3 @@ class _DifferentiatedOnce(Function):
             "a backward has come to the result of a step that takes gradients by itself, and that "
             f"cannot be differentiated again:\n{ctx.why}"
         )
-
-
-def _is_smooth(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -29,8 +29,9 @@ from shardmap_torch.checker.rules.infer import (
 )
 from shardmap_torch.checker.rules.lattice import INTEGER, Conflict, add
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward
+from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
-from shardmap_torch.validate.numbers import draw, is_real, refute, shifted, total
+from shardmap_torch.validate.numbers import draw, refute, shifted, total
 
 NUM_RANKS: Final = 2
 SEED_OF: Final = {I: (I,), R: (V, Partial), V: (V,), Partial: (R,), Z: (K,), K: (I, V, Partial)}
@@ -101,11 +102,11 @@ class Typing(TorchDispatchMode):
         before: Mapping[int, AxisType],
     ) -> None:
         results = list(out) if isinstance(out, list | tuple) else [out]
-        real = any(is_real(t) for value in arguments.values() for t in tensors_of(value))
+        real = any(is_smooth(t) for value in arguments.values() for t in tensors_of(value))
         for place, result in enumerate(results):
             axis_type = outcomes[place if len(outcomes) == len(results) else 0][0]
             for tensor in tensors_of(result):
-                rounded = not is_real(tensor) and (real or tensor.dtype is torch.bool)
+                rounded = not is_smooth(tensor) and (real or tensor.dtype is torch.bool)
                 if axis_type == Partial and rounded and not is_in_linear_backward():
                     raise RefusedError(f"{func}: {INTEGER}")
                 if id(tensor) not in before:
@@ -145,7 +146,7 @@ class Case:
     def places(self) -> list[int]:
         """Returns the operands that get types: floating tensors, or all where there are none."""
         tensors = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
-        return [i for i in tensors if is_real(self.leaves[i])] or tensors
+        return [i for i in tensors if is_smooth(self.leaves[i])] or tensors
 
     def call(self, values: Mapping[int, Tensor]) -> list[Tensor]:
         """The floating results."""
@@ -223,12 +224,12 @@ class Values:
         return self._spread(base, self.types.operands[place])
 
     def _noise(self, like: Tensor) -> Tensor:
-        if not is_real(like):
+        if not is_smooth(like):
             return draw(like, self.generator)
         return torch.randn(like.shape, dtype=like.dtype, generator=self.generator)
 
     def _spread(self, base: Tensor, axis_type: AxisType) -> list[Tensor]:
-        if axis_type in (V, Partial) and not is_real(base):
+        if axis_type in (V, Partial) and not is_smooth(base):
             return [draw(base, self.generator) if base.numel() else base for _ in range(NUM_RANKS)]
         if axis_type == Partial:
             return [base * self._noise(base) for _ in range(NUM_RANKS)]
@@ -376,7 +377,7 @@ def _compare(case: Case, types: Typings, typed: Typed, values: Values) -> Iterat
         column, other = _column(results, place), _column(others, place)
         if axis_type is None or column is None or not _is_told(case, axis_type, column):
             continue
-        tolerance = max(1e-8, coarse) if is_real(column[0]) else 0.0
+        tolerance = max(1e-8, coarse) if is_smooth(column[0]) else 0.0
         one = None if sums is None else sums[place]
         fault = refute(axis_type, column, other, one, tolerance)
         if fault is not None:
@@ -409,12 +410,12 @@ def _is_told(case: Case, axis_type: AxisType, column: Sequence[Tensor]) -> bool:
         return bool(torch.isfinite(total(column)).all())
     if case.name.startswith(("empty", "new_empty")):
         return False  # memory not yet written
-    return axis_type != Z or is_real(column[0])
+    return axis_type != Z or is_smooth(column[0])
 
 
 def precision(tensor: Tensor) -> float:
     """Returns what rounding costs in a dtype, with a few hundred operations to spare."""
-    return 256 * float(torch.finfo(tensor.dtype).eps) if is_real(tensor) else 0.0
+    return 256 * float(torch.finfo(tensor.dtype).eps) if is_smooth(tensor) else 0.0
 
 
 def floors(case: Case) -> dict[str, Typings]:

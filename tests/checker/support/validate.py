@@ -22,8 +22,9 @@ from torch._ops import OpOverload
 from shardmap_torch.checker.rules import infer as typing_of_calls
 from shardmap_torch.checker.rules.infer import Refusal, name_arguments, type_call
 from shardmap_torch.checker.rules.rule import Row
+from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.types import AxisType, K, Partial, R, V, Z
-from shardmap_torch.validate.numbers import is_real, refute, shifted, tolerance_of
+from shardmap_torch.validate.numbers import refute, shifted, tolerance_of
 from tests.checker.support.calls import Call
 from tests.checker.support.operands import drawn
 
@@ -74,7 +75,7 @@ def units_of(arguments: Mapping[str, Any], real: bool) -> list[Unit]:
     for name, value in arguments.items():
         items = value if isinstance(value, list | tuple) else [value]
         for i, item in enumerate(items):
-            if isinstance(item, Tensor) and item.numel() and is_real(item) == real:
+            if isinstance(item, Tensor) and item.numel() and is_smooth(item) == real:
                 found.append((name, None if isinstance(value, Tensor) else i))
     return found
 
@@ -287,7 +288,7 @@ def _check_partial(
 ) -> str | None:
     if column[0] is None:
         return None
-    if not is_real(column[0]) or not column[0].numel():
+    if not is_smooth(column[0]) or not column[0].numel():
         return None  # refused elsewhere: an integer or bool result of a P; or nothing to see
     tolerance = tolerance_of(
         [column[0].dtype, *(tensor.dtype for tensor in trial.values[0].values())]

@@ -23,8 +23,9 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.checker.verify import verdict
+from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.types import AxisType, I, K, Partial, R, V
-from shardmap_torch.validate.numbers import is_real, unequal
+from shardmap_torch.validate.numbers import unequal
 from tests.checker.support.fuzz import NUM_RANKS, Case, Typings, Values, precision
 from tests.checker.support.machines import types_of
 from tests.checker.support.programs import differentiated
@@ -213,7 +214,7 @@ def _unequal(columns: Sequence[Sequence[Tensor]], types: Sequence[AxisType]) -> 
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    tolerance = max(1e-8, precision(second)) if is_real(second) else 0.0
+    tolerance = max(1e-8, precision(second)) if is_smooth(second) else 0.0
     return first.dtype == second.dtype and unequal(first, second, tolerance, "") is None
 
 

@@ -8,7 +8,7 @@ all n parts has been added up, and is additive in blocks of rows, or has been co
 and keeps the rows. Until then nothing else may be done with more than one part.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.observer import tensors_in
 from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, type_results, writes_of
 from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
@@ -168,7 +169,7 @@ class Microbatches:
         if not self._is_active:
             return None
         made = self._made(op, arguments, event)
-        operands = [x for name, value in arguments.items() if name in read for x in _tensors(value)]
+        operands = [x for n, value in arguments.items() if n in read for x in tensors_in(value)]
         parts = [part for part in map(self._part_of, operands) if part is not None]
         if special or not parts:
             return _Combined(made)
@@ -193,7 +194,7 @@ class Microbatches:
             self._note_chunks(arguments, results)
             return
         for name in writes_of(op, arguments):
-            for x in _tensors(arguments[name]):
+            for x in tensors_in(arguments[name]):
                 self._versions[self._storage(x)] = self._versions.get(self._storage(x), 0) + 1
         for index, result in enumerate(results):
             part = combined.added
@@ -501,11 +502,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, _PLAIN) or isinstance(value, torch.memory_format):
         return type(value).__name__, value
     return None if isinstance(value, Ref) else object()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Tensor):
-        yield value
