@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardmap_torch import I, P, ShardTypeError, all_reduce, check_program, make_mesh, shard_map
+from tests.programs.support.harness import global_value, worker_mesh
+from tests.support.pool import Gloo
 
 Body = Callable[[Tensor], Tensor]
 
@@ -310,6 +312,21 @@ def test_ranks_count_calls_alike_and_a_branch_on_them_is_refused_before_it_is_ta
     with pytest.raises(ShardTypeError, match="does something else when it runs again"):
         f(torch.ones(8))
     assert (body.calls if isinstance(body, Late) else CALLS or len(TABLE)) == 2
+
+
+def counted_on_a_process() -> list[Any]:
+    body = Late()
+    f = shard_map(body, mesh=worker_mesh((2,), ("dp",)), in_specs=P("dp"), out_specs=P("dp"))
+    sums = [float(global_value(f(torch.ones(4))).sum()) for _ in range(2)]
+    try:
+        f(torch.ones(4))
+    except ShardTypeError:
+        return [*sums, body.calls]
+    return []
+
+
+def test_a_call_on_processes_counts_once_too(gloo: Gloo) -> None:
+    assert gloo(2).run(counted_on_a_process) == [[4.0, 4.0, 2]] * 2
 
 
 @pytest.mark.parametrize("simulate", ["ranks", "auto"])
