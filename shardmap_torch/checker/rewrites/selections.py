@@ -119,7 +119,7 @@ class Selections:
 
     def replacing(self, host: _Host, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns what to call in place of a function; itself if it gets no selection."""
-        if not self.are_in((*args, *kwargs.values())):
+        if not (self.any and self.are_in((*args, *kwargs.values()))):
             return func
 
         def call(*args: Any, **kwargs: Any) -> Any:
