@@ -208,7 +208,8 @@ class Checked:
             raise
         is_new = known.description is None
         if known.description is None:
-            known.description = describe(call, known.verdict)
+            with postponing_full_collections():  # of a loaded verdict the program is made now
+                known.description = describe(call, known.verdict)
         agree(known.description, departure, now=is_new or departure is not None)
         return known
 

@@ -26,6 +26,7 @@ from types import (
 )
 from typing import Any, Final, Generic, Protocol
 
+import optree
 import torch
 
 from shardmap_torch.checker.guards.captured_state import Walk, is_library, is_library_name, names_of
@@ -36,7 +37,9 @@ from shardmap_torch.checker.stored.library import (
     require_steady,
     resolved,
 )
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.torch_private.engine import OpOverload, OpOverloadPacket
+from shardmap_torch.core.tree import Structure
 from shardmap_torch.errors import ShardMapError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
@@ -333,6 +336,27 @@ _TEXTS: Final[dict[type, Callable[[Any], str]]] = {
     AxisType: repr,
 }
 
+_NODES: Final = frozenset({tuple, list, dict, type(None)})
+
+
+def structure_text(structure: Structure) -> str:
+    """Describes a structure of tuples, lists and dicts; others may have code of their own.
+
+    Raises:
+        UnstableError: it has others.
+    """
+    pending: list[Any] = [structure]
+    while pending:
+        node = pending.pop()
+        if node.type is not None and node.type not in _NODES:
+            raise UnstableError(f"a tree with a {node.type.__name__}")
+        pending += node.children()
+    words = f"{structure}"
+    if " at 0x" in words:
+        raise UnstableError("a key of a dict")
+    return words
+
+
 _ENTRIES: Final[tuple[tuple[Any, Callable[[_ContentWalk, Any], Hashable]], ...]] = (
     (P | AxisType | Mesh | torch.memory_format | torch.layout, _ContentWalk._enter_repr),
     (ModuleType, _ContentWalk._enter_named_module),
@@ -342,6 +366,8 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[_ContentWalk, Any], Hashable]], ...]]
     (functools._lru_cache_wrapper, _ContentWalk._enter_results),
     (set | frozenset, _ContentWalk._enter_sorted),
     (defaultdict, _ContentWalk._enter_default),
+    (optree.PyTreeSpec, lambda walk, value: structure_text(value)),
+    (Memo, lambda walk, value: "memo"),  # what this package remembers, of the same arguments
     (SimpleNamespace, lambda walk, value: walk._enter_table(vars(value))),
     (OpOverload | OpOverloadPacket, _ContentWalk._enter_operator),
 )

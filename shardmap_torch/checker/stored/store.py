@@ -18,13 +18,13 @@ from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import input_signature
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.stored.circumstances import circumstances
-from shardmap_torch.checker.stored.content import UnstableError, digest, text
+from shardmap_torch.checker.stored.content import UnstableError, digest, structure_text, text
 from shardmap_torch.checker.stored.encoding import EncodingError
 from shardmap_torch.checker.stored.folder import Folder
 from shardmap_torch.checker.stored.records import read_verdict, write_verdict
 from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.core.tree import Structure, flatten
+from shardmap_torch.core.tree import flatten
 
 VARIABLE: Final = "SHARDMAP_CACHE"
 """The environment variable that names the folder."""
@@ -113,10 +113,10 @@ def _describe(call: Call, strictness: Strictness) -> Iterator[str]:
     yield f"{call.mesh.layout or call.mesh!r} of {len(call.mesh.axis_names)}"
     yield text((call.mapped, call.bound))
     yield text((match.paths, match.specs, match.crossing, match.static))
-    yield _structure_text(call.structure)
+    yield structure_text(call.structure)
     specs, outline = flatten(call.out_specs)
     yield text(tuple(specs))
-    yield _structure_text(outline)
+    yield structure_text(outline)
     for leaf in call.leaves:
         yield _leaf_text(leaf)
 
@@ -129,23 +129,6 @@ def _leaf_text(leaf: Any) -> str:
     if not all(type(size) is int for size in shape):
         raise UnstableError("a size that is a symbol")
     return text((shape, dtype, str(layout), device, grad))
-
-
-_BUILTIN: Final = frozenset({tuple, list, dict, type(None)})
-
-
-def _structure_text(structure: Structure) -> str:
-    """Describes a structure of tuples, lists and dicts; others may have code of their own."""
-    pending: list[Any] = [structure]
-    while pending:
-        node = pending.pop()
-        if node.type is not None and node.type not in _BUILTIN:
-            raise UnstableError(f"an argument of type {node.type.__name__}")
-        pending += node.children()
-    words = f"{structure}"
-    if " at 0x" in words:
-        raise UnstableError("a key of a dict")
-    return words
 
 
 def _folder() -> Folder | None:

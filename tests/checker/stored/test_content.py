@@ -18,6 +18,7 @@ from torch import nn
 
 from shardmap_torch import P, S
 from shardmap_torch.checker.stored.content import UnstableError, digest
+from shardmap_torch.core.tree import flatten
 
 
 class Color(Enum):
@@ -114,6 +115,8 @@ MADE: Mapping[str, Callable[[], Any]] = {
     "a defaultdict": lambda: defaultdict(int, a=1),
     "another defaultdict": lambda: defaultdict(float, a=1),
     "a namespace": lambda: SimpleNamespace(a=1),
+    "a structure": lambda: flatten({"a": 1, "b": (2, None)})[1],
+    "another structure": lambda: flatten({"a": 1, "b": [2, None]})[1],
     "a circle": lambda: growing(1),
     "another circle": lambda: growing(2),
     "an enum": lambda: Color.RED,
