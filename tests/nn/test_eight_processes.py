@@ -23,6 +23,7 @@ MODULES = (
     "test_loss",
     "test_moe",
     "test_norm",
+    "test_other_models",
     "test_rotary",
 )
 SIZE = 8
