@@ -1,12 +1,12 @@
 """A restarted process finds the verdicts of the one before, and no verdict on another program."""
 
+import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -342,20 +342,27 @@ def hidden_way(x: Tensor) -> Tensor:
     return all_reduce(x.sum(), "tp", dst=I, op=way)
 
 
-def test_one_of_several_checks_and_the_others_wait_for_it(tmp_path: Path) -> None:
-    folder, order = Folder(tmp_path), list[str]()
-    inside = threading.Event()
+def test_one_of_several_checks_and_the_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    is_waiting = threading.Event()
+    lock = fcntl.flock
+
+    def watched(file: int, how: int) -> None:
+        if how == fcntl.LOCK_SH:
+            is_waiting.set()
+        lock(file, how)
 
     def wait() -> None:
-        inside.wait()
-        with folder.first("key") as is_first:
+        with Folder(tmp_path).first("key") as is_first:
             order.append(f"second, first={is_first}")
 
+    monkeypatch.setattr(fcntl, "flock", watched)
     other = threading.Thread(target=wait)
-    other.start()
-    with folder.first("key") as is_first:
-        inside.set()
-        time.sleep(0.1)
+    with Folder(tmp_path).first("key") as is_first:
+        other.start()
+        assert is_waiting.wait(60)
         order.append(f"first, first={is_first}")
     other.join()
     assert order == ["first, first=True", "second, first=False"]
@@ -364,20 +371,22 @@ def test_one_of_several_checks_and_the_others_wait_for_it(tmp_path: Path) -> Non
 PROCESS = """
 import sys
 from pathlib import Path
-import torch
-from tests.checker.stored.test_store import ask
+from shardmap_torch import ShapeDtype, make_mesh, trace
 from shardmap_torch.run import checked
-from shardmap_torch.run.safety.purity import verify_purely
+from tests.checker.support.restarts import imported
 
 def refuse(*arguments):
     raise AssertionError("it is checked again")
 
 if sys.argv[2] == "load":
     checked.verify_purely = refuse
-print(ask(Path(sys.argv[1])))
+mesh = make_mesh((2, 4), ("dp", "tp"), kind="abstract")
+with imported(Path(sys.argv[1])) as model:
+    print(trace(model.make(mesh), ShapeDtype((4, 3)), ShapeDtype((3, 8), requires_grad=True)))
 """
 
 
+@pytest.mark.slow
 def test_processes_with_other_hash_seeds_find_the_same_verdict(tmp_path: Path) -> None:
     found = []
     for seed, how in (("1", "check"), ("2", "load")):
