@@ -130,7 +130,9 @@ class Checked:
                     applied = replace(applied, function=counting_all(call.name, call.function))
                 if verdict.altered:
                     self._verdicts.forget(key)  # it is about the objects that were changed
-                with own_state(applied, verdict.altered) as applied:
+                    with own_state(applied, verdict.altered) as apart:
+                        found = run(apart, verdict.batches)
+                else:
                     found = run(applied, verdict.batches)
                 refusal = verdict.refusal
                 return found if refusal is None else differentiated_once(call, found, refusal)

@@ -19,9 +19,6 @@ from shardmap_torch.checker.guards.places import Kept
 @contextmanager
 def own_state(call: Call, altered: Sequence[Kept]) -> Iterator[Call]:
     """Yields a call of the same body, each of whose runs starts from the values that are kept."""
-    if not altered:
-        yield call
-        return
     after = _read(altered)
     ends: list[list[Any]] = []
     try:
