@@ -8,7 +8,7 @@ run again becomes `vmap` of itself; so it can be run again after the levels are 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -139,10 +139,7 @@ class _Region:
 
     def again(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function again with the autocast and random states of the first run."""
-        with ExitStack() as stack:
-            stack.enter_context(with_autocast(self.autocast))
-            stack.enter_context(self.draws.replayed())
-            stack.enter_context(self._following())
+        with with_autocast(self.autocast), self.draws.replayed(), self._following():
             return run(*operands)
 
     @contextmanager

@@ -87,6 +87,17 @@ def show(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
+def show_shape(dtype: object, shape: Sequence[int]) -> str:
+    """Formats a tensor's dtype and shape.
+
+    Example:
+        >>> import torch
+        >>> show_shape(torch.float32, (2, 3))
+        'float32[2, 3]'
+    """
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
 def read_names(value: object) -> tuple[str, ...] | None:
     """Reads one name, or a sequence or set of names; None where it is neither.
 

@@ -22,7 +22,7 @@ from shardmap_torch.collectives.protocol import Note, is_checker
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.functorch import can_receive_gradient, is_smooth
 from shardmap_torch.core.tree import NAMESPACE, Structure, Tree, flatten, unflatten
-from shardmap_torch.errors import TransformError, listing
+from shardmap_torch.errors import TransformError, listing, show_shape
 
 
 def grad(
@@ -242,7 +242,7 @@ class _Call:
         elif out.numel() == 1 and out.ndim == 0 and out.is_floating_point():
             return
         else:
-            found = f"{str(out.dtype).removeprefix('torch.')}{list(out.shape)}"
+            found = show_shape(out.dtype, out.shape)
         raise TransformError(
             f"{self.verb} of {_name(self.f)}: it must return a floating scalar, a tensor of shape "
             f"[], not {found}." + ("" if self.has_aux else " With has_aux=True it may return more.")
@@ -290,7 +290,7 @@ class _Call:
 
 def _describe(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        return show_shape(leaf.dtype, leaf.shape)
     return f"a {type(leaf).__name__}"
 
 

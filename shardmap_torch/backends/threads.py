@@ -21,7 +21,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autocasting import State, autocast_state, with_autocast, without_autocast
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import current_graph_task_id, forward_level
-from shardmap_torch.errors import CollectiveMismatchError, TransformError, listing
+from shardmap_torch.errors import CollectiveMismatchError, TransformError, listing, show_shape
 from shardmap_torch.mesh import Mesh, current_mesh, use_mesh
 
 T = TypeVar("T")
@@ -240,7 +240,7 @@ class ThreadBackend(RankBackend):
 
 def show_tensor(x: Tensor) -> str:
     """Formats it as `float32[4, 2]`."""
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    return show_shape(x.dtype, x.shape)
 
 
 def _place() -> str:

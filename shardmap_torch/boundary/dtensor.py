@@ -23,8 +23,8 @@ from shardmap_torch.collectives.operations import (
 )
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import Memo, memo
+from shardmap_torch.core.functorch import is_batched
 from shardmap_torch.core.torch_private.dtensor import AsyncCollectiveTensor, DTensorSpec, TensorMeta
-from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import MeshError, SpecError, TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
@@ -232,22 +232,13 @@ class Leave(Linear):
             TransformError: torch has no plain forward mode for DTensors; batched, as in jacfwd, the
                 tangents are no DTensors for it.
         """
-        if not self._is_replicated and not _is_batched(tangent):
+        if not self._is_replicated and not is_batched(tangent):
             raise TransformError(
                 f"torch.func.jvp from outside cannot return a DTensor, here by {self._spec!r}: "
                 "torch has no forward mode for DTensors. Return a value that is equal on all "
                 "ranks, call torch.func.jvp in the body, or use torch.func.jacfwd."
             )
         return bind(Leave(self._mesh, self._spec, self._like), tangent)
-
-
-def _is_batched(x: Tensor) -> bool:
-    """Returns whether it is at any functorch level."""
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
-            return True
-        x = functorch.get_unwrapped(x)
-    return False
 
 
 def enter(backend: Backend, mesh: Mesh, spec: P, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from shardmap_torch.control.deadlock import Party
-from shardmap_torch.errors import PostmortemError
+from shardmap_torch.errors import PostmortemError, show_shape
 
 VARIABLE: Final = "SHARDMAP_TORCH_DUMPS"
 """The environment variable that names the folder of the dumps."""
@@ -101,7 +101,7 @@ class Recorder:
 
     def _entry(self, raw: "Raw", seq: int) -> Entry:
         (call, function), operation, dtype, shape, site, _, _ = raw
-        operand = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+        operand = show_shape(dtype, shape)
         line = getattr(site, "place", "an unknown line")
         is_open = self.is_open and seq == self._taken + len(self.new)
         state = "begun" if is_open else "done"

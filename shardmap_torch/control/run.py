@@ -41,6 +41,7 @@ from shardmap_torch.errors import (
     CollectiveMismatchError,
     CommunicationError,
     MeshError,
+    show_shape,
 )
 
 _GATHER: Final = 3.0
@@ -228,7 +229,7 @@ class Control:
         place = f" at {site.place}" if site is not None else ""
         dtype, sizes = operand
         call, function = self._progress.call
-        shape = f"{str(dtype).removeprefix('torch.')}{list(sizes)}"
+        shape = show_shape(dtype, sizes)
         what = f"{operation} of {shape}{place}"
         where = f"call {call} of {function}"
         of = f"of call {made_in} " * bool(made_in)

@@ -57,6 +57,15 @@ def dims_of(tensor: Tensor) -> tuple[list[int], dict[int, int]]:
     return dims, levels
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Returns whether a torch.func.vmap batches it, at any level."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
 def is_smooth(value: Any) -> bool:
     """Returns whether it is a tensor with gradients: floating or complex."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

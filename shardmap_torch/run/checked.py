@@ -15,7 +15,6 @@ from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.cache_key import Signature, parts, signature
 from shardmap_torch.checker.guards.captured_state import Surroundings
 from shardmap_torch.checker.guards.replay import Departure, Difference
-from shardmap_torch.checker.interpreter.scalars import is_batched
 from shardmap_torch.checker.interpreter.state import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
@@ -26,6 +25,7 @@ from shardmap_torch.checker.verify.verdict import Verdict, attempt, verify
 from shardmap_torch.control.start import current
 from shardmap_torch.core import autograd_state
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.functorch import is_batched
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import Mesh

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Partial
 
 from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
-from shardmap_torch.errors import CheckpointError, CommunicationError, listing
+from shardmap_torch.errors import CheckpointError, CommunicationError, listing, show_shape
 from shardmap_torch.saving import folders, manifest
 from shardmap_torch.saving.manifest import Entry, Manifest, Value
 from shardmap_torch.saving.storage import RankFiles, RankFilesReader
@@ -213,7 +213,7 @@ def _compare(
 
 def _show(leaf: Any) -> str:
     if isinstance(leaf, Tensor | Entry):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        return show_shape(leaf.dtype, leaf.shape)
     return type(leaf).__name__
 
 

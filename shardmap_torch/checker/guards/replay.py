@@ -20,6 +20,7 @@ from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import FakeTensor
+from shardmap_torch.errors import show_shape
 from shardmap_torch.types import AxisType
 
 TYPE: Final = "type"
@@ -85,7 +86,7 @@ def show(what: object, shape: torch.Size | None, dtype: torch.dtype | None) -> s
         return f"{name}({', '.join(map(repr, rest))})"
     if shape is None:
         return str(what)
-    return f"{what} of {str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{what} of {show_shape(dtype, shape)}"
 
 
 class Fork:

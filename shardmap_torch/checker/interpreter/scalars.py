@@ -18,7 +18,9 @@ from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.collectives.operations import Collective, Extremum
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.torch_private.engine import OpOverload, functorch
+from shardmap_torch.core.functorch import is_batched
+from shardmap_torch.core.torch_private.engine import OpOverload
+from shardmap_torch.errors import show_shape
 from shardmap_torch.types import I, Partial
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
@@ -130,15 +132,6 @@ def proposals(
 # ------------------------------------------------------------------- as torch functions see it
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Returns whether a torch.func.vmap batches it, at any level."""
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
 def _item(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0] if args else kwargs["input"]
     if tensor.numel() != 1 or is_batched(tensor):
@@ -220,7 +213,7 @@ def _leaving(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> A
 def _format(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> str:
     """Formats dtype and shape, as there is no number."""
     tensor = args[0]
-    return f"<{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}>"
+    return f"<{show_shape(tensor.dtype, tensor.shape)}>"
 
 
 FUNCTIONS: Final[Mapping[Any, Any]] = {

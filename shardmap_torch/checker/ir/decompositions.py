@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch.checker.ir.observer import tensors_in
 from shardmap_torch.checker.rules.registry import MEANINGS, row_of
 from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import ShardTypeError, show_shape
 
 Context: TypeAlias = AbstractContextManager[object]
 
@@ -100,4 +100,4 @@ def _described(out: Any) -> str:
         return f"[{', '.join(map(_described, out))}]"
     if not isinstance(out, Tensor):
         return repr(out)
-    return f"{str(out.dtype).removeprefix('torch.')}{list(out.shape)}"
+    return show_shape(out.dtype, out.shape)

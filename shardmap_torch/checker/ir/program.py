@@ -13,6 +13,7 @@ from shardmap_torch.checker.ir.repairs import Place
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site
+from shardmap_torch.errors import show_shape
 
 
 @lru_cache(maxsize=4096)
@@ -73,7 +74,7 @@ class Use:
 
     def __str__(self) -> str:
         """Formats it as `float32[4, 8]`."""
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return show_shape(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)

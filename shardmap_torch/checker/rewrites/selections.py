@@ -19,9 +19,8 @@ from shardmap_torch.checker.ir.program import StorageType
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
-from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.functorch import base_of, is_batched
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import ShardTypeError
 
 
@@ -92,7 +91,7 @@ class Selections:
         """Selects what a mask says; NotImplemented where torch is to say what is wrong."""
         if not 0 < mask.ndim <= x.ndim or x.shape[: mask.ndim] != mask.shape:
             return NotImplemented
-        if any(map(_is_batched, (x, mask))):
+        if any(map(is_batched, (x, mask))):
             return NotImplemented
         host.needs_ranks()  # torch.func.vmap has no sizes that differ
         base = host.base(mask)
@@ -270,14 +269,6 @@ def _counted(mask: Tensor, dim: int) -> Tensor:
     shape = [-1 if each == dim else 1 for each in range(mask.ndim)]
     counted = torch.arange(mask.shape[dim], device=mask.device).reshape(shape)
     return counted.expand(mask.shape)
-
-
-def _is_batched(tensor: Tensor) -> bool:
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
 
 
 _PLAIN: Final = frozenset(

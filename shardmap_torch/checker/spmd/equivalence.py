@@ -52,6 +52,7 @@ from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     disable_current_modes,
 )
+from shardmap_torch.errors import show_shape
 from shardmap_torch.spec import P
 
 Named = Sequence[tuple[str, Tensor]]
@@ -307,7 +308,7 @@ class Relation(Observer):
 
     def _line(self, name: str, tensor: Tensor) -> str:
         tensor = self._interpreter.fakify(tensor)
-        shape = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        shape = show_shape(tensor.dtype, tensor.shape)
         origin = self._interpreter.storage_type(tensor).origin()
         return f"  {name}: {shape}, sharded {self.spec_of(tensor)!r}, from {origin}"
 
