@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,7 @@ from shardmap_torch.checker.stored.folder import Folder
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.run import checked
 from shardmap_torch.run.safety.purity import verify_purely
-from tests.checker.support.restarts import imported
+from tests.checker.support.restarts import as_started, imported
 from tests.support.pool import Gloo
 
 ABSTRACT = make_mesh((2, 4), ("dp", "tp"), kind="abstract")
@@ -46,12 +46,13 @@ SIMULATED = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
 
 
 @pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
     """The names of the functions that are checked, with a folder for verdicts."""
     monkeypatch.setenv("SHARDMAP_CACHE", str(tmp_path / "verdicts"))
     names: list[str] = []
     monkeypatch.setattr(checked, "verify_purely", partial(counted, names))
-    return names
+    with as_started():
+        yield names
 
 
 def counted(names: list[str], name: str, *rest: Any) -> Verdict:
@@ -408,6 +409,7 @@ def on_a_rank(folder: str, has_cache: tuple[bool, bool]) -> tuple[Tensor, list[s
     with (
         mock.patch.dict(os.environ, {"SHARDMAP_CACHE": folder if has_cache[rank] else ""}),
         mock.patch.object(checked, "verify_purely", partial(counted, names)),
+        as_started(),
     ):
         mesh = make_mesh((2,), ("tp",))
         mapped = shard_map(halves, mesh=mesh, in_specs=P("tp"), out_specs=P())

@@ -7,6 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Final
+from unittest import mock
+
+from shardmap_torch.checker.ir import rank_only
+from shardmap_torch.checker.rules.registry import table_version
+from shardmap_torch.checker.stored import circumstances
 
 FILES: Final[Mapping[str, str]] = {
     "stored_base": """\
@@ -83,3 +88,18 @@ def imported(folder: Path, edits: Mapping[str, tuple[str, str]] = {}) -> Iterato
         sys.path.remove(str(folder))
         for name in FILES:
             sys.modules.pop(name, None)
+
+
+@contextmanager
+def as_started() -> Iterator[None]:
+    """Forgets what other tests have registered in this process, as a restarted one would."""
+    others = table_version()
+
+    def own() -> int:
+        return table_version() - others
+
+    with (
+        mock.patch.object(circumstances, "table_version", own),
+        mock.patch.object(rank_only, "_COMMUNICATING", set()),
+    ):
+        yield
