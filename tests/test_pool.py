@@ -1,11 +1,14 @@
 """The worker pool returns what ranks return, and turns every way to fail into a prompt report."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -232,3 +235,32 @@ def test_workers_do_nothing_between_calls(pool: Pool) -> None:
     before = pool.run(wake_ups)
     time.sleep(0.5)
     assert all(b - a < 50 for a, b in zip(before, pool.run(wake_ups), strict=True))
+
+
+KILLED = """
+import os, signal
+from tests.support.pool import Pool
+from tests.test_pool import process_id
+
+pool = Pool(2)
+print(*pool.run(process_id), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are stopped on Linux alone")
+def test_stopped_workers_end_with_a_session_that_is_killed() -> None:
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", KILLED]
+    killed = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    workers = [int(pid) for pid in killed.stdout.split()]
+    assert len(workers) == 2, killed.stderr
+    end = time.monotonic() + 20
+    while any(map(is_alive, workers)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))

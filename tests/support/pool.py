@@ -8,6 +8,7 @@ stopped: verdicts keep meshes alive, and each gloo group has a thread that wakes
 a second, which for all pools of a session together took a quarter of two cores.
 """
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -38,6 +40,8 @@ RUN_TIMEOUT = 30.0
 GLOO_TIMEOUT = timedelta(seconds=20)
 # Threads of a worker beyond which the next call starts fresh ones: three for each gloo group.
 MAX_THREADS = 100
+# Elsewhere workers that are stopped would outlive a session that is killed.
+PAUSES = sys.platform == "linux"
 # How long the other ranks may go on after one has failed: they may be waiting for it in vain.
 GRACE = 3.0
 
@@ -117,8 +121,9 @@ class Pool:
         if expect_error:
             self.close()  # The ranks may have stopped at different collectives.
             return replies
-        for worker in self._workers:
-            worker.pause()
+        if PAUSES:
+            for worker in self._workers:
+                worker.pause()
         return [reply.value for reply in replies if isinstance(reply, _Returned)]
 
     def close(self) -> None:
@@ -264,6 +269,8 @@ class _Worker:
 def _serve(connection: Connection, rank: int, size: int, store: Path, captured: Path) -> None:
     """A worker's life: join the world, then answer calls until the parent closes or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us.
+    if PAUSES:
+        _die_with_the_session()
     sys.stdout = sys.stderr = captured.open("a", buffering=1)
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
@@ -288,6 +295,15 @@ def _serve(connection: Connection, rank: int, size: int, store: Path, captured: 
         reply = _call(request)
         sys.stdout.flush()
         connection.send_bytes(reply)
+
+
+def _die_with_the_session() -> None:
+    """Has the kernel kill this worker when its server has gone, even while it is stopped."""
+    # Through this pipe each worker would keep the server alive, which ends with the session else.
+    alive: int = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+    os.close(alive)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _call(request: bytes) -> bytes:
