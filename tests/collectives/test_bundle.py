@@ -198,6 +198,7 @@ print(tuple(value.shape), tuple(gradient.shape))
 """
 
 
+@pytest.mark.slow
 def test_a_checked_step_runs_on_the_fake_process_group_of_torch() -> None:
     run = [sys.executable, "-W", "ignore", "-c", FAKE]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120)
