@@ -5,7 +5,7 @@ A `Pool` is a world of `size` processes, forked from a server that has imported 
 is a top-level function of a test module; arguments and results are pickled. Workers that raised,
 died or hung are thrown away, and the next call starts fresh ones. Between calls the workers are
 stopped: verdicts keep meshes alive, and each gloo group has a thread that wakes up a hundred times
-a second, which for all pools of a session together took a quarter of two cores.
+a second. Six folders of tests took 87 s so, and 104 s without.
 """
 
 import ctypes
