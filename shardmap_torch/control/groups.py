@@ -11,8 +11,8 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
+from shardmap_torch.control.attempts import init_process_group
 from shardmap_torch.control.start import current, start, within
 from shardmap_torch.core.torch_private.engine import group_names
 from shardmap_torch.errors import CommunicationError, MeshError, show
@@ -45,25 +45,9 @@ def start_process_group(device: torch.device | None, limit: timedelta | None) ->
                 '`torchrun --nproc-per-node N script.py`, or use kind="simulated".'
             )
         backend = "nccl" if device.type == "cuda" else "gloo"
-        _init_process_group(backend, limit)
+        init_process_group(backend, limit)
         atexit.register(_stop_process_group)
     return device
-
-
-def _init_process_group(backend: str, limit: timedelta | None) -> None:
-    """Starts the default group; after a restart by torchrun, under keys of its own in the store.
-
-    torch 2.13 lets all attempts of an agent meet under the same keys of the agent's store, and a
-    rank may find the address of a process that has been killed. The agents of several hosts count
-    restarts each for itself, so that the count is no common key there.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
-        dist.init_process_group(backend, timeout=limit)
-        return
-    store, rank, size = next(rendezvous("env://"))
-    own = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # torch exports it
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
 
 
 def _default_to_cuda() -> bool:

@@ -1,6 +1,7 @@
 """Starts and stops the one `Control` of this process."""
 
 import atexit
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -93,8 +94,9 @@ def within(limit: timedelta | None, what: str, make: Callable[[], T]) -> T:
         raise errors[0]
     if not done:
         why = f"{errors[0]}".splitlines()[0] if errors else "the store or a rank does not answer"
+        rank = dist.get_rank() if dist.is_initialized() else os.environ["RANK"]
         raise CommunicationError(
-            f"{what} has not ended within {limit} on rank {dist.get_rank()}: {why}. Every process "
+            f"{what} has not ended within {limit} on rank {rank}: {why}. Every process "
             "must make the same meshes in the same order, and the process that hosts the store "
             "must be alive."
         ) from (errors[0] if errors else None)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,9 @@ def test_a_link_of_10_megabits_makes_steps_slow_and_not_wrong(tmp_path: Path) ->
 # The example under torchrun.
 
 
-def torchrun(made: Hosts, host: int, folder: Path, resume: bool) -> Any:
+def torchrun(made: Hosts, host: int, folder: Path, resume: bool, restarts: int = 0) -> Any:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(made.number)]
+    command += ["--max-restarts", str(restarts)]
     command += ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "1"]
     command += ["--rdzv-endpoint", f"{made.address(0)}:29500", "--monitor-interval", "0.1"]
     command += ["--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", made.address(host)]
@@ -178,6 +180,27 @@ def test_the_example_trains_over_hosts_as_on_one(number: int, tmp_path: Path) ->
     expected = undisturbed(number, tmp_path / "one")
     with hosts(number) as made:
         assert train(made, tmp_path) == expected
+
+
+def test_training_goes_on_by_itself_where_workers_of_several_hosts_are_killed(
+    tmp_path: Path,
+) -> None:
+    """The agents count restarts each for itself; the workers of all meet under the same keys."""
+    expected = undisturbed(2, tmp_path / "one")
+    saved = tmp_path / "saved"
+    with hosts(2) as made:
+        agents = [torchrun(made, host, tmp_path, True, restarts=3) for host in range(2)]
+        for step, host in ((2, 1), (5, 1), (8, 0)):
+            has_saved = partial(lambda step: any(saved.glob(f"step-*{step:02}")), step)
+            assert wait_for(has_saved, START), outputs_of(tmp_path)
+            os.kill(workers(agents[host].pid)[-1], signal.SIGKILL)
+        assert [agent.wait(2 * START) for agent in agents] == [0, 0], outputs_of(tmp_path)
+        assert (tmp_path / "host-0.txt").read_text().count("resumed after step") == 3
+    assert json.loads((tmp_path / "losses.json").read_text()) == expected
+
+
+def workers(agent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
 
 
 @pytest.mark.parametrize("what", ["the agent", "the host"])
