@@ -1,9 +1,9 @@
 """Keys of its own for each attempt of a job that torchrun starts again.
 
 The agents of torchrun keep one store for all attempts of a job, and the workers of each meet in it
-under the same keys (torch 2.13, `torch.distributed.rendezvous`): a worker that comes first may find
-the address of one that has been killed, and then fails or hangs. The number of restarts is no common
-key, since the agents of several hosts count each for itself.
+under the same keys (torch 2.13, `torch.distributed.rendezvous`): one that comes first may find the
+address of one that has been killed, and fails or hangs. The number of restarts is no common key,
+since the agents of several hosts count each for itself.
 """
 
 import os
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardmap_torch.control.start import within
+from shardmap_torch.core.torch_private.engine import Store
 
 AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun's agents to whether they host the store; without it rank 0 makes a new one."""
@@ -39,7 +40,7 @@ def init_process_group(backend: str, limit: timedelta | None) -> None:
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+def meet(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Returns a name that the ranks of this attempt agree on, and no earlier attempt has had.
 
     Rank 0 makes the name, and answers requests until each rank has said that it has it. A request
@@ -63,7 +64,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     return name
 
 
-def _ask(store: dist.Store, rank: int) -> str:
+def _ask(store: Store, rank: int) -> str:
     word = uuid.uuid4().hex
     store.set(f"attempt of {rank}", word)
     name: str = store.get(f"answer to {word}").decode()
@@ -71,6 +72,6 @@ def _ask(store: dist.Store, rank: int) -> str:
     return name
 
 
-def _answer(store: dist.Store, rank: int, name: str) -> None:
+def _answer(store: Store, rank: int, name: str) -> None:
     if store.check([f"attempt of {rank}"]):
         store.set(f"answer to {store.get(f'attempt of {rank}').decode()}", name)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from shardmap_torch.control.attempts import meet
 
@@ -49,13 +49,13 @@ def test_ranks_that_torchrun_starts_again_meet_no_killed_ones(tmp_path: Path) ->
     assert finished == {"attempt 2, rank 0", "attempt 2, rank 1"}, done.stderr
 
 
-def met(store: dist.Store, ranks: range, size: int) -> dict[int, str]:
+def met(store: TCPStore, ranks: range, size: int) -> dict[int, str]:
     """The names that these ranks of a group get; without the others they give up, as if killed."""
     names: dict[int, str] = {}
     timeout = MINUTE if len(ranks) == size else SECOND / 2
 
     def run(rank: int) -> None:
-        own = store.clone()
+        own = store.clone()  # type: ignore[attr-defined]  # torch has it
         own.set_timeout(timeout)
         with suppress(RuntimeError):
             names[rank] = meet(own, rank, size, timeout)
@@ -68,8 +68,8 @@ def met(store: dist.Store, ranks: range, size: int) -> dict[int, str]:
     return names
 
 
-def new_store() -> dist.Store:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=MINUTE)
+def new_store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=MINUTE)
 
 
 def test_all_ranks_of_an_attempt_get_one_name_and_each_attempt_another() -> None:
