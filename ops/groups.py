@@ -39,8 +39,31 @@ class Done:
         return True
 
 
-@dataclass(frozen=True)
-class AxisGroup:
+class _GroupName(str):
+    """The name of an `AxisGroup`, by which torch's functional collectives call its methods."""
+
+    group: "AxisGroup"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the typed collective in place of an operator of torch.distributed."""
+        functional, name = FUNCTIONAL.get(func.__name__), args[-1]
+        if functional is None or not isinstance(name, cls):
+            raise CollectiveError(
+                f"{func.__name__} of torch.distributed is called in the body on the group of an "
+                f"axis: only {', '.join(FUNCTIONAL)} are typed."
+            )
+        _, scope = read_axes(functional.name, name.group.axes)
+        scope.backend.needs_ranks()  # torch wraps the result, which torch.func.vmap cannot batch
+        if can_receive_gradient(args[0]):
+            raise unseen_by_autograd(functional.name)
+        return functional.call(name.group, *args[:-1])
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # it types its methods by more overloads than torch calls
+
+
+class AxisGroup(_ProcessGroup):  # type: ignore[misc]
     """The process group of mesh axes where ranks are no processes; see `axis_group`.
 
     `torch.distributed` calls these methods, as it calls those of a ProcessGroup, and each calls the
@@ -51,8 +74,29 @@ class AxisGroup:
         axes: the axes, in mesh order.
     """
 
-    mesh: Mesh
-    axes: tuple[str, ...]
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+        """Takes the axes, in mesh order."""
+        super().__init__(0, 1)
+        self.mesh, self.axes = mesh, axes
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether it is the group of the same axes."""
+        return isinstance(other, AxisGroup) and (self.mesh, self.axes) == (other.mesh, other.axes)
+
+    def __hash__(self) -> int:
+        """Returns a hash of mesh and axes."""
+        return hash((self.mesh, self.axes))
+
+    def __repr__(self) -> str:
+        """Shows mesh and axes."""
+        return f"AxisGroup({self.mesh!r}, {self.axes!r})"
+
+    @property
+    def group_name(self) -> str:
+        """Its name, by which functional collectives find it."""
+        name = _GroupName(",".join(self.axes))
+        name.group = self
+        return name
 
     def size(self) -> int:
         """Returns the number of ranks; in a body, of the mesh on which it runs."""
@@ -131,6 +175,42 @@ class AxisGroup:
         return Done()
 
 
+@dataclass(frozen=True)
+class Functional:
+    """A functional collective of torch.
+
+    Attributes:
+        name: of the typed one.
+        call: calls it, with the operator's arguments but the group.
+    """
+
+    name: str
+    call: Callable[..., Tensor]
+
+
+def _even_sizes(received: Sequence[int], sent: Sequence[int]) -> Sequence[int]:
+    """Returns the sizes that ranks exchange, or none where all are the same."""
+    return [] if len({*received}) == 1 and [*received] == [*sent] else sent
+
+
+FUNCTIONAL: Final[Mapping[str, Functional]] = MappingProxyType(
+    {
+        "all_reduce": Functional("all_reduce", lambda group, x, op: group.reduced(x, op)),
+        "all_gather_into_tensor": Functional(
+            "all_gather", lambda group, x, size: group.gathered(x)
+        ),
+        "reduce_scatter_tensor": Functional(
+            "reduce_scatter", lambda group, x, op, size: group.scattered(x, op)
+        ),
+        "all_to_all_single": Functional(
+            "all_to_all",
+            lambda group, x, received, sent: group.exchanged(x, _even_sizes(received, sent)),
+        ),
+    }
+)
+"""Functional collectives that are typed, by the names of their operators."""
+
+
 def unseen_by_autograd(name: str) -> CollectiveError:
     """Returns the error for a call on tensors through which a gradient flows."""
     return CollectiveError(
@@ -164,7 +244,7 @@ def axis_group(mesh: Mesh | DeviceMesh, axis: Axis) -> Group:
     `all_to_all_single`         `all_to_all` of dim 0          V→V
     =========================== ============================== ==============
 
-    On processes the functional collectives of the same names are typed too. Autograd does not see
+    The functional collectives of the same names are typed too. Autograd does not see
     such a call, so that it is refused on tensors that need a gradient: call it on gradients, under
     no_grad, or in the forward or backward of a `Function`. Processes do not compare such calls
     before they begin.

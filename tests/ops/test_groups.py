@@ -96,6 +96,9 @@ class Body:
         dist.all_to_all_single(out, x.contiguous(), group=self.group)
         return out
 
+    def exchanged_back(self, x: Tensor) -> Tensor:
+        return self.exchanged(self.exchanged(x).sin())
+
     def largest(self, x: Tensor) -> Tensor:
         found = x.max()
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
@@ -120,6 +123,11 @@ class Body:
     def functional_sum(self, x: Tensor) -> Tensor:
         total: Tensor = functional.all_reduce(x.sum(), "sum", self.group)
         return total * 2
+
+    def functional_step(self, w: Tensor, x: Tensor) -> Tensor:
+        grad: Tensor = torch.func.grad(lambda w: (x @ w).square().mean())(w)
+        mean: Tensor = functional.all_reduce(grad, "avg", self.group)
+        return w - 0.1 * mean
 
     def functional_gather(self, x: Tensor) -> Tensor:
         found: Tensor = functional.all_gather_tensor(x, 0, self.group)
@@ -160,6 +168,7 @@ PROGRAMS: Final[dict[str, Program]] = {
     "gather": (lambda b: b.gathered, (X,), P("tp"), P(), lambda x: x * 2, "global"),
     "scatter": (lambda b: b.scattered, (X,), P(None, "tp"), P("tp"), lambda x: x @ x.mT, True),
     "exchange": (lambda b: b.exchanged, (X,), P("tp"), P("tp"), lambda x: x[SWAPPED], True),
+    "exchange back": (lambda b: b.exchanged_back, (X,), P("tp"), P("tp"), Tensor.sin, "global"),
     "max": (lambda b: b.largest, (X,), P("tp"), P(), Tensor.max, "global"),
 }
 FUNCTIONAL: Final[dict[str, Program]] = {
@@ -181,6 +190,7 @@ FUNCTIONAL: Final[dict[str, Program]] = {
         lambda x: x[SWAPPED] * 2,
         True,
     ),
+    "step": (lambda b: b.functional_step, (W[:, 0], X), (P(), P("tp")), P(), one_step, True),
 }
 WRONG: Final[dict[str, tuple[Callable[[Body], Any], tuple[Tensor, ...], Any, str]]] = {
     "no sum": (lambda b: gradients(b.forgetful), MLP, SPECS, "is a pending sum over 'tp'"),
@@ -242,13 +252,13 @@ def test_the_same_programs_run_on_the_groups_of_processes(gloo: Gloo) -> None:
     gloo(2).run(_on_processes, "rank")
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FUNCTIONAL)
-def test_functional_collectives_without_processes_name_the_typed_function(name: str) -> None:
-    mesh = mesh_of("abstract")
-    make, args, ins, outs, _, _ = FUNCTIONAL[name]
-    mapped = sm.shard_map(make(Body(mesh)), mesh=mesh, in_specs=ins, out_specs=outs)
-    with pytest.raises(ShardTypeError, match=r"Fix: use shardmap_torch\.\w+\.$"):
-        mapped(*args)
+def test_functional_collectives_on_the_group_of_an_axis_equal_one_device(
+    name: str, kind: str
+) -> None:
+    mesh = mesh_of(kind)
+    assert_right(Body(mesh), mesh, FUNCTIONAL[name])
 
 
 def test_what_is_not_typed_says_so() -> None:
@@ -270,7 +280,21 @@ def test_what_is_not_typed_says_so() -> None:
         dist.all_gather_into_tensor(y, x, group=group)
         return y
 
+    def functional_broadcast(x: Tensor) -> Tensor:
+        found: Tensor = functional.broadcast(x, 0, group)
+        return found
+
+    def differentiable(x: Tensor) -> Tensor:
+        found: Tensor = torch.func.grad(lambda x: functional.all_reduce(x.sum(), "sum", group))(x)
+        return found
+
     texts = {
+        functional_broadcast: "broadcast of torch.distributed is called in the body on the group "
+        "of an axis: only all_reduce, all_gather_into_tensor, reduce_scatter_tensor, "
+        "all_to_all_single are typed.",
+        differentiable: "all_reduce of torch.distributed is called on a tensor that needs a "
+        "gradient, and autograd does not see the call. Use shardmap_torch.all_reduce, or detach "
+        "it.",
         product: "all_reduce of torch.distributed: only SUM, AVG, MAX, MIN are typed.",
         uneven: "all_to_all_single of torch.distributed is called in the body with split sizes, "
         "which are not typed. Use shardmap_torch.ragged_all_to_all.",

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardmap_torch.checker.rewrites.aliases import Host
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.torch_private.engine import OpOverload, c10d
-from shardmap_torch.ops.groups import AxisGroup, group_axes, unseen_by_autograd
+from shardmap_torch.ops.groups import FUNCTIONAL, AxisGroup, group_axes, unseen_by_autograd
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,14 @@ def _all_to_all(output: Tensor, x: Tensor, group: Any, *sizes: Any) -> _Read:
     )
 
 
-def _reduced(x: Tensor, op: str, group: str) -> _Read:
-    return _Read(group, [x], lambda axes: axes.reduced(x, op))
+def _functional(name: str) -> tuple[Callable[..., _Read], str]:
+    """Returns the reader of a functional collective, whose last argument names its group."""
+    functional = FUNCTIONAL[name]
 
+    def read(*args: Any) -> _Read:
+        return _Read(args[-1], [args[0]], lambda axes: functional.call(axes, *args[:-1]))
 
-def _gathered(x: Tensor, size: int, group: str) -> _Read:
-    return _Read(group, [x], lambda axes: axes.gathered(x))
-
-
-def _scattered(x: Tensor, op: str, size: int, group: str) -> _Read:
-    return _Read(group, [x], lambda axes: axes.scattered(x, op))
-
-
-def _exchanged(x: Tensor, received: Any, sent: Any, group: str) -> _Read:
-    even = len({*received}) == 1 and [*received] == [*sent]
-    return _Read(group, [x], lambda axes: axes.exchanged(x, [] if even else sent))
+    return read, functional.name
 
 
 _TYPED: Final[Mapping[str, tuple[Callable[..., _Read], str]]] = MappingProxyType(
@@ -84,16 +77,10 @@ _TYPED: Final[Mapping[str, tuple[Callable[..., _Read], str]]] = MappingProxyType
         "c10d::_allgather_base_": (_all_gather, "all_gather"),
         "c10d::_reduce_scatter_base_": (_reduce_scatter, "reduce_scatter"),
         "c10d::alltoall_base_": (_all_to_all, "all_to_all"),
-        "_c10d_functional::all_reduce": (_reduced, "all_reduce"),
-        "_c10d_functional::all_gather_into_tensor": (_gathered, "all_gather"),
-        "_c10d_functional::reduce_scatter_tensor": (_scattered, "reduce_scatter"),
-        "_c10d_functional::all_to_all_single": (_exchanged, "all_to_all"),
+        **{f"_c10d_functional::{name}": _functional(name) for name in FUNCTIONAL},
     }
 )
 """The reader of each operator, and the name of the typed function."""
-
-_TYPED_RESULT: Final = "_shardmap_typed_result"
-"""Attribute of results for which `wait_tensor` need not wait."""
 
 
 def typed_call(
@@ -107,8 +94,8 @@ def typed_call(
         CollectiveError: a gradient flows through the tensors.
     """
     scope, called = current_scope(), op._schema.name
-    if called == "_c10d_functional::wait_tensor" and hasattr(args[0], _TYPED_RESULT):
-        return args[0]
+    if called == "_c10d_functional::wait_tensor":
+        return args[0]  # of a typed call: others have been refused
     if called not in _TYPED or scope is None:
         return NotImplemented
     read, name = _TYPED[called]
@@ -122,7 +109,6 @@ def typed_call(
     with context, enter_scope(Scope(scope.backend, scope.axes)):
         result = found.call(AxisGroup(scope.backend.mesh, axes))
     if isinstance(result, Tensor):
-        setattr(result, _TYPED_RESULT, True)
         return result
     work = c10d.Work.boxed(c10d.FakeWork())
     return work if len(op._schema.returns) == 1 else (args[0], work)

@@ -333,3 +333,27 @@ def sliced(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
         rest = dim[at][1] // sizes[axis]
         dim = (*dim[:at], (axis, sizes[axis]), *unsharded(rest), *dim[at + 1 :])
     return dim
+
+
+def exchanged(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
+    """Returns a dim after block i of rank j has become block j of rank i, or None.
+
+    The ranks' index and the first digits of the blocks that a rank has trade places.
+
+    Example:
+        >>> exchanged(sharded_dim(12, ["tp"], {"tp": 2}), ("tp",), {"tp": 2})
+        ((None, 2), ('tp', 2), (None, 3))
+        >>> exchanged(((None, 2), ("tp", 2), (None, 3)), ("tp",), {"tp": 2})
+        (('tp', 2), (None, 6))
+    """
+    count, names = prod(sizes[axis] for axis in axes), [axis for axis, _ in dim]
+    own = next((at for at, axis in enumerate(names) if axis is None), None)
+    if dim == ANY or own is None or axes[0] not in names or dim[own][1] % count:
+        return None
+    at, index = names.index(axes[0]), tuple((axis, sizes[axis]) for axis in axes)
+    rest, blocks = unsharded(dim[own][1] // count), ((None, count),)
+    if dim[at : at + len(axes)] != index or (at > own and (rest or None in names[own + 1 : at])):
+        return None  # what a rank then has would lie in another order
+    parts = {at: blocks, own: (*index, *rest)}
+    kept = [n for n in range(len(dim)) if not at < n < at + len(axes)]
+    return tuple(merged([digit for n in kept for digit in parts.get(n, (dim[n],))]))

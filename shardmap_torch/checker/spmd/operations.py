@@ -123,6 +123,7 @@ class Operations:
             summed = summed.scaled(factor or Fraction(1), NO_AXES, self._at(cause))
         special = positions or self._microbatches.divide(op, arguments, event, shards)
         special = special or self._microbatches.concatenate(op, arguments)
+        special = special or self._overwrite(op, arguments, event, shards)
         on_parts = (op, arguments, event, read, results, special is not None)
         combined = self._microbatches.combine(*on_parts)
         found = special or propagate(step)
@@ -133,6 +134,26 @@ class Operations:
             shard = fitted(sharded.dims, tuple(results[index].shape), shape)
             self._finish(op, arguments, results[index], number, shard, sharded, summed)
         self._microbatches.note(op, arguments, combined, results, special is not None)
+
+    def _overwrite(
+        self, op: OpOverload, arguments: Mapping[str, Any], event: Event, shards: Mapping[str, Any]
+    ) -> list[Sharded] | None:
+        """Lays out memory like what is copied into all of it; None where `copy_` does not do so."""
+        target, source = shards.get("self"), shards.get("src")
+        if op is not torch.ops.aten.copy_.default:
+            return None
+        if not isinstance(target, ShardedTensor) or not isinstance(source, ShardedTensor):
+            return None
+        same = (target.local, target.global_shape) == (source.local, source.global_shape)
+        if not same or ANY in source.dims or not self._fills(arguments["self"]):
+            return None
+        self._notes.overwrite(arguments["self"], event.arguments["self"].number, source)
+        return [Sharded(source.dims)]
+
+    def _fills(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor has all of its memory."""
+        nbytes: int = self._interpreter.storage_type(tensor).storage.nbytes()
+        return nbytes == tensor.numel() * tensor.itemsize
 
     def _at(self, what: str) -> str:
         """Names the user's line."""
@@ -322,10 +343,7 @@ class Operations:
             )
         if before.dims != shard.dims:
             self._notes.lay_out_memory(tensor, before, shard)
-        fills = (
-            self._interpreter.storage_type(tensor).storage.nbytes()
-            == tensor.numel() * tensor.itemsize
-        )
+        fills = self._fills(tensor)
         known = self._notes.sums(tensor)
         if sums.partial != known.partial and not (fills or known.zero):
             raise UnrelatedError("it writes a pending sum into finished values")

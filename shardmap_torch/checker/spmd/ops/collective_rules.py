@@ -12,6 +12,7 @@ from shardmap_torch.checker.spmd.layout import (
     ShardedTensor,
     Sizes,
     UnrelatedError,
+    exchanged,
     gathered,
     in_words,
     sliced,
@@ -99,8 +100,17 @@ def _sum_scatter(move: Move) -> State:
 
 
 def _exchange(move: Move) -> State:
-    if move.collective.dim == move.collective.concat_dim:
-        return _per_rank(move)
+    dim, dims = move.collective.dim, move.x.dims
+    if dim == move.collective.concat_dim:
+        found = exchanged(dims[dim], move.axes, move.sizes)
+        if found is None:
+            over = ", ".join(map(repr, move.axes))
+            raise UnrelatedError(
+                f"it exchanges blocks of dim {dim} over {over}, and that dim is "
+                f"{in_words(dims[dim])}",
+                f"shard that dim, split along another, or {_WRAP}",
+            )
+        return (*dims[:dim], found, *dims[dim + 1 :]), move.partial
     joined = _joined(move, move.collective.concat_dim)
     return _parted(move, move.collective.dim, joined), move.partial
 
