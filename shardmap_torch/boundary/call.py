@@ -4,6 +4,7 @@ Every runtime calls `run_body`; meshes differ only in how global values are shar
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,6 +20,12 @@ from shardmap_torch.core.caching import Memo, lazy
 from shardmap_torch.core.tree import Placed, Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError, SpecError, listing
 from shardmap_torch.mesh import Mesh
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _unwrapped() -> AbstractContextManager[Wrap]:
+    return nullcontext(lambda function: function)
 
 
 @dataclass(eq=False)  # not frozen: that would add a microsecond to each call
@@ -44,6 +51,7 @@ class Call:
         sharing: the input whose memory a result may have, by their positions, where only a check
             can tell; None where nothing is known.
         rank_only: what the checker has seen that a batched body would drop or lack, and where.
+        separate: within it, what it wraps runs on each rank with a state of that rank's own.
     """
 
     function: Callable[..., Tree]
@@ -61,6 +69,7 @@ class Call:
     draws: bool = False
     sharing: Mapping[int, int] | None = None
     rank_only: str | None = None
+    separate: Callable[[], AbstractContextManager[Wrap]] = _unwrapped
 
     def checked(
         self,

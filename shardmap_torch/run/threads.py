@@ -187,7 +187,8 @@ class _Ranks:
             ys, gs = zip(*pairs, strict=True)
             return torch.autograd.grad(ys, into, gs, retain_graph=True, allow_unused=True)
 
-        pulled = rendezvous.run(pull)
+        with self.call.separate() as wrap:
+            pulled = rendezvous.run(wrap(pull))
         gradients: list[Tensor | None] = [None] * (len(self.specs) + len(self.closures))
         for k, i in enumerate(differentiable):
             gradients[i] = self._global_gradient([grads[k] for grads in pulled], self.specs[i])

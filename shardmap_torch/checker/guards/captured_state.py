@@ -17,7 +17,15 @@ from contextvars import ContextVar
 from functools import lru_cache, partial
 from itertools import count, repeat
 from operator import eq, getitem, is_
-from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, Final
 
 import torch
@@ -36,7 +44,9 @@ from shardmap_torch.checker.guards.places import (
     Place,
     buffer,
     container,
+    environment,
     slot,
+    state,
     variable,
 )
 from shardmap_torch.core.torch_private.engine import functorch
@@ -106,7 +116,8 @@ class Surroundings:
         """Names the objects that have changed since a snapshot, and iterators, which may have."""
         if before is None:
             return []
-        return [*before.iterators(), *([] if before.holds() else before.changes())]
+        may_have = map(before.label, before.iterators())
+        return [*may_have, *([] if before.holds() else before.changes())]
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -201,16 +212,16 @@ class Walk:
     def changes(self) -> Sequence[str]:
         """Names the objects that have changed since the walk."""
         found = [
-            self._label(owner)
+            self.label(owner)
             for owner, size in zip(self._sizes.owners, self._sizes.values, strict=True)
             if len(owner) != size
         ]
         for parts, get in ((self._entries, _entry), (self._attributes, _attribute)):
             for owner, name, value in zip(parts.owners, parts.names, parts.values, strict=True):
                 if get(owner, name) is not value:
-                    found.append(self._label(owner, name))
-        found += [self._label(items) for items, was in self._sets if tuple(items) != was]
-        found += map(self._label, self._changed_contents())
+                    found.append(self.label(owner, name))
+        found += [self.label(items) for items, was in self._sets if tuple(items) != was]
+        found += map(self.label, self._changed_contents())
         found += [repr(name) for (_, name), table in self._missing.items() if name in table]
         return list(dict.fromkeys(found)) or ["what it refers to"]
 
@@ -236,11 +247,21 @@ class Walk:
         yield from map(variable, self._read_variables)
         yield from (buffer(value) for value, was in self._contents if was)
 
-    def iterators(self) -> Sequence[str]:
-        """Names iterators, generators of numbers and clocks, whose states cannot be read."""
-        return [self._label(value) for value in self.opaque if gives_other_values(value)]
+    def states(self) -> Iterator[tuple[str, Place]]:
+        """Yields names and places of states that only checks compare."""
+        for value in self.opaque:
+            place = state(value)
+            if place is not None:
+                yield self.label(value), place
+        yield from ((self.label(value), buffer(value)) for value, was in self._contents if not was)
+        if "environ" in self._names or "getenv" in self._names:
+            yield "the environment", environment()
 
-    def _label(self, owner: Any, name: Any = None) -> str:
+    def iterators(self) -> Sequence[Any]:
+        """Returns iterators and clocks, whose states cannot be read."""
+        return [value for value in self.opaque if gives_other_values(value)]
+
+    def label(self, owner: Any, name: Any = None) -> str:
         """Returns the name by which the code refers to an object, as in `'counter'`."""
         if name == "cell_contents":
             return repr(self._variables.get(id(owner), "a closed-over variable"))
@@ -249,7 +270,7 @@ class Walk:
         for parts in (self._attributes, self._entries):
             for holder, by, value in zip(parts.owners, parts.names, parts.values, strict=True):
                 if value is owner and isinstance(by, str):
-                    return self._label(holder, by)
+                    return self.label(holder, by)
         return f"a {type(owner).__name__}"
 
     def values(self) -> Mapping[Hashable, tuple[str, Any]]:
@@ -384,7 +405,7 @@ class Walk:
         for base in type(value).__mro__:
             slots = vars(base).get("__slots__", ())
             for name in [slots] if isinstance(slots, str) else slots:
-                self._enter_attribute(value, name)
+                self._enter_attribute(value, _mangled(base, name))
         return self._enter_table(getattr(value, "__dict__", {}))
 
     def _enter_plain(self, value: Any) -> Hashable:
@@ -439,8 +460,19 @@ class Walk:
         return len(value)
 
     def _enter_view(self, value: Any) -> Hashable:
-        self._pending.append(value.mapping)
+        self._pending += gc.get_referents(value)  # the dict itself, which may be put back
         return None
+
+    def _enter_builtin(self, value: Any) -> Hashable:
+        owner = getattr(value, "__self__", None)
+        if owner is None or isinstance(owner, type | ModuleType):
+            return self._keep(value)
+        self._pending.append(owner)
+        return str(value.__name__)
+
+    def _enter_memory(self, value: memoryview) -> Hashable:
+        self._pending.append(value.obj)
+        return self._keep(value)
 
     def _enter_module(self, value: ModuleType) -> Hashable:
         if not is_library(value):
@@ -465,6 +497,12 @@ class Walk:
             self._entries.add(table, name, value)
         self._pending += table.values()
         return tuple(table)
+
+
+def _mangled(cls: type, name: str) -> str:
+    """Returns the name by which Python keeps a slot that is private to its class."""
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def _entry(owner: Any, name: Any) -> Any:
@@ -504,9 +542,11 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[Walk, Any], Hashable]], ...]] = (
     (_PLAIN, Walk._enter_plain),
     (tuple | list, Walk._enter_sequence),
     (set | frozenset | deque, Walk._enter_set),
-    (dict | MappingProxyType, Walk._enter_table),
+    (dict, Walk._enter_table),
     (type, Walk._enter_class),
-    (DICT_VIEWS, Walk._enter_view),
+    ((*DICT_VIEWS, MappingProxyType), Walk._enter_view),
+    ((BuiltinFunctionType, MethodWrapperType), Walk._enter_builtin),
+    (memoryview, Walk._enter_memory),
     (nn.Module, Walk._enter_object),
     (Tensor, Walk._keep),
     (ModuleType, Walk._enter_module),

@@ -6,8 +6,11 @@ program depends on them.
 
 import array
 import datetime
+import gc
+import io
+import itertools
+import operator
 import os
-import random
 import secrets
 import time
 import types
@@ -53,18 +56,81 @@ def is_array(value: Any) -> bool:
 _NUMPY_ARRAY: Final = ("numpy", "ndarray")  # numpy need not be there
 
 
-def content_of(value: Any) -> bytes:
-    """Returns the content of a small array; nothing for one that is large, or has objects."""
+def content_of(value: Any, most: int = _MOST) -> bytes:
+    """Returns the content of an array; nothing for one that is larger, or has objects."""
     has_objects = hasattr(value, "dtype") and value.dtype.hasobject
-    if has_objects or memoryview(value).nbytes > _MOST:
+    if has_objects or memoryview(value).nbytes > most:
         return b""
     return bytes(value) if isinstance(value, bytearray) else bytes(value.tobytes())
 
 
 def gives_other_values(value: Any) -> bool:
     """Returns whether an object may give another value whenever it is asked."""
-    is_generator = isinstance(value, random.Random) or type(value).__module__ in _NUMPY_RANDOM
-    return hasattr(value, "__next__") or is_generator or id(value) in _CHANGING
+    is_iterator = hasattr(value, "__next__") and not isinstance(value, _IN_MEMORY)
+    return is_iterator or id(value) in _CHANGING
 
 
-_NUMPY_RANDOM: Final = ("numpy.random._generator", "numpy.random.mtrand")
+def position_of(iterator: Any) -> tuple[Any, ...]:
+    """Returns what tells how far an iterator has come; equal parts if nothing was taken from it.
+
+    These are its inner iterators, containers and numbers, since few say how much they have left. A
+    file that is written has no position here: it may be a log.
+
+    Example:
+        >>> numbers = iter([1, 2])
+        >>> before = position_of(numbers)
+        >>> next(numbers), is_there(numbers, before)
+        (1, False)
+    """
+    found: list[Any] = []
+    seen: dict[int, Any] = {}
+    pending = [iterator]
+    while pending and len(seen) < _PARTS:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if hasattr(value, "__next__") and hasattr(value, "writable"):
+            found.append(_place_in(value))
+        elif hasattr(value, "__next__"):
+            frame = getattr(value, "gi_frame", None)
+            found += [_left(value), frame and frame.f_lasti, *gc.get_referents(value)]
+            pending += gc.get_referents(value)
+        elif type(value) in (tuple, list, dict):
+            found += gc.get_referents(value)
+            pending += gc.get_referents(value)
+    return tuple(found)
+
+
+_PARTS: Final = 1000
+"""Maximal number of objects that are looked at for the position of an iterator."""
+
+
+def is_there(iterator: Any, position: tuple[Any, ...]) -> bool:
+    """Returns whether an iterator still has a position that it had before."""
+    now = position_of(iterator)
+    return len(now) == len(position) and all(map(_same, now, position))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) in (int, str) and type(other) is type(one) and one == other)
+
+
+def _left(iterator: Any) -> str:
+    """Tells how much is left in an iterator over a container, or what a count comes to."""
+    shown = repr(iterator) if type(iterator) in (itertools.count, itertools.repeat) else ""
+    try:
+        return f"{operator.length_hint(iterator, -1)} {shown}"
+    except Exception:  # of a user's class
+        return shown
+
+
+def _place_in(file: Any) -> str:
+    try:
+        return "" if file.writable() else f"{file.tell()}"
+    except (OSError, ValueError) as error:  # closed, or read line by line
+        return str(error)
+
+
+_IN_MEMORY: Final = (io.BytesIO, io.StringIO)  # their state can be put back
+NUMPY_RANDOM: Final = ("numpy.random._generator", "numpy.random.mtrand")

@@ -4,6 +4,10 @@ With them a check leaves no lasting change of numbers, and ranks that share a pr
 state of their own, as processes have.
 """
 
+import io
+import os
+import random
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -11,7 +15,7 @@ from dataclasses import dataclass
 from operator import eq, is_
 from typing import Any, Final
 
-from shardmap_torch.checker.guards.changing import content_of
+from shardmap_torch.checker.guards.changing import NUMPY_RANDOM, content_of
 
 _ABSENT: Final = object()
 CONTAINERS: Final = (list, dict, set, deque)
@@ -111,9 +115,39 @@ def variable(owner: "ContextVar[Any]") -> Place:
 
 
 def buffer(owner: Any) -> Place:
-    """Returns the place of the bytes of an array."""
-    return Place(lambda: content_of(owner), lambda x: _write(owner, x), eq)
+    """Returns the place of the bytes of an array, of 64 MiB at most."""
+    return Place(lambda: content_of(owner, _MOST), lambda x: _write(owner, x), eq)
+
+
+_MOST: Final = 1 << 26
 
 
 def _write(owner: Any, value: bytes) -> None:
-    memoryview(owner).cast("B")[:] = value
+    if not value:
+        return
+    if hasattr(owner, "dtype"):  # of numpy, where it may have any strides
+        numpy = sys.modules["numpy"]
+        owner[...] = numpy.frombuffer(value, owner.dtype).reshape(owner.shape)
+    else:
+        memoryview(owner).cast("B")[:] = value
+
+
+def state(owner: Any) -> Place | None:
+    """Returns the place of the state of a generator of random numbers, or a file in memory."""
+    if type(owner) in (io.BytesIO, io.StringIO) and not owner.closed:
+        return Place(owner.__getstate__, owner.__setstate__, eq)
+    if isinstance(owner, random.Random) and not isinstance(owner, random.SystemRandom):
+        return Place(owner.getstate, owner.setstate, eq)
+    if type(owner).__module__ not in NUMPY_RANDOM:
+        return None
+    bits = getattr(owner, "bit_generator", None) or owner._bit_generator
+    return Place(lambda: bits.state, lambda x: setattr(bits, "state", x), _same_text)
+
+
+def _same_text(one: Any, other: Any) -> bool:
+    return repr(one) == repr(other)  # there are arrays in them
+
+
+def environment() -> Place:
+    """Returns the place of the variables of the process."""
+    return Place(lambda: dict(os.environ), lambda x: _fill(os.environ, os.environ.update, x), eq)

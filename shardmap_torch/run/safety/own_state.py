@@ -2,27 +2,40 @@
 
 Ranks of a simulated mesh share one process, and so a counter that their body increments. Here all
 of them find it as the check did, and their changes do not mix, as on processes; after the call it
-is as the first rank has left it. Lists keep what every rank, and the check, has appended.
+is as the first rank has left it. Lists keep what every rank, and the check, has appended. In a
+backward, in which hooks and Functions of the user's run, all find it as it is then.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from shardmap_torch.backends.threads import handing_over
-from shardmap_torch.boundary.call import Call
+from shardmap_torch.boundary.call import Call, Wrap
 from shardmap_torch.checker.guards.places import Kept
 
 
 @contextmanager
 def own_state(call: Call, altered: Sequence[Kept]) -> Iterator[Call]:
     """Yields a call of the same body, each of whose runs starts from the values that are kept."""
+    with _apart(altered) as wrap:
+        yield replace(call, function=wrap(call.function), separate=partial(_from_now, altered))
+
+
+@contextmanager
+def _from_now(altered: Sequence[Kept]) -> Iterator[Wrap]:
+    with _apart([replace(kept, value=kept.place.get()) for kept in altered]) as wrap:
+        yield wrap
+
+
+@contextmanager
+def _apart(altered: Sequence[Kept]) -> Iterator[Wrap]:
     after = _read(altered)
     ends: list[list[Any]] = []
     try:
-        yield replace(call, function=_apart(call.function, altered, ends))
+        yield partial(_own, altered=altered, ends=ends)
     finally:
         ends = ends or [[kept.value for kept in altered]]
         for at, kept in enumerate(altered):
@@ -34,7 +47,7 @@ def _read(altered: Sequence[Kept]) -> list[Any]:
 
 
 def _joined(kept: Kept, after: Any, ends: Sequence[Any]) -> Any:
-    """Returns what a place holds after the call, given what it held after the check."""
+    """Returns what a place holds after the runs, given what it held just before them."""
     count = len(kept.value) if kept.place.adds else 0
     lists = [after, *ends] if kept.place.adds else []
     if not lists or any(not kept.place.same(each[:count], kept.value) for each in lists):
@@ -42,7 +55,7 @@ def _joined(kept: Kept, after: Any, ends: Sequence[Any]) -> Any:
     return [*after, *(item for end in ends for item in end[count:])]
 
 
-def _apart(
+def _own(
     function: Callable[..., Any], altered: Sequence[Kept], ends: list[list[Any]]
 ) -> Callable[..., Any]:
     @wraps(function)

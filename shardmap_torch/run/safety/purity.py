@@ -15,14 +15,17 @@ from typing import Any, Final
 
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.captured_state import Surroundings
+from shardmap_torch.checker.guards.changing import is_there, position_of
 from shardmap_torch.checker.guards.places import Kept, Place
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.errors import ShardTypeError
 
-_REPAIR: Final = (
-    "Each rank runs the body, and so does the checker: they would not compute the same.\n"
+_FIX: Final = (
     "Fix: pass what it depends on as an argument, and return what is new; draw random numbers from "
     "a key of shardmap_torch.random."
+)
+_REPAIR: Final = (
+    f"Each rank runs the body, and so does the checker: they would not compute the same.\n{_FIX}"
 )
 
 
@@ -46,6 +49,7 @@ def verify_purely(name: str, surroundings: Surroundings, verify: Callable[[], Ve
             verdict = another
             if not again.changes():
                 break
+        before.require_unmoved(name)
     finally:
         altered = before.put_back()
     return replace(verdict, altered=altered) if altered else verdict
@@ -62,18 +66,36 @@ class Before:
         """Keeps the state of all that the body refers to, and of Python's random numbers."""
         surroundings.key()
         self._surroundings, self._walk = surroundings, surroundings.snapshot()
-        self._generators = {name: Kept(place, place.get()) for name, place in _generators()}
-        places = () if self._walk is None else self._walk.places()
+        walk = self._walk
+        states = [*_generators(), *(() if walk is None else walk.states())]
+        self._states = [(name, Kept(place, place.get())) for name, place in states]
+        places = () if walk is None else walk.places()
         self._kept = [Kept(place, place.get()) for place in places]
+        moving = () if walk is None else walk.iterators()
+        self._positions = [(each, position_of(each)) for each in moving]
 
     def changes(self) -> Sequence[str]:
         """Names what has changed, and iterators, which may have."""
-        numbers = [name for name, kept in self._generators.items() if kept.is_changed]
-        return [*self._surroundings.changes(self._walk), *numbers]
+        states = [name for name, kept in self._states if kept.is_changed]
+        return [*self._surroundings.changes(self._walk), *states]
+
+    def require_unmoved(self, name: str) -> None:
+        """Requires that nothing was taken from an iterator, which cannot be put back.
+
+        Raises:
+            ShardTypeError: something was.
+        """
+        for each, position in self._positions:
+            if self._walk is not None and not is_there(each, position):
+                raise ShardTypeError(
+                    f"{name}: the body takes items from {self._walk.label(each)}, which checks of "
+                    f"it and all ranks share, so that each would get others.\n{_FIX}"
+                )
 
     def put_back(self) -> tuple[Kept, ...]:
         """Undoes the changes, but not what was appended to lists; returns what was changed."""
-        altered = [kept for kept in (*self._kept, *self._generators.values()) if kept.is_changed]
+        every = (*self._kept, *(kept for _, kept in self._states))
+        altered = [kept for kept in every if kept.is_changed]
         for kept in altered:
             if not kept.place.adds:
                 kept.place.put(kept.value)

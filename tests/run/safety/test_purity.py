@@ -1,11 +1,14 @@
 """Bodies that change what they depend on are refused; those that only leave a trace are not."""
 
+import io
 import itertools
+import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -157,6 +160,117 @@ def test_a_body_that_depends_on_what_it_changes_is_refused(body: Body, what: str
         "Fix: pass what it depends on as an argument, and return what is new; draw random numbers "
         "from a key of shardmap_torch.random."
     )
+
+
+class PrivateSlot:
+    __slots__ = ("__calls",)
+
+    def __init__(self) -> None:
+        self.__calls = 0
+
+    def tick(self) -> int:
+        self.__calls += 1
+        return self.__calls
+
+
+NEXT = iter(range(1, 1000)).__next__
+APPEND, LENGTH = (growing := [0]).append, growing.__len__
+TICK = PrivateSlot().tick
+BYTES = memoryview(bytearray(1))
+LARGE = np.zeros(10_000)
+TEXT = io.StringIO()
+
+
+def in_a_private_slot() -> int:
+    return TICK()
+
+
+def by_a_method_of_an_iterator() -> int:
+    return NEXT()
+
+
+def by_methods_of_a_list() -> int:
+    APPEND(0)
+    return LENGTH()
+
+
+def in_bytes() -> int:
+    BYTES[0] += 1
+    return BYTES[0]
+
+
+def in_a_large_array() -> int:
+    LARGE[0] += 1
+    return int(LARGE[0])
+
+
+def in_text() -> int:
+    TEXT.write("x")
+    return len(TEXT.getvalue())
+
+
+def in_the_environment() -> int:
+    os.environ["SHARDMAP_TICKS"] = str(int(os.environ.get("SHARDMAP_TICKS", "0")) + 1)
+    return int(os.environ["SHARDMAP_TICKS"])
+
+
+@pytest.mark.parametrize(
+    "tick",
+    [
+        in_a_private_slot,
+        by_a_method_of_an_iterator,
+        by_methods_of_a_list,
+        in_bytes,
+        in_a_large_array,
+        in_text,
+        in_the_environment,
+    ],
+)
+def test_a_count_is_seen_wherever_it_is_kept(
+    tick: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHARDMAP_TICKS", raising=False)
+    with pytest.raises(ShardTypeError, match="does something else when it runs again"):
+        mapped(lambda x: x * tick())(torch.ones(4))
+
+
+def squares() -> Iterator[int]:
+    for number in itertools.count(1):
+        yield number * number
+
+
+@pytest.mark.parametrize(
+    "items",
+    [itertools.count(1), squares(), iter(range(99)), map(abs, range(99)), enumerate(range(99))],
+    ids=lambda items: type(items).__name__,
+)
+def test_an_iterator_that_a_body_advances_is_refused_before_anything_depends_on_it(
+    items: Iterator[Any],
+) -> None:
+    def body(x: Tensor) -> Tensor:
+        return x if str(next(items)) < "A" else x * 2  # never, in these
+
+    with pytest.raises(ShardTypeError) as error:
+        mapped(body)(torch.ones(4))
+    first, fix = str(error.value).splitlines()
+    assert first == (
+        "body: the body takes items from 'items', which checks of it and all ranks share, so that "
+        "each would get others."
+    )
+    assert fix.startswith("Fix: pass what it depends on as an argument, and return what is new; ")
+
+
+def test_an_iterator_that_a_body_leaves_alone_is_not_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    items = iter([1, 2])
+    with path.open("w") as log:
+
+        def body(x: Tensor) -> Tensor:
+            log.write("called\n")
+            return x if items is not None else x * 2
+
+        assert torch.equal(mapped(body)(torch.ones(4)), torch.ones(4))
+    assert next(items) == 1
 
 
 def trace(x: Tensor) -> Tensor:
@@ -312,6 +426,31 @@ def test_ranks_count_calls_alike_and_a_branch_on_them_is_refused_before_it_is_ta
     with pytest.raises(ShardTypeError, match="does something else when it runs again"):
         f(torch.ones(8))
     assert (body.calls if isinstance(body, Late) else CALLS or len(TABLE)) == 2
+
+
+class CountsBackwards(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        CountsBackwards.calls += 1
+        return grad * (1 if CountsBackwards.calls < 4 else 2)
+
+
+def test_ranks_count_backwards_alike() -> None:
+    """Three ranks would count to four, and act on it, in the second backward."""
+    CountsBackwards.calls = 0
+    mesh = make_mesh((3,), ("dp",), kind="simulated", simulate="ranks")
+    f: Any = shard_map(CountsBackwards.apply, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+    x = torch.ones(3, requires_grad=True)
+    outs = [f(x), f(x)]
+    for count, y in enumerate(outs, 1):
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.ones(3))
+        assert CountsBackwards.calls == count
 
 
 def counted_on_a_process() -> list[Any]:
