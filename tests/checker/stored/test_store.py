@@ -244,7 +244,7 @@ UNSTABLE: Mapping[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a file": (lambda x: x * len(Path(__file__).read_text()), "read_text, by which"),
     "the address of an object": (lambda x: x * (id(x) > 0), "id, by which"),
     "a module with state": (lambda x: x * (sys.maxsize > 0), "sys"),
-    "an iterator": (lambda x: x * next(STEPS), "list_iterator"),
+    "an iterator": (lambda x: x * (STEPS is not None), "list_iterator"),
     "an operator of one's own": (lambda x: torch.ops.aten.mul.Tensor(x, 2), "ops, by which"),
     "a pattern": (lambda x: x * bool(PATTERN.match("ab")), "a Pattern"),
 }

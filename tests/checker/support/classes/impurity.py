@@ -85,6 +85,9 @@ WRITES: Final = (
 )
 """Statements that leave something behind."""
 
+TAKES: Final = ("next(steps)", "next(numbers)")
+"""Those of them that take from what all ranks share."""
+
 READS: Final = (
     "x = x * len(log)",
     "x = x + table.get('n', 0)",
@@ -128,7 +131,7 @@ class Impure:
 
     @property
     def right(self) -> bool:
-        return not set(self.lines) & {*READS}
+        return not set(self.lines) & {*READS, *TAKES}
 
     def _body(self, path: Path) -> Any:
         path.write_text("x")
