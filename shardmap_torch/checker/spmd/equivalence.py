@@ -35,6 +35,7 @@ from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations, named_tensors
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
+from shardmap_torch.checker.spmd.ops.maxima import Maxima
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.ops.positions import Positions
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
@@ -80,7 +81,10 @@ class Relation(Observer):
         self._notes.reject_part = self._microbatches.reject
         self._gradients = Gradients(self._notes, self._microbatches)
         self._positions = Positions(self._notes, interpreter.mesh)
-        self._operations = Operations(interpreter, self._notes, self._microbatches, self._positions)
+        self._maxima = Maxima(interpreter, self._notes, bool(without))
+        self._operations = Operations(
+            interpreter, self._notes, self._microbatches, self._positions, self._maxima
+        )
         self._inputs = iter(one.inputs)
 
     def on_argument(self, tensor: Tensor, spec: P) -> None:
@@ -140,6 +144,7 @@ class Relation(Observer):
                 self._notes.set_sums(y, sums)
                 on = collective.axes if collective is not None else ()
                 self._microbatches.note_move(move, str(collective), on, x, y)
+                self._maxima.move(event, x)
 
     def on_python_value(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Requires that a Python value comes from tensors that are unsharded on every rank."""
@@ -159,6 +164,7 @@ class Relation(Observer):
                 if any(dims_of(x)[1] for x in inputs):
                     raise UnrelatedError("its types say nothing about what a vmap batches")
                 refs = self._take(f"{REGION} {name}").arguments["inputs"]
+                self._maxima.reject(inputs, refs, flowing=True)
                 inside = self._follow_region(inputs, refs, specs, axes)
         self._inside.append(inside)
         return inside
@@ -194,8 +200,9 @@ class Relation(Observer):
     def on_result(self, path: str, value: Tensor, spec: P) -> None:
         """Requires that a result is sharded as its spec says."""
         with self._judged(f"{RESULT} {path}", [(path, value)], placed=False):
-            event = self._take(f"{RESULT} {path}")
-            self._notes.require(value, event.arguments["value"], spec)
+            ref = self._take(f"{RESULT} {path}").arguments["value"]
+            self._notes.require(value, ref, spec)
+            self._maxima.reject(value, ref, flowing=True)
 
     # --------------------------------------------------------------------------- gradients
 
@@ -211,7 +218,11 @@ class Relation(Observer):
         with self._judged(GRADIENT, []) as live:
             if live:
                 event = self._take(GRADIENT)
+                there = event.arguments
+                self._maxima.reject(outputs, there["outputs"])
                 self._gradients.note(event, outputs, seeds, operands, gradients, before)
+                for value, name in ((seeds, "seeds"), (operands, "operands"), (before, "before")):
+                    self._maxima.keep(event, value, there[name])
                 self._gradients.has_custom_backward &= bool(self.followed)
 
     def on_backward_start(
@@ -223,6 +234,7 @@ class Relation(Observer):
         with self._judged(f"{BACKWARD} {name}", _named("value", values)):
             event = self._take(f"{BACKWARD} {name}")
             refs, found = event.arguments["values"], iter(event.results)
+            self._maxima.reject(values, refs)
             for value, gradient, ref in zip(values, gradients, refs, strict=True):
                 if gradient is None:
                     continue
@@ -238,6 +250,7 @@ class Relation(Observer):
         """Requires the gradients it returns to have the layouts of their values."""
         with self._judged(f"{BACKWARD} {name}", _named("its gradient", gradients)):
             event = self._take(f"the end of {BACKWARD} {name}")
+            self._maxima.reject(values, event.arguments["values"])
             refs = zip(event.arguments["values"], event.arguments["gradients"], strict=True)
             for value, gradient, (ref, found) in zip(values, gradients, refs, strict=True):
                 if (gradient is None) != (found is None):

@@ -29,6 +29,7 @@ from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedErro
 from shardmap_torch.checker.spmd.op_rules import propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.losses import ignores
+from shardmap_torch.checker.spmd.ops.maxima import Maxima
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.ops.positions import Positions
 from shardmap_torch.checker.spmd.recorder import Event, Ref
@@ -57,10 +58,12 @@ class Operations:
         notes: Notes,
         microbatches: Microbatches,
         positions: Positions,
+        maxima: Maxima,
     ) -> None:
         """Reads and notes layouts in `notes`."""
         self._interpreter, self._notes = interpreter, notes
         self._microbatches, self._positions = microbatches, positions
+        self._maxima = maxima
 
     def compare(
         self,
@@ -133,6 +136,11 @@ class Operations:
             number, shape = event.results[index]
             shard = fitted(sharded.dims, tuple(results[index].shape), shape)
             self._finish(op, arguments, results[index], number, shard, sharded, summed)
+            if any(axis_type in EXTREMA for _, axis_type in sharded.pending):
+                operands = [(x, event.arguments[name]) for name, x in arguments.items()]
+                if any(self._flows(x) for _, x in named_tensors(arguments)):
+                    self._maxima.begin(results[index], number, shape, operands)
+        self._maxima.follow(op, event, arguments)
         self._microbatches.note(op, arguments, combined, results, special is not None)
 
     def _overwrite(
@@ -305,12 +313,11 @@ class Operations:
             loose |= self._notes.sums(result).loose
         self._notes.note(result, number, shard)
         if not self._notes.knows_sums(result) or writes_of(op, arguments):
-            self._reject_gradients(arguments, sharded)
+            self._reject_gradients(arguments)
             self._notes.set_sums(result, replace(sums, loose=loose))
 
-    def _reject_gradients(self, arguments: Mapping[str, Any], sharded: Sharded) -> None:
-        """Refuses gradients through an extremum, which equal entries would share by ranks."""
-        extrema = [axis_type for _, axis_type in sharded.pending if axis_type in EXTREMA]
+    def _reject_gradients(self, arguments: Mapping[str, Any]) -> None:
+        """Refuses gradients that are divided by what a rank alone counts."""
         if arguments.get("scale_grad_by_freq") is True and self._flows(arguments["weight"]):
             ids = self._notes.find_any(arguments["indices"])
             if ids is not None and ids.axes:
@@ -318,13 +325,6 @@ class Operations:
                     "its backward divides by how often an id occurs, and counts a rank's ids only",
                     "gather the ids first, or leave scale_grad_by_freq out.",
                 )
-        if extrema and any(self._flows(x) for _, x in named_tensors(arguments)):
-            raise UnrelatedError(
-                f"it takes the {min(extrema)}imum over a sharded dim, and a gradient flows "
-                "through it, which equal entries would share in other parts than on one device",
-                "detach its operand if it needs no gradient, or wrap it and the all_reduce with "
-                "op='max' or 'min' in one local_region.",
-            )
 
     def _flows(self, tensor: Tensor) -> bool:
         return self._interpreter.flows(self._interpreter.base(tensor))

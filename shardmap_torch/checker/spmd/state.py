@@ -67,6 +67,10 @@ class Notes:
             note.shards.clear()
         self.note(tensor, number, shard)
 
+    def canonical(self, ref: Ref) -> int:
+        """Returns the number of a one-device tensor, or that of what it is a copy of."""
+        return self._alignment.canonical(ref)
+
     def place(self, tensor: Tensor, number: int, global_shape: Shape, spec: P) -> None:
         """Notes that a tensor is sharded by a spec."""
         self.note(

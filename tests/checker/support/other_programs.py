@@ -186,7 +186,7 @@ WRONG = [
     (gathered_along_another_dim, P("dp"), "puts dim 0 together over 'tp'"),
     (wrong_features_paired, P("dp"), "get the values of other ranks' shards"),
     (rank_used, P("dp"), "every rank has a value of its own"),
-    (maximum_over_cut, P("dp"), "maximum over a sharded dim"),
+    (maximum_over_cut, P("dp"), "it is the max of a rank's part"),
     (mask_from_nothing, P("dp"), "every rank has a value of its own"),
     (drawn_into_a_part, P("dp"), "every rank has a value of its own"),
     (filled_with_local_size, P("dp"), "is 8 on a rank and 32 on one device"),

@@ -193,7 +193,7 @@ ANY = "whether any entry is true is no sum of whether|any is not what it is on o
         (of_pieces, "it is a maximum or minimum over shards"),
         (
             with_a_gradient,
-            "it takes the maximum over a sharded dim, and a gradient flows through it",
+            "a gradient flows through the maximum or minimum over a sharded dim, from amax",
         ),
         (of_another_kind, "over 'tp' it is the max of a rank's part, from amax"),
         (used_before, "add is not what .* over 'tp' it is the max of a rank's part"),

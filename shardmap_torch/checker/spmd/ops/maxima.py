@@ -1,0 +1,370 @@
+"""Gradients through the maximum over a sharded dim, where they cancel out, as in a softmax.
+
+Entries that equal the maximum share its gradient: evenly on one device, and on ranks first by ranks
+and then by the entries that each has. That makes no difference where the gradient of the maximum
+is 0, whatever cotangents the results get. So values that depend on it are followed, row by row, as
+`f + degree * m` or as `f * exp(degree * m)`, where `f` does not depend on it. What is
+differentiated, or returned with a gradient, must have degree 0. That is a property of the program
+on one device, where collectives are the identity. What autograd does not see, because it is
+detached, is a constant.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import inf, prod
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor
+
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.observer import tensors_in
+from shardmap_torch.checker.rules.infer import writes_of
+from shardmap_torch.checker.spmd.layout import (
+    ANY,
+    Dim,
+    Shape,
+    ShardedTensor,
+    UnrelatedError,
+    axes_of,
+    unsharded,
+)
+from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.recorder import Event, Ref
+from shardmap_torch.checker.spmd.sharded import Step
+from shardmap_torch.checker.spmd.state import Notes
+from shardmap_torch.checker.spmd.sums import is_factor
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    OpOverload,
+    forward_level,
+)
+
+SHIFT: Final = "shift"
+SCALE: Final = "scale"
+OTHER: Final = "other"
+
+
+@dataclass(frozen=True)
+class Degree:
+    """Dependence of the entries of a value on the maximum of their row.
+
+    Attributes:
+        form: SHIFT for `f + degree * m`, SCALE for `f * exp(degree * m)`, OTHER for other
+            functions, and for constants that a Function may give a gradient of its own.
+        degree: not 0.
+        rows: the layout on one device, where each dim of the maximum shards its dims as an axis.
+        origin: where the maximum is taken.
+        maximum: its number.
+    """
+
+    form: str
+    degree: Fraction
+    rows: ShardedTensor
+    origin: str
+    maximum: int
+
+
+Form: TypeAlias = tuple[str, Fraction]
+Given: TypeAlias = Mapping[str, Any]
+"""Arguments by name: `Degree` for values that depend on the maximum, layouts for other tensors."""
+
+
+class Maxima:
+    """The values that depend on maxima over sharded dims through which gradients flow."""
+
+    def __init__(self, interpreter: Interpreter, notes: Notes, strict: bool) -> None:
+        """Knows of none; `strict` refuses all."""
+        self._interpreter, self._notes, self._strict = interpreter, notes, strict
+        self._known: dict[int, Degree] = {}
+        self._written: dict[int, Degree] = {}
+
+    def begin(self, result: Tensor, number: int, shape: Shape, operands: Sequence[Any]) -> None:
+        """Follows a maximum from here on.
+
+        Args:
+            result: the maximum.
+            number: its number on one device.
+            shape: its shape there.
+            operands: what it is taken of, and what that is on one device.
+
+        Raises:
+            UnrelatedError: it is a maximum of what depends on another one.
+        """
+        origin = self._interpreter.storage_type(result).origin()
+        if self._strict or forward_level() >= 0 or any(self._found(*each) for each in operands):
+            raise _refusal(origin)
+        dims = tuple(
+            unsharded(size) if size == 1 else ((f"row {dim}", size),)
+            for dim, size in enumerate(shape)
+        )
+        rows = ShardedTensor(dims, (1,) * len(shape), shape)
+        self._known[number] = Degree(SHIFT, Fraction(1), rows, origin, number)
+
+    def reject(self, value: Any, ref: Any, flowing: bool = False) -> None:
+        """Refuses values that depend on a maximum; with `flowing` only where a gradient flows.
+
+        Raises:
+            UnrelatedError: one does.
+        """
+        for tensor, found in self._found(value, ref):
+            if not flowing or self._depends(tensor):
+                raise _refusal(found.origin)
+
+    def keep(self, event: Event, value: Any, ref: Any) -> None:
+        """Follows the results of a step that may do anything with these values."""
+        for _, found in self._found(value, ref):
+            self._note(event, replace(found, form=OTHER))
+
+    def move(self, event: Event, value: Tensor) -> None:
+        """Follows the result of a collective, which is its operand on one device."""
+        for tensor, found in self._found(value, event.arguments["x"]):  # without grad mode
+            self._note(event, replace(found, form=OTHER) if self._is_leaf(tensor) else found)
+
+    def follow(self, op: OpOverload, event: Event, arguments: Mapping[str, Any]) -> None:
+        """Follows the results of an operation."""
+        if not self._known:
+            return
+        found = {name: self._found(x, event.arguments.get(name)) for name, x in arguments.items()}
+        touched = [pair for pairs in found.values() for pair in pairs]
+        if not touched:
+            return
+        other = replace(touched[0][1], form=OTHER)
+        for name in writes_of(op, arguments):
+            self._written |= dict.fromkeys(map(_storage, tensors_in(arguments[name])), other)
+        if any(self._depends(tensor) for tensor, _ in touched):
+            made = self._made(op, event, arguments, touched)
+            if made is None or made.degree:
+                self._note(event, made or other)
+        elif not any(map(self._flows, tensors_in([*arguments.values()]))):
+            self._note(event, other)  # else it is a constant in a step that autograd sees
+
+    def _note(self, event: Event, found: Degree) -> None:
+        for number, _ in event.results:  # of memory that is known nothing new is made
+            self._known.setdefault(number, found)
+
+    def _found(self, value: Any, ref: Any) -> list[tuple[Tensor, Degree]]:
+        """Returns the tensors among these that depend on a maximum, also as constants."""
+        if isinstance(ref, tuple) and isinstance(value, list | tuple):
+            pairs = zip(value, ref, strict=False)
+            return [found for each in pairs for found in self._found(*each)]
+        if not (self._known and isinstance(value, Tensor) and isinstance(ref, Ref)):
+            return []
+        found = self._written.get(_storage(value)) or self._known.get(self._notes.canonical(ref))
+        return [] if found is None else [(value, found)]
+
+    def _flows(self, tensor: Tensor) -> bool:
+        return self._interpreter.flows(self._interpreter.base(tensor))
+
+    def _depends(self, tensor: Tensor) -> bool:
+        """Returns whether autograd sees that a value depends on a maximum."""
+        return self._flows(tensor) and not self._is_leaf(tensor)
+
+    def _is_leaf(self, tensor: Tensor) -> bool:
+        """Returns whether gradients end at a tensor, which has been detached then."""
+        base = self._interpreter.base(tensor)
+        with DisableTorchFunction():
+            return base.requires_grad and base.grad_fn is None
+
+    def _made(
+        self,
+        op: OpOverload,
+        event: Event,
+        arguments: Mapping[str, Any],
+        touched: Sequence[tuple[Tensor, Degree]],
+    ) -> Degree | None:
+        """Returns how the result depends on the maximum; None if as another function."""
+        depending = {id(tensor): found for tensor, found in touched if self._depends(tensor)}
+        first, *more = depending.values()
+        forms = {first.form, *(each.form for each in more)}
+        maxima = {first.maximum, *(each.maximum for each in more)}
+        if OTHER in forms or len(maxima) > 1 or len(event.results) > 1:
+            return None
+        given: dict[str, Any] = {}
+        for name, there in event.arguments.items():
+            value = arguments.get(name)
+            given[name] = there
+            if isinstance(there, Ref) and isinstance(value, Tensor):
+                shape = self._notes.find(value, there, name).global_shape
+                given[name] = depending.get(id(value)) or _independent(shape)
+            elif tensors_in(value):
+                return None
+        ((_, shape),) = event.results
+        form = _form(op, given)
+        rows = None if form is None else _rows(op, given, shape, first.rows)
+        if form is None or rows is None or sorted(rows.axes) != sorted(first.rows.axes):
+            return None
+        return replace(first, form=form[0], degree=form[1], rows=rows)
+
+
+def _refusal(origin: str) -> UnrelatedError:
+    return UnrelatedError(
+        f"a gradient flows through the maximum or minimum over a sharded dim, from {origin}, and "
+        "does not cancel out: equal entries would share it in other parts than on one device",
+        "detach what it is taken of, if it needs no gradient, as x.detach().amax(); a softmax, "
+        "e / all_reduce(e.sum()) with e = exp(x - m), may have it.",
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(base_of(tensor).untyped_storage()._cdata)
+
+
+def _independent(shape: Shape) -> ShardedTensor:
+    """Returns a layout that matches any rows."""
+    return ShardedTensor(tuple(() if size == 1 else ANY for size in shape), shape, shape)
+
+
+# ------------------------------------------------------------------------------------ rows
+
+
+def _rows(op: OpOverload, given: Given, shape: Shape, like: ShardedTensor) -> ShardedTensor | None:
+    """Lays out a result by rows of the maximum; None if its entries depend on several rows."""
+    name = _name(op)
+    sizes = {axis: base for dim in like.dims for axis, base in dim if axis is not None}
+    if name in _REDUCING:
+        dims = _reduced(given)
+    elif name == "gather":
+        dims = _gathered(given, shape)
+    else:
+        layouts = {k: x.rows if isinstance(x, Degree) else x for k, x in given.items()}
+        try:
+            (found,) = propagate(Step(op, layouts, {}, [], [(shape, shape)], sizes))
+        except UnrelatedError:
+            return None
+        dims = None if found.partial or found.pending else found.dims
+    if dims is None:
+        return None
+    dims = tuple(unsharded(n) if dim == ANY else dim for dim, n in zip(dims, shape, strict=True))
+    local = tuple(prod(base for axis, base in dim if axis is None) for dim in dims)
+    return ShardedTensor(dims, local, shape)
+
+
+def _reduced(given: Given) -> tuple[Dim, ...] | None:
+    rows = given["self"].rows
+    rank = len(rows.dims)
+    over = given.get("dim")
+    over = [over] if isinstance(over, int) else over
+    gone = {dim % rank for dim in over} if over else {*range(rank)}
+    if any(axes_of(rows.dims[dim]) for dim in gone):
+        return None
+    kept = () if given.get("keepdim") else None
+    left = [kept if dim in gone else each for dim, each in enumerate(rows.dims)]
+    return tuple(dim for dim in left if dim is not None)
+
+
+def _gathered(given: Given, shape: Shape) -> tuple[Dim, ...] | None:
+    """Entries of the same rows; those at the end may be left out."""
+    x = given["self"]
+    if not isinstance(x, Degree) or not shape:
+        return None
+    dim = given["dim"] % len(shape)
+    dims = [unsharded(n) if at == dim else x.rows.dims[at] for at, n in enumerate(shape)]
+    sizes = zip(shape, x.rows.global_shape, strict=True)
+    if axes_of(x.rows.dims[dim]) or any(a != b for at, (a, b) in enumerate(sizes) if at != dim):
+        return None
+    return tuple(dims)
+
+
+# ----------------------------------------------------------------------------------- forms
+
+
+def _form(op: OpOverload, given: Given) -> Form | None:
+    """Returns the form and the degree of a result; None for other functions of the maximum."""
+    rule = _FORMS.get(_name(op))
+    return None if rule is None else rule(given)
+
+
+def _kept(given: Given) -> Form | None:
+    x = given["self"]
+    others = [name for name, value in given.items() if isinstance(value, Degree)]
+    return (x.form, x.degree) if others == ["self"] else None
+
+
+def _power(form: str, made: str, factor: Fraction) -> Callable[[Given], Form | None]:
+    """Makes the rule of a function that gives another form, or a power of the same."""
+
+    def rule(given: Given) -> Form | None:
+        x = given["self"]
+        return (made, x.degree * factor) if x.form == form else None
+
+    return rule
+
+
+def _negative(given: Given) -> Form | None:
+    x = given["self"]
+    return x.form, -x.degree if x.form == SHIFT else x.degree
+
+
+def _sum(given: Given) -> Form | None:
+    x, y, alpha = given["self"], given["other"], given.get("alpha", 1)
+    found = [each for each in (x, y) if isinstance(each, Degree)]
+    if any(each.form == SCALE for each in found):
+        same = len(found) == 2 and found[0].degree == found[1].degree
+        return (SCALE, found[0].degree) if same else None
+    if not is_factor(alpha):
+        return None
+    of_x = x.degree if isinstance(x, Degree) else 0
+    of_y = y.degree if isinstance(y, Degree) else 0
+    return SHIFT, of_x + Fraction(alpha) * of_y
+
+
+def _difference(given: Given) -> Form | None:
+    return _sum({**given, "alpha": -given.get("alpha", 1)})
+
+
+def _multiplied(first: str, second: str, sign: int = 1) -> Callable[[Given], Form | None]:
+    """Makes the rule of a product, or with -1 of a quotient; of numbers, or of matrices."""
+
+    def rule(given: Given) -> Form | None:
+        x, y = given[first], given[second]
+        if isinstance(x, Degree) and x.form == SHIFT and is_factor(y):
+            return SHIFT, x.degree * Fraction(y) ** sign
+        found = [each for each in (x, y) if isinstance(each, Degree)]
+        if any(each.form == SHIFT for each in found):
+            return None
+        of_x = x.degree if isinstance(x, Degree) else Fraction(0)
+        return SCALE, of_x + (sign * y.degree if isinstance(y, Degree) else 0)
+
+    return rule
+
+
+def _total(given: Given) -> Form | None:
+    return _kept(given) if given["self"].form == SCALE else None
+
+
+def _filled(given: Given) -> Form | None:
+    """Entries in place of which there is what does not depend on the maximum in that form."""
+    fill = given.get("value", given.get("other"))
+    x = given["self"]
+    if not isinstance(x, Degree):
+        return None
+    return _kept(given) if fill == (0 if x.form == SCALE else -inf) else None
+
+
+_KEPT: Final = (
+    "view _unsafe_view reshape _reshape_alias unsqueeze squeeze squeeze.dim squeeze.dims permute t"
+    " transpose.int expand clone alias detach _to_copy slice.Tensor select.int gather mean.dim mean"
+).split()
+_REDUCING: Final = ("sum", "sum.dim_IntList", "mean", "mean.dim")
+
+_FORMS: Final[Mapping[str, Callable[[Given], Form | None]]] = {
+    **dict.fromkeys(_KEPT, _kept),
+    **dict.fromkeys(("sum", "sum.dim_IntList"), _total),
+    "exp": _power(SHIFT, SCALE, Fraction(1)),
+    "log": _power(SCALE, SHIFT, Fraction(1)),
+    "reciprocal": _power(SCALE, SCALE, Fraction(-1)),
+    "neg": _negative,
+    **dict.fromkeys(("add.Tensor", "add.Scalar"), _sum),
+    **dict.fromkeys(("sub.Tensor", "sub.Scalar"), _difference),
+    **dict.fromkeys(("mul.Tensor", "mul.Scalar"), _multiplied("self", "other")),
+    **dict.fromkeys(("div.Tensor", "div.Scalar"), _multiplied("self", "other", -1)),
+    **dict.fromkeys(("mm", "bmm"), _multiplied("self", "mat2")),
+    **dict.fromkeys(("masked_fill.Scalar", "where.ScalarOther"), _filled),
+}
+
+
+def _name(op: OpOverload) -> str:
+    packet, _, overload = str(op).removeprefix("aten.").partition(".")
+    return packet if overload == "default" else f"{packet}.{overload}"

@@ -1,0 +1,170 @@
+"""Gradients through maxima over a sharded dim, under global strictness, against one device."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import I, P, R, all_reduce, make_mesh
+from tests.checker.support.one_device import AXES, RANKS, assert_is_one_device, assert_is_refused
+from tests.checker.support.softmax_programs import SEEDS, largest, outcome_of, total
+
+VMAP: Final = make_mesh((2, 2), AXES, kind="simulated", simulate="vmap")
+
+X: Final = torch.tensor([[2, 1, 2, 2], [0, 1, 0, 1], [1, 1, 1, 1], [0, 2, 1, 0]]).double()
+"""Logits of which ranks have different numbers of the largest."""
+
+SPEC: Final = P("b", "a")
+
+
+def softmax(x: Tensor) -> Tensor:
+    e = torch.exp(x - largest(x))
+    return e / total(e)
+
+
+def without_kept_dims(x: Tensor) -> Tensor:
+    m = all_reduce(x.amax(-1), "a", op="max", dst=R)
+    e = torch.exp(x - m[:, None])
+    return e / all_reduce(e.sum(-1), "a", dst=R)[:, None]
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    z = x - largest(x)
+    return z - total(z.exp()).log()
+
+
+def logsumexp(x: Tensor) -> Tensor:
+    m = largest(x)
+    return (total((x - m).exp()).log() + m) * x.cos()
+
+
+def cross_entropy(x: Tensor) -> Tensor:
+    """Of targets that are not whole."""
+    m = largest(x)
+    picked = total(x * x.detach().cos())
+    return (total((x - m).exp()).log() + m - picked) * x
+
+
+def attention(x: Tensor) -> Tensor:
+    """Divides late, after the product with the values of all shards."""
+    e = torch.exp((x - largest(x)) / 0.5)
+    values = x[:1].sin().expand(3, -1).T
+    return (all_reduce(e @ values, "a", dst=R) / total(e)).sum(-1, keepdim=True) * x
+
+
+def heads(x: Tensor) -> Tensor:
+    """Softmaxes of two heads, with dims in another order and merged in between."""
+    y = torch.stack([x, x.sin()]).transpose(0, 1)
+    m = all_reduce(y.amax(-1), "a", op="max", dst=R)
+    e = torch.exp(y - m.unsqueeze(-1)).flatten(0, 1)
+    p = e / all_reduce(e.sum(-1, keepdim=True), "a", dst=R)
+    return p.view(y.shape).sum(1) * x
+
+
+def inside(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Tensor:
+        return all_reduce((softmax(x) * x.sin()).sum(), "a", dst=I)
+
+    grad: Tensor = torch.func.grad(loss)(x)
+    return grad
+
+
+RIGHT: Final = (
+    *(softmax, without_kept_dims, log_softmax, logsumexp, cross_entropy, attention, heads, inside),
+)
+
+
+@pytest.mark.parametrize("body", RIGHT, ids=lambda body: str(body.__name__))
+def test_a_maximum_whose_gradient_cancels_out_may_have_it(body: Callable[[Tensor], Tensor]) -> None:
+    spec = P("b", "a") if body is not attention else P(None, "a", replicate={"b"})
+    for mesh in (RANKS, VMAP):
+        assert_is_one_device(body, (X,), spec, spec, mesh)
+
+
+def half_detached(x: Tensor) -> Tensor:
+    e = torch.exp(x - largest(x))
+    return e / total(e).detach()
+
+
+def new_leaf(x: Tensor) -> Tensor:
+    e = torch.exp(x - largest(x))
+    return e.detach().requires_grad_() / total(e)
+
+
+def reduced_leaf(x: Tensor) -> Tensor:
+    e = torch.exp(x - largest(x))
+    return total(e.detach().requires_grad_()) / total(e) * x
+
+
+def of_other_rows(x: Tensor) -> Tensor:
+    e = torch.exp(x - largest(x))
+    return e / total(e).flip(0)
+
+
+def with_epsilon(x: Tensor) -> Tensor:
+    e = torch.exp(x - largest(x))
+    return e / (total(e) + 1e-6)
+
+
+def hooked(x: Tensor) -> Tensor:
+    e = torch.exp(x - largest(x))
+    if e.requires_grad:
+        e.register_hook(lambda grad: 2 * grad)
+    return e / total(e)
+
+
+def written(x: Tensor) -> Tensor:
+    e = torch.exp(x - largest(x))
+    return e.clone().add_(1) / total(e)
+
+
+def of_two_maxima(x: Tensor) -> Tensor:
+    return torch.exp(x - largest(x)) / total(torch.exp(x - largest(2 * x)))
+
+
+def returned(x: Tensor) -> Tensor:
+    return softmax(x) + largest(x)
+
+
+def without_grad_mode(x: Tensor) -> Tensor:
+    e = torch.exp(x - largest(x))
+    with torch.no_grad():
+        s = total(e)
+    return e / s
+
+
+def gradient_of_one(x: Tensor) -> Tensor:
+    """The gradient of the numerator alone is another one, and flows."""
+    e = torch.exp(x - largest(x))
+    (grad,) = torch.autograd.grad(
+        all_reduce((e / total(e) * x).sum(), "a", dst=I), e, create_graph=True
+    )
+    return grad
+
+
+def inside_half(x: Tensor) -> Tensor:
+    grad: Tensor = torch.func.grad(lambda x: all_reduce(half_detached(x).sum(), "a", dst=I))(x)
+    return grad
+
+
+WRONG: Final = (
+    *(half_detached, new_leaf, reduced_leaf, of_other_rows, with_epsilon, hooked, written),
+    *(of_two_maxima, returned, without_grad_mode, gradient_of_one, inside_half),
+)
+
+
+@pytest.mark.parametrize("body", WRONG, ids=lambda body: str(body.__name__))
+def test_a_gradient_of_a_maximum_that_does_not_cancel_is_refused(
+    body: Callable[[Tensor], Tensor],
+) -> None:
+    spec, x = P(None, "a", invariant={"b"}), X.clone().requires_grad_()
+    assert_is_refused(body, (x,), spec, spec, "the maximum or minimum over a sharded dim, from")
+
+
+def test_random_softmaxes_that_are_accepted_equal_one_device() -> None:
+    outcomes = Counter(map(outcome_of, SEEDS))
+    assert not outcomes["wrong"], outcomes
+    assert outcomes["right"] > outcomes["refused"] > 0, outcomes
