@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from shardmap_torch.checker.rewrites import indexing, ranges
 from shardmap_torch.checker.rewrites.aliases import Host
+from shardmap_torch.checker.rewrites.einsum import einsum
 from shardmap_torch.core.torch_private.engine import (
     TransformType,
     retrieve_all_functorch_interpreters,
@@ -77,6 +78,7 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), masked_select),
     **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), nonzero),
     torch.where: where,
+    torch.einsum: einsum,
     functional.one_hot: one_hot,
     functional.cross_entropy: cross_entropy,
     **dict.fromkeys((torch.narrow, Tensor.narrow), ranges.narrow),

@@ -146,6 +146,21 @@ def _stacked(step: Step) -> list[Sharded]:
     return [Sharded((*dims[:dim], unsharded(len(shards)), *dims[dim:]))]
 
 
+def _summed(step: Step) -> list[Sharded]:
+    """Propagates a sum over dims, of which those that are sharded leave it pending."""
+    (x,) = step.shards
+    rank = len(x.dims)
+    over = {dim % rank for dim in step.arguments["dim"] or range(rank)} if rank else set()
+    if any(x.dims[dim] == ANY for dim in over):
+        raise UnrelatedError(
+            "the size of an operand is that of one rank, and matches no sharding yet"
+        )
+    left = () if step.arguments["keepdim"] else None
+    dims = [left if dim in over else digits for dim, digits in enumerate(x.dims)]
+    partial = frozenset(axis for dim in over for axis in axes_of(x.dims[dim]))
+    return [Sharded(tuple(digits for digits in dims if digits is not None), partial)]
+
+
 def _sliced(step: Step) -> list[Sharded]:
     (x,) = step.shards
     dim = step.arguments["dim"] % len(x.dims)
@@ -255,6 +270,7 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (_joined, "cat"),
         (_stacked, "stack"),
         (_sliced, "slice.Tensor"),
+        (_summed, "sum.dim_IntList"),
         (indexing.count, "arange arange.start arange.start_step"),
         (indexing.read, "index.Tensor _unsafe_index.Tensor"),
         (indexing.write, "index_put index_put_ _unsafe_index_put"),
