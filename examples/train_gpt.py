@@ -43,7 +43,7 @@ from shardmap_torch import Mesh, P, device_put, make_mesh, visualize_sharding
 from shardmap_torch.optim import Optimizer
 from shardmap_torch.saving import latest, load, save
 
-DEFAULT_SIZES = {1: (4,), 2: (2, 4), 3: (2, 2, 2)}
+DEFAULT_SIZES = {1: (4,), 2: (2, 4), 3: (2, 2, 2), 4: (2, 2, 2, 2)}
 LAST = 20  # the final loss is the mean over so many steps
 
 
@@ -129,6 +129,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.mesh = options.mesh or tuple(sizes_of_axes.values())
     if len(options.mesh) != len(axes):
         parser.error(f"--mesh needs {len(axes)} sizes, of {' x '.join(axes)}")
+    num_groups = options.parallel.mesh_sizes(options.mesh)[0] * (
+        options.microbatches if options.parallel.has_stages else 1
+    )
+    if options.batch % num_groups:
+        parser.error(
+            f"--batch {options.batch} must be a multiple of {num_groups}: dp x microbatches"
+        )
     if options.steps < 1:
         parser.error("--steps must be at least 1")
     if options.resume and options.checkpoint is None:
@@ -184,7 +191,7 @@ def check(run: Run, sharded: LossAndGrads, step: int, params: Params) -> None:
     """Compares loss and gradients of this step with one device, in two precisions."""
     for dtype in dict.fromkeys((torch.float64, getattr(torch, run.options.dtype))):
         batch = run.batch(step)
-        errors = compare(sharded, params, batch, dtype)
+        errors = compare(sharded, params, batch, dtype, run.config.num_microbatches)
         worst = max(errors, key=lambda name: errors[name])
         run.console.print(
             f"step {step + 1}, {dtype}: loss and {len(errors) - 1} gradients equal one device's; "

@@ -27,7 +27,11 @@ def tolerance(dtype: torch.dtype, num_tokens: int) -> float:
 
 
 def compare(
-    sharded: LossAndGrads, params: Params, batch: Tensor, dtype: torch.dtype
+    sharded: LossAndGrads,
+    params: Params,
+    batch: Tensor,
+    dtype: torch.dtype,
+    num_microbatches: int = 1,
 ) -> dict[str, float]:
     """Returns, by leaf, the largest error of the gradient relative to its largest entry.
 
@@ -37,7 +41,7 @@ def compare(
         AssertionError: an error is above `tolerance`; names every such leaf.
     """
     params = optree.tree_map(lambda p: p.to(dtype), full(params))
-    expected: Any = plain.loss_and_grads(params, full(batch))
+    expected: Any = plain.loss_and_grads(params, full(batch), num_microbatches)
     actual: Any = full(sharded(params, batch))
     found: Any = optree.tree_map(_relative_error, actual, expected)
     errors = {"loss": found[0]}

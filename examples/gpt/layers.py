@@ -9,47 +9,52 @@ with context parallelism the positions over "cp". Between them activations are e
 b and t are this rank's over "dp" and "cp"; `t/tp` is t, or with sequence parallelism a part of it.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
 from examples.gpt.parallel import Parallel
-from shardmap_torch import I, R, all_reduce, axis_size, convert, nn
+from shardmap_torch import Partial, R, axis_size, nn, redistribute
 from shardmap_torch.kernels import Overlap
 
 
 def column(x: Tensor, weight: Tensor, parallel: Parallel, overlap: Overlap) -> Tensor:
     """x [b, t/tp, d], weight [d, n/tp, ...] -> [b, t, n/tp, ...]."""
-    return nn.column_linear(x, weight, "tp", src=parallel.residual, overlap=overlap)
+    return nn.column_linear(x, weight, "tp", src=parallel.between_layers(), overlap=overlap)
 
 
 def row(x: Tensor, weight: Tensor, parallel: Parallel, overlap: Overlap) -> Tensor:
     """x [b, t, n/tp, ...], weight [n/tp, ..., d] -> [b, t/tp, d]."""
-    return nn.row_linear(x, weight, "tp", dst=parallel.residual, overlap=overlap)
+    return nn.row_linear(x, weight, "tp", dst=parallel.between_layers(), overlap=overlap)
 
 
 def experts(x: Tensor, layer: Any, parallel: Parallel) -> tuple[Tensor, Tensor]:
-    """x [b, t, d] -> [b, t, d], and how uneven the loads of the experts are."""
+    """x [b, t/tp, d] -> the same, and how uneven the loads of the experts are."""
     names = ("gate_up", "down")  # [e/ep, d, 2, f/tp], [e/ep, f/tp, d]
     made, balance = nn.moe(
         x.flatten(0, 1).unsqueeze(1),  # no position waits for another: there is room for all
         layer["router"],
         {name: layer[name] for name in names},
         "ep",
-        expert=_feed_forward,
+        expert=partial(_feed_forward, length=x.shape[1], parallel=parallel),
         capacity_factor=None,
-        batch_axis=("edp", *parallel.data[1:]),
+        batch_axis=("edp", *parallel.positions),
+        router_type=R,
     )
     return made.reshape(x.shape), balance
 
 
-def _feed_forward(weights: Any, x: Tensor) -> Tensor:
-    """x [e/ep, n, d] -> [e/ep, n, d]."""
-    x = convert(x, "tp", src=I, dst=R)
-    gate, up = (x @ w for w in weights["gate_up"].unbind(2))
-    made: Tensor = all_reduce((functional.silu(gate) * up) @ weights["down"], "tp", dst=I)
-    return made
+def _feed_forward(weights: Any, x: Tensor, length: int, parallel: Parallel) -> Tensor:
+    """x [e/ep, n * t/tp, d] -> the same; `length` is t/tp."""
+    lies = parallel.between_layers(dim=2)
+    x = redistribute(x.unflatten(1, (-1, length)), "tp", src=lies, dst=R)
+    n, t = x.shape[1:3]
+    gate, up = (x.flatten(1, 2) @ w for w in weights["gate_up"].unbind(2))
+    made = (functional.silu(gate) * up) @ weights["down"]
+    result: Tensor = redistribute(made.unflatten(1, (n, t)), "tp", src=Partial, dst=lies)
+    return result.flatten(1, 2)
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
@@ -59,7 +64,7 @@ def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
 
 def embed(tokens: Tensor, table: Tensor, parallel: Parallel) -> Tensor:
     """tokens [b, t], table [v/tp, d] -> [b, t/tp, d]."""
-    return nn.vocab_parallel_embedding(tokens, table, "tp", dst=parallel.residual)
+    return nn.vocab_parallel_embedding(tokens, table, "tp", dst=parallel.between_layers())
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, parallel: Parallel) -> Tensor:

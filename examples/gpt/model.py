@@ -52,6 +52,11 @@ class Config:
     overlap: Overlap = "off"
     parallel: Parallel = DEFAULT
 
+    @property
+    def num_microbatches(self) -> int:
+        """Returns into how many the sequences of a rank of "dp" are divided."""
+        return self.microbatches if self.parallel.has_stages else 1
+
 
 def init(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> Params:
     """Global parameters; drawn in float64, so that every dtype starts from the same values."""
@@ -144,12 +149,12 @@ def unembed(x: Tensor, last: Params, config: Config) -> Tensor:
 
 def _layers(params: Params, config: Config) -> Iterator[Params]:
     """Yields this rank's shards of each layer; those of FSDP and of stages are gathered."""
-    parallel = config.parallel
+    parallel, layers, lies = config.parallel, params["layers"], specs(config)["layers"]
     if parallel.has_stages:
-        yield from unstack_layers(all_gather(params["layers"], "pp", dst=I))
+        yield from unstack_layers(all_gather(gathered(layers, lies, parallel), "pp", dst=I))
         return
-    for shards, lies in zip(params["layers"], specs(config)["layers"], strict=True):
-        yield gathered(shards, lies, parallel)
+    for shards, each in zip(layers, lies, strict=True):
+        yield gathered(shards, each, parallel)
 
 
 def block(
@@ -178,8 +183,16 @@ def _attention(x: Tensor, layer: Params, config: Config) -> Tensor:
 
 
 def gathered(shards: Params, lies: Params, parallel: Parallel) -> Params:
-    """With FSDP, the parameters of which each rank of "dp" holds a part."""
-    return nn.fsdp_gather(shards, "dp", lies) if parallel.has_sharded_params else shards
+    """With FSDP, the parameters of which each rank of "dp" holds a part, of experts of "edp"."""
+    if not parallel.has_sharded_params:
+        return shards
+    leaves, structure = optree.tree_flatten(shards)
+    specs = optree.tree_leaves(lies)
+    for axis in ("dp", "edp"):
+        mine = {at: spec for at, spec in enumerate(specs) if axis in spec.mentioned}
+        for at, leaf in nn.fsdp_gather({at: leaves[at] for at in mine}, axis, mine).items():
+            leaves[at] = leaf
+    return optree.tree_unflatten(structure, leaves)
 
 
 def loss(params: Params, batch: Tensor, config: Config, dropout: Dropout | None = None) -> Tensor:

@@ -3,9 +3,10 @@
 Every mesh of the example has the axes "dp" and "tp", of size 1 where a choice does without, and
 "cp" and "pp" where they are chosen. Over "dp" the sequences of a batch are sharded, over "cp" their
 positions, over "pp" the layers, over "tp" the weights. With "ep" the ranks of "dp" are seen as
-"edp" and "ep" too. Shapes in the tables:
+"edp" and "ep" too. Dimensions of the weights are named by letters:
 
     d model width   h heads   k head width   f hidden width   v vocabulary   l layers   e experts
+    w the model width of experts   . any other
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,8 @@ Table: TypeAlias = Mapping[str, P]
 
 CHOICES: Final[Mapping[str, str]] = {
     "dp": "the sequences of a batch are sharded",
-    "fsdp": "as dp; parameters and moments are sharded too, and gathered layer by layer",
+    "fsdp": "as dp; parameters and moments are sharded too, and gathered layer by layer, in a "
+    "pipeline once a step",
     "zero": "as dp; moments are sharded, and each rank updates its part of the parameters",
     "ep": "as dp; feed-forwards are mixtures of experts, which are sharded over a part of dp",
     "cp": "the positions of a sequence are sharded; keys and values go round in a ring",
@@ -30,44 +32,33 @@ CHOICES: Final[Mapping[str, str]] = {
     "sp": "with tp, positions are sharded between the layers",
 }
 
-WEIGHTS: Final[Table] = {
-    "embedding": P("tp"),  # [v, d]
-    "**.qkv": P(None, "tp"),  # [d, h, 3, k]
-    "**.attention_out": P("tp"),  # [h, k, d]
-    "**.gate_up": P(None, None, "tp"),  # [d, 2, f]
-    "**.down": P("tp"),  # [f, d]
-    "unembedding": P(None, "tp"),  # [d, v]
-}
-"""Over "tp", the same on every rank of "dp"."""
+WIDTHS: Final = {"d": "dp", "w": "edp"}
 
-EXPERTS: Final[Table] = {
-    "**.router": P(invariant={"ep"}),  # [d, e]: the layer sums its gradient over "ep"
-    "**.gate_up": P("ep", None, None, "tp"),  # [e, d, 2, f]
-    "**.down": P("ep", "tp"),  # [e, f, d]
+SHARDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "tp": {"h": "tp", "f": "tp", "v": "tp"},
+    "pp": {"l": "pp"},
+    "ep": {"e": "ep"},
+    "fsdp": WIDTHS,
 }
-"""Of mixtures of experts, in place of the same in `WEIGHTS`."""
+"""The axis over which a choice shards a dimension of the parameters, and of their moments."""
 
-STAGES: Final[Table] = {
-    "embedding": P("tp"),  # [v, d]
-    "layers.*norm": P("pp"),  # [l, d]
-    "layers.qkv": P("pp", None, "tp"),  # [l, d, h, 3, k]
-    "layers.attention_out": P("pp", "tp"),  # [l, h, k, d]
-    "layers.gate_up": P("pp", None, None, "tp"),  # [l, d, 2, f]
-    "layers.down": P("pp", "tp"),  # [l, f, d]
-    "final_norm": P(),
-    "unembedding": P(None, "tp"),  # [d, v]
-}
-"""Of a pipeline, whose layers are one pytree of stacked weights, in place of `WEIGHTS`."""
+MOMENTS: Final[Mapping[str, Mapping[str, str]]] = {"zero": WIDTHS}
+"""The same of the moments alone."""
 
-WIDTHS: Final[Table] = {
-    "embedding": P("tp", "dp"),
-    "**.qkv": P("dp", "tp"),
-    "**.attention_out": P("tp", None, "dp"),
-    "**.gate_up": P("dp", None, "tp"),
-    "**.down": P("tp", "dp"),
-    "unembedding": P("dp", "tp"),
+HEADS: Final = {"embedding": "vd", "final_norm": "d", "unembedding": "dv"}
+"""Dimensions of the weights before and behind the layers."""
+
+LAYER: Final = {
+    "*_norm": "d",
+    "qkv": "dh.k",
+    "attention_out": "hkd",
+    "gate_up": "d.f",
+    "down": "fd",
 }
-"""Over "tp" and, along the model width, over "dp": parameters of FSDP, moments of ZeRO."""
+"""Dimensions of a layer's weights."""
+
+EXPERTS: Final = {"router": "d.", "gate_up": "ew.f", "down": "efw"}
+"""Of mixtures of experts, in place of the same in `LAYER`."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,7 @@ class Parallel:
         """Reads names that are joined by "+".
 
         Raises:
-            ValueError: an unknown name, or names that exclude each other.
+            ValueError: an unknown name, or names that make no sense together.
         """
         names = text.split("+")
         unknown = [name for name in names if name not in CHOICES]
@@ -89,10 +80,9 @@ class Parallel:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(CHOICES)}")
         if "sp" in names and "tp" not in names:
             raise ValueError("sp needs tp: it shards what tp leaves unsharded between its layers")
-        for name, others in _EXCLUDED:
-            apart = [other for other in names if other in others and other != name]
-            if name in names and apart:
-                raise ValueError(f"{name} and {apart[0]} exclude each other")
+        for (name, other), reason in _EXCLUDED.items():
+            if name in names and other in names:
+                raise ValueError(f"{name} and {other} exclude each other: {reason}")
         return Parallel(frozenset(names))
 
     def __str__(self) -> str:
@@ -144,16 +134,19 @@ class Parallel:
         """The axis over which positions are sharded within the layers."""
         return "cp" if "cp" in self.chosen else None
 
+    def between_layers(self, dim: int = 1) -> AxisType:
+        """Returns how activations lie over "tp" between the layers; `dim` is that of positions."""
+        return S(dim) if "sp" in self.chosen else I
+
     @property
-    def residual(self) -> AxisType:
-        """Returns how activations [b, t, d] lie over "tp" between the layers."""
-        return S(1) if "sp" in self.chosen else I
+    def positions(self) -> tuple[str, ...]:
+        """The axes that shard the positions of activations between the layers."""
+        return tuple(axis for axis, name in (("cp", "cp"), ("tp", "sp")) if name in self.chosen)
 
     @property
     def activations(self) -> tuple[Entry, ...]:
         """Returns the axes that shard the activations [b, t, d] between the layers, by dim."""
-        positions = [axis for axis, name in (("cp", "cp"), ("tp", "sp")) if name in self.chosen]
-        return "dp", tuple(positions) or None
+        return "dp", self.positions or None
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -168,28 +161,28 @@ class Parallel:
     @property
     def params(self) -> Table:
         """Specs of the parameters by patterns over their paths."""
-        if self.has_stages:
-            return STAGES
-        weights = WIDTHS if self.has_sharded_params else WEIGHTS
-        return {**weights, **self._experts, **self._norms("fsdp")}
+        return self._specs(SHARDS)
 
     @property
     def moments(self) -> Table:
         """Specs of what the optimizer keeps of each parameter."""
-        if self.has_stages:
-            return STAGES
-        is_wide = bool(self.chosen & {"fsdp", "zero"})
-        weights = WIDTHS if is_wide else WEIGHTS
-        return {**weights, **self._experts, **self._norms("fsdp", "zero")}
+        return self._specs(SHARDS, MOMENTS)
 
-    @property
-    def _experts(self) -> Table:
-        return EXPERTS if self.has_experts else {}
+    def _specs(self, *tables: Mapping[str, Mapping[str, str]]) -> Table:
+        """Shards the dimensions of each weight as the choices do; "tp" has a size always."""
+        axes: dict[str, str] = {}
+        for table in tables:
+            for name in (*self.chosen, "tp"):
+                axes |= table.get(name, {})
+        layer = LAYER | EXPERTS if self.has_experts else LAYER
+        stacked = "l" if self.has_stages else ""
+        dims = HEADS | {f"layers.**.{name}": stacked + each for name, each in layer.items()}
+        return {name: self._spec([*map(axes.get, each)]) for name, each in dims.items()}
 
-    def _norms(self, *wide: str) -> Table:
-        """Shards the uses of a norm's scale [d] where positions are sharded over "tp"."""
-        entries = ("dp",) if self.chosen & set(wide) else ()
-        return {"**.*norm": P(*entries, replicate={"tp"} if "sp" in self.chosen else ())}
+    def _spec(self, entries: list[str | None]) -> P:
+        """Makes a spec; with "sp" the ranks of "tp" use what it does not shard on own positions."""
+        is_used_apart = "sp" in self.chosen and "tp" not in entries
+        return P(*entries, replicate={"tp"} if is_used_apart else ())
 
 
 _USES: Final[Mapping[str, set[str]]] = {
@@ -199,12 +192,11 @@ _USES: Final[Mapping[str, set[str]]] = {
     "tp": {"tp"},
 }
 
-_EXCLUDED: Final = (
-    ("ep", {"fsdp", "zero", "sp"}),
-    ("pp", {"fsdp", "zero", "ep", "sp"}),
-    ("dp", {"fsdp", "zero"}),
-    ("fsdp", {"zero"}),
-)
-"""Choices that do not go together."""
+_EXCLUDED: Final = {
+    ("dp", "fsdp"): "fsdp shards the batch as dp does",
+    ("dp", "zero"): "zero shards the batch as dp does",
+    ("fsdp", "zero"): "fsdp shards the moments too",
+}
+"""Choices that do not go together, and why."""
 
 DEFAULT: Final = Parallel()

@@ -52,9 +52,20 @@ def loss(params: Params, batch: Tensor, dropout: Dropout | None = None) -> Tenso
     return value + BALANCE * torch.stack(balances).sum() if balances else value
 
 
-def loss_and_grads(params: Params, batch: Tensor) -> tuple[Tensor, Params]:
-    """The loss, and its gradient for every parameter."""
-    grads, value = torch.func.grad_and_value(loss)(params, batch)
+def loss_and_grads(
+    params: Params, batch: Tensor, num_microbatches: int = 1
+) -> tuple[Tensor, Params]:
+    """The loss, and its gradient for every parameter.
+
+    It is the mean over microbatches, of which number m has every sequence whose number is m modulo
+    `num_microbatches`: experts are balanced in each of them.
+    """
+
+    def mean(params: Params) -> Tensor:
+        parts = (loss(params, batch[m::num_microbatches]) for m in range(num_microbatches))
+        return torch.stack(list(parts)).mean()
+
+    grads, value = torch.func.grad_and_value(mean)(params)
     return value, grads
 
 

@@ -37,8 +37,8 @@ from examples.gpt.parallel import Parallel
 from shardmap_torch import Mesh, P, device_put, full, make_mesh, shard_map, trace
 from shardmap_torch.optim import clip_by_global_norm, global_norm
 
-PLAIN = {"plain": Parallel.of("dp"), "plain+ep": Parallel.of("ep")}
-"""The model on one device, and the one whose feed-forwards are mixtures of experts."""
+PLAIN = {"plain": "dp", "plain+ep": "ep", "plain+pp+ep": "pp+ep"}
+"""The model on one device, with mixtures of experts, and those balanced in each microbatch."""
 
 DEFAULT = ("plain", "tp", "tp+sp", "tp+sp+overlap")
 
@@ -70,7 +70,7 @@ class Measured:
 def measure(choice: str, config: Config, ranks: int, batch: Tensor, steps: int) -> Measured:
     """Runs some steps of one choice."""
     if choice in PLAIN:
-        config = replace(config, parallel=PLAIN[choice])
+        config = replace(config, parallel=Parallel.of(PLAIN[choice]))
         return _measured(*_plain(config, batch), steps, {})
     names = choice.removesuffix("+overlap")
     parallel = Parallel.of(names)
@@ -89,17 +89,17 @@ Norm = Callable[[], float]
 def _plain(config: Config, batch: Tensor) -> tuple[Step, Norm]:
     """A step on one device, by the model in torch's own layers."""
     optimizer = make_optimizer(config, steps=1000).optimizer  # type: ignore[attr-defined]
-    params = model.init(config)
+    params, num_microbatches = model.init(config), config.num_microbatches
     state = optimizer.init(params)
 
     def run() -> float:
         nonlocal params, state
-        loss, grads = plain.loss_and_grads(params, batch)
+        loss, grads = plain.loss_and_grads(params, batch, num_microbatches)
         grads, _ = clip_by_global_norm(grads)
         params, state = optimizer.update(params, grads, state)
         return loss.item()
 
-    return run, lambda: global_norm(plain.loss_and_grads(params, batch)[1]).item()
+    return run, lambda: global_norm(plain.loss_and_grads(params, batch, num_microbatches)[1]).item()
 
 
 def _sharded(mesh: Mesh, config: Config, batch: Tensor) -> tuple[Step, Norm]:

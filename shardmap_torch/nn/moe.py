@@ -9,11 +9,11 @@ from torch import Tensor
 
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.core.arguments import check_inner, num_ranks, to_replicate
+from shardmap_torch.nn.core.arguments import as_used, check_inner, num_ranks
 from shardmap_torch.nn.core.region import axes_of
 from shardmap_torch.ops import all_reduce, all_to_all, axis_size
 from shardmap_torch.ops.arguments import Axis
-from shardmap_torch.types import I
+from shardmap_torch.types import I, TypeLike
 
 
 def moe(
@@ -26,6 +26,7 @@ def moe(
     num_selected: int = 2,
     capacity_factor: float | None = 1.25,
     batch_axis: Axis = (),
+    router_type: TypeLike = I,
 ) -> tuple[Tensor, Tensor]:
     """Sends each position to the experts that a router selects, and sums their weighted results.
 
@@ -52,6 +53,8 @@ def moe(
         capacity_factor: capacity relative to an even distribution; None drops nothing.
         batch_axis: other axes over which the sequences are sharded, so that the loss is that of the
             global batch. The router and the experts must be R over them.
+        router_type: type of the router over `axis`; R if the caller has converted all weights of a
+            model at once, or sums their gradients.
 
     Returns:
         The result, and the load-balancing loss e * sum(f * p): f the share of all choices that fall
@@ -77,7 +80,8 @@ def moe(
     """
     num_experts = router.shape[-1]
     check_experts("moe", x, router, experts, axis, num_selected)
-    probabilities = (x @ to_replicate(router, axis)).softmax(-1)  # [b/n, t, e]
+    router = as_used(router, axis, router_type, "moe", "router_type")
+    probabilities = (x @ router).softmax(-1)  # [b/n, t, e]
     values, chosen = probabilities.topk(num_selected, -1)
     choices = one_hot(chosen, num_experts, x.dtype)  # [b/n, t, k, e]
     capacity = x.shape[1]

@@ -11,7 +11,7 @@ from shardmap_torch.autodiff.gradients import vjp
 from shardmap_torch.core.tree import flatten, map_leaves, unflatten
 from shardmap_torch.errors import LayerError
 from shardmap_torch.nn.core.arguments import num_ranks
-from shardmap_torch.nn.core.region import PerRank, Types, axes_of
+from shardmap_torch.nn.core.region import PerRank, Types
 from shardmap_torch.nn.schedules import (
     Row,
     Schedule,
@@ -23,7 +23,7 @@ from shardmap_torch.ops import all_reduce, axis_index, shift
 from shardmap_torch.spec import P
 from shardmap_torch.types import I
 
-Stage = Callable[[Any, Tensor], Tensor]
+Stage = Callable[[Any, Tensor], Tensor | tuple[Tensor, ...]]
 Loss = Callable[..., Tensor]
 
 
@@ -47,16 +47,19 @@ def pipeline_value_and_grad(
     of this rank as leading dimension. Returns a scalar, gradients as `params`, and the gradient of
     x, [m, ...]. Types: `params` are sharded over `axis` along dimension 0, x, targets and `head`
     equal on its ranks; the loss and the gradients of x and `head` are I, the other gradients
-    sharded as `params`. Over an axis that shards x the loss and the gradients of `params` and
-    `head` are pending sums, and `params` and `head` are R. Memory: the inputs of
-    `num_saved(schedule)` microbatches (m for GPipe, at most 2n - 1 for 1F1B) and the activations of
-    one stage for one microbatch, which are recomputed in its backward. All ranks run one program:
-    if one runs forward and another backward in the same tick, each computes both and keeps its own.
+    sharded as `params`. Over an axis that shards the targets the loss is a pending sum. Over one
+    that shards x or the targets, leaves of `params` and `head` that it does not shard are R, and
+    their gradients pending sums. Memory: the inputs of `num_saved(schedule)` microbatches (m for
+    GPipe, at most 2n - 1 for 1F1B) and the activations of one stage for one microbatch, which are
+    recomputed in its backward. All ranks run one program: if one runs forward and another backward
+    in the same tick, each computes both and keeps its own.
     Sends one microbatch in each tick and direction that has work, and all-reduces the loss and the
     gradients of x and `head`.
 
     Args:
-        stage: `stage(params, x)` applies the layers of one rank; the result has the shape of x.
+        stage: `stage(params, x)` applies the layers of one rank; the result has the shape of x. It
+            may be a tuple of that and a scalar, which is added to the loss, such as the loads of
+            experts.
         loss: `loss(y, targets)` of one microbatch, a scalar, or with a head `loss(head, y,
             targets)`; microbatches are summed.
         params: a pytree of this rank's layers.
@@ -136,13 +139,13 @@ def pipeline_region(
 
 
 def _types(layouts: Sequence[P], ranks: Sequence[int], axis: str, num_own: int) -> Types:
-    """Computes the types: results of all positions are pending sums over the axes that shard x."""
-    batch = [a for entry in layouts[0].entries if entry is not None for a in axes_of(entry)]
+    """Computes the types: sums over positions are pending over the axes that shard these."""
     x, targets, *leaves = (P(*layout.entries) for layout in layouts)
     own = [P(axis, *leaf.entries[1:]) for leaf in leaves[:num_own]]
     params = *own, *leaves[num_own:]
-    sums = tuple(P(*each.entries, partial=batch) for each in params)
-    return (x, targets, *params), (P(partial=batch), x, *sums)
+    batch = {*x.mentioned, *targets.mentioned}
+    sums = tuple(P(*each.entries, partial=batch.difference(each.mentioned)) for each in params)
+    return (x, targets, *params), (P(partial=targets.mentioned), x, *sums)
 
 
 class _Run:
@@ -182,7 +185,7 @@ class _Run:
         m, works = self._own(row)
         x = self._x.index_select(0, m).squeeze(0).where(self._is_first, self._received)
         self._saved = x.where(self._place(m % self._room, self._room, works), self._saved)
-        y = self._stage(self._params, x)
+        y, *_ = self._apply(self._params, x)
         if y.shape != x.shape:
             raise LayerError(
                 f"pipeline_value_and_grad: the stage turns {list(x.shape)} into {list(y.shape)}, "
@@ -196,17 +199,25 @@ class _Run:
             return
         m, works = self._own(row)
         x = self._saved.index_select(0, m % self._room).squeeze(0)
-        y, pull = vjp(self._stage, self._params, x)
+        (y, *further), pull = vjp(self._apply, self._params, x)
         target = self._targets.index_select(0, m).squeeze(0)
         value, pull_loss = vjp(lambda head, y: self._loss(head, y, target), self._head, y.detach())
         d_head, d_y = pull_loss(torch.ones_like(value))
-        d_params, d_x = pull(d_y.where(self._is_last, self._cotangent))
+        d_y = d_y.where(self._is_last, self._cotangent)
+        d_params, d_x = pull((d_y, *map(torch.ones_like, further)))
         self.value = self.value + value.where(works & self._is_last, 0)
+        for each in further:
+            self.value = self.value + each.where(works, 0)
         self.grads = _added(self.grads, d_params, works)
         self.d_head = _added(self.d_head, d_head, works & self._is_last)
         place = self._place(m, self._x.shape[0], works & self._is_first)
         self.d_x = d_x.where(place, self.d_x)
         self._cotangent = shift(d_x, self._axis, -1, wrap=False)
+
+    def _apply(self, params: Any, x: Tensor) -> tuple[Tensor, ...]:
+        """Applies the stage; returns a tuple of its result and of scalars of the loss."""
+        out = self._stage(params, x)
+        return out if isinstance(out, tuple) else (out,)
 
     def _own(self, row: Row) -> tuple[Tensor, Tensor]:
         """Returns this rank's microbatch, and whether it has one."""

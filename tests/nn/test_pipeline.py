@@ -43,6 +43,18 @@ def stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return x
 
 
+def stage_with_loads(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """A stage whose layers have a loss of their own."""
+    loads = []
+    for w, b in zip(params["w"].unbind(), params["b"].unbind(), strict=True):
+        x = torch.tanh(x @ w + b)
+        loads.append((x * w[0]).square().sum())
+    return x, torch.stack(loads).sum()
+
+
+STAGES: dict[str, Callable[..., Any]] = {"plain": stage, "with loads": stage_with_loads}
+
+
 def one_row(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return x[:1]
 
@@ -55,16 +67,19 @@ def loss_of_head(head: Tensor, y: Tensor, target: Tensor) -> Tensor:
     return loss(y @ head, target)
 
 
-def one_device() -> list[Tensor]:
+def one_device(kind: str) -> list[Tensor]:
     def total(params: dict[str, Tensor], head: Tensor, x: Tensor) -> Tensor:
-        pairs = zip(x, TARGETS, strict=True)
-        return torch.stack([loss_of_head(head, stage(params, each), t) for each, t in pairs]).sum()
+        sums = []
+        for each, target in zip(x, TARGETS, strict=True):
+            y, load = stage_with_loads(params, each)
+            sums.append(loss_of_head(head, y, target) + (load if kind == "with loads" else 0))
+        return torch.stack(sums).sum()
 
     grads, value = torch.func.grad_and_value(total, argnums=(0, 1, 2))(PARAMS, HEAD, X)
     return [value, *flatten(grads)[0]]
 
 
-def step(params: Any, head: Tensor, x: Tensor, targets: Tensor, schedule: Any) -> Any:
+def step(params: Any, head: Tensor, x: Tensor, targets: Tensor, stage: Any, schedule: Any) -> Any:
     params, head = convert((params, head), "dp", src=I, dst=R)
     value, grads, d_x = pipeline_value_and_grad(
         stage, loss_of_head, params, x, targets, "pp", head=head, schedule=schedule
@@ -72,10 +87,10 @@ def step(params: Any, head: Tensor, x: Tensor, targets: Tensor, schedule: Any) -
     return all_reduce((value, grads), "dp", dst=I), d_x
 
 
-def on_mesh(mesh: Mesh, schedule: str) -> list[Tensor]:
+def on_mesh(mesh: Mesh, schedule: str, kind: str = "plain") -> list[Tensor]:
     batch = P(None, "dp")
     f = shard_map(
-        partial(step, schedule=SCHEDULES[schedule]),
+        partial(step, stage=STAGES[kind], schedule=SCHEDULES[schedule]),
         mesh=mesh,
         in_specs=(P("pp"), P(), batch, batch),
         out_specs=((P(), (P("pp"), P())), batch),
@@ -90,8 +105,8 @@ def in_worker(sizes: tuple[int, int]) -> list[list[Tensor]]:
     return [on_mesh(mesh, name) for name in SCHEDULES]
 
 
-def assert_same(found: list[Tensor]) -> None:
-    for one, other in zip(found, one_device(), strict=True):
+def assert_same(found: list[Tensor], kind: str = "plain") -> None:
+    for one, other in zip(found, one_device(kind), strict=True):
         torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
 
 
@@ -101,6 +116,14 @@ def test_on_simulated_ranks_loss_and_gradients_are_those_of_one_device(
     sizes: tuple[int, int], simulate: Any, schedule: str
 ) -> None:
     assert_same(on_mesh(make_mesh(sizes, ("dp", "pp"), simulate=simulate), schedule))
+
+
+@pytest.mark.parametrize(("sizes", "simulate"), [((2, 2), "vmap"), ((1, 4), "ranks")])
+def test_a_loss_of_each_stage_is_added_with_its_gradients(
+    sizes: tuple[int, int], simulate: Any
+) -> None:
+    mesh = make_mesh(sizes, ("dp", "pp"), simulate=simulate)
+    assert_same(on_mesh(mesh, "1f1b", "with loads"), "with loads")
 
 
 def test_on_processes_loss_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:

@@ -101,7 +101,8 @@ class Gradients:
                 pairs = [*zip(own, mine, strict=True)]
                 pairs += [(levels[each], batched[each]) for each in levels if each in batched]
                 same = all(shard.dims[at] == given.dims[to] for at, to in pairs)
-                if not same or self._notes.sums(seed).partial:
+                pending = self._notes.sums(seed).partial & self._no_addends(output)
+                if not same or pending:
                     raise UnrelatedError("the cotangent is not sharded like its value")
                 self._batched.update({each: given.dims[at] for each, at in batched.items()})
             self._batched.update({e: shard.dims[at] for e, at in dims_of(output)[1].items()})
@@ -110,6 +111,16 @@ class Gradients:
             for each in scales:
                 reject_scaled(each)
         return common_scale(scales)
+
+    def _no_addends(self, output: Tensor) -> frozenset[str]:
+        """Returns the axes over which the cotangents of an output cannot be pending sums.
+
+        A value that all ranks of an axis have, each for a use of its own, has one addend of its
+        cotangent on each. A backward is linear, so that the sum of what it makes of them is what it
+        makes of their sum; the user's own may not be.
+        """
+        types = self._notes.types(output)
+        return frozenset(a for a, each in types if each.varies or self.has_custom_backward)
 
     def _note(
         self,

@@ -32,12 +32,14 @@ def to_replicate(x: X, axis: Axis) -> X:
     return convert(x, axis, src=I, dst=R) if torch.is_grad_enabled() else x
 
 
-def as_used(weight: Tensor, axis: Axis, weight_type: TypeLike, name: str) -> Tensor:
+def as_used(
+    weight: Tensor, axis: Axis, weight_type: TypeLike, name: str, word: str = "weight_type"
+) -> Tensor:
     """Converts a weight that is equal on all ranks to R, for ranks that use it differently.
 
     With `weight_type=R` the caller has done so already, as for all weights of a model at once.
     """
-    layout = read_layout(name, "weight_type", weight_type, "IR")
+    layout = read_layout(name, word, weight_type, "IR")
     return weight if layout == R else to_replicate(weight, axis)
 
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.core.tree import flatten, unflatten
-from shardmap_torch.nn.core.arguments import num_ranks, to_replicate
+from shardmap_torch.nn.core.arguments import as_used, num_ranks
 from shardmap_torch.nn.core.region import PerRank, Types, axes_of
 from shardmap_torch.nn.moe import balance_loss, check_experts, one_hot
 from shardmap_torch.ops import all_to_all, ragged_all_to_all
 from shardmap_torch.ops.arguments import Axis, finest
 from shardmap_torch.spec import P
+from shardmap_torch.types import I, TypeLike
 
 Expert = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -28,6 +29,7 @@ def dropless_moe(
     num_selected: int = 2,
     room: int | None = None,
     batch_axis: Axis = (),
+    router_type: TypeLike = I,
 ) -> tuple[Tensor, Tensor]:
     """Sends each position to the experts that a router selects, however many select the same.
 
@@ -55,6 +57,8 @@ def dropless_moe(
             always suffices; where less does not, all ranks raise an error.
         batch_axis: other axes over which the sequences are sharded, so that the loss is that of the
             global batch. The router and the experts must be R over them.
+        router_type: type of the router over `axis`; R if the caller has converted all weights of a
+            model at once, or sums their gradients.
 
     Returns:
         The result, and the load-balancing loss of `moe`.
@@ -81,7 +85,8 @@ def dropless_moe(
     """
     check_experts("dropless_moe", x, router, experts, axis, num_selected)
     num_experts = router.shape[-1]
-    chances = (x @ to_replicate(router, axis)).softmax(-1)  # [b/n, t, e]
+    router = as_used(router, axis, router_type, "dropless_moe", "router_type")
+    chances = (x @ router).softmax(-1)  # [b/n, t, e]
     values, chosen = chances.topk(num_selected, -1)
     shares = values / values.sum(-1, keepdim=True)
     leaves, structure = flatten(experts)

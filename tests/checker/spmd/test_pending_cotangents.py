@@ -1,0 +1,126 @@
+"""A pull-back takes pending sums as cotangents of what all ranks have and use apart, and no others.
+
+On one device the cotangent is their sum; a linear pull-back may come before or after it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    Function,
+    I,
+    P,
+    R,
+    ShardTypeError,
+    all_gather,
+    all_reduce,
+    make_mesh,
+    shard_map,
+    vjp,
+)
+from shardmap_torch.nn import fsdp_gather
+
+W, X = torch.arange(1.0, 5.0).double(), torch.arange(8.0).double().reshape(2, 4)
+
+
+def pending(used: Tensor, x: Tensor) -> Tensor:
+    """The gradient of (used * x).sum() for what is equal on all ranks: each has an addend."""
+    value, pull = vjp(lambda u: (u * x).square().sum(), used)
+    gradient: Tensor = pull(torch.ones_like(value))[0]
+    return gradient
+
+
+def on_mesh(body: Callable[[Tensor, Tensor], Any], weight: P, out: Any, simulate: Any) -> Any:
+    mesh = make_mesh((2,), ("dp",), kind="simulated", simulate=simulate)
+    f = shard_map(body, mesh=mesh, in_specs=(weight, P("dp")), out_specs=out, check="global")
+    return f(W, X)
+
+
+def doubled(w: Tensor, x: Tensor) -> Tensor:
+    used, pull = vjp(lambda w: 2 * w, w)
+    total: Tensor = all_reduce(pull(pending(used, x))[0], "dp", dst=I)
+    return total
+
+
+def gathered(w: Tensor, x: Tensor) -> Tensor:
+    used, pull = vjp(lambda w: 2 * all_gather(w, "dp", dst=R), w)
+    gradient: Tensor = pull(pending(used, x))[0]
+    return gradient
+
+
+def in_a_buffer(w: Tensor, x: Tensor) -> Tensor:
+    used, pull = vjp(lambda w: 2 * fsdp_gather(w, "dp", P("dp")), w)
+    gradient: Tensor = pull(pending(used, x))[0]
+    return gradient
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+@pytest.mark.parametrize(
+    ("body", "spec"), [(doubled, P()), (gathered, P("dp")), (in_a_buffer, P("dp"))]
+)
+def test_addends_are_pulled_back_as_their_sum(
+    body: Callable[[Tensor, Tensor], Tensor], spec: P, simulate: str
+) -> None:
+    expected = torch.func.grad(lambda w: (2 * w * X).square().sum())(W)
+    assert on_mesh(body, spec, spec, simulate).equal(expected)
+
+
+class Squared(Function):
+    """A backward that is not linear."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent.cos()
+
+
+def of_a_sum_that_is_done(w: Tensor, x: Tensor) -> Tensor:
+    y, pull = vjp(lambda w: all_reduce((w * x).sum(0), "dp", dst=I), w)
+    total: Tensor = all_reduce(pull(pending(y, x))[0], "dp", dst=I)
+    return total
+
+
+def of_a_sum_that_is_pending(w: Tensor, x: Tensor) -> Tensor:
+    _, pull = vjp(lambda w: (w * x).sum(0), w)
+    total: Tensor = all_reduce(pull(pending(w, x))[0], "dp", dst=I)
+    return total
+
+
+def of_code_of_ones_own(w: Tensor, x: Tensor) -> Tensor:
+    used, pull = vjp(Squared.apply, w)
+    total: Tensor = all_reduce(pull(pending(used, x))[0], "dp", dst=I)
+    return total
+
+
+def unsummed(w: Tensor, x: Tensor) -> Tensor:
+    used, pull = vjp(lambda w: 2 * w, w)
+    gradient: Tensor = pull(pending(used, x))[0]
+    return gradient.square()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (of_a_sum_that_is_done, "the I operand's gradient would differ between ranks"),
+        (of_a_sum_that_is_pending, "its addends are not yet summed"),
+        (of_code_of_ones_own, "the operation is not linear"),
+        (unsummed, "the operation is not linear"),
+    ],
+)
+def test_other_pull_backs_of_addends_are_refused(
+    body: Callable[[Tensor, Tensor], Tensor], reason: str
+) -> None:
+    with pytest.raises(ShardTypeError) as error:
+        on_mesh(body, P(), P(), "auto")
+    assert reason in str(error.value)
