@@ -181,6 +181,8 @@ class Parallel:
 
     def _spec(self, entries: list[str | None]) -> P:
         """Makes a spec; with "sp" the ranks of "tp" use what it does not shard on own positions."""
+        while entries and entries[-1] is None:
+            entries.pop()
         is_used_apart = "sp" in self.chosen and "tp" not in entries
         return P(*entries, replicate={"tp"} if is_used_apart else ())
 
