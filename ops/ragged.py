@@ -10,6 +10,7 @@ from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.collectives.operations import Collective, collective_of
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope
+from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.errors import CollectiveError, TransformError, show
 from shardmap_torch.ops.arguments import Axis, check_dtypes, read_axes, shown
@@ -141,6 +142,8 @@ def _require_ranks(scope: Scope, axes: tuple[str, ...]) -> None:
 def _counts(table: Tensor, collective: Collective) -> tuple[tuple[int, ...], ...]:
     """Reads the sizes of all ranks, which all of them see alike and refuse alike."""
     sizes = base_of(table)
+    if is_dtensor(sizes):  # over automatic axes
+        sizes = sizes.full_tensor()
     if sizes.ndim != 2:
         raise TransformError(
             f"{_NAME} cannot run under torch.vmap: each example sends another number of rows. "

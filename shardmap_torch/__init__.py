@@ -39,7 +39,14 @@ from shardmap_torch.types import I, Partial, R, S, V
 
 if TYPE_CHECKING:
     from shardmap_torch import kernels, lax, nn, optim, random, saving
-    from shardmap_torch.automatic import AutoReport, Redistribution, auto, mark_sharding
+    from shardmap_torch.automatic import (
+        AutoReport,
+        Redistribution,
+        Redistributions,
+        auto,
+        mark_sharding,
+        redistributions,
+    )
     from shardmap_torch.parallel import (
         ColwiseParallel,
         ParallelStyle,
@@ -60,7 +67,17 @@ else:
     # modules by their name, functions and classes by the module that has them.
     _MODULES = frozenset(["kernels", "lax", "nn", "optim", "parallel", "random", "saving"])
     _LAZY = {
-        **dict.fromkeys(["AutoReport", "Redistribution", "auto", "mark_sharding"], "automatic"),
+        **dict.fromkeys(
+            [
+                "AutoReport",
+                "Redistribution",
+                "Redistributions",
+                "auto",
+                "mark_sharding",
+                "redistributions",
+            ],
+            "automatic",
+        ),
         **dict.fromkeys(
             [
                 "ColwiseParallel",
@@ -115,6 +132,7 @@ __all__ = [
     "PrepareModuleOutput",
     "R",
     "Redistribution",
+    "Redistributions",
     "Row",
     "RowwiseParallel",
     "S",
@@ -150,6 +168,7 @@ __all__ = [
     "optim",
     "parallelize",
     "random",
+    "redistributions",
     "register_decomposition",
     "register_rule",
     "saving",

@@ -300,7 +300,8 @@ def _gradients(call: _Call) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor
     if _is_plain(call, note):
         leaves, outs, aux = _forward(call)
         if not _is_attached(note, outs, aux, leaves):
-            return _detached(outs), _detached(aux), _pull(outs, leaves, None, again=False)
+            gradients = _pull(outs, leaves, None, again=False)
+            return _detached(outs), _detached(aux), _placed(gradients, leaves)
 
     def run(leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         outs, aux = call.run(leaves)
@@ -308,7 +309,7 @@ def _gradients(call: _Call) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor
 
     gradients, (value, aux) = torch.func.grad_and_value(run, has_aux=True)(call.leaves)
     _write(note, (value, *aux, *gradients))
-    return [value], aux, gradients
+    return [value], aux, _placed(gradients, call.leaves)
 
 
 _functorch_vjp: Callable[..., Any] = torch.func.vjp
@@ -321,10 +322,23 @@ def _pulling_back(call: _Call) -> tuple[list[Tensor], list[Tensor], _PullBack]:
     if _is_plain(call, note):
         leaves, outs, aux = _forward(call)
         if not _is_attached(note, outs, aux, leaves):
-            return _detached(outs), _detached(aux), lambda gs: _pull(outs, leaves, gs, again=True)
+            return (
+                _detached(outs),
+                _detached(aux),
+                lambda gs: _placed(_pull(outs, leaves, gs, again=True), leaves),
+            )
     outs, pull, aux = _functorch_vjp(call.run, call.leaves, has_aux=True)
     _write(note, (*outs, *aux))
-    return outs, aux, lambda gs: pull(list(gs))[0]
+    return outs, aux, lambda gs: _placed(pull(list(gs))[0], call.leaves)
+
+
+def _placed(gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Places gradients like what they belong to, in a body with automatic axes."""
+    scope = current_scope()
+    like = None if scope is None else getattr(scope.backend, "like", None)
+    if like is None:
+        return gradients
+    return [like(grad, x) for grad, x in zip(gradients, leaves, strict=True)]
 
 
 def _note(call: _Call) -> Note | None:

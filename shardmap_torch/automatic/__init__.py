@@ -1,6 +1,14 @@
 """Automatic axes: global-view code whose communication DTensor's sharding propagation places."""
 
 from shardmap_torch.automatic.api import auto, mark_sharding
-from shardmap_torch.automatic.report import AutoReport, Redistribution
+from shardmap_torch.automatic.recording import redistributions
+from shardmap_torch.automatic.report import AutoReport, Redistribution, Redistributions
 
-__all__ = ["AutoReport", "Redistribution", "auto", "mark_sharding"]
+__all__ = [
+    "AutoReport",
+    "Redistribution",
+    "Redistributions",
+    "auto",
+    "mark_sharding",
+    "redistributions",
+]

@@ -21,10 +21,12 @@ from shardmap_torch.automatic.propagation import (
 )
 from shardmap_torch.automatic.report import AutoReport
 from shardmap_torch.boundary.placements import placements_of
+from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.torch_private.engine import FakeTensorMode
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten, map_leaves
 from shardmap_torch.errors import MeshError, SpecError, listing
 from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.mixing.run import mark
 from shardmap_torch.placing import device_put
 from shardmap_torch.spec import Entry, P
 
@@ -133,7 +135,7 @@ class Auto(Generic[A, Y]):
                         expected = placements_of(mesh, spec)
                         propagation.redistribute(leaf, expected, RESULT, True)
                 _pull_back(propagation, leaves, out_specs, inputs)
-        return AutoReport(self._name, mesh, tuple(propagation.moves))
+        return AutoReport(propagation.moves, self._name, mesh)
 
 
 def mark_sharding(x: Tensor, mesh: Mesh | DeviceMesh | None, spec: P | Sequence[Entry]) -> Tensor:
@@ -141,15 +143,18 @@ def mark_sharding(x: Tensor, mesh: Mesh | DeviceMesh | None, spec: P | Sequence[
 
     On a process-group mesh a plain tensor, equal on all ranks, becomes a DTensor without
     communication, and a DTensor is redistributed; differentiable. On other meshes it returns `x`.
-    The report of `auto` lists it as a redistribution that the user asked for.
+    The report of `auto` lists it as a redistribution that the user asked for. In the body of a
+    `shard_map` over some axes it takes the others, the automatic ones, if an argument of the body
+    is sharded over one of these on processes; otherwise values are global over them, and stay so.
 
     Args:
-        x: a global value.
+        x: a global value; in a body one of its values.
         mesh: the mesh; None takes that of `use_mesh`.
         spec: a `P`, or its entries as in PyTorch/XLA: `("dp", None)`.
 
     Raises:
-        SpecError: the value cannot be sharded by the spec.
+        SpecError: the value cannot be sharded by the spec; in a body, the spec names an axis over
+            which the body is mapped.
 
     Source: `torch_xla.distributed.spmd.mark_sharding`; `jax.lax.with_sharding_constraint`.
 
@@ -160,8 +165,11 @@ def mark_sharding(x: Tensor, mesh: Mesh | DeviceMesh | None, spec: P | Sequence[
         >>> mark_sharding(torch.arange(4), mesh, ("dp", ))
         tensor([0, 1, 2, 3])
     """
-    on = as_mesh(mesh)
     known = spec if isinstance(spec, P) else P(*spec)
+    scope = current_scope()
+    if scope is not None:
+        return mark(scope, known, x)
+    on = as_mesh(mesh)
     propagation = current_propagation()
     if propagation is not None:
         marked: Tensor = Mark.apply(x, propagation, known)  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ torch's private interface, as the checker does (`checker/spmd/dtensor_rules.py`)
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
@@ -95,7 +95,7 @@ class Propagation(TorchDispatchMode):
         if func.namespace == "prim":  # asks for the device of a fake tensor
             return func(*args, **kwargs)
         self._sites.setdefault(sequence_number() - 1, call_site())
-        operands = [x for x in _flat((args, kwargs)) if isinstance(x, Tensor)]
+        operands = [x for x in flat((args, kwargs)) if isinstance(x, Tensor)]
         placed = [self.placements(x) for x in operands]
         out = func(*args, **kwargs)
         if all(p == self._replicated for p in placed):
@@ -112,23 +112,15 @@ class Propagation(TorchDispatchMode):
         return out
 
     def _propagate(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        propagator = sharding_propagator()
-        schema = OpSchema(
-            func,
-            tuple(self._spec(arg) for arg in args),
-            {name: self._spec(value) for name, value in kwargs.items()},
-            schema_info=propagator.op_to_schema_info.get(func),
-        )
-        with DisableTorchFunction(), disable_current_modes():
-            try:
-                return propagator.propagate_op_sharding_non_cached(schema)
-            except Exception as error:
-                site, _ = self._site()
-                raise ShardMapError(
-                    f"auto: torch's sharding propagation cannot place {func}"
-                    + (f" at {site}" if site is not None else "")
-                    + f": {error}"
-                ) from error
+        try:
+            return propagated(func, args, kwargs, self._spec)
+        except Exception as error:
+            site, _ = self._site()
+            raise ShardMapError(
+                f"auto: torch's sharding propagation cannot place {func}"
+                + (f" at {site}" if site is not None else "")
+                + f": {error}"
+            ) from error
 
     def _spec(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -139,7 +131,7 @@ class Propagation(TorchDispatchMode):
         return value
 
     def _record_moves(self, func: OpOverload, operands: Sequence[Tensor], schema: Any) -> None:
-        specs = [s for s in _flat((schema.args_schema, schema.kwargs_schema)) if _is_spec(s)]
+        specs = [s for s in flat((schema.args_schema, schema.kwargs_schema)) if _is_spec(s)]
         for x, spec in zip(operands, specs, strict=False):
             self.redistribute(x, tuple(spec.placements), func._schema.name.split("::")[1], True)
 
@@ -151,6 +143,24 @@ class Propagation(TorchDispatchMode):
         return self._sites.get(node._sequence_nr()), True
 
 
+def propagated(
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    spec_of: Callable[[Any], Any],
+) -> Any:
+    """Asks torch how it places an operation, given the DTensorSpecs of its operands."""
+    propagator = sharding_propagator()
+    schema = OpSchema(
+        func,
+        tuple(map(spec_of, args)),
+        {name: spec_of(value) for name, value in kwargs.items()},
+        schema_info=propagator.op_to_schema_info.get(func),
+    )
+    with DisableTorchFunction(), disable_current_modes():
+        return propagator.propagate_op_sharding_non_cached(schema)
+
+
 def _is_spec(value: Any) -> bool:
     return isinstance(value, DTensorSpec)
 
@@ -159,11 +169,12 @@ def _key(x: Tensor) -> object:
     return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride()
 
 
-def _flat(value: Any) -> list[Any]:
+def flat(value: Any) -> list[Any]:
+    """Returns the leaves of nested lists, tuples and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in _flat(item)]
+        return [leaf for item in value for leaf in flat(item)]
     return [value]
 
 

@@ -25,6 +25,7 @@ class Redistribution:
         dst: the placements after.
         num_bytes: bytes that each rank sends.
         is_implicit: whether the user has not asked for it.
+        axes: names of the mesh axes of the placements, if these are not all of the mesh.
     """
 
     op: str
@@ -36,11 +37,13 @@ class Redistribution:
     dst: tuple[Placement, ...]
     num_bytes: int
     is_implicit: bool
+    axes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Formats it as `mm: float32[8, 4] (S(0)) -> (R), sends 96 B  # model.py:3: y = x @ w`."""
         dtype = str(self.dtype).removeprefix("torch.")
         layouts = f"({shown(self.src)}) -> ({shown(self.dst)})"
+        layouts += f" over {', '.join(self.axes)}" * bool(self.axes)
         where = f"  # {self.site}" if self.site is not None else ""
         is_named = self.in_backward and self.site is not None
         name = self.op + " backward" * is_named + " (asked for)" * (not self.is_implicit)
@@ -48,18 +51,14 @@ class Redistribution:
 
 
 @dataclass(frozen=True)
-class AutoReport:
-    """All redistributions of one call, in order.
+class Redistributions:
+    """Redistributions in order.
 
     Attributes:
-        name: of the function.
-        mesh: that it runs on.
-        moves: the redistributions that send something or change placements.
+        moves: those that send something or change placements.
     """
 
-    name: str
-    mesh: Mesh
-    moves: tuple[Redistribution, ...]
+    moves: list[Redistribution]
 
     @property
     def num_bytes(self) -> int:
@@ -73,9 +72,26 @@ class AutoReport:
 
     def __str__(self) -> str:
         """A line for each redistribution, and the sum."""
-        head = f"{self.name} on the {self.mesh}, axes {', '.join(self.mesh.axis_names)}:"
         lines = [f"  {move}" for move in self.moves] or ["  nothing is redistributed"]
-        return "\n".join([head, *lines, f"each rank sends {self.num_bytes} B"])
+        return "\n".join([*lines, f"each rank sends {self.num_bytes} B"])
+
+
+@dataclass(frozen=True)
+class AutoReport(Redistributions):
+    """All redistributions of one call, in order.
+
+    Attributes:
+        name: of the function.
+        mesh: that it runs on.
+    """
+
+    name: str
+    mesh: Mesh
+
+    def __str__(self) -> str:
+        """A line for the call, one for each redistribution, and the sum."""
+        head = f"{self.name} on the {self.mesh}, axes {', '.join(self.mesh.axis_names)}:"
+        return f"{head}\n{super().__str__()}"
 
 
 def shown(placements: Sequence[Placement]) -> str:

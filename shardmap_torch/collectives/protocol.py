@@ -78,7 +78,7 @@ def is_checker(backend: Backend) -> TypeGuard[Checker]:
 
 def sends_bundles(backend: Backend) -> bool:
     """Returns whether the small tensors of a tree are sent as one message, to save latency."""
-    return hasattr(backend, "bundles")
+    return getattr(backend, "bundles", False)
 
 
 @dataclass(frozen=True)

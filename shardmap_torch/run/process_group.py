@@ -1,6 +1,6 @@
 """Runtime of process-group meshes: this process is one rank."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -16,6 +16,9 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.mixing.backend import SharingBackend
+from shardmap_torch.mixing.layouts import automatic_axes
+from shardmap_torch.mixing.run import entry_specs, run_shared
 from shardmap_torch.run.drawing import Drawing, agreed
 from shardmap_torch.run.safety.aliasing import apart
 from shardmap_torch.spec import P
@@ -32,6 +35,9 @@ _MESHES: Final = 4
 def run(call: Call, batches: bool) -> Tree:
     """Runs a call on this process; results are DTensors, or plain where equal on all ranks."""
     backend = _backend_of(call.mesh)
+    shared = entry_specs(call)
+    if shared is not None:
+        return _run_shared(call, backend, shared)
     local = _crossings(call.mesh, call.match).enter(
         call.mesh, backend, [call.leaves[i] for i in call.crossing]
     )
@@ -41,6 +47,14 @@ def run(call: Call, batches: bool) -> Tree:
     watch.check()
     values = apart(result.crossing, call.leaves, _sharing(call, result))
     return result.rebuild(_crossings(call.mesh, result.match).leave(call.mesh, backend, values))
+
+
+def _run_shared(call: Call, backend: ProcessGroupBackend, specs: Sequence[P]) -> Tree:
+    """Runs a call with arguments that automatic axes shard."""
+    drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
+    sharing = _sharing_backend(call.mesh, automatic_axes(call.mesh, call.bound))
+    result, values = run_shared(call, sharing, specs, drawing)
+    return result.rebuild(apart(values, call.leaves, _sharing(call, result)))
 
 
 def _sharing(call: Call, result: Result) -> Mapping[int, int] | None:
@@ -93,6 +107,18 @@ _BACKENDS: dict[int, ProcessGroupBackend] = {}
 def _backend_of(mesh: Mesh) -> ProcessGroupBackend:
     _make_backend(mesh)
     return _BACKENDS[id(mesh)]
+
+
+_SHARING: dict[tuple[int, tuple[str, ...]], SharingBackend] = {}
+
+
+def _sharing_backend(mesh: Mesh, axes: tuple[str, ...]) -> SharingBackend:
+    key = id(mesh), axes
+    known = _SHARING.get(key)
+    if known is None or known.mesh is not mesh:
+        known = _SHARING[key] = SharingBackend(mesh, axes)
+        mesh.when_groups_change(lambda: _SHARING.pop(key, None))  # which does not hold the mesh
+    return known
 
 
 # A constant, so that Dynamo calls it: it cannot keep an object made while it traces.

@@ -1,0 +1,126 @@
+"""`redistributions`: records what DTensors redistribute while code runs."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmap_torch.automatic.propagation import flat, propagated
+from shardmap_torch.automatic.report import Redistribution, Redistributions, bytes_sent
+from shardmap_torch.boundary.placements import Placements
+from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.torch_private.dtensor import DTensorSpec
+from shardmap_torch.core.torch_private.engine import (
+    OpOverload,
+    TorchDispatchMode,
+    current_autograd_node,
+    sequence_number,
+)
+from shardmap_torch.mixing.values import OBSERVERS
+
+
+@contextmanager
+def redistributions() -> Iterator[Redistributions]:
+    """Records the redistributions of DTensors in a block, by line and bytes, as it runs.
+
+    Among them are those over the automatic axes of `shard_map`: where torch's propagation needs an
+    operand in another placement, where a collective over a bound axis moves a dim that an
+    automatic one shards, and at the boundary; with those of a backward in the block. The functions
+    that redistribute because they were asked to are left out, but for `mark_sharding` in a body.
+    On simulated meshes there are no DTensors, and nothing is recorded.
+
+    Each operation in the block is propagated twice, which is slow: use it to look, not in training.
+
+    Source: `torch.distributed.tensor.debug.CommDebugMode`, which counts, without lines or bytes.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import redistributions
+        >>> with redistributions() as found:
+        ...     y = torch.ones(2) + 1
+        >>> print(found)
+          nothing is redistributed
+        each rank sends 0 B
+    """
+    recorder = _Recorder()
+    OBSERVERS.append(recorder.observe)
+    try:
+        with recorder:
+            yield recorder.found
+    finally:
+        OBSERVERS.remove(recorder.observe)
+
+
+class _Recorder(TorchDispatchMode):
+    """Dispatch mode that asks torch's propagation what each operation on DTensors redistributes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.found = Redistributions([])
+        self._sites: dict[int, Site | None] = {}
+
+    def observe(self, what: str, x: DTensor, dst: Placements) -> None:
+        """Records that the library redistributes a value."""
+        self._add(what, x, dst, is_implicit=what != "mark_sharding")
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs an operation, and records what it redistributes."""
+        kwargs = dict(kwargs or {})
+        self._sites.setdefault(sequence_number() - 1, call_site())
+        shared = [x for x in flat((args, kwargs)) if isinstance(x, DTensor)]
+        out = func(*args, **kwargs)
+        if shared:
+            self._record(func, args, kwargs, shared)
+        return out
+
+    def _record(self, func: OpOverload, args: Any, kwargs: Any, shared: list[DTensor]) -> None:
+        try:
+            sharding = propagated(func, args, kwargs, _spec)
+        except Exception:  # torch runs it in another way
+            return
+        if not sharding.needs_redistribute:
+            return
+        schema = sharding.redistribute_schema
+        specs = [s for s in flat((schema.args_schema, schema.kwargs_schema))]
+        after = [s for s in specs if isinstance(s, DTensorSpec)]
+        for x, spec in zip(shared, after, strict=False):
+            self._add(func._schema.name.split("::")[1], x, tuple(spec.placements), True)
+
+    def _add(self, op: str, x: DTensor, dst: Placements, is_implicit: bool) -> None:
+        src, mesh = tuple(x.placements), x.device_mesh
+        if src == dst:
+            return
+        node = current_autograd_node()
+        site = call_site() if node is None else self._sites.get(node._sequence_nr())
+        num_bytes = bytes_sent(x.shape, x.dtype, src, dst, tuple(mesh.shape))
+        self.found.moves.append(
+            Redistribution(
+                op,
+                site,
+                node is not None,
+                tuple(x.shape),
+                x.dtype,
+                src,
+                dst,
+                num_bytes,
+                is_implicit,
+                tuple(mesh.mesh_dim_names or ()),
+            )
+        )
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value._spec
+    if isinstance(value, list | tuple):
+        return [_spec(item) for item in value]
+    assert not isinstance(value, Tensor)  # DTensor replicates plain scalars, or fails
+    return value

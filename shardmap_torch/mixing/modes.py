@@ -1,0 +1,224 @@
+"""Modes of bodies with automatic axes: plain operands are replicated, and what torch cannot place.
+
+Bodies make plain tensors, and close over them: they are equal on all ranks of the automatic axes.
+DTensor takes no plain operands, and does not give them right gradients where it does.
+"""
+
+from collections.abc import Hashable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
+from shardmap_torch.collectives.protocol import Drawing, LaterDrawing, Monitor
+from shardmap_torch.core.dtensors import is_dtensor
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.torch_private.engine import OpOverload, TorchDispatchMode
+from shardmap_torch.errors import ShardMapError
+from shardmap_torch.mixing.backend import SharingBackend
+from shardmap_torch.mixing.layouts import replicated, settled
+from shardmap_torch.mixing.values import local_of, moved
+
+_NO_OPERANDS: Final = frozenset({"__set__", "__get__", "__delete__", "backward", "register_hook"})
+_NOT_MIXED: Final = frozenset({torch.autograd.grad, torch.autograd.backward})
+
+
+class _Replicate(TorchFunctionMode):
+    """Function mode that makes the plain operands of calls with DTensors DTensors too."""
+
+    def __init__(self, backend: SharingBackend) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        mixed = {is_dtensor(base_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)}
+        name = getattr(func, "__name__", "")
+        if len(mixed) < 2 or name in _NO_OPERANDS or func in _NOT_MIXED:
+            return func(*args, **kwargs)
+        _refuse_writes(name, args, kwargs)
+        lift = self._backend.replicated
+        leaves = [lift(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        return func(*args, **kwargs)
+
+
+def _refuse_writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses a write of a value that is sharded over automatic axes into a plain tensor.
+
+    Raises:
+        ShardMapError: it is one.
+    """
+    is_setter = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+    in_place = is_setter or (name.endswith("_") and not name.endswith("__"))
+    written = kwargs.get("out", args[0] if in_place and args else None)
+    if isinstance(written, Tensor) and not is_dtensor(base_of(written)):
+        raise ShardMapError(
+            f"{name} writes a value that is sharded over automatic axes into a plain tensor, "
+            f"{_here()}. Make the tensor from the value, as by x.new_zeros(...), or return a new "
+            "one instead of writing."
+        )
+
+
+def _here() -> str:
+    site = call_site()
+    return f"at {site}" if site is not None else "in the body"
+
+
+class _Fallback(TorchDispatchMode):
+    """Dispatch mode that runs on global values what torch cannot run on shards, and draws there.
+
+    Of random numbers all shards would get the same. Views that had to be redistributed are copies:
+    where there has been one, writes are refused.
+    """
+
+    def __init__(self, backend: SharingBackend) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._backend = backend
+        self._copied: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        shared = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+        if not shared:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable and self._copied is not None:
+            raise ShardMapError(_explain_write(func, self._copied))
+        draws = _draws(func, args, kwargs)
+        out, is_run = None, False
+        if not draws and func not in _READS:
+            is_run, out = _try(func, args, kwargs)
+        if not is_run:
+            plain = [self._global(leaf, func, draws) for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(plain, structure)
+            out = self._wrapped(func, func(*args, **kwargs), shared[0], draws)
+        if func.is_view and not _shares_memory(out, shared[0]):
+            self._copied = f"{func} {_here()}"
+        return out
+
+    def _global(self, leaf: Any, func: OpOverload, draws: bool) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        name = str(func._schema.name).removeprefix("aten::")
+        if draws and (func._schema.is_mutable or name.endswith("_like")):  # it reads no value
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        return local_of(moved(leaf, replicated(self._backend.shared.ndim), name))
+
+    def _wrapped(self, func: OpOverload, out: Any, x: DTensor, draws: bool) -> Any:
+        """Makes results DTensors: what was drawn for a value is sharded like it."""
+        if func._schema.is_mutable:
+            _require_draw(func, draws)
+            x._local_tensor.copy_(self._share(out, x)._local_tensor)
+            return x
+        return pytree.tree_map_only(
+            Tensor, lambda y: self._share(y, x if draws and y.shape == x.shape else None), out
+        )
+
+    def _share(self, y: Tensor, like: DTensor | None) -> DTensor:
+        shared = self._backend.shared
+        new = DTensor.from_local(y, shared, replicated(shared.ndim), run_check=False)
+        return new if like is None else moved(new, settled(like.placements))
+
+
+_READS: Final = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose")
+)
+"""Operations that return numbers; torch reads those of the shard, or of a rank's addend."""
+
+
+def _try(func: OpOverload, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Runs an operation on shards, if torch can place it; nothing has been sent if it cannot."""
+    try:
+        return True, func(*args, **kwargs)
+    except NotImplementedError:  # it has no sharding rule
+        return False, None
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _UNPLACED):
+            raise
+        return False, None
+
+
+_UNPLACED: Final = ("Sharding propagation failed", "not supported with DTensor")
+"""In torch's errors about operations that it cannot place."""
+
+
+def _shares_memory(out: Any, x: DTensor) -> bool:
+    first = out[0] if isinstance(out, list | tuple) else out
+    return not isinstance(first, DTensor) or (
+        first._local_tensor.untyped_storage()._cdata == x._local_tensor.untyped_storage()._cdata
+    )
+
+
+def _explain_write(func: OpOverload, copied: str) -> str:
+    return (
+        f"{func} writes into a value of a body with automatic axes, {_here()}.\n"
+        f"Before, {copied}, a view had to be redistributed and is a copy, so that the value and "
+        "the view could differ after a write. Use the operation that returns a new value, as "
+        "torch.where or torch.cat."
+    )
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    return may_draw(func) and draws(func, name_arguments(func, args, kwargs))
+
+
+def _require_draw(func: Any, draws: bool) -> None:
+    """Requires that an operation that runs on global values writes random numbers only.
+
+    Raises:
+        ShardMapError: it writes something else.
+    """
+    if not draws or len(func._schema.returns) != 1:
+        raise ShardMapError(
+            f"{func} writes into a value that is sharded over automatic axes, {_here()}; torch "
+            "cannot run it on shards. Use the operation that returns a new value."
+        )
+
+
+class Sharing:
+    """The modes of one run of a body, and its drawing; a `collectives.protocol.Drawing`.
+
+    So they are active again where a backward runs the body's code once more.
+    """
+
+    def __init__(
+        self, backend: SharingBackend, drawing: Drawing | None, later: LaterDrawing | None = None
+    ) -> None:
+        """Keeps the drawing of a body, or of code that will run again; None if it draws nothing."""
+        self._backend, self._drawing, self._later = backend, later or drawing, later
+        self._modes, self._depth = (_Fallback(backend), _Replicate(backend)), 0
+
+    def enter(self, monitor: Monitor | None) -> None:
+        """Activates the modes; may be entered several times."""
+        if self._depth == 0:
+            for mode in self._modes:
+                mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        self._depth += 1
+        if self._drawing is not None:
+            self._drawing.enter(monitor)
+
+    def leave(self) -> None:
+        """Ends the newest `enter`."""
+        if self._drawing is not None:
+            self._drawing.leave()
+        self._depth -= 1
+        if self._depth == 0:
+            for mode in reversed(self._modes):
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+
+    def fork(self) -> "Sharing":
+        """Returns the modes of code that will run again in a backward."""
+        later = None if self._drawing is None else self._drawing.fork()
+        return Sharing(self._backend, None, later)
+
+    def rerun(self, key: Hashable) -> "Sharing":
+        """Returns, on what `fork` returned, the modes of one such run."""
+        return Sharing(self._backend, None if self._later is None else self._later.rerun(key))

@@ -1,0 +1,131 @@
+"""Plain operands, draws, numbers and operations without a rule are those of the global value."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardmap_torch import (
+    I,
+    Mesh,
+    P,
+    ShardMapError,
+    V,
+    convert,
+    device_put,
+    full,
+    shard_map,
+)
+from tests.programs.support.everywhere import run_on
+from tests.programs.support.harness import random
+from tests.support.pool import Gloo
+
+SHAPE, AXES = (2, 2), ("dp", "tp")
+TABLE = random((8,), 5)
+Body = Callable[[Tensor], Tensor]
+
+
+def varying(x: Tensor) -> Tensor:
+    return convert(x, "tp", src=I, dst=V, dim=2)
+
+
+def written_view(x: Tensor) -> Tensor:
+    y = x * 1
+    y.view(-1).add_(1)
+    return y
+
+
+BODIES: dict[str, Body] = {
+    "plain operand": lambda x: x * TABLE + torch.arange(3.0).unsqueeze(1),
+    "number": lambda x: x * x.sum().item() + x.max().item(),
+    "mean as a number": lambda x: x * x.mean().item(),
+    "branch": lambda x: x * 2 if x.sum() > 0 else x * 3,
+    "comparison": lambda x: x * 2 if torch.equal(x[:2], x[2:]) else x * 3,
+    "no rule": lambda x: x.cumsum(0).roll(1, 0).flip(0),
+    "order": lambda x: x.sort(0).values + x.argmax(0),
+    "parts": lambda x: torch.cat([x.chunk(4)[3], x.narrow(0, 1, 2), x[torch.tensor([3, 0])]]),
+    "items": lambda x: torch.stack([row.sum() for row in x]),
+    "norms": lambda x: torch.linalg.vector_norm(x) + x.std() + x.logsumexp((0, 1, 2)),
+    "losses": lambda x: functional.cross_entropy(x.flatten(0, 1), torch.arange(12) % 8),
+    "written view": written_view,
+    "own memory": lambda x: x.new_zeros(4, 3, 8).add_(x),
+    "vmap": lambda x: torch.func.vmap(lambda row: row.sin() * row.sum())(x),
+    "gradient": lambda x: torch.func.grad(lambda y: y.sin().square().sum())(x),
+    "second": lambda x: torch.func.grad(
+        lambda y: torch.func.grad(lambda z: z.sin().square().sum())(y).square().sum()
+    )(x),
+}
+DRAWS: dict[str, Body] = {
+    "dropout": lambda x: functional.dropout(varying(x), 0.5),
+    "like": lambda x: varying(x) * torch.rand_like(varying(x)),
+    "from the value": lambda x: torch.bernoulli(torch.sigmoid(varying(x))),
+    "plain": lambda x: varying(x) * torch.rand(4),
+}
+
+
+def are_global(mesh: Mesh) -> None:
+    """Compares with the same call on a plain value, which is global over the automatic axis."""
+    x = random((4, 3, 8), 9)
+    for spec, bodies in ((P(), BODIES), (P(None, None, "tp"), DRAWS)):
+        for name, body in bodies.items():
+            f = shard_map(body, mesh=mesh, in_specs=P(), out_specs=spec, axis_names={"tp"})
+            torch.manual_seed(0)
+            expected = full(f(x.clone()))
+            torch.manual_seed(0)
+            found = full(f(device_put(x, mesh, P("dp"))))
+            note = partial("{}: {}".format, name)
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=note)
+
+
+@pytest.mark.slow
+def test_what_propagation_cannot_do_is_done_on_global_values(gloo: Gloo) -> None:
+    run_on("gloo", are_global, gloo, SHAPE, AXES)
+
+
+def write_into_plain(x: Tensor) -> Tensor:
+    return torch.zeros(4, 3, 8, dtype=x.dtype).add_(x)
+
+
+def write_into_entry(x: Tensor) -> Tensor:
+    y = x * 1
+    y[0] = 7.0
+    return y
+
+
+REFUSED: dict[str, tuple[Body, str]] = {
+    "plain": (
+        write_into_plain,
+        "add_ writes a value that is sharded over automatic axes into a plain tensor, at SITE "
+        "return torch.zeros(4, 3, 8, dtype=x.dtype).add_(x). Make the tensor from the value, as by "
+        "x.new_zeros(...), or return a new one instead of writing.",
+    ),
+    "copied view": (
+        write_into_entry,
+        "aten.fill_.Tensor writes into a value of a body with automatic axes, at SITE y[0] = 7.0.\n"
+        "Before, aten.select.int at SITE y[0] = 7.0, a view had to be redistributed and is a copy, "
+        "so that the value and the view could differ after a write. Use the operation that returns "
+        "a new value, as torch.where or torch.cat.",
+    ),
+}
+
+
+def are_refused(mesh: Mesh) -> None:
+    x = device_put(random((4, 3, 8), 9), mesh, P("dp"))
+    for body, text in REFUSED.values():
+        f = shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"tp"})
+        with pytest.raises(ShardMapError) as caught:
+            f(x)
+        assert _without_lines(str(caught.value)) == text
+
+
+def _without_lines(text: str) -> str:
+    return re.sub(r"test_modes\.py:\d+:", "SITE", text)
+
+
+@pytest.mark.slow
+def test_writes_that_would_reach_a_copy_are_refused_with_their_line(gloo: Gloo) -> None:
+    run_on("gloo", are_refused, gloo, SHAPE, AXES)
