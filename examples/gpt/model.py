@@ -125,7 +125,7 @@ def forward(
     """Computes the logits, and how uneven the loads of each layer's experts are."""
     parallel = config.parallel
     drop = (dropout or Dropout()).shards(parallel.activations)
-    lies = specs(config)
+    lies = _looked_up(params, config)
     first = gathered(params["embedding"], lies["embedding"], parallel)
     x = drop(embed(tokens, first, parallel))  # [b, t/tp, d]
     balances: list[Tensor] = []
@@ -134,6 +134,11 @@ def forward(
         balances += balance
     last = gathered(head(params), head(lies), parallel)
     return unembed(x, last, config), balances
+
+
+def _looked_up(params: Params, config: Config) -> Params:
+    """The specs for `gathered`, which torch.compile cannot trace; without FSDP it reads none."""
+    return specs(config) if config.parallel.has_sharded_params else params
 
 
 def head(params: Params) -> Params:
@@ -149,7 +154,8 @@ def unembed(x: Tensor, last: Params, config: Config) -> Tensor:
 
 def _layers(params: Params, config: Config) -> Iterator[Params]:
     """Yields this rank's shards of each layer; those of FSDP and of stages are gathered."""
-    parallel, layers, lies = config.parallel, params["layers"], specs(config)["layers"]
+    parallel, layers = config.parallel, params["layers"]
+    lies = _looked_up(params, config)["layers"]
     if parallel.has_stages:
         yield from unstack_layers(all_gather(gathered(layers, lies, parallel), "pp", dst=I))
         return

@@ -360,7 +360,9 @@ def _is_plain(call: _Call, note: Note | None) -> bool:
 
     The checker must see the level of the transform, and a batched body is one.
     """
-    if is_transformed() or torch.is_inference_mode_enabled() or (note is not None and note.value):
+    if is_transformed() or (note is not None and note.value):
+        return False
+    if not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled():
         return False
     scope = current_scope()
     if scope is not None and is_checker(scope.backend):

@@ -1,7 +1,7 @@
 """Pytrees: flattening, and broadcasting a prefix tree of specs to the leaves of a value."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
@@ -26,10 +26,12 @@ class Traced:
 
     Attributes:
         rebuild: makes the node from its children; None for a leaf.
+        node: its type and the names of its children; Dynamo cannot compare `rebuild`.
         children: the structures below.
     """
 
-    rebuild: Callable[[list[Any]], Any] | None
+    rebuild: Callable[[list[Any]], Any] | None = field(compare=False)
+    node: tuple[Any, ...] = ()
     children: "tuple[Traced, ...]" = ()
 
     def unflatten(self, leaves: Iterator[Any]) -> Tree:
@@ -99,7 +101,8 @@ def _trace(tree: Tree, leaves: list[Any]) -> Traced:
         leaves.append(tree)
         return Traced(None)
     level = _open(tree)
-    return Traced(level.rebuild, tuple(_trace(child, leaves) for child in level.children))
+    children = tuple([_trace(child, leaves) for child in level.children])
+    return Traced(level.rebuild, (type(tree), level.entries), children)
 
 
 def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -182,7 +185,7 @@ def broadcast_prefix_all(
     """
     specs, outline = opened(prefix)
 
-    def find() -> Broadcast[Any]:
+    def find() -> "Broadcast[Any]":  # Dynamo cannot make the generic alias
         found = list(broadcast_prefix(rebuilt(prefix), rebuilt(tree), path, is_spec))
         placed = [leaf for leaf in found if isinstance(leaf, Placed)]
         return Broadcast(

@@ -91,18 +91,26 @@ def transfer_all(
         return result
     transfers = stage.transfers
     for places in _groups(stage, tuple([(x.dtype, x.device) for x in leaves])):
-        some = [transfer for place in places if (transfer := transfers[place]) is not None]
+        some = [transfer for transfer in [transfers[at] for at in places] if transfer is not None]
         values = [leaves[place] for place in places]
         if len(places) == 1:
             result[places[0]] = some[0].run(values[0], comm_dtype)
             continue
         move = partial(_move_group, some, bucket_bytes, comm_dtype, lends)
-        move.__name__ = f"{some[0].name}_buckets"  # type: ignore[attr-defined]  # shown in reports
-        sources, targets = tuple(t.src for t in some), tuple(t.dst for t in some)
-        moved = local_region(move, in_types=sources, out_types=targets)(*values)
+        moved = _as_region(move, some)(*values)
         for place, value in zip(places, moved, strict=True):
             result[place] = value
     return result
+
+
+def _as_region(
+    move: Callable[..., tuple[Tensor, ...]], transfers: Sequence[Transfer]
+) -> Callable[..., tuple[Tensor, ...]]:
+    if torch.compiler.is_dynamo_compiling():  # a region does nothing then
+        return move
+    move.__name__ = f"{transfers[0].name}_buckets"  # shown in reports
+    sources, targets = tuple(t.src for t in transfers), tuple(t.dst for t in transfers)
+    return local_region(move, in_types=sources, out_types=targets)
 
 
 @memo
