@@ -400,7 +400,9 @@ def test_compiling_under_a_functorch_transform_is_refused(
         assert (
             "TransformError: A collective, or the boundary of a shard_mapped function, cannot be "
             "compiled under a torch.func transform: torch.compile does not differentiate or batch "
-            "autograd Functions there. Compile with .backward() outside, or do not compile." in text
+            "autograd Functions there. Compile with .backward() outside; or take first derivatives "
+            "in a checked body, with respect to what does not require gradients, by grad, "
+            "value_and_grad or vjp of shardmap_torch; or do not compile." in text
         )
 
 

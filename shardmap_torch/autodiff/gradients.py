@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.collectives.autograd import is_transformed
+from shardmap_torch.collectives.autograd import is_transformed, reject_second_derivative
 from shardmap_torch.collectives.protocol import Note, is_checker
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import can_receive_gradient, is_smooth
 from shardmap_torch.core.tree import NAMESPACE, Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError, listing, show_shape
@@ -360,9 +361,10 @@ def _is_plain(call: _Call, note: Note | None) -> bool:
 
     The checker must see the level of the transform, and a batched body is one.
     """
-    if is_transformed() or (note is not None and note.value):
+    if is_transformed() or _is_inference() or (note is not None and note.value):
         return False
-    if not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled():
+    # Only a check tells then if others differentiate the results: Dynamo knows no graphs.
+    if torch.compiler.is_dynamo_compiling() and note is None and torch.is_grad_enabled():
         return False
     scope = current_scope()
     if scope is not None and is_checker(scope.backend):
@@ -419,11 +421,33 @@ def _pull(
     if not pairs or not leaves:
         return [torch.zeros_like(x) for x in leaves]
     ys, gs = zip(*pairs, strict=True)
+    twice = any(map(can_receive_gradient, gs))
+    if torch.compiler.is_dynamo_compiling():
+        if twice:
+            reject_second_derivative()
+        _allow_in_graph()
+        return _pull_in_graph(ys, leaves, gs)
     return torch.autograd.grad(
-        ys,
-        leaves,
-        gs,
-        create_graph=any(map(can_receive_gradient, gs)),
-        retain_graph=again,
-        materialize_grads=True,
+        ys, leaves, gs, create_graph=twice, retain_graph=again, materialize_grads=True
     )
+
+
+def _pull_in_graph(
+    ys: Sequence[Tensor], leaves: Sequence[Tensor], gs: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    """Computes gradients in code that Dynamo takes into its graph without looking into it.
+
+    Dynamo itself traces torch.autograd.grad only by a switch that holds for all code. What it would
+    check holds here: the leaves are made in the body, and nothing attached to them is returned.
+    """
+    return torch.autograd.grad(ys, leaves, gs, retain_graph=True, materialize_grads=True)
+
+
+@constant
+def _allow_in_graph() -> None:
+    torch.compiler.allow_in_graph(_pull_in_graph)
+
+
+@constant
+def _is_inference() -> bool:
+    return torch.is_inference_mode_enabled()

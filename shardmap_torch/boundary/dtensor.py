@@ -360,7 +360,9 @@ def _known_entry(mesh: Mesh, spec: P, x: Tensor) -> tuple[DTensorSpec, Enter] | 
 
 def _enter_traced(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
     placements = _placements_in_order(mesh, spec)
-    if tuple(x.placements) != placements:
+    # Of a tensor that is no argument, since Dynamo guards on which arguments share a placement.
+    own: Any = x.detach()
+    if tuple(own.placements) != placements:
         x = x.redistribute(placements=placements)
     grads = [Replicate() if placement.is_partial() else placement for placement in placements]
     return x.to_local(grad_placements=grads)

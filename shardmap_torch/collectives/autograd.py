@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -73,11 +73,26 @@ def _reject_transforms() -> None:
         TransformError: a torch.func transform is active.
     """
     if functorch.peek_interpreter_stack() is not None:
-        raise TransformError(
-            "A collective, or the boundary of a shard_mapped function, cannot be compiled under a "
-            "torch.func transform: torch.compile does not differentiate or batch autograd "
-            "Functions there. Compile with .backward() outside, or do not compile."
-        )
+        raise TransformError(_CANNOT_COMPILE)
+
+
+@constant
+def reject_second_derivative() -> NoReturn:
+    """Rejects a derivative of what `grad` or `vjp` have computed, while Dynamo traces.
+
+    Raises:
+        TransformError: always.
+    """
+    raise TransformError(_CANNOT_COMPILE)
+
+
+_CANNOT_COMPILE: Final = (
+    "A collective, or the boundary of a shard_mapped function, cannot be compiled under a "
+    "torch.func transform: torch.compile does not differentiate or batch autograd Functions there. "
+    "Compile with .backward() outside; or take first derivatives in a checked body, with respect "
+    "to what does not require gradients, by grad, value_and_grad or vjp of shardmap_torch; or do "
+    "not compile."
+)
 
 
 class TypedFunction(torch.autograd.Function):

@@ -162,6 +162,11 @@ def _obstacles(verdict: Verdict) -> Iterator[str]:
             "it averages a cross entropy over a sharded dim, and uncompiled runs look whether a "
             "target is ignored; take reduction='sum', and divide by the global number of targets"
         )
+    if verdict.refusal is not None:
+        yield (
+            "it takes gradients by itself, and its results cannot be differentiated from outside; "
+            "call it under torch.no_grad(), or with arguments that do not require gradients"
+        )
     if len(verdict.program_paths) > 1:
         yield "it branches on numbers taken from tensors"
         return
@@ -179,18 +184,11 @@ def _asks(start: Step) -> bool:
 
 
 def _give_up(error: ShardMapError) -> NoReturn:
-    """Raises the error as one that ends the trace, with its own class and its own text.
-
-    Dynamo would wrap any other in an error of its own.
-    """
+    """Ends the trace by this error."""
     # Here: importing Dynamo takes a second.
-    from shardmap_torch.core.torch_private.dynamo import Unsupported
+    from shardmap_torch.core.torch_private.dynamo import give_up
 
-    kind = type(error)
-    passed = type(kind.__name__, (kind, Unsupported), {"__module__": kind.__module__})
-    raised = passed(str(error))
-    raised.__dict__.update(error.__dict__)
-    raise raised from None
+    give_up(error)
 
 
 class Trace:

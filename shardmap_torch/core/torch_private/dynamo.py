@@ -1,5 +1,7 @@
 """Private names of Dynamo; apart, since importing it takes a second."""
 
+from typing import NoReturn
+
 from shardmap_torch.core.torch_private.names import DYNAMO, unsupported
 
 try:
@@ -7,4 +9,17 @@ try:
 except ImportError as error:
     raise unsupported(DYNAMO) from error
 
-__all__ = ("Unsupported",)
+
+def give_up(error: Exception) -> NoReturn:
+    """Raises the error as one that ends Dynamo's trace, with its own class and its own text.
+
+    Dynamo would wrap any other in an error of its own.
+    """
+    kind = type(error)
+    passed = type(kind.__name__, (kind, Unsupported), {"__module__": kind.__module__})
+    raised = passed(str(error))
+    raised.__dict__.update(error.__dict__)
+    raise raised from None
+
+
+__all__ = ("Unsupported", "give_up")
