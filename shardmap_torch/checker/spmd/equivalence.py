@@ -135,6 +135,8 @@ class Relation(Observer):
                     reject_scaled(sums)
                 shard = self._notes.find(x, event.arguments["x"], "its operand")
                 if collective is not None:
+                    if not collective.tiled:
+                        self._notes.reject_part(x)
                     sizes = self._notes.sizes
                     axes = tuple(axis for axis in collective.axes if axis in sizes)
                     dims, partial = after(move, Move(collective, axes, shard, sums.partial, sizes))

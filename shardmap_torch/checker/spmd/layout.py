@@ -38,6 +38,24 @@ def counted(step: int) -> Dim:
     return (("#", step),)
 
 
+BLOCKS: Final = "<"
+"""Axis of a digit that a rank has in a dim of its own: gathered blocks, side by side."""
+
+BLOCK: Final = ">"
+"""Axis of the same digit in the dim that the blocks are of, where one device has it."""
+
+ADDENDS: Final = "+"
+"""Axis of a digit that a rank has in a dim of its own: gathered addends of a sum."""
+
+_MARKS: Final = frozenset({BLOCKS, BLOCK, ADDENDS})
+_LOCAL: Final = frozenset({None, BLOCKS, ADDENDS})
+
+
+def is_stacked(dims: Iterable[Dim]) -> bool:
+    """Returns whether values of several ranks lie along a dim of their own."""
+    return any(axis in _MARKS for dim in dims for axis, _ in dim)
+
+
 def step_of(dim: Dim) -> int | None:
     """The step of what counts a rank's own entries; None for any other dim."""
     return dim[0][1] if dim and dim[0][0] == "#" else None
@@ -72,7 +90,7 @@ def axes_of(dim: Dim) -> tuple[str, ...]:
     """The axes that shard a dim, most significant first."""
     if not dim or dim == ANY or step_of(dim) is not None:
         return ()
-    return tuple([axis for axis, _ in dim if axis is not None])
+    return tuple([axis for axis, _ in dim if axis is not None and axis not in _MARKS])
 
 
 def distinct(dims: Iterable[Dim]) -> list[Dim]:
@@ -157,8 +175,9 @@ def fitted(dims: Sequence[Dim], local: Shape, global_shape: Shape) -> ShardedTen
     for number, (dim, mine, all_) in enumerate(zip(dims, local, global_shape, strict=True)):
         if dim == ANY or step_of(dim) is not None:
             continue
-        here = prod(base for axis, base in dim if axis is None)
-        if (here, prod(base for _, base in dim)) != (mine, all_):
+        here = prod(base for axis, base in dim if axis in _LOCAL)
+        there = prod(base for axis, base in dim if axis not in (BLOCKS, ADDENDS))
+        if (here, there) != (mine, all_):
             raise UnrelatedError(
                 f"dim {number} of the result, {in_words(dim)}, has size {mine} on a rank and "
                 f"would have {all_} on one device",
@@ -238,8 +257,22 @@ def reshape(x: ShardedTensor, global_shape: Shape) -> tuple[Dim, ...]:
         if x.global_shape == global_shape or (not x.axes and ANY not in x.dims):
             return x.dims if x.global_shape == global_shape else tuple(map(unsharded, global_shape))
         raise UnrelatedError("its operand's size is that of one rank, and matches no sharding yet")
-    digits = merged(digit for dim in x.dims for digit in dim)
+    digits = merged(_joined([digit for dim in x.dims for digit in dim]))
     return tuple(_take(size, digits, x, global_shape) for size in global_shape)
+
+
+def _joined(digits: list[Digit]) -> list[Digit]:
+    """Joins blocks to the dim that they are of, where they stand in front of it."""
+    found: list[Digit] = []
+    for axis, base in digits:
+        is_joined = axis == BLOCK and found[-1:] == [(BLOCKS, base)]
+        found[len(found) - is_joined :] = [(None, base) if is_joined else (axis, base)]
+    if is_stacked([tuple(found)]):
+        raise UnrelatedError(
+            "values of several ranks lie along a dim that is not in front of their own",
+            "all_gather with tiled=True.",
+        )
+    return found
 
 
 def _take(size: int, digits: list[Digit], x: ShardedTensor, global_shape: Shape) -> Dim:
@@ -333,27 +366,3 @@ def sliced(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
         rest = dim[at][1] // sizes[axis]
         dim = (*dim[:at], (axis, sizes[axis]), *unsharded(rest), *dim[at + 1 :])
     return dim
-
-
-def exchanged(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
-    """Returns a dim after block i of rank j has become block j of rank i, or None.
-
-    The ranks' index and the first digits of the blocks that a rank has trade places.
-
-    Example:
-        >>> exchanged(sharded_dim(12, ["tp"], {"tp": 2}), ("tp",), {"tp": 2})
-        ((None, 2), ('tp', 2), (None, 3))
-        >>> exchanged(((None, 2), ("tp", 2), (None, 3)), ("tp",), {"tp": 2})
-        (('tp', 2), (None, 6))
-    """
-    count, names = prod(sizes[axis] for axis in axes), [axis for axis, _ in dim]
-    own = next((at for at, axis in enumerate(names) if axis is None), None)
-    if dim == ANY or own is None or axes[0] not in names or dim[own][1] % count:
-        return None
-    at, index = names.index(axes[0]), tuple((axis, sizes[axis]) for axis in axes)
-    rest, blocks = unsharded(dim[own][1] // count), ((None, count),)
-    if dim[at : at + len(axes)] != index or (at > own and (rest or None in names[own + 1 : at])):
-        return None  # what a rank then has would lie in another order
-    parts = {at: blocks, own: (*index, *rest)}
-    kept = [n for n in range(len(dim)) if not at < n < at + len(axes)]
-    return tuple(merged([digit for n in kept for digit in parts.get(n, (dim[n],))]))

@@ -25,7 +25,7 @@ from shardmap_torch.checker.spmd.layout import (
     step_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops import indexing, networks
+from shardmap_torch.checker.spmd.ops import indexing, networks, stacks
 from shardmap_torch.checker.spmd.ops.attention import ATTENTION
 from shardmap_torch.checker.spmd.sharded import (
     GATHER,
@@ -146,21 +146,6 @@ def _stacked(step: Step) -> list[Sharded]:
     return [Sharded((*dims[:dim], unsharded(len(shards)), *dims[dim:]))]
 
 
-def _summed(step: Step) -> list[Sharded]:
-    """Propagates a sum over dims, of which those that are sharded leave it pending."""
-    (x,) = step.shards
-    rank = len(x.dims)
-    over = {dim % rank for dim in step.arguments["dim"] or range(rank)} if rank else set()
-    if any(x.dims[dim] == ANY for dim in over):
-        raise UnrelatedError(
-            "the size of an operand is that of one rank, and matches no sharding yet"
-        )
-    left = () if step.arguments["keepdim"] else None
-    dims = [left if dim in over else digits for dim, digits in enumerate(x.dims)]
-    partial = frozenset(axis for dim in over for axis in axes_of(x.dims[dim]))
-    return [Sharded(tuple(digits for digits in dims if digits is not None), partial)]
-
-
 def _sliced(step: Step) -> list[Sharded]:
     (x,) = step.shards
     dim = step.arguments["dim"] % len(x.dims)
@@ -251,7 +236,8 @@ def _overloads(names: str) -> list[OpOverload]:
 _RULES: Final[Mapping[OpOverload, Rule]] = {
     op: rule
     for rule, names in (
-        (_pointwise, "copy_ copy _to_copy clone detach alias lift_fresh masked_fill.Scalar"),
+        (stacks.copy, "clone detach alias lift_fresh"),
+        (_pointwise, "copy_ copy _to_copy masked_fill.Scalar"),
         (_pointwise, "to.dtype to.dtype_layout to.device to.other"),
         (_pointwise, "masked_fill_.Scalar where.self where.ScalarOther where.ScalarSelf"),
         (_pointwise, "fill_.Scalar fill_.Tensor zero_ zeros_like ones_like full_like empty_like"),
@@ -270,7 +256,8 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (_joined, "cat"),
         (_stacked, "stack"),
         (_sliced, "slice.Tensor"),
-        (_summed, "sum.dim_IntList"),
+        (stacks.add, "sum sum.dim_IntList"),
+        (stacks.average, "mean mean.dim"),
         (indexing.count, "arange arange.start arange.start_step"),
         (indexing.read, "index.Tensor _unsafe_index.Tensor"),
         (indexing.write, "index_put index_put_ _unsafe_index_put"),
@@ -316,6 +303,13 @@ _COUNTED: Final[Collection[tuple[Rule, str]]] = (
 """Arguments that may count the entries that each rank has."""
 
 _COPIES: Final = frozenset(_overloads("clone detach alias lift_fresh"))
+
+TAKES_STACKS: Final = frozenset(
+    op
+    for op, rule in RULES.items()
+    if rule in (stacks.copy, stacks.add, stacks.average, _permuted, _reshaped)
+)
+"""Operations that know of values of several ranks along a dim of their own."""
 
 # What torch's reference formulas are written in has no tags.
 _POINTWISE_PRIMS: Final = frozenset(

@@ -26,7 +26,7 @@ from shardmap_torch.checker.rules.lattice import sum_advice
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.spmd.align import differing
 from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
-from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.op_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.losses import ignores
 from shardmap_torch.checker.spmd.ops.maxima import Maxima
@@ -97,7 +97,7 @@ class Operations:
             if name in read and self._notes.sums(tensor).loose:
                 self._notes.reject_loose(tensor, self._kept(op, tensor))
         shards = {
-            name: self._shards(value, event.arguments.get(name), name)
+            name: self._shards(value, event.arguments.get(name), name, op in TAKES_STACKS)
             for name, value in arguments.items()
         }
         tensors = [tensor for _, tensor in named_tensors(arguments)]
@@ -193,15 +193,16 @@ class Operations:
                 f"it writes to {hidden[0]} what each rank sees of a sharded operand"
             )
 
-    def _shards(self, value: Any, there: Any, name: str) -> Any:
+    def _shards(self, value: Any, there: Any, name: str, takes_stacks: bool) -> Any:
         if isinstance(value, Tensor):
             if not isinstance(there, Ref):
                 raise UnrelatedError(f"{name} is no tensor on one device")
-            return self._notes.find(value, there, name)
+            return self._notes.find(value, there, name, takes_stacks)
         if isinstance(value, list | tuple) and tensors_in(value):
             if not isinstance(there, tuple) or len(there) != len(value):
                 raise UnrelatedError(f"{name} has another length on one device")
-            return [self._shards(item, ref, name) for item, ref in zip(value, there, strict=True)]
+            pairs = zip(value, there, strict=True)
+            return [self._shards(item, ref, name, takes_stacks) for item, ref in pairs]
         return value
 
     def _summed(
@@ -303,7 +304,7 @@ class Operations:
             for axis, axis_type in self._notes.types(result)
             if axis_type == V and axis not in shard.axes and axis not in partial
         )
-        mean = Fraction(prod(self._notes.sizes[axis] for axis in sharded.means))
+        mean = Fraction(prod(self._notes.sizes[axis] for axis in sharded.means), sharded.divided)
         cause = "" if summed.scale * mean == 1 else self._at(messages.friendly(op))
         sums = summed.scaled(mean, sharded.means, cause)
         sums = replace(sums, partial=partial, pending=sharded.pending)

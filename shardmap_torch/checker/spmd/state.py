@@ -18,9 +18,10 @@ from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
     fitted,
     in_words,
+    is_stacked,
     sharded_dim,
 )
-from shardmap_torch.checker.spmd.ops.advice import OTHER, UNSEEN, spec_advice
+from shardmap_torch.checker.spmd.ops.advice import OTHER, STACKED, UNSEEN, spec_advice
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sums import NO_AXES, Axes, Sums, reject_scaled
 from shardmap_torch.spec import P
@@ -80,7 +81,9 @@ class Notes:
         )
         self.set_sums(tensor, Sums(spec.partial))
 
-    def find(self, tensor: Tensor, ref: Ref, what: str) -> ShardedTensor:
+    def find(
+        self, tensor: Tensor, ref: Ref, what: str, takes_stacks: bool = False
+    ) -> ShardedTensor:
         """Returns how this tensor shards that one-device tensor.
 
         Raises:
@@ -92,6 +95,10 @@ class Notes:
         shard = known.shards.get(self._alignment.canonical(ref))
         if shard is None:
             raise UnrelatedError(f"{what} is another value than on one device", OTHER)
+        if not takes_stacks and is_stacked(shard.dims):
+            raise UnrelatedError(
+                f"{what} has values of several ranks along a dim of its own", STACKED
+            )
         return shard
 
     def find_any(self, tensor: Tensor) -> ShardedTensor | None:

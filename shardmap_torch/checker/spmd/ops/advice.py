@@ -20,6 +20,13 @@ OTHER: Final = (
 """About a value that is another one than on one device."""
 
 
+STACKED: Final = (
+    "all_gather with tiled=True; or reshape blocks into the dim that they are of, or take the sum "
+    "or the mean of addends, before all else."
+)
+"""About values of several ranks along a dim of their own."""
+
+
 def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:
     """Returns advice for a gather of a dim that the axes do not shard, or not within."""
     shards = {axis: x.sharded_by(axis) for axis in axes}

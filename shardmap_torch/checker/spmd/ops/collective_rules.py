@@ -1,6 +1,6 @@
 """Sharding rules of collectives: on one device each is the identity."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -12,12 +12,13 @@ from shardmap_torch.checker.spmd.layout import (
     ShardedTensor,
     Sizes,
     UnrelatedError,
-    exchanged,
     gathered,
     in_words,
+    merged,
     sliced,
     unsharded,
 )
+from shardmap_torch.checker.spmd.ops import stacks
 from shardmap_torch.checker.spmd.ops.advice import gather_advice
 from shardmap_torch.collectives.operations import Collective
 
@@ -59,12 +60,14 @@ def after(name: str, move: Move) -> State:
     collective = move.collective
     if name == "ragged":  # rows beyond those that are sent become zeros, also on one rank
         raise UnrelatedError("its rows go to the ranks that data names", _WRAP)
-    if not move.axes:
+    if not move.axes and collective.tiled:
         return move.x.dims, move.partial
-    if not collective.tiled:
-        raise UnrelatedError("it makes or takes a dim with one entry per rank", _WRAP)
     if len(set(collective.sizes or ()) | set(collective.concat_sizes or ())) > 1:
         raise UnrelatedError("its sizes are uneven, and ranks hold padding", _WRAP)
+    if not collective.tiled and name == "gather":
+        return stacks.gathered(move.x, move.axes, move.partial, collective.dim, move.sizes)
+    if not collective.tiled:
+        raise UnrelatedError("it takes a dim with one entry per rank", _WRAP)
     return _MOVES.get(name, _per_rank)(move)
 
 
@@ -151,6 +154,31 @@ def _extremum(move: Move) -> State:
             "it is a maximum or minimum over shards", f"take that of each shard first, or {_WRAP}"
         )
     return move.x.dims, move.partial
+
+
+def exchanged(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
+    """Returns a dim after block i of rank j has become block j of rank i, or None.
+
+    The ranks' index and the first digits of the blocks that a rank has trade places.
+
+    Example:
+        >>> from shardmap_torch.checker.spmd.layout import sharded_dim
+        >>> exchanged(sharded_dim(12, ["tp"], {"tp": 2}), ("tp",), {"tp": 2})
+        ((None, 2), ('tp', 2), (None, 3))
+        >>> exchanged(((None, 2), ("tp", 2), (None, 3)), ("tp",), {"tp": 2})
+        (('tp', 2), (None, 6))
+    """
+    count, names = prod(sizes[axis] for axis in axes), [axis for axis, _ in dim]
+    own = next((at for at, axis in enumerate(names) if axis is None), None)
+    if dim == ANY or own is None or axes[0] not in names or dim[own][1] % count:
+        return None
+    at, index = names.index(axes[0]), tuple((axis, sizes[axis]) for axis in axes)
+    rest, blocks = unsharded(dim[own][1] // count), ((None, count),)
+    if dim[at : at + len(axes)] != index or (at > own and (rest or None in names[own + 1 : at])):
+        return None  # what a rank then has would lie in another order
+    parts = {at: blocks, own: (*index, *rest)}
+    kept = [n for n in range(len(dim)) if not at < n < at + len(axes)]
+    return tuple(merged([digit for n in kept for digit in parts.get(n, (dim[n],))]))
 
 
 def _joined(move: Move, dim: int) -> tuple[Dim, ...]:

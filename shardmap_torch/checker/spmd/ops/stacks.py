@@ -1,0 +1,99 @@
+"""Values of several ranks along a dim of their own, as `all_gather` with `tiled=False` gives them.
+
+On one device that dim has one entry. Blocks of a sharded dim are all of it once they are joined,
+and addends of a pending sum are the sum once they are added up; nothing else is done with them.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from shardmap_torch.checker.spmd.dtensor_rules import by_dtensor
+from shardmap_torch.checker.spmd.layout import (
+    ADDENDS,
+    ANY,
+    BLOCK,
+    BLOCKS,
+    Dim,
+    ShardedTensor,
+    UnrelatedError,
+    axes_of,
+    is_stacked,
+)
+from shardmap_torch.checker.spmd.ops.advice import STACKED
+from shardmap_torch.checker.spmd.sharded import Sharded, Step
+
+_ALONE = "it reduces a part of the dims that have values of several ranks"
+
+
+def gathered(
+    x: ShardedTensor,
+    axes: Sequence[str],
+    partial: frozenset[str],
+    dim: int,
+    sizes: Mapping[str, int],
+) -> tuple[tuple[Dim, ...], frozenset[str]]:
+    """Returns the dims and the pending sums after the ranks' values have been stacked at `dim`.
+
+    Raises:
+        UnrelatedError: they are neither addends nor blocks, or over several axes.
+    """
+    dims = [*x.dims]
+    if not axes:
+        dims.insert(dim, ())
+        return tuple(dims), partial
+    axis, *others = axes
+    at = x.sharded_by(axis)
+    if others or (axis not in partial and (at is None or dims[at][0][0] != axis)):
+        over = ", ".join(map(repr, axes))
+        raise UnrelatedError(
+            f"it stacks values that are neither addends nor blocks of one dim over {over}",
+            STACKED,
+        )
+    if axis in partial:
+        dims.insert(dim, ((ADDENDS, sizes[axis]),))
+        return tuple(dims), partial - {axis}
+    assert at is not None
+    dims[at] = ((BLOCK, sizes[axis]), *dims[at][1:])
+    dims.insert(dim, ((BLOCKS, sizes[axis]),))
+    return tuple(dims), partial
+
+
+def copy(step: Step) -> list[Sharded]:
+    """Propagates a copy."""
+    (x,) = step.shards
+    return [Sharded(x.dims)]
+
+
+def add(step: Step) -> list[Sharded]:
+    """Propagates a sum, which is pending where it goes over a sharded dim."""
+    (x,) = step.shards
+    over = _over(step, x)
+    if any(x.dims[dim] == ANY for dim in over):
+        raise UnrelatedError(
+            "the size of an operand is that of one rank, and matches no sharding yet"
+        )
+    inside = [axis for dim in over for axis, _ in x.dims[dim]]
+    if (BLOCK in inside) != (BLOCKS in inside):
+        raise UnrelatedError(_ALONE, STACKED)
+    kept: list[Dim | None] = [*x.dims]
+    for dim in over:
+        kept[dim] = () if step.arguments.get("keepdim") else None
+    partial = frozenset(axis for dim in over for axis in axes_of(x.dims[dim]))
+    return [Sharded(tuple(dim for dim in kept if dim is not None), partial)]
+
+
+def average(step: Step) -> list[Sharded]:
+    """Propagates a mean: of addends it is their sum, divided by their number."""
+    (x,) = step.shards
+    if not is_stacked(x.dims):
+        return by_dtensor(step)
+    over = _over(step, x)
+    if len(over) != 1 or x.dims[min(over)][0][0] != ADDENDS:
+        raise UnrelatedError(_ALONE, STACKED)
+    (made,) = add(step)
+    return [Sharded(made.dims, divided=x.local[min(over)])]
+
+
+def _over(step: Step, x: ShardedTensor) -> set[int]:
+    """Returns the dims that are reduced."""
+    rank = len(x.dims)
+    return {dim % rank for dim in step.arguments.get("dim") or range(rank)} if rank else set()

@@ -1,0 +1,169 @@
+"""`all_gather` with `tiled=False`, JAX's default, under global strictness against one device."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import I, P, R, all_gather, all_reduce, lax
+from tests.checker.support.one_device import assert_is_one_device, assert_is_refused, numbers
+
+Body = Callable[[Tensor], Tensor]
+
+X: Final = numbers(4, 6)
+ROWS: Final = P("a", "b")
+
+
+def stacked(x: Tensor, dim: int = 0, axis: str = "a") -> Tensor:
+    found: Tensor = all_gather(x, axis, dim=dim, tiled=False, dst=I)
+    return found
+
+
+def columns(x: Tensor) -> Tensor:
+    """Sums over the other axis, so that results are equal on all ranks."""
+    return all_reduce(x.sum(-1), "b", dst=I)
+
+
+def flattened(x: Tensor) -> Tensor:
+    return columns(stacked(x.sin()).flatten(0, 1).cumsum(0))
+
+
+def reshaped(x: Tensor) -> Tensor:
+    rows = stacked(x.unsqueeze(1)).detach().clone().reshape(-1, 1, x.shape[1])
+    return columns(rows.square()).flatten() * columns(stacked(x).reshape(-1, x.shape[1]))
+
+
+def transposed(x: Tensor) -> Tensor:
+    return columns(stacked(x, 1).transpose(0, 1).reshape(-1, x.shape[1]).cumsum(0))
+
+
+def last(x: Tensor) -> Tensor:
+    return columns(stacked(x.T, 1, "a").reshape(x.shape[1], -1).cumsum(1).T)
+
+
+def added(x: Tensor) -> Tensor:
+    return columns(stacked(x.square().sum(0)).sum(0).unsqueeze(0).sin())
+
+
+def averaged(x: Tensor) -> Tensor:
+    return columns(stacked(x.square().mean(0)).mean(0, keepdim=True).sin())
+
+
+def totals(x: Tensor) -> Tensor:
+    return stacked(all_reduce(x.square().sum(), "b", dst=I)).sum().sin()
+
+
+def of_both_axes(x: Tensor) -> Tensor:
+    return stacked(stacked(x.sum()).sum(), 0, "b").sum().sin()
+
+
+def all_entries(x: Tensor) -> Tensor:
+    return all_reduce(stacked(x.sin()).sum(), "b", dst=I)
+
+
+def differentiated(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Tensor:
+        rows = stacked(x).reshape(-1, x.shape[1]).cumsum(0)
+        return columns(rows.square()).sum() * stacked(columns(x).sin().sum()).sum()
+
+    found: Tensor = torch.func.grad(loss)(x)
+    return found
+
+
+RIGHT: Final[list[tuple[Body, P]]] = [
+    *((body, P()) for body in (flattened, reshaped, transposed, last, added, averaged, totals)),
+    *((body, P()) for body in (of_both_axes, all_entries)),
+    (differentiated, ROWS),
+]
+
+
+@pytest.mark.parametrize(("body", "out"), RIGHT)
+def test_stacked_blocks_and_addends_equal_one_device(body: Body, out: P) -> None:
+    assert_is_one_device(body, (X,), ROWS, out)
+
+
+def test_all_gather_of_lax_is_that_of_one_device_with_the_default_of_jax() -> None:
+    def norm(x: Tensor) -> Tensor:
+        total = all_reduce(x.square().sum(), "b", dst=R)
+        return x / lax.all_gather(total, "a").sum().sqrt()
+
+    assert_is_one_device(norm, (X,), ROWS, ROWS)
+
+
+def one_rank_s(x: Tensor) -> Tensor:
+    return columns(stacked(x.sum(0))[0].unsqueeze(0))
+
+
+def squared(x: Tensor) -> Tensor:
+    return columns(stacked(x.sum(0)).square().sum(0).unsqueeze(0))
+
+
+def sums_averaged(x: Tensor) -> Tensor:
+    return columns(stacked(x.sum(0)).mean(0, keepdim=True))
+
+
+def averages_added(x: Tensor) -> Tensor:
+    return columns(stacked(x.mean(0)).sum(0, keepdim=True))
+
+
+def blocks_added(x: Tensor) -> Tensor:
+    return columns(stacked(x).sum(0))
+
+
+def within_blocks(x: Tensor) -> Tensor:
+    return columns(stacked(x).sum(1))
+
+
+def blocks_averaged(x: Tensor) -> Tensor:
+    return columns(stacked(x).mean((0, 1)).unsqueeze(0))
+
+
+def in_another_order(x: Tensor) -> Tensor:
+    return columns(stacked(x, 1).reshape(-1, x.shape[1]).cumsum(0))
+
+
+def merged_with_columns(x: Tensor) -> Tensor:
+    return all_reduce(stacked(x, 2).flatten(1).cumsum(1).sum(0), "b", dst=I)
+
+
+def largest(x: Tensor) -> Any:
+    return stacked(x.detach(), 1).argmax()
+
+
+def returned(x: Tensor) -> Tensor:
+    return columns(x).sum() * 0 + stacked(x.sum())
+
+
+def of_equal_values(x: Tensor) -> Tensor:
+    total = all_reduce(x.sum(), ("a", "b"), dst=I)
+    return stacked(x.new_zeros(()) + total.detach()).sum()
+
+
+def gradient_of_addends(x: Tensor) -> Tensor:
+    made = stacked(columns(x).sum())
+    found: Tensor = torch.func.grad(lambda made: made.sum().square())(made)
+    return found.sum()
+
+
+def written(x: Tensor) -> Tensor:
+    made = stacked(x.sum(0)).clone()
+    made[0] = 0
+    return columns(made.sum(0, keepdim=True) + x.sum(0) * 0)
+
+
+OWN: Final = "of its own|it reduces a part|lie along a dim"
+WRONG: Final[list[tuple[Body, str]]] = [
+    *((body, OWN) for body in (one_rank_s, squared, blocks_added, within_blocks, blocks_averaged)),
+    *((body, OWN) for body in (in_another_order, merged_with_columns, largest, returned)),
+    *((body, OWN) for body in (gradient_of_addends, written)),
+    (sums_averaged, "it is 1/2 times that value"),
+    (averages_added, "it is the sum of the means of all parts"),
+    (of_equal_values, "is K|is I|equal on all ranks"),
+]
+
+
+@pytest.mark.parametrize(("body", "text"), WRONG)
+def test_what_treats_stacked_values_otherwise_is_refused(body: Body, text: str) -> None:
+    assert_is_refused(body, (X,), ROWS, P(), text)
