@@ -95,6 +95,18 @@ def _asker(func: _Question) -> FrameType | None:
         found, frame = frame.f_code is code, frame.f_back
         if found:
             break
+    return _behind_modes(frame, func)
+
+
+def _behind_modes(frame: FrameType | None, func: _Question) -> FrameType | None:
+    """Skips modes of the user's, which pass on what another has asked."""
+    outer = frame
+    while outer is not None and is_user(outer):
+        code, passed = outer.f_code, outer.f_locals
+        names = code.co_varnames[1 : code.co_argcount]  # without self
+        outer = outer.f_back
+        if code.co_name == "__torch_function__" and any(passed.get(n) is func for n in names):
+            return _behind_modes(outer, func)
     return frame
 
 

@@ -1,13 +1,14 @@
 """Bodies may not ask where a tensor lies in memory; torch's own code may."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from shardmap_torch import P, ShardTypeError, make_mesh, shard_map
+from shardmap_torch import P, R, ShardTypeError, all_reduce, make_mesh, shard_map
 
 Body = Callable[[Tensor], Tensor]
 
@@ -105,6 +106,41 @@ def test_a_body_that_depends_on_a_layout_is_refused(
     head, fix = str(error.value).splitlines()
     assert head.startswith(f"{body.__name__}: {asked} at test_addresses.py:")
     assert (head.endswith(text[0]), fix) == (True, text[1])
+
+
+class _PassesOn(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+class _Asks(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * out.stride(-1) if func is Tensor.sin else out
+
+
+def in_mode(mode: TorchFunctionMode) -> Body:
+    def body(x: Tensor) -> Tensor:
+        with mode:
+            # Collectives ask whether they share memory.
+            return x.sin() + all_reduce(x, "dp", dst=R).sum() * 0
+
+    return body
+
+
+def test_a_mode_of_the_user_s_passes_on_what_torch_asks() -> None:
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    specs: Any = {"in_specs": P("dp"), "out_specs": P("dp"), "mesh": mesh}
+    x = torch.ones(4, 1, requires_grad=True)
+    y = shard_map(in_mode(_PassesOn()), **specs)(x)
+    torch.testing.assert_close(y, x.sin())
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, x.cos())
+    with pytest.raises(ShardTypeError, match=r"stride\(\) at test_addresses.py:"):
+        shard_map(in_mode(_Asks()), **specs)(x)
 
 
 def test_torch_s_own_code_may_ask() -> None:

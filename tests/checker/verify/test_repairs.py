@@ -13,8 +13,10 @@ from shardmap_torch import (
     R,
     ShardMapError,
     ShardTypeError,
+    all_gather,
     all_reduce,
     check_program,
+    convert,
     make_mesh,
     shard_map,
 )
@@ -60,7 +62,33 @@ def replicated_use(x: Tensor, w: Tensor) -> Tensor:
     return all_reduce((x @ w).sum(), "dp", dst=I)
 
 
+def converted_sum(x: Tensor, w: Tensor) -> Tensor:
+    return convert((x @ w).sum(), "dp", src=R, dst=I)
+
+
+def sum_over_an_axis_too_many(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce((x @ w).sum(), ("dp", "tp"), dst=I)
+
+
+def gathered_without_need(x: Tensor, w: Tensor) -> Tensor:
+    return x @ all_gather(w, "tp", dim=1, dst=I)
+
+
+def converted_twice(x: Tensor, w: Tensor) -> Tensor:
+    twice = convert(convert(w, "dp", src=I, dst=R), "dp", src=I, dst=R)
+    return x @ twice
+
+
+INSTEAD: Final[tuple[tuple[Case, str], ...]] = (
+    ((converted_sum, P(), P()), "all_reduce over 'dp' with dst=I in place of convert"),
+    ((sum_over_an_axis_too_many, P(), P()), "leave 'tp' out of all_reduce"),
+    ((gathered_without_need, P(), P("dp")), "leave out all_gather"),
+    ((converted_twice, P(), P("dp")), "leave out convert"),
+)
+"""Collectives of operands that they do not take, with what to write instead."""
+
 MORE: Final[tuple[Case, ...]] = (
+    *(case for case, _ in INSTEAD),
     (forgotten_sum, P(), P()),
     (forgotten_sum_and_second_moment, P(), (P(), P())),
     (two_mistakes, P(), P()),
@@ -111,6 +139,12 @@ def test_a_printed_repair_gives_what_one_device_gives(case: Case) -> None:
             torch.testing.assert_close(mine, there)
 
 
+@pytest.mark.parametrize(("case", "text"), INSTEAD, ids=[case[0].__name__ for case, _ in INSTEAD])
+def test_a_collective_of_another_operand_is_replaced_or_left_out(case: Case, text: str) -> None:
+    texts = [repair.text for repair in tried(rejection(case) or ShardTypeError())]
+    assert any(each.startswith(f"{text} at test_repairs.py:") for each in texts), texts
+
+
 def test_the_programs_get_repairs_of_every_sort() -> None:
     found = [repair for case in ALL for repair in tried(rejection(case) or ShardTypeError())]
     assert len(found) >= 8
@@ -120,8 +154,8 @@ def test_the_programs_get_repairs_of_every_sort() -> None:
 
 def test_the_check_of_repairs_sees_a_wrong_one() -> None:
     """The repair of an earlier release: to sum the updated weights."""
-    body, w_spec, out_specs = MORE[0]
-    error = rejection(MORE[0])
+    body, w_spec, out_specs = MORE[4]
+    error = rejection(MORE[4])
     assert error is not None
     (right,) = tried(error)
     assert right.gradients
@@ -148,7 +182,7 @@ def test_every_repair_that_is_printed_is_right(name: str) -> None:
 
 
 def test_a_wrong_repair_is_found_out() -> None:
-    body, w_spec, out_specs = MORE[0]
+    body, w_spec, out_specs = MORE[4]
     mapped = shard_map(body, mesh=MESH, in_specs=(P("dp"), w_spec), out_specs=out_specs)
     (found,) = repair_trials.rejections_of(lambda: check_program(mapped, X, W))
     (right,) = tried(found.error)
