@@ -9,7 +9,7 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 # The first one that the pinned wheels exist for and that can make a virtual environment.
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 
-BENCHMARKS := train_step call_overhead simulated_mlp checker overlap_model overlap_auto overlap overlap_gpu
+BENCHMARKS := train_step peers call_overhead simulated_mlp checker overlap_model overlap_auto overlap overlap_gpu
 
 .PHONY: demo generate test fast fuzz faults lint bench clean
 
@@ -52,7 +52,13 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# JAX has an environment of its own: it is measured beside, and is no part of the project.
+.venv-jax/ready:
+	rm -rf .venv-jax && $(BIN)/python -m venv .venv-jax
+	.venv-jax/bin/pip install --quiet jax==0.10.2 && touch $@
+
 bench: $(READY)  ## every benchmark, one after the other
+	-$(MAKE) --quiet .venv-jax/ready
 	-$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation --editable ".[bench]"
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
 
