@@ -14,7 +14,7 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import seeing
 from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.program import Equation, StorageType, bytes_sent, use_of
-from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
+from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair, axes
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVES
 from shardmap_torch.collectives.operations import Collective
@@ -230,7 +230,7 @@ def _shown(move: str, collective: Collective | None) -> str:
     if collective is None:
         return "nothing"
     if move in EXTREMA:
-        return f"all_reduce({messages.axes(collective)}, V -> {collective.dst}, op={move!r})"
+        return f"all_reduce({axes(collective)}, V -> {collective.dst}, op={move!r})"
     return str(collective)
 
 

@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import Op, Place, Repair, propose
+from shardmap_torch.checker.ir.repairs import Op, Repair, instead, propose
 from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
 from shardmap_torch.checker.rules.lattice import MIXED, OF_SUMS, branch_advice, plain, sum_advice
 from shardmap_torch.collectives.operations import Collective
@@ -255,33 +255,8 @@ def source(
     if equation.forward is not None:
         repairs += _retype(equation.forward, I if plain(have) in (I, K) else R)
     elif equation.place is not None:
-        repairs += _instead(equation, collective, equation.place, axis, have)
+        repairs += instead(collective, equation.place, _at(equation), axis, have)
     return propose(wrong_type, repairs)
-
-
-def _instead(
-    equation: Equation, collective: Collective, place: Place, axis: str, have: AxisType
-) -> Iterator[Repair]:
-    """Yields repairs that take a collective out, or put one there that takes such an operand."""
-    name, at = collective.name, _at(equation)
-    if have in (I, R, K):
-        yield Repair(f"leave out {name}{at}", collectives={place: None})
-    others = tuple(each for each in collective.axes if each != axis)
-    if others:
-        left = replace(collective, axes=others)
-        yield Repair(f"leave {axis!r} out of {name}{at}", collectives={place: left})
-    if (name, have, collective.dst) in TABLE:
-        other = replace(collective, src=have)
-        yield Repair(f"src={have} in {name}{at}", collectives={place: other})
-    if name == "convert" and have in (V, Partial) and collective.dst in (I, R):
-        total = Collective("all_reduce", Partial, collective.dst, collective.axes)
-        text = f"all_reduce over {axes(collective)} with dst={collective.dst} in place of {name}"
-        yield Repair(f"{text}{at}", collectives={place: total})
-
-
-def axes(collective: Collective) -> str:
-    """Formats the axes as the user wrote them."""
-    return repr(collective.axes[0] if len(collective.axes) == 1 else collective.axes)
 
 
 def _named(axis_type: AxisType) -> str:

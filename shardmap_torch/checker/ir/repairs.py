@@ -1,13 +1,15 @@
 """Repairs of a rejected program: proposed where it fails, and tried before they are printed."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.table import TABLE
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.types import AxisType, I, K, Partial, R, V
 
 Op = Literal["sum", "mean"]
 Place = tuple[Site | None, int]
@@ -70,6 +72,31 @@ def both(first: Repair, second: Repair) -> Repair:
 
 NONE = Repair("")
 """A repair that changes nothing."""
+
+
+def axes(collective: Collective) -> str:
+    """Formats the axes as the user wrote them."""
+    return repr(collective.axes[0] if len(collective.axes) == 1 else collective.axes)
+
+
+def instead(
+    collective: Collective, place: Place, at: str, axis: str, have: AxisType
+) -> Iterator[Repair]:
+    """Yields repairs that take a collective out, or put one there that takes such an operand."""
+    name = collective.name
+    if have in (I, R, K):
+        yield Repair(f"leave out {name}{at}", collectives={place: None})
+    others = tuple(each for each in collective.axes if each != axis)
+    if others:
+        left = replace(collective, axes=others)
+        yield Repair(f"leave {axis!r} out of {name}{at}", collectives={place: left})
+    if (name, have, collective.dst) in TABLE:
+        other = replace(collective, src=have)
+        yield Repair(f"src={have} in {name}{at}", collectives={place: other})
+    if name == "convert" and have in (V, Partial) and collective.dst in (I, R):
+        total = Collective("all_reduce", Partial, collective.dst, collective.axes)
+        text = f"all_reduce over {axes(collective)} with dst={collective.dst} in place of {name}"
+        yield Repair(f"{text}{at}", collectives={place: total})
 
 
 def propose(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeError:
