@@ -7,7 +7,8 @@
 
 Loss and gradient norm must be those of the plain model on one device. The bytes are those that the
 checked program says, forward and backward; time and memory are measured, on a simulated mesh of all
-ranks together, in one process.
+ranks together, in one process. On processes that send by gloo, the communication is measured too,
+and how much of it is hidden: under way while its rank computes.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ class Measured:
         milliseconds: the median of the steps after the first.
         peak_bytes: the most that a step has allocated at once, parameters and state left out.
         sent: bytes that each rank sends in a step, by axis.
+        communicating: milliseconds of a step in which messages between processes are under way.
+        hidden: the part of that time in which this rank computes; None where there is none.
     """
 
     loss: float
@@ -65,6 +68,8 @@ class Measured:
     milliseconds: float
     peak_bytes: int
     sent: Mapping[str, int]
+    communicating: float
+    hidden: float | None
 
 
 def measure(choice: str, config: Config, ranks: int, batch: Tensor, steps: int) -> Measured:
@@ -141,22 +146,47 @@ def _measured(run: Step, norm: Norm, steps: int, sent: Mapping[str, int]) -> Mea
         began = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - began)
-    return Measured(loss, first_norm, 1e3 * statistics.median(seconds), _peak_bytes(run), sent)
+    peak, communicating, hidden = _recorded(run)
+    milliseconds = 1e3 * statistics.median(seconds)
+    return Measured(loss, first_norm, milliseconds, peak, sent, communicating, hidden)
 
 
-def _peak_bytes(run: Step) -> int:
-    """The largest sum of what is allocated and not yet freed, during one step."""
+def _recorded(run: Step) -> tuple[int, float, float | None]:
+    """Runs one step under torch's profiler: the peak of memory, and the last two of `Measured`."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     recorded: Any = profiled.profiler
-    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    events = recorded.kineto_results.events()
+    messages, work = (_spans(events, prefix) for prefix in ("gloo:", "aten::"))
+    both = sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in messages for b in work)
+    total = sum(end - start for start, end in messages)
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        peak = _peak_bytes(events)
+    return peak, total / 1e6, both / total if total else None
+
+
+def _spans(events: Sequence[Any], prefix: str) -> list[tuple[int, int]]:
+    """Finds the nanoseconds in which something of these names runs, as disjoint intervals."""
+    spans: list[tuple[int, int]] = []
+    named = (event for event in events if event.name().startswith(prefix))
+    for start, end in sorted((event.start_ns(), event.end_ns()) for event in named):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def _peak_bytes(events: Sequence[Any]) -> int:
+    """The largest sum of what is allocated and not yet freed."""
     total = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    allocations = (event for event in events if event.name() == "[memory]")
+    for event in sorted(allocations, key=lambda event: event.start_ns()):
         total += event.nbytes()
         peak = max(peak, total)
     return peak
@@ -166,12 +196,16 @@ def show(results: Mapping[str, Measured], title: str, console: Console) -> None:
     """Prints a row for each choice."""
     table = Table(title=title)
     table.add_column("parallel")
-    for name in ("loss", "gradient norm", "step ms", "peak MB", "sent by each rank"):
+    for name in ("loss", "gradient norm", "step ms", "peak MB", "sent by each rank", "sending ms"):
         table.add_column(name, justify="right")
     for choice, found in results.items():
         sent = ", ".join(f"{axis} {count / 1e6:.3f} MB" for axis, count in found.sent.items())
         numbers = f"{found.loss:.6f}", f"{found.norm:.6f}", f"{found.milliseconds:.1f}"
-        table.add_row(choice, *numbers, f"{found.peak_bytes / 1e6:.2f}", sent or "nothing")
+        sending = f"{found.communicating:.1f}"
+        if found.hidden is not None:
+            sending += f", {found.hidden:.0%} hidden"
+        memory = f"{found.peak_bytes / 1e6:.2f}"
+        table.add_row(choice, *numbers, memory, sent or "nothing", sending)
     console.print(table)
 
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ def test_every_choice_has_the_loss_and_the_norm_of_one_device(
         assert found.norm == pytest.approx(plain.norm, rel=1e-4)
         assert found.milliseconds > 0
         assert found.peak_bytes > 10_000
+        assert (found.communicating, found.hidden) == (0.0, None)  # in one process
     assert plain.sent == {}
     assert set(results["zero"].sent) == {"dp", "dp,tp"}  # shards; a scalar of the norm
     shown = capsys.readouterr().out
@@ -45,6 +46,45 @@ def test_every_choice_has_the_loss_and_the_norm_of_one_device(
 def measured(folder: Path) -> dict[str, profile.Measured]:
     choices = ["plain+ep", "ep"]
     return profile.main([*SMALL, "--ranks", "2", "--parallel", *choices, "--out", str(folder)])
+
+
+@dataclass(frozen=True)
+class Event:
+    """As those of torch's profiler."""
+
+    title: str
+    start: int
+    end: int
+
+    def name(self) -> str:
+        return self.title
+
+    def start_ns(self) -> int:
+        return self.start
+
+    def end_ns(self) -> int:
+        return self.end
+
+
+def test_what_runs_at_the_same_time_is_counted_once() -> None:
+    spans = ((30, 40), (0, 10), (5, 20), (6, 8), (20, 25))
+    events = [Event("gloo:send", *span) for span in spans] + [Event("aten::mm", 0, 100)]
+    assert profile._spans(events, "gloo:") == [(0, 25), (30, 40)]
+
+
+def sent_by_processes(folder: Path) -> dict[str, profile.Measured]:
+    choices = ["plain", "tp+sp", "tp+sp+overlap"]
+    return profile.main([*SMALL, "--ranks", "2", "--parallel", *choices, "--out", str(folder)])
+
+
+@pytest.mark.fuzz
+def test_on_processes_the_communication_is_measured(gloo: Gloo, tmp_path: Path) -> None:
+    for results in gloo(2).run(sent_by_processes, tmp_path, timeout=240):
+        assert results["plain"].hidden is None
+        for choice in ("tp+sp", "tp+sp+overlap"):
+            assert results[choice].communicating > 0
+            assert 0 <= (results[choice].hidden or 0) <= 1
+            assert results[choice].hidden is not None
 
 
 @pytest.mark.fuzz
