@@ -195,7 +195,7 @@ def _peak_bytes(events: Sequence[Any]) -> int:
 def show(results: Mapping[str, Measured], title: str, console: Console) -> None:
     """Prints a row for each choice."""
     table = Table(title=title)
-    table.add_column("parallel")
+    table.add_column("parallel", no_wrap=True)
     for name in ("loss", "gradient norm", "step ms", "peak MB", "sent by each rank", "sending ms"):
         table.add_column(name, justify="right")
     for choice, found in results.items():
