@@ -50,7 +50,7 @@ def measured(folder: Path) -> dict[str, profile.Measured]:
 
 @dataclass(frozen=True)
 class Event:
-    """As those of torch's profiler."""
+    """Stands for one of torch's profiler."""
 
     title: str
     start: int
