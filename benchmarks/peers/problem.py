@@ -19,7 +19,7 @@ def call_of(num_leaves: int) -> str:
 
 
 def leaf() -> Array:
-    """What each leaf of a call is."""
+    """Describes each leaf of a call."""
     return np.arange(8, dtype=np.float32)
 
 
