@@ -20,6 +20,7 @@ from shardmap_torch import (
     axis_size,
     local_region,
     register_rule,
+    shift,
     validate_rule,
 )
 
@@ -105,6 +106,30 @@ def test_region_whose_backward_alone_is_wrong_is_found() -> None:
     assert gradient.startswith(
         "  gradient of argument[0], P('cp'): with 2 ranks it is not what it is with one; "
     )
+
+
+def ring(direction: int) -> Region:
+    """A product of all rows, which go round the ring, with the columns of a rank."""
+
+    def rows_by_columns(x: Tensor, w: Tensor) -> Tensor:
+        num_ranks, num_rows = axis_size("tp"), x.shape[0]
+        out = x.new_zeros(num_ranks * num_rows, w.shape[1])
+        for step in range(num_ranks):
+            owner = (axis_index("tp") + direction * step) % num_ranks
+            out = out.index_copy(0, owner * num_rows + torch.arange(num_rows), x @ w)
+            x = shift(x, "tp", 1)
+        return out
+
+    return local_region(rows_by_columns, in_types=(P("tp"), P(None, "tp")), out_types=P(None, "tp"))
+
+
+def test_a_ring_is_shown_to_be_the_product_on_one_device() -> None:
+    assert len(validate_rule(ring(-1), random(6, 4), random(4, 6), num_ranks=3).shown) == 3
+
+
+def test_a_ring_that_goes_round_the_other_way_is_found() -> None:
+    found = message(ring(1), random(6, 4), random(4, 6), num_ranks=3)
+    assert "result is P(None, 'tp'): with 3 ranks it is not what it is with one" in found
 
 
 def test_argument_that_is_a_sum_enters_as_random_addends() -> None:

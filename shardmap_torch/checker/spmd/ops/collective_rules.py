@@ -29,7 +29,10 @@ _USE: Final = {"R": "leave it R, as all_gather(..., dst=R) and to='reduced' in l
 State: TypeAlias = tuple[tuple[Dim, ...], frozenset[str]]
 """The shards of the dims, and the axes over which the value is a pending sum."""
 
-_WRAP: Final = "wrap code that is per-rank by nature in local_region(f, in_types, out_types)."
+_WRAP: Final = (
+    "wrap code that is per-rank by nature in local_region(f, in_types, out_types), which "
+    "validate_rule tries with numbers."
+)
 
 
 @dataclass(frozen=True)
