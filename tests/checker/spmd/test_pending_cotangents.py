@@ -69,8 +69,8 @@ def test_addends_are_pulled_back_as_their_sum(
     assert on_mesh(body, spec, spec, simulate).equal(expected)
 
 
-class Squared(Function):
-    """A backward that is not linear."""
+class Copied(Function):
+    """A backward of one's own."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -79,6 +79,14 @@ class Squared(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent.clone()
+
+
+class Curved(Copied):
+    """One that is not linear."""
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:
@@ -98,7 +106,13 @@ def of_a_sum_that_is_pending(w: Tensor, x: Tensor) -> Tensor:
 
 
 def of_code_of_ones_own(w: Tensor, x: Tensor) -> Tensor:
-    used, pull = vjp(Squared.apply, w)
+    used, pull = vjp(Copied.apply, w)
+    total: Tensor = all_reduce(pull(pending(used, x))[0], "dp", dst=I)
+    return total
+
+
+def of_code_that_is_not_linear(w: Tensor, x: Tensor) -> Tensor:
+    used, pull = vjp(Curved.apply, w)
     total: Tensor = all_reduce(pull(pending(used, x))[0], "dp", dst=I)
     return total
 
@@ -114,7 +128,8 @@ def unsummed(w: Tensor, x: Tensor) -> Tensor:
     [
         (of_a_sum_that_is_done, "the I operand's gradient would differ between ranks"),
         (of_a_sum_that_is_pending, "its addends are not yet summed"),
-        (of_code_of_ones_own, "the operation is not linear"),
+        (of_code_of_ones_own, "the cotangent is not sharded like its value"),
+        (of_code_that_is_not_linear, "the operation is not linear"),
         (unsummed, "the operation is not linear"),
     ],
 )
