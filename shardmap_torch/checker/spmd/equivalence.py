@@ -35,6 +35,7 @@ from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations, named_tensors
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
+from shardmap_torch.checker.spmd.ops.intervals import Intervals
 from shardmap_torch.checker.spmd.ops.maxima import Maxima
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.ops.positions import Positions
@@ -81,9 +82,11 @@ class Relation(Observer):
         self._notes.reject_part = self._microbatches.reject
         self._gradients = Gradients(self._notes, self._microbatches)
         self._positions = Positions(self._notes, interpreter.mesh)
+        self._intervals = Intervals(self._notes, self._positions)
         self._maxima = Maxima(interpreter, self._notes, bool(without))
         self._operations = Operations(
-            interpreter, self._notes, self._microbatches, self._positions, self._maxima
+            *(interpreter, self._notes, self._microbatches),
+            *(self._positions, self._intervals, self._maxima),
         )
         self._inputs = iter(one.inputs)
 
@@ -112,6 +115,8 @@ class Relation(Observer):
                     raise UnrelatedError("it has other numbers there")
                 ((number, _),) = event.results
                 self._notes.note(made, number, ShardedTensor.unsharded(tuple(made.shape)))
+                with disable_current_modes():
+                    self._intervals.note_literal(made, numbers)
 
     def on_axis_index(self, index: Tensor, axes: Sequence[str]) -> None:
         """Notes that a rank's index means nothing on one device."""

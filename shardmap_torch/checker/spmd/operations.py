@@ -28,6 +28,7 @@ from shardmap_torch.checker.spmd.align import differing
 from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
+from shardmap_torch.checker.spmd.ops.intervals import Intervals
 from shardmap_torch.checker.spmd.ops.losses import ignores
 from shardmap_torch.checker.spmd.ops.maxima import Maxima
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
@@ -58,12 +59,13 @@ class Operations:
         notes: Notes,
         microbatches: Microbatches,
         positions: Positions,
+        intervals: Intervals,
         maxima: Maxima,
     ) -> None:
         """Reads and notes layouts in `notes`."""
         self._interpreter, self._notes = interpreter, notes
         self._microbatches, self._positions = microbatches, positions
-        self._maxima = maxima
+        self._intervals, self._maxima = intervals, maxima
 
     def compare(
         self,
@@ -93,6 +95,8 @@ class Operations:
             )
         read = _read_names(op)
         positions = self._positions.lay_out(op, arguments, event, results)
+        part = self._intervals.lay_out(op, arguments, event, results)
+        positions = part if positions is None else positions
         for name, tensor in named_tensors(arguments) if positions is None else ():
             if name in read and self._notes.sums(tensor).loose:
                 self._notes.reject_loose(tensor, self._kept(op, tensor))

@@ -12,7 +12,7 @@ detached, is a constant.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import inf, prod
+from math import inf
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor
@@ -21,7 +21,6 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import tensors_in
 from shardmap_torch.checker.rules.infer import writes_of
 from shardmap_torch.checker.spmd.layout import (
-    ANY,
     Dim,
     Shape,
     ShardedTensor,
@@ -29,9 +28,9 @@ from shardmap_torch.checker.spmd.layout import (
     axes_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.ops.positions import name_of
+from shardmap_torch.checker.spmd.ops.rows import by_rows, followed, rows_of, without_rows
 from shardmap_torch.checker.spmd.recorder import Event, Ref
-from shardmap_torch.checker.spmd.sharded import Step
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import is_factor
 from shardmap_torch.core.functorch import base_of
@@ -95,12 +94,7 @@ class Maxima:
         origin = self._interpreter.storage_type(result).origin()
         if self._strict or forward_level() >= 0 or any(self._found(*each) for each in operands):
             raise _refusal(origin)
-        dims = tuple(
-            unsharded(size) if size == 1 else ((f"row {dim}", size),)
-            for dim, size in enumerate(shape)
-        )
-        rows = ShardedTensor(dims, (1,) * len(shape), shape)
-        self._known[number] = Degree(SHIFT, Fraction(1), rows, origin, number)
+        self._known[number] = Degree(SHIFT, Fraction(1), rows_of(shape), origin, number)
 
     def reject(self, value: Any, ref: Any, flowing: bool = False) -> None:
         """Refuses values that depend on a maximum; with `flowing` only where a gradient flows.
@@ -187,13 +181,13 @@ class Maxima:
             given[name] = there
             if isinstance(there, Ref) and isinstance(value, Tensor):
                 shape = self._notes.find(value, there, name).global_shape
-                given[name] = depending.get(id(value)) or _independent(shape)
+                given[name] = depending.get(id(value)) or without_rows(shape)
             elif tensors_in(value):
                 return None
         ((_, shape),) = event.results
         form = _form(op, given)
         rows = None if form is None else _rows(op, given, shape, first.rows)
-        if form is None or rows is None or sorted(rows.axes) != sorted(first.rows.axes):
+        if form is None or rows is None:
             return None
         return replace(first, form=form[0], degree=form[1], rows=rows)
 
@@ -211,37 +205,20 @@ def _storage(tensor: Tensor) -> int:
     return int(base_of(tensor).untyped_storage()._cdata)
 
 
-def _independent(shape: Shape) -> ShardedTensor:
-    """Returns a layout that matches any rows."""
-    return ShardedTensor(tuple(() if size == 1 else ANY for size in shape), shape, shape)
-
-
 # ------------------------------------------------------------------------------------ rows
 
 
 def _rows(op: OpOverload, given: Given, shape: Shape, like: ShardedTensor) -> ShardedTensor | None:
     """Lays out a result by rows of the maximum; None if its entries depend on several rows."""
-    name = _name(op)
-    sizes = {axis: base for dim in like.dims for axis, base in dim if axis is not None}
-    if name in _REDUCING:
-        dims = _reduced(given)
-    elif name == "gather":
-        dims = _gathered(given, shape)
-    else:
-        layouts = {k: x.rows if isinstance(x, Degree) else x for k, x in given.items()}
-        try:
-            (found,) = propagate(Step(op, layouts, {}, [], [(shape, shape)], sizes))
-        except UnrelatedError:
-            return None
-        dims = None if found.partial or found.pending else found.dims
-    if dims is None:
-        return None
-    dims = tuple(unsharded(n) if dim == ANY else dim for dim, n in zip(dims, shape, strict=True))
-    local = tuple(prod(base for axis, base in dim if axis is None) for dim in dims)
-    return ShardedTensor(dims, local, shape)
+    special = _ROWS.get(name_of(op))
+    if special is not None:
+        dims = special(given, shape)
+        return None if dims is None else by_rows(dims, shape)
+    layouts = {k: x.rows if isinstance(x, Degree) else x for k, x in given.items()}
+    return followed(op, layouts, shape, like)
 
 
-def _reduced(given: Given) -> tuple[Dim, ...] | None:
+def _reduced(given: Given, shape: Shape) -> tuple[Dim, ...] | None:
     rows = given["self"].rows
     rank = len(rows.dims)
     over = given.get("dim")
@@ -272,7 +249,7 @@ def _gathered(given: Given, shape: Shape) -> tuple[Dim, ...] | None:
 
 def _form(op: OpOverload, given: Given) -> Form | None:
     """Returns the form and the degree of a result; None for other functions of the maximum."""
-    rule = _FORMS.get(_name(op))
+    rule = _FORMS.get(name_of(op))
     return None if rule is None else rule(given)
 
 
@@ -347,7 +324,10 @@ _KEPT: Final = (
     "view _unsafe_view reshape _reshape_alias unsqueeze squeeze squeeze.dim squeeze.dims permute t"
     " transpose.int expand clone alias detach _to_copy slice.Tensor select.int gather mean.dim mean"
 ).split()
-_REDUCING: Final = ("sum", "sum.dim_IntList", "mean", "mean.dim")
+_ROWS: Final = {
+    **dict.fromkeys(("sum", "sum.dim_IntList", "mean", "mean.dim"), _reduced),
+    "gather": _gathered,
+}
 
 _FORMS: Final[Mapping[str, Callable[[Given], Form | None]]] = {
     **dict.fromkeys(_KEPT, _kept),
@@ -363,8 +343,3 @@ _FORMS: Final[Mapping[str, Callable[[Given], Form | None]]] = {
     **dict.fromkeys(("mm", "bmm"), _multiplied("self", "mat2")),
     **dict.fromkeys(("masked_fill.Scalar", "where.ScalarOther"), _filled),
 }
-
-
-def _name(op: OpOverload) -> str:
-    packet, _, overload = str(op).removeprefix("aten.").partition(".")
-    return packet if overload == "default" else f"{packet}.{overload}"

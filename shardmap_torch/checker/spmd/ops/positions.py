@@ -9,6 +9,7 @@ the weights that the axes and the dim have in the number.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any, Final
 
@@ -101,7 +102,7 @@ Given = Mapping[str, Any]
 def _counted_from(given: Given, shape: Shape) -> Affine | None:
     start, step = given.get("start"), given.get("step")
     start, step = 0 if start is None else start, 1 if step is None else step
-    if not (_is_whole(start) and _is_whole(step)):
+    if not (is_whole(start) and is_whole(step)):
         return None
     return Affine(shape, start, (step if shape[0] != 1 else 0,), {})
 
@@ -109,7 +110,7 @@ def _counted_from(given: Given, shape: Shape) -> Affine | None:
 def _sum(given: Given, shape: Shape) -> Affine | None:
     alpha = given.get("alpha", 1)
     x, y = _number(given["self"]), _number(given["other"])
-    if x is None or y is None or not _is_whole(alpha):
+    if x is None or y is None or not is_whole(alpha):
         return None
     return x.plus(y.times(alpha), shape)
 
@@ -156,13 +157,18 @@ def _zero() -> Affine:
     return Affine((), 0, (), {})
 
 
+def _scalar(base: int, axes: Mapping[str, int]) -> Affine:
+    return Affine((), base, (), {axis: each for axis, each in axes.items() if each != 0})
+
+
 def _number(value: Any) -> Affine | None:
     if isinstance(value, Affine):
         return value
-    return Affine((), value, (), {}) if _is_whole(value) else None
+    return Affine((), value, (), {}) if is_whole(value) else None
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Returns whether a value is an integer, or a size that is a symbol."""
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
@@ -184,11 +190,27 @@ _EXACT: Final = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class _Pair:
+class Pair:
     """The numbers of a tensor in both programs."""
 
     here: Affine
     there: Affine
+
+    def scalar(self, by: int = 0) -> "Pair":
+        """Returns a single number, and `by` more."""
+        return Pair(*(_scalar(each.base + by, each.axes) for each in (self.here, self.there)))
+
+    def plus(self, other: "Pair") -> "Pair":
+        """Adds single numbers."""
+        return Pair(self.here.plus(other.here, ()), self.there.plus(other.there, ())).scalar()
+
+    def minus(self, other: "Pair") -> tuple[int, int] | None:
+        """Returns the difference of single numbers in both programs; None if ranks differ in it."""
+        both = ((self.here, other.here), (self.there, other.there))
+        if any(dict(x.axes) != dict(y.axes) for x, y in both):
+            return None
+        here, there = (x.base - y.base for x, y in both)
+        return here, there
 
 
 class Positions:
@@ -197,7 +219,7 @@ class Positions:
     def __init__(self, notes: Notes, mesh: Mesh) -> None:
         """Knows of none."""
         self._notes, self._mesh = notes, mesh
-        self._pairs: TensorMap[_Pair] = TensorMap()
+        self._pairs: TensorMap[Pair] = TensorMap()
         self._written: set[int] = set()
 
     def note_index(self, index: Tensor, axes: Sequence[str]) -> None:
@@ -209,7 +231,7 @@ class Positions:
             if axis not in self._notes.sizes:  # both programs have its ranks
                 there[axis] = strides[1]
                 strides[1] *= self._mesh.shape[axis]
-        self._pairs.put(index, _Pair(Affine((), 0, (), here), Affine((), 0, (), there)))
+        self._pairs.put(index, Pair(Affine((), 0, (), here), Affine((), 0, (), there)))
 
     def lay_out(
         self, op: OpOverload, arguments: Mapping[str, Any], event: Event, results: Sequence[Tensor]
@@ -222,7 +244,7 @@ class Positions:
         if written:
             self._written |= {_storage(x) for name in written for x in tensors_in(arguments[name])}
             return None
-        rule = _RULES.get(_name(op))
+        rule = _RULES.get(name_of(op))
         if rule is None or len(results) != 1 or results[0].dtype not in _EXACT:
             return None
         given = self._given(arguments, event)
@@ -232,7 +254,7 @@ class Positions:
         here, there = rule(given[0], shapes[0]), rule(given[1], shapes[1])
         if here is None or there is None or len(here.shape) != len(there.shape):
             return None
-        return self._laid_out(_Pair(here, there), results[0])
+        return self._laid_out(Pair(here, there), results[0])
 
     def _given(self, arguments: Mapping[str, Any], event: Event) -> tuple[Given, Given] | None:
         """Returns the arguments in both programs; None where a tensor is not affine."""
@@ -240,7 +262,7 @@ class Positions:
         for name, value in arguments.items():
             if not isinstance(value, Tensor):
                 continue
-            pair, ref = self._pair_of(value), event.arguments.get(name)
+            pair, ref = self.pair_of(value), event.arguments.get(name)
             if pair is None or not isinstance(ref, Ref):
                 return None
             try:
@@ -250,11 +272,16 @@ class Positions:
             here[name], there[name] = pair.here, pair.there
         return here, there
 
-    def _pair_of(self, tensor: Tensor) -> _Pair | None:
-        return None if _storage(tensor) in self._written else self._pairs.get(tensor)
+    def pair_of(self, tensor: Tensor) -> Pair | None:
+        """Returns the numbers of a tensor; None where they are not known."""
+        return None if self.is_written(tensor) else self._pairs.get(tensor)
 
-    def _laid_out(self, pair: _Pair, result: Tensor) -> list[Sharded] | None:
-        dims = _resolved(pair, self._notes.sizes)
+    def is_written(self, tensor: Tensor) -> bool:
+        """Returns whether something has been written into the memory of a tensor."""
+        return _storage(tensor) in self._written
+
+    def _laid_out(self, pair: Pair, result: Tensor) -> list[Sharded] | None:
+        dims = resolved(pair, self._notes.sizes)
         if dims is None:
             dims = _unresolved(pair)
             varies = any(pair.here.axes.get(axis) for axis in self._notes.sizes)
@@ -266,7 +293,7 @@ class Positions:
         return [Sharded(dims)]
 
 
-def _unresolved(pair: _Pair) -> tuple[Dim, ...]:
+def _unresolved(pair: Pair) -> tuple[Dim, ...]:
     """Lays out numbers that are not those on one device, so that nothing else is done with them."""
     here, there = pair.here, pair.there
     own = not (here.base or there.base or any(here.axes.values()) or any(there.axes.values()))
@@ -278,7 +305,7 @@ def _unresolved(pair: _Pair) -> tuple[Dim, ...]:
     )
 
 
-def _resolved(pair: _Pair, sizes: Sizes) -> tuple[Dim, ...] | None:
+def resolved(pair: Pair, sizes: Sizes) -> tuple[Dim, ...] | None:
     """Lays out numbers that are a shard of those on one device; None if they are not."""
     here, there = pair.here, pair.there
     others = {*here.axes, *there.axes} - {*sizes}
@@ -300,7 +327,7 @@ def _resolved(pair: _Pair, sizes: Sizes) -> tuple[Dim, ...] | None:
     return None
 
 
-def _digits(pair: _Pair, at: int, axes: Mapping[str, int], sizes: Sizes) -> Dim | None:
+def _digits(pair: Pair, at: int, axes: Mapping[str, int], sizes: Sizes) -> Dim | None:
     """Writes positions along a dim in digits: the axes' and the rank's own; None if they are none.
 
     The weight of a digit is what a number grows by with it, in steps of the numbers on one device.
@@ -330,7 +357,9 @@ def _digits(pair: _Pair, at: int, axes: Mapping[str, int], sizes: Sizes) -> Dim 
     )
 
 
-def _name(op: OpOverload) -> str:
+@cache
+def name_of(op: OpOverload) -> str:
+    """Returns the name of an ATen overload, as in "add.Tensor", without "default"."""
     packet, _, overload = str(op).removeprefix("aten.").partition(".")
     return packet if overload == "default" else f"{packet}.{overload}"
 
