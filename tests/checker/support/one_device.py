@@ -6,8 +6,10 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardmap_torch import Mesh, P, ShardTypeError, check_program, make_mesh, shard_map
+from tests.programs.support.harness import global_value
 
 AXES: Final = ("a", "b")
 RANKS: Final = make_mesh((2, 2), AXES, kind="simulated", simulate="ranks")
@@ -28,8 +30,9 @@ def assert_is_one_device(
     ranks: Mesh = RANKS,
 ) -> None:
     """Requires that ranks give the value and the gradients that one device gives."""
-    found = _outcome(body, args, in_specs, out_specs, ranks)
-    for actual, expected in zip(found, _outcome(body, args, in_specs, out_specs, ONE), strict=True):
+    found = outcome_on(ranks, body, args, in_specs, out_specs)
+    alone = outcome_on(ONE, body, args, in_specs, out_specs)
+    for actual, expected in zip(found, alone, strict=True):
         torch.testing.assert_close(actual, expected)
 
 
@@ -42,14 +45,18 @@ def assert_is_refused(
         check_program(mapped, *args)
 
 
-def _outcome(
-    body: Callable[..., Any], args: Sequence[Tensor], in_specs: Any, out_specs: P, mesh: Mesh
+def outcome_on(
+    mesh: Mesh, body: Callable[..., Any], args: Sequence[Tensor], in_specs: Any, out_specs: P
 ) -> list[Tensor]:
+    """Returns the value and the gradients of all leaves, unsharded."""
     leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
     mapped = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check="global")
     y = mapped(*leaves)
     smooth = [x for x in leaves if x.requires_grad]
     if not y.requires_grad:
-        return [y]
+        return [global_value(y)]
     weights = torch.linspace(0.5, 2.0, y.numel(), dtype=y.dtype).reshape(y.shape)
-    return [y, *torch.autograd.grad((y * weights).sum(), smooth, materialize_grads=True)]
+    if isinstance(y, DTensor):
+        weights = DTensor.from_local(weights, y.device_mesh).redistribute(placements=y.placements)
+    gradients = torch.autograd.grad((y * weights).sum(), smooth, materialize_grads=True)
+    return [*map(global_value, (y, *gradients))]

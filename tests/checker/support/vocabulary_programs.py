@@ -90,7 +90,8 @@ def _local(draws: _Draws, ids: Tensor, start: Tensor, mask: Tensor, n: int) -> T
     )
     kind = draws.any(range(5))
     if kind == 0:
-        return torch.where(draws.often(mask, lambda: ~mask), local, 0)
+        chosen: Tensor = torch.where(draws.often(mask, lambda: ~mask), local, 0)
+        return chosen
     if kind == 1:
         clamped: Tensor = local.clamp(0, draws.often(n - 1, n - 2, 3))
         return clamped

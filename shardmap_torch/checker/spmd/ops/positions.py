@@ -225,7 +225,7 @@ class Positions:
     def note_index(self, index: Tensor, axes: Sequence[str]) -> None:
         """Notes a rank's index over axes, the first of them major."""
         here, there, strides = {}, {}, [1, 1]
-        for axis in reversed(axes):
+        for axis in reversed([axis for axis in axes if self._mesh.shape[axis] > 1]):
             here[axis] = strides[0]
             strides[0] *= self._mesh.shape[axis]
             if axis not in self._notes.sizes:  # both programs have its ranks
