@@ -35,10 +35,7 @@ from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations, named_tensors
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
-from shardmap_torch.checker.spmd.ops.intervals import Intervals
-from shardmap_torch.checker.spmd.ops.maxima import Maxima
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
-from shardmap_torch.checker.spmd.ops.positions import Positions
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
@@ -46,6 +43,9 @@ from shardmap_torch.checker.spmd.sums import (
     Sums,
     reject_scaled,
 )
+from shardmap_torch.checker.spmd.values.intervals import Intervals
+from shardmap_torch.checker.spmd.values.maxima import Maxima
+from shardmap_torch.checker.spmd.values.positions import Positions
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autograd_state import running_backward

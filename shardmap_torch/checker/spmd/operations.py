@@ -28,11 +28,8 @@ from shardmap_torch.checker.spmd.align import differing
 from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
-from shardmap_torch.checker.spmd.ops.intervals import Intervals
 from shardmap_torch.checker.spmd.ops.losses import ignores
-from shardmap_torch.checker.spmd.ops.maxima import Maxima
 from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
-from shardmap_torch.checker.spmd.ops.positions import Positions
 from shardmap_torch.checker.spmd.recorder import Event, Ref
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
 from shardmap_torch.checker.spmd.state import Notes
@@ -43,6 +40,9 @@ from shardmap_torch.checker.spmd.sums import (
     factor_of,
     reject_scaled,
 )
+from shardmap_torch.checker.spmd.values.intervals import Intervals
+from shardmap_torch.checker.spmd.values.maxima import Maxima
+from shardmap_torch.checker.spmd.values.positions import Positions
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,

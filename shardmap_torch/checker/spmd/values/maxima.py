@@ -28,11 +28,11 @@ from shardmap_torch.checker.spmd.layout import (
     axes_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops.positions import name_of
-from shardmap_torch.checker.spmd.ops.rows import by_rows, followed, rows_of, without_rows
 from shardmap_torch.checker.spmd.recorder import Event, Ref
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import is_factor
+from shardmap_torch.checker.spmd.values.positions import name_of
+from shardmap_torch.checker.spmd.values.rows import by_rows, followed, rows_of, without_rows
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,

@@ -24,7 +24,11 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.op_rules import propagate
-from shardmap_torch.checker.spmd.ops.positions import (
+from shardmap_torch.checker.spmd.recorder import Event, Ref, TensorMap
+from shardmap_torch.checker.spmd.sharded import Sharded, Step
+from shardmap_torch.checker.spmd.state import Notes
+from shardmap_torch.checker.spmd.sums import Sums
+from shardmap_torch.checker.spmd.values.positions import (
     Affine,
     Pair,
     Positions,
@@ -32,11 +36,7 @@ from shardmap_torch.checker.spmd.ops.positions import (
     name_of,
     resolved,
 )
-from shardmap_torch.checker.spmd.ops.rows import by_rows, followed, rows_of, without_rows
-from shardmap_torch.checker.spmd.recorder import Event, Ref, TensorMap
-from shardmap_torch.checker.spmd.sharded import Sharded, Step
-from shardmap_torch.checker.spmd.state import Notes
-from shardmap_torch.checker.spmd.sums import Sums
+from shardmap_torch.checker.spmd.values.rows import by_rows, followed, rows_of, without_rows
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 Given: TypeAlias = Mapping[str, Any]
