@@ -101,9 +101,9 @@ def _local(draws: _Draws, ids: Tensor, start: Tensor, mask: Tensor, n: int) -> T
     if kind == 3:
         filled: Tensor = local.masked_fill(draws.often(lambda: ~mask, mask), draws.often(0, 1))
         return filled
-    local = local.clone()
-    local[draws.often(lambda: ~mask, mask)] = 0
-    return local
+    written: Tensor = local.clone()
+    written[draws.often(lambda: ~mask, mask)] = 0
+    return written
 
 
 def _looked_up(draws: _Draws, w: Tensor, local: Tensor) -> Tensor:
