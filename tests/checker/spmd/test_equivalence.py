@@ -413,7 +413,7 @@ def test_region() -> None:
     torch.testing.assert_close(f(table, ids), table[ids])
 
     def bare_embed(table: Tensor, ids: Tensor) -> Tensor:
-        return all_reduce(own_rows(table, ids), "tp", dst=I)
+        return all_reduce(own_rows(table, ids) * axis_index("tp"), "tp", dst=I)
 
     bare = shard_map(bare_embed, mesh=RANKS, check="global", **specs)
     with pytest.raises(ShardTypeError, match="wrap code that is per-rank by nature"):
