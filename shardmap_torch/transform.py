@@ -109,8 +109,8 @@ def shard_map(
             body has not bound. The others are automatic: values are of global shape over them, and
             specs do not name them. On processes a DTensor that they shard stays so in the body,
             where torch's sharding propagation runs its operations, and so do the results; see
-            docs/automatic_axes.md. On simulated meshes, under torch.compile and in an inner
-            `shard_map` values are global over them.
+            docs/automatic_axes.md. On simulated meshes, under torch.compile, under `torch.func`
+            from outside and in an inner `shard_map` values are global over them.
         check: verify, before a signature runs for the first time, that the body is well-typed and
             that the backward which autograd derives computes right gradients: "local", or True.
             "global" requires in addition that the forward is that of the same program on one

@@ -40,6 +40,7 @@ class SharingBackend(ProcessGroupBackend):
         assert mesh.device_mesh is not None  # only process-group meshes come here
         names = mesh.device_mesh.mesh_dim_names or ()
         self.automatic = axes
+        self.copied: list[str] = []  # views of this run that are copies
         self.shared: DeviceMesh = mesh.device_mesh[
             tuple(names[mesh.axis_names.index(axis)] for axis in axes)
         ]

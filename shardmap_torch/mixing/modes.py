@@ -21,7 +21,9 @@ from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import OpOverload, TorchDispatchMode
 from shardmap_torch.errors import ShardMapError
 from shardmap_torch.mixing.backend import SharingBackend
+from shardmap_torch.mixing.functions import HANDLERS, on_global
 from shardmap_torch.mixing.layouts import replicated, settled
+from shardmap_torch.mixing.placed import FUNCTIONS, IN_PLACE
 from shardmap_torch.mixing.values import local_of, moved
 
 _NO_OPERANDS: Final = frozenset({"__set__", "__get__", "__delete__", "backward", "register_hook"})
@@ -40,29 +42,45 @@ class _Replicate(TorchFunctionMode):
         leaves, structure = pytree.tree_flatten((args, kwargs))
         mixed = {is_dtensor(base_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)}
         name = getattr(func, "__name__", "")
-        if len(mixed) < 2 or name in _NO_OPERANDS or func in _NOT_MIXED:
+        if True not in mixed or func in _NOT_MIXED:
             return func(*args, **kwargs)
-        _refuse_writes(name, args, kwargs)
-        lift = self._backend.replicated
-        leaves = [lift(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        out = kwargs.get("out") is not None
+        writes = out or _writes(name)
+        known = name.strip("_") in (IN_PLACE if writes else FUNCTIONS) and not out
+        if writes:
+            _refuse_writes(name, args, kwargs, known)
+        elif not known:
+            return HANDLERS.get(name, on_global)(self._backend, func, args, kwargs)
+        if len(mixed) == 2 and name not in _NO_OPERANDS:
+            lift = self._backend.replicated
+            leaves = [lift(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
         return func(*args, **kwargs)
 
 
-def _refuse_writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses a write of a value that is sharded over automatic axes into a plain tensor.
+def _writes(name: str) -> bool:
+    is_setter = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+    return is_setter or (name.endswith("_") and not name.endswith("__"))
+
+
+def _refuse_writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool) -> None:
+    """Refuses writes of values that are sharded over automatic axes, where they would be lost.
 
     Raises:
-        ShardMapError: it is one.
+        ShardMapError: it is one: into a plain tensor, or by a function that runs on global values.
     """
-    is_setter = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-    in_place = is_setter or (name.endswith("_") and not name.endswith("__"))
-    written = kwargs.get("out", args[0] if in_place and args else None)
+    written = kwargs.get("out")
+    written = args[0] if written is None and args else written
     if isinstance(written, Tensor) and not is_dtensor(base_of(written)):
         raise ShardMapError(
             f"{name} writes a value that is sharded over automatic axes into a plain tensor, "
             f"{_here()}. Make the tensor from the value, as by x.new_zeros(...), or return a new "
             "one instead of writing."
+        )
+    if not known:
+        raise ShardMapError(
+            f"{name} writes into a value that is sharded over automatic axes, {_here()}; it cannot "
+            "run on shards. Use the operation that returns a new value."
         )
 
 
@@ -81,7 +99,6 @@ class _Fallback(TorchDispatchMode):
     def __init__(self, backend: SharingBackend) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._backend = backend
-        self._copied: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,8 +106,8 @@ class _Fallback(TorchDispatchMode):
         shared = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if not shared:
             return func(*args, **kwargs)
-        if func._schema.is_mutable and self._copied is not None:
-            raise ShardMapError(_explain_write(func, self._copied))
+        if func._schema.is_mutable and self._backend.copied:
+            raise ShardMapError(_explain_write(func, self._backend.copied[0]))
         draws = _draws(func, args, kwargs)
         out, is_run = None, False
         if not draws and func not in _READS:
@@ -100,7 +117,7 @@ class _Fallback(TorchDispatchMode):
             args, kwargs = pytree.tree_unflatten(plain, structure)
             out = self._wrapped(func, func(*args, **kwargs), shared[0], draws)
         if func.is_view and not _shares_memory(out, shared[0]):
-            self._copied = f"{func} {_here()}"
+            self._backend.copied.append(f"{func} {_here()}")
         return out
 
     def _global(self, leaf: Any, func: OpOverload, draws: bool) -> Any:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
 from shardmap_torch.boundary.dtensor import Enter, Leave
 from shardmap_torch.boundary.placements import placements_of
-from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.collectives.autograd import bind, is_transformed
 from shardmap_torch.collectives.protocol import Drawing
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.functorch import base_of
@@ -32,9 +32,12 @@ from shardmap_torch.spec import P, expanded, mismatches
 def entry_specs(call: Call) -> list[P] | None:
     """Returns the specs by which arguments enter if an automatic axis shards one; None otherwise.
 
-    torch.compile sees bodies without automatic axes, whose values are global over them.
+    torch.compile, and torch.func transforms from outside, see bodies without automatic axes, whose
+    values are global over them.
     """
     if len(call.bound) == len(call.mesh.axis_names) or torch.compiler.is_dynamo_compiling():
+        return None
+    if is_transformed():
         return None
     axes = automatic_axes(call.mesh, call.bound)
     known = [call.match.spec(position) for position in call.crossing]
@@ -54,6 +57,7 @@ def run_shared(
     added up.
     """
     mesh, axes = call.mesh, backend.automatic
+    backend.copied.clear()
     leaves = [call.leaves[position] for position in call.crossing]
     values = []
     for spec, x in zip(specs, leaves, strict=True):

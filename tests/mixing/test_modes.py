@@ -81,6 +81,49 @@ def are_global(mesh: Mesh) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=note)
 
 
+def attention(x: Tensor) -> Tensor:
+    heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    return functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+WITHOUT_RIGHT_RULES: dict[str, Body] = {
+    "mean of a loss": lambda x: functional.mse_loss(x, torch.ones_like(x)),
+    "mean of another": lambda x: functional.huber_loss(x, torch.zeros_like(x)),
+    "determinant": lambda x: torch.linalg.det(x.flatten(1)[:, :4]),
+    "any": lambda x: (x > 1).any().double() + x.sum(),
+    "extrema": lambda x: x.amin() + x.amax((0, 1)).sum(),
+    "attention": attention,
+    "group norm": lambda x: functional.group_norm(x.transpose(1, 2), 2),
+    "product": lambda x: x.prod(0),
+    "some parts": lambda x: torch.cat([x.chunk(4)[3], x.split([1, 3])[1], x.unbind(0)[0][None]]),
+    "embedding": lambda x: functional.embedding((x[..., 0] > 0).long(), x.flatten(1)),
+    "normalized": lambda x: functional.normalize(x, dim=0),
+}
+"""Bodies for which torch's rules are missing or wrong, in the forward or in the backward."""
+
+
+def have_the_gradients_of_global_values(mesh: Mesh) -> None:
+    src = P(invariant={"tp"})
+    for name, body in WITHOUT_RIGHT_RULES.items():
+        f = shard_map(body, mesh=mesh, in_specs=src, out_specs=P(), axis_names={"tp"}, check=False)
+        expected: list[Tensor] = []
+        for spec in (None, P("dp"), P(None, None, "dp")):
+            x = random((4, 3, 8), 9)
+            x = (x if spec is None else device_put(x, mesh, spec)).requires_grad_()
+            y = full(f(x))
+            (y * random(tuple(y.shape), 3)).sum().backward()
+            assert x.grad is not None
+            found = [y.detach(), full(x.grad)]
+            expected = expected or found
+            note = partial("{}, {}: {}".format, name, spec)
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=note)
+
+
+@pytest.mark.slow
+def test_functions_without_a_right_rule_have_right_gradients(gloo: Gloo) -> None:
+    run_on("gloo", have_the_gradients_of_global_values, gloo, SHAPE, AXES)
+
+
 @pytest.mark.slow
 def test_what_propagation_cannot_do_is_done_on_global_values(gloo: Gloo) -> None:
     run_on("gloo", are_global, gloo, SHAPE, AXES)
