@@ -103,4 +103,4 @@ HANDLERS: Final[Mapping[str, Handler]] = {
     "unbind": _items,
     "__iter__": _iterator,
 }
-"""By name."""
+"""Handlers by the name of the function."""

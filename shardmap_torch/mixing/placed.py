@@ -45,9 +45,9 @@ FUNCTIONS: Final = frozenset(
         *(f"foreach_{name}" for name in _FOREACH),
     ]
 )
-"""Without underscores around them, so that operators are named like methods."""
+"""Names without underscores around them, so that operators are named like methods."""
 
 IN_PLACE: Final = frozenset(
     ["setitem", "iadd", "isub", "imul", "itruediv", *_WRITES, *(f"foreach_{n}" for n in _FOREACH)]
 )
-"""Those that write, named likewise."""
+"""Names of those that write."""
