@@ -167,7 +167,7 @@ def show_sharding(run: Run, params: Params) -> None:
     """Prints which ranks hold which part of a weight, a batch and the logits."""
     tokens = run.batch(0)[:, :-1]
     logits = sharded_logits(run.mesh, run.config)(params, tokens)
-    shown = {
+    shown: dict[str, tuple[Any, P]] = {
         **one_weight(params["layers"], model.specs(run.config)["layers"]),
         "the batch [sequences, positions]": (tokens, P("dp")),
     }
@@ -179,12 +179,19 @@ def show_sharding(run: Run, params: Params) -> None:
         visualize_sharding(value, mesh=run.mesh, spec=spec, console=run.console)
 
 
-def one_weight(layers: Params, lies: Params) -> dict[str, tuple[Tensor, P]]:
-    """A weight and its spec by its name; those of a pipeline are of all layers."""
-    if isinstance(layers, dict):
-        return {"one weight, layers['down'] [layer, hidden, width]": (layers["down"], lies["down"])}
-    down, spec = layers[0]["down"], lies[0]["down"]
-    return {"one weight, layers[0]['down'] [hidden, width]": (down, spec)}
+def one_weight(layers: Params, lies: Params) -> dict[str, tuple[tuple[int, ...], P]]:
+    """A weight and its spec by its name; those of a pipeline are of all layers.
+
+    A table shows two sharded dims: of more, the first layer's or expert's.
+    """
+    stacked = isinstance(layers, dict)
+    down, spec = (layers, lies) if stacked else (layers[0], lies[0])
+    (*shape,), (*entries,) = down["down"].shape, spec["down"].entries
+    names = ["layer"] * stacked + ["expert"] * (len(shape) - 2 - stacked) + ["hidden", "width"]
+    while len(P(*entries).sharded_dims) > 2:
+        del shape[0], entries[0], names[0]
+    where = "layers" if stacked else "layers[0]"
+    return {f"one weight, {where}['down'] [{', '.join(names)}]": (tuple(shape), P(*entries))}
 
 
 def check(run: Run, sharded: LossAndGrads, step: int, params: Params) -> None:

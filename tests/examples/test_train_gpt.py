@@ -64,6 +64,17 @@ def test_the_demo_runs_as_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.fuzz
+def test_the_demo_shows_two_dims_of_a_weight_that_four_axes_shard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--parallel fsdp+ep+pp+tp+sp --layers 2 --mesh 2x2x2 --steps 1 --sample 1 --check 1"
+    run_main([*SMALL, *flags.split()], tmp_path)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "one weight, layers['down'] [hidden, width]" in shown
+    assert "step 1, torch.float64: loss and 10 gradients equal one device's" in shown
+
+
+@pytest.mark.fuzz
 def test_processes_have_the_losses_of_a_simulated_mesh(gloo: Gloo, tmp_path: Path) -> None:
     simulated = run_main(without_check("2x4"), tmp_path)
     for losses in gloo(4).run(run_main, without_check("2x2"), tmp_path):
