@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from shardmap_torch.checker.interpreter import equivalence
+from shardmap_torch.checker.communication import equivalence
 from shardmap_torch.core.caching import Memo
 
 

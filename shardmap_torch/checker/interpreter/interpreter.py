@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from shardmap_torch.checker.calls.fake_results import Key, key_of, run_fake
+from shardmap_torch.checker.calls.remembered import forget_written
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.draws import drawn_types
+from shardmap_torch.checker.interpreter.recall import Found, learn
 from shardmap_torch.checker.interpreter.state import Memory, Token
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
-from shardmap_torch.checker.ir.fake_results import Key, key_of, run_fake
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
 from shardmap_torch.checker.ir.outcomes import Asserted
 from shardmap_torch.checker.ir.own_functions import name_of_own
@@ -23,8 +25,6 @@ from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
 from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.rules.infer import (
-    Outcomes,
-    Read,
     Refusal,
     Types,
     branches,
@@ -92,6 +92,7 @@ class Interpreter(Memory):
         super().__init__(name, mesh.axis_names, env)
         self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches if branches is not None else Branches(name))
+        self._failing = Failing(self.numbers.branches)
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
         self.rank_only: str | None = None
@@ -99,15 +100,19 @@ class Interpreter(Memory):
         self.takes_gradients, self.averages = False, False
         self.function: Any = None
         self._made_by: dict[int, Equation] = {}
-        self._typed: dict[Any, list[Outcomes]] = {}
-        self._shown: dict[Key, str] = {}
         self._sequence = 0
         self._count = 0
         self._places, self.gradient_places = Places(), Places()
 
+    @property
+    def is_special(self) -> bool:
+        """Returns whether calls depend on more here than their operands: few bodies get there."""
+        is_symbolic = self.fake.shape_env is not None or self.numbers.any
+        return self._paused or is_symbolic or self.rows.any or self.copies.are_stale
+
     def insisting(self) -> Failing:
         """Records errors of the checker in this context, even if the body catches them."""
-        return Failing(self.numbers.branches)
+        return self._failing
 
     @contextmanager
     def decomposing(self) -> Iterator[None]:
@@ -141,8 +146,15 @@ class Interpreter(Memory):
 
     # -------------------------------------------------------------------------- operations
 
-    def call(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Types one ATen operation, and runs it on fake tensors."""
+    def call(
+        self,
+        op: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        found: Found | None = None,
+    ) -> Any:
+        """Types one ATen operation, and runs it on fake tensors; `found` is from `recall.find`."""
+        forget_written(op, args, kwargs)
         if self._paused or op.namespace in _SILENT:
             return op(*args, **kwargs)
         if op.namespace in distributed_calls.NAMESPACES:
@@ -173,14 +185,15 @@ class Interpreter(Memory):
             with self.paused():
                 seen = standing(op, arguments)
         # Sizes that are symbols, and stand-ins for numbers, may be equal and not the same.
-        named = self.fake.shape_env is not None or self.numbers.any
-        key = None if named else key_of(op, args, kwargs)
+        is_symbolic = self.fake.shape_env is not None or self.numbers.any
+        key = None if is_symbolic else key_of(op, args, kwargs)
         out = self._run(op, args, kwargs, key)
         # A view has the type of its storage, and needs no rule; the bits of a sum have no type.
         view = not writes and self._is_known(out) and op is not _BITS
-        types = [] if view else self._type(op, arguments, out, key)
-        self._store(op, arguments, out, types, key)
+        types = [] if view else self._type(op, arguments, out)
+        self._store(op, arguments, out, types)
         self.copies.follow(self, arguments, [*_written(op, arguments)], out, view)
+        learn(self, found, op, args, key)
         self.observer.on_call(*seen, out)
         return out
 
@@ -226,14 +239,14 @@ class Interpreter(Memory):
 
     def _is_known(self, out: Any) -> bool:
         made = _results(out)
-        known = self._storage_types
+        known = self.types_by_storage
         return bool(made) and all(t.untyped_storage()._cdata in known for _, t in made)
 
     def make(
         self, tensor: Tensor, types: Types, equation: Equation, operands: Sequence[Tensor]
     ) -> StorageType:
         """Types a new tensor that an equation computes from its operands."""
-        tasks = self._tasks(map(self.storage_type, operands))
+        tasks = self.tasks_of(map(self.storage_type, operands))
         tokens = self._alive_tokens(operands)
         storage = tensor.untyped_storage()
         batched_over = frozenset[int]().union(
@@ -242,16 +255,14 @@ class Interpreter(Memory):
         storage_type = StorageType(
             types, equation, "", storage, tasks=tasks, batched_over=batched_over
         )
-        self._storage_types[storage._cdata] = storage_type
+        self.types_by_storage[storage._cdata] = storage_type
         if is_real(tensor.dtype):
             storage_type.tokens = tokens
             tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
         equation.results = (self._result(tensor),)
         return storage_type
 
-    def _type(
-        self, op: OpOverload, arguments: Mapping[str, Any], out: Any, key: Key | None = None
-    ) -> list[Types]:
+    def _type(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> list[Types]:
         made = _results(out) or [*enumerate(_written(op, arguments))]
         any_real = any(is_real(tensor.dtype) for _, tensor in made)
 
@@ -259,13 +270,13 @@ class Interpreter(Memory):
             types = self.types(tensor)
             # A result that is not real has no derivative that could be wrong, but it may select
             # what is differentiated.
-            if any_real or self._is_cotangent(self.storage_type(tensor)):
+            if any_real or self.is_cotangent(self.storage_type(tensor)):
                 return types
             return tuple(K if k in (I, R) else k for k in types)
 
         types = []
         drawn = drawn_types(self, op, arguments)
-        for outcome in self._outcomes(op, arguments, read, drawn, key):
+        for outcome in type_call(op, arguments, read, len(self.axes), drawn):
             if isinstance(outcome, Refusal):
                 raise messages.refused(self, op, arguments, outcome)
             types.append(outcome)
@@ -274,25 +285,6 @@ class Interpreter(Memory):
             if rounded is not None:
                 raise messages.refused(self, op, arguments, rounded)
         return self._as_seed(arguments["self"], types) if op is _SEED and self._running else types
-
-    def _outcomes(
-        self,
-        op: OpOverload,
-        arguments: Mapping[str, Any],
-        read: Read,
-        drawn: Types | None,
-        key: Key | None,
-    ) -> list[Outcomes]:
-        """Types a call, or remembers what calls with this key give for these types."""
-        if key is None:
-            return type_call(op, arguments, read, len(self.axes), drawn)
-        types = tuple([read(x) for _, x in named_tensors(arguments)])
-        call = key, types, drawn, is_in_linear_backward()
-        known = self._typed.get(call)
-        if known is None:
-            known = type_call(op, arguments, read, len(self.axes), drawn)
-            self._typed[call] = known
-        return known
 
     def _as_seed(self, value: Tensor, types: Sequence[Types]) -> list[Types]:
         """Types the cotangent from which a backward inside of a custom backward starts.
@@ -324,7 +316,7 @@ class Interpreter(Memory):
 
     def _reject_read_only(self, op: OpOverload, value: Any) -> None:
         for tensor in tensors_of(value):
-            storage_type = self._storage_types.get(tensor.untyped_storage()._cdata)
+            storage_type = self.types_by_storage.get(tensor.untyped_storage()._cdata)
             if storage_type is not None and storage_type.read_only is not None:
                 raise ShardTypeError(
                     f"{self.name}: {_name(op)} writes into a tensor that "
@@ -338,7 +330,6 @@ class Interpreter(Memory):
         arguments: Mapping[str, Any],
         out: Any,
         types: Sequence[Types],
-        key: Key | None,
     ) -> None:
         read = named_tensors(arguments)
         operands = []
@@ -346,11 +337,11 @@ class Interpreter(Memory):
             storage_type = self.storage_type(tensor)
             operands.append(use_of(name, tensor, storage_type, storage_type.types))
         tokens = self._alive_tokens([tensor for _, tensor in read])
-        tasks = self._tasks(use.storage_type for use in operands)
+        tasks = self.tasks_of(use.storage_type for use in operands)
         batched_over = _batched_over(operands, types)
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)
-        equation.literals = self._literals(op, arguments, key)
+        equation.literals = self._format_literals(op, arguments)
         written = list(_written(op, arguments))
         types_written = self._types_written(op, arguments, written, types)
         for tensor, axis_type in zip(written, types_written, strict=True):
@@ -360,25 +351,16 @@ class Interpreter(Memory):
         for index, tensor in made:
             axis_type = types[index % len(types)] if types else (K,) * len(self.axes)
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._storage_types:
+            if storage._cdata not in self.types_by_storage:
                 storage_type = StorageType(
                     axis_type, equation, "", storage, tasks=tasks, batched_over=batched_over
                 )
-                self._storage_types[storage._cdata] = storage_type
+                self.types_by_storage[storage._cdata] = storage_type
             if is_real(tensor.dtype):
-                self._storage_types[storage._cdata].tokens |= tokens
+                self.types_by_storage[storage._cdata].tokens |= tokens
                 tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
         equation.results = tuple([self._result(tensor) for _, tensor in made])
         self.add(equation)
-
-    def _literals(self, op: OpOverload, arguments: Mapping[str, Any], key: Key | None) -> str:
-        """Formats the arguments that are no tensors and not the default."""
-        known = None if key is None else self._shown.get(key)
-        if known is None:
-            known = self._format_literals(op, arguments)
-            if key is not None:
-                self._shown[key] = known
-        return known
 
     def _format_literals(self, op: OpOverload, arguments: Mapping[str, Any]) -> str:
         defaults = signature_of(op).defaults
@@ -390,9 +372,14 @@ class Interpreter(Memory):
         }
         return ", ".join(f"{name}={self.numbers.shown(value)}" for name, value in plain.items())
 
-    def _result(self, tensor: Tensor) -> Use:
+    def count(self, tensor: Tensor) -> int:
+        """Numbers a result."""
         self._count += 1
         tensor._shardmap_number = self._count  # type: ignore[attr-defined]  # ours
+        return self._count
+
+    def _result(self, tensor: Tensor) -> Use:
+        self.count(tensor)
         storage_type = self.storage_type(tensor)
         return use_of("", tensor, storage_type, storage_type.types)
 

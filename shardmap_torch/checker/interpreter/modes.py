@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from shardmap_torch.checker.interpreter import gradients, scalars, user_code
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.recall import find, repeat
 from shardmap_torch.checker.ir.addresses import ADDRESSES
 from shardmap_torch.checker.ir.decompositions import interpreted
 from shardmap_torch.checker.ir.generator_state import guarding_generator_state
@@ -128,17 +129,24 @@ class _Operations(TorchDispatchMode):
         # Autograd asks for devices three times as often as it runs operations.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if func in MEANINGS:
-            with self._interpreter.decomposing():
-                return interpreted(func, args, kwargs or {}, self)
-        with self._interpreter.insisting():
-            if isinstance(func, HigherOrderOperator):
-                raise _unknown(self._interpreter.name, func)
-            if func.namespace in NAMESPACES:
-                out = distributed.typed_call(self._interpreter, func, args, self)
+        interpreter = self._interpreter
+        with interpreter.insisting():
+            found = find(interpreter, func, args, kwargs)
+            if found is not None and found.outcome is not None:
+                out = repeat(interpreter, func, args, kwargs, found)
                 if out is not NotImplemented:
                     return out
-            return self._interpreter.call(func, args, kwargs or {})
+        if func in MEANINGS:
+            with interpreter.decomposing():
+                return interpreted(func, args, kwargs or {}, self)
+        with interpreter.insisting():
+            if isinstance(func, HigherOrderOperator):
+                raise _unknown(interpreter.name, func)
+            if func.namespace in NAMESPACES:
+                out = distributed.typed_call(interpreter, func, args, self)
+                if out is not NotImplemented:
+                    return out
+            return interpreter.call(func, args, kwargs or {}, found)
 
 
 def _unknown(name: str, func: HigherOrderOperator) -> ShardTypeError:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.checker.ir.fake_results import fake_mode
+from shardmap_torch.checker.calls.fake_results import fake_mode
+from shardmap_torch.checker.calls.remembered import Remembered
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rewrites.aliases import Rows
@@ -94,7 +95,8 @@ class Memory:
         self.body: Callable[..., Any] | None = None
         self.closures: dict[int, Tensor] = {}
         self.rows, self.copies = Rows(), Copies()
-        self._storage_types: dict[int, StorageType] = {}
+        self.types_by_storage: dict[int, StorageType] = {}
+        self.remembered = Remembered(self.fake)
         self._paused = False
         self._thread = threading.get_ident()
         self._applies = False
@@ -108,6 +110,11 @@ class Memory:
         self.regions: list[range] = []
         self.has_hooks = False
         self._num_tasks = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Returns whether a backward that the checker has started runs."""
+        return bool(self._running)
 
     @property
     def is_paused(self) -> bool:
@@ -131,18 +138,18 @@ class Memory:
         storage_type = StorageType(
             types, None, label, storage, read_only, batched_over=varying(types)
         )
-        self._storage_types[storage._cdata] = storage_type
+        self.types_by_storage[storage._cdata] = storage_type
         return storage_type
 
     def storage_type(self, tensor: Tensor) -> StorageType:
         """Returns the storage type of a tensor, or of its fake."""
         if type(tensor) is FakeTensor and not self.rows.any:
             # What follows finds the same, at several times the cost.
-            known = self._storage_types.get(tensor.untyped_storage()._cdata)
+            known = self.types_by_storage.get(tensor.untyped_storage()._cdata)
             if known is not None:
                 return known
         storage = self.fakify(base_of(tensor)).untyped_storage()
-        found = self._storage_types.get(storage._cdata)
+        found = self.types_by_storage.get(storage._cdata)
         if found is None and threading.get_ident() != self._thread:
             thread = threading.current_thread().name
             raise TransformError(
@@ -204,12 +211,24 @@ class Memory:
             self._ending = before
 
     def _tokens(self, tensor: Tensor) -> frozenset[Token]:
-        storage_type = self._storage_types.get(tensor.untyped_storage()._cdata)
+        storage_type = self.types_by_storage.get(tensor.untyped_storage()._cdata)
         # A copy made by autograd has no tokens of its own; then those of the storage count.
         own: frozenset[Token] | None = tensor.__dict__.get("_shardmap_tokens")
         if storage_type is None:
             return own or frozenset()
         return storage_type.tokens if own is None else own | storage_type.written
+
+    def tokens_of(
+        self, tensors: Sequence[Tensor], storage_types: Sequence[StorageType]
+    ) -> frozenset[Token]:
+        """Returns the differentiations that go on and that one of these tensors descends from."""
+        found = frozenset[Token]()
+        for tensor, storage_type in zip(tensors, storage_types, strict=True):
+            own = tensor.__dict__.get("_shardmap_tokens")
+            for tokens in (storage_type.tokens,) if own is None else (own, storage_type.written):
+                if tokens is not found and tokens:
+                    found = found | tokens if found else tokens
+        return frozenset([token for token in found if token.alive]) if found else found
 
     def _alive_tokens(self, tensors: Iterable[Tensor]) -> frozenset[Token]:
         found = frozenset[Token]().union(*map(self._tokens, tensors))
@@ -261,7 +280,7 @@ class Memory:
     def types(self, tensor: Tensor) -> Types:
         """Returns the types of a base tensor as an operand: I and R are K without a gradient."""
         storage_type = self.storage_type(tensor)
-        if (I in storage_type.types or R in storage_type.types) and not self._is_cotangent(
+        if (I in storage_type.types or R in storage_type.types) and not self.is_cotangent(
             storage_type
         ):
             if not self.flows(tensor):
@@ -306,14 +325,17 @@ class Memory:
         body, whose seeds the checker makes.
         """
         return bool(seeds) and all(
-            seed is not None and self._is_cotangent(self.storage_type(seed)) for seed in seeds
+            seed is not None and self.is_cotangent(self.storage_type(seed)) for seed in seeds
         )
 
-    def _is_cotangent(self, storage_type: StorageType) -> bool:
+    def is_cotangent(self, storage_type: StorageType) -> bool:
+        """Returns whether a value descends from the cotangents of a backward that runs."""
         return not storage_type.tasks.isdisjoint(self._running)
 
-    def _tasks(self, storage_types: Iterable[StorageType]) -> frozenset[int]:
+    def tasks_of(self, storage_types: Iterable[StorageType]) -> frozenset[int]:
         """Returns the running differentiations from whose cotangents the storages descend."""
+        if not self._running:
+            return frozenset()
         return frozenset(
             task
             for storage_type in storage_types
@@ -359,7 +381,7 @@ class Memory:
         # torch reads `.grad`, which is refused in a body.
         with self.paused(), DisableTorchFunction():
             fake = self.fake.from_tensor(real)
-        if fake.untyped_storage()._cdata not in self._storage_types:
+        if fake.untyped_storage()._cdata not in self.types_by_storage:
             label = f"a closed-over {type(real).__name__} of shape {list(real.shape)}"
             self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
             self.observer.on_closure(fake, real)

@@ -22,7 +22,7 @@ def varying(types: Types) -> frozenset[int]:
     return frozenset(at for at, axis_type in enumerate(types) if axis_type.varies)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class StorageType:
     """The local type of one storage, which all its views share.
 
@@ -61,9 +61,12 @@ class StorageType:
         return f"{self.made.name}{site}"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Use:
-    """An operand or a result of an equation, with its types at that time."""
+    """An operand or a result of an equation, with its types at that time.
+
+    Nothing changes one; that Python makes sure of it would take most of the time to make it.
+    """
 
     name: str
     storage_type: StorageType = field(compare=False)
@@ -98,7 +101,7 @@ class KernelCollective:
         return f"{self.collective} of {self.operand}, sends {self.sent} B"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Equation:
     """One operation on values.
 

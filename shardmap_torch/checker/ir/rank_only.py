@@ -70,12 +70,15 @@ def rank_only_part(op: OpOverload, arguments: Mapping[str, Any]) -> str | None:
         isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8) for mask in masks
     ):
         return op._schema.name.removeprefix("aten::")
-    return "saved_tensors_hooks" if has_saving_hooks() else _refused(op)
+    if has_saving_hooks():
+        return "saved_tensors_hooks"
+    return "" if is_rank_only(op) else None
 
 
 @lru_cache(maxsize=4096)
-def _refused(op: OpOverload) -> str | None:
-    return "" if op._schema.name.startswith("aten::_foreach_") else None
+def is_rank_only(op: OpOverload) -> bool:
+    """Returns whether no batched body can call an operator, whatever its arguments."""
+    return op is torch.ops.aten._neg_view.default or op._schema.name.startswith("aten::_foreach_")
 
 
 def takes_vmap(function: type) -> bool:

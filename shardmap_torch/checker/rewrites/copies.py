@@ -54,6 +54,16 @@ class Copies:
         self._related: dict[_Side, set[_Side]] = {}
         self._stale: set[_Side] = set()
 
+    @property
+    def any(self) -> bool:
+        """Returns whether there are any."""
+        return bool(self._related)
+
+    @property
+    def are_stale(self) -> bool:
+        """Returns whether some of them may have been written to."""
+        return bool(self._stale)
+
     def reject_stale(self, name: str, read: Iterable[Tensor]) -> None:
         """Refuses tensors of which a write has made unknown what they are in a run.
 
@@ -101,7 +111,7 @@ class Copies:
             self.reject_stale(host.name, read)
         for side in {_side(x) for x in written}:
             self._stale |= self._related.get(side, {side}) - {side}
-        views = {_memory(x): x.__dict__["_shardmap_side"] for x in read if _is_marked(x)}
+        views = {_memory(x): x.__dict__["_shardmap_side"] for x in read if is_marked(x)}
         for y in tensors_of(out) if views else ():
             if _memory(y) in views:
                 y._shardmap_side = views[_memory(y)]  # type: ignore[attr-defined]  # ours
@@ -111,7 +121,8 @@ def _side(tensor: Tensor) -> _Side:
     return tensor.__dict__.get("_shardmap_side") or _memory(tensor)
 
 
-def _is_marked(tensor: Tensor) -> bool:
+def is_marked(tensor: Tensor) -> bool:
+    """Returns whether a tensor is on a side of its own, beside others with its storage."""
     return "_shardmap_side" in tensor.__dict__
 
 

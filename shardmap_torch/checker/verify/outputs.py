@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.casts import apply
+from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.outcomes import Cast, Exit, Resolved, Where

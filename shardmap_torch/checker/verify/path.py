@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call, Result, run_body
+from shardmap_torch.checker.calls.fake_results import empty
+from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.guards.replay import Step
-from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
-from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
 from shardmap_torch.checker.ir.own_functions import own_nodes

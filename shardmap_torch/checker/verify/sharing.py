@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from shardmap_torch.checker.interpreter.collectives import SHARING
+from shardmap_torch.checker.communication.collectives import SHARING
 from shardmap_torch.checker.ir.program import Equation, StorageType
 
 _COPIES: Final = frozenset({"clone"})

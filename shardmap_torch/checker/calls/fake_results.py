@@ -34,9 +34,10 @@ Key: TypeAlias = tuple[Any, ...]
 REMEMBERED: Final = 4096
 """Number of calls of which torch may keep the shapes."""
 
-_PLAIN: Final = frozenset(
+PLAIN: Final = frozenset(
     (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
+"""Types of arguments that are values."""
 _aten: Final = torch.ops.aten
 _ABSOLUTE: Final = frozenset((_aten.as_strided.default, _aten.index.Tensor))
 """The offset that the one gives is not relative, and the shape of the other may be the data's."""
@@ -61,12 +62,14 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class Result:
+    """The results of a call, up to their values; `container` is the type of their list, if any."""
+
     container: type | None
     items: tuple[_Made | None, ...]
 
 
-_RESULTS: Final = Memo[_Result](16384)
+_RESULTS: Final = Memo[Result](16384)
 
 
 @lru_cache(maxsize=4096)
@@ -99,12 +102,12 @@ def key_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Key |
 def _add(key: list[Any], value: Any) -> bool:
     cls = type(value)
     if cls is FakeTensor:
-        if not _is_simple(value):
+        if not is_simple(value):
             return False
         key.append((value.dtype, value.shape, value.stride(), value.fake_device))
     elif value is None:
         key.append(None)
-    elif cls in _PLAIN:
+    elif cls in PLAIN:
         key.append(cls)  # 1 and 1.0 are equal
         key.append(value)
     elif cls in (list, tuple):
@@ -115,7 +118,8 @@ def _add(key: list[Any], value: Any) -> bool:
     return True
 
 
-def _is_simple(tensor: FakeTensor) -> bool:
+def is_simple(tensor: FakeTensor) -> bool:
+    """Returns whether shape, strides, dtype and device say all about a tensor but its values."""
     return (
         tensor.constant is None
         and tensor.layout is torch.strided
@@ -136,11 +140,11 @@ def run_fake(
         return op(*args, **kwargs)
     known = _RESULTS.find(key)
     if known is not None:
-        return _make(mode, known, args)
+        return make(mode, known, _operands(args))
     of_lists = _describe_lists(op, args, kwargs) if _is_on_lists(op) else None
     if of_lists is not None:
         _RESULTS.put(key, of_lists)
-        return _make(mode, of_lists, args)
+        return make(mode, of_lists, _operands(args))
     out = op(*args, **kwargs)
     result = _describe(out, args)
     if result is not None:
@@ -148,7 +152,7 @@ def run_fake(
     return out
 
 
-def _describe_lists(op: OpOverload, args: Sequence[Any], kwargs: Any) -> _Result | None:
+def _describe_lists(op: OpOverload, args: Sequence[Any], kwargs: Any) -> Result | None:
     """Describes new results for lists by one of all equal positions; None if some are not new."""
     found = _distinct(args, kwargs)
     if found is None:
@@ -157,7 +161,7 @@ def _describe_lists(op: OpOverload, args: Sequence[Any], kwargs: Any) -> _Result
     result = _describe(op(*few, **kwargs), few)
     if result is None or any(item is None or item.operand is not None for item in result.items):
         return None
-    return _Result(result.container, tuple([result.items[place] for place in places]))
+    return Result(result.container, tuple([result.items[place] for place in places]))
 
 
 @lru_cache(maxsize=4096)
@@ -239,7 +243,7 @@ def _operands(args: Sequence[Any]) -> list[FakeTensor]:
     return found
 
 
-def _describe(out: Any, args: Sequence[Any]) -> _Result | None:
+def _describe(out: Any, args: Sequence[Any]) -> Result | None:
     """Describes a result; None if it is not made of new memory and views alone."""
     container = type(out) if isinstance(out, list | tuple) else None
     if container not in (None, list, tuple):
@@ -253,7 +257,7 @@ def _describe(out: Any, args: Sequence[Any]) -> _Result | None:
         if item is None:
             made.append(None)
             continue
-        if type(item) is not FakeTensor or not _is_simple(item) or item.requires_grad:
+        if type(item) is not FakeTensor or not is_simple(item) or item.requires_grad:
             return None
         if any(item is operand for operand in operands):
             return None
@@ -268,7 +272,7 @@ def _describe(out: Any, args: Sequence[Any]) -> _Result | None:
         offset = 0 if at is None else int(item.storage_offset() - operands[at].storage_offset())
         shape, stride = tuple(item.shape), item.stride()
         made.append(_Made(shape, stride, item.dtype, item.fake_device, at, offset))
-    return _Result(container, tuple(made))
+    return Result(container, tuple(made))
 
 
 def _fills(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
@@ -278,17 +282,23 @@ def _fills(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     return tensor.storage_offset() == 0 and storage.nbytes() == num_entries * tensor.itemsize
 
 
-def _make(mode: FakeTensorMode, result: _Result, args: Sequence[Any]) -> Any:
+def described(key: Key | None) -> Result | None:
+    """Returns what is known of the result of calls with this key."""
+    return None if key is None else _RESULTS.find(key)
+
+
+def make(mode: FakeTensorMode, result: Result, operands: Sequence[FakeTensor]) -> Any:
+    """Makes the result of a call on these operands, of which it may have views."""
     if result.container is None:
         item = result.items[0]
-        return None if item is None else _make_one(mode, item, args)
+        return None if item is None else _make_one(mode, item, operands)
     return result.container(
-        None if item is None else _make_one(mode, item, args) for item in result.items
+        [None if item is None else _make_one(mode, item, operands) for item in result.items]
     )
 
 
-def _make_one(mode: FakeTensorMode, item: _Made, args: Sequence[Any]) -> FakeTensor:
-    operand = None if item.operand is None else _operands(args)[item.operand]
+def _make_one(mode: FakeTensorMode, item: _Made, operands: Sequence[FakeTensor]) -> FakeTensor:
+    operand = None if item.operand is None else operands[item.operand]
     with DisableTorchDispatch():
         made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
         if operand is not None:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.vmap import SPREAD
+from shardmap_torch.checker.calls.fake_results import empty
+from shardmap_torch.checker.communication.equivalence import check_equivalent
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.equivalence import check_equivalent
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import seeing
-from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.program import Equation, StorageType, bytes_sent, use_of
 from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair, axes
 from shardmap_torch.checker.rules.lattice import plain

@@ -23,7 +23,7 @@ from shardmap_torch import (
     shard_map,
     trace,
 )
-from shardmap_torch.checker.interpreter import equivalence
+from shardmap_torch.checker.communication import equivalence
 from shardmap_torch.collectives.autograd import TypedFunction, bind
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, is_checker

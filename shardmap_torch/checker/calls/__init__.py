@@ -1,0 +1,1 @@
+"""Results of ATen calls on fake tensors, and calls that are remembered."""

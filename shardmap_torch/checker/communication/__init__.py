@@ -1,0 +1,1 @@
+"""Types of collectives, and comparisons of kernels with their compositions."""

@@ -1,0 +1,188 @@
+"""Types a call as an equal one before: the layers of a network are the same calls.
+
+A call that is not known here, or in a state of the interpretation that matters for few, is typed by
+`Interpreter.call`, which is also what raises every error.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.calls.fake_results import Key
+from shardmap_torch.checker.calls.remembered import Call, Known, Situation
+from shardmap_torch.checker.interpreter.user_code import reject_unseen
+from shardmap_torch.checker.ir.observer import UNOBSERVED
+from shardmap_torch.checker.ir.own_functions import name_of_own
+from shardmap_torch.checker.ir.program import Equation, StorageType, Use
+from shardmap_torch.checker.ir.rank_only import has_saving_hooks, is_rank_only
+from shardmap_torch.checker.rewrites.copies import is_marked
+from shardmap_torch.checker.rules.infer import (
+    Types,
+    is_real,
+    may_draw,
+    name_arguments,
+    signature_of,
+)
+from shardmap_torch.checker.rules.nodes import is_in_linear_backward
+from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
+from shardmap_torch.core.autograd_state import running_backward
+from shardmap_torch.core.torch_private.engine import OpOverload
+
+if TYPE_CHECKING:  # for annotations; the interpreter calls this module
+    from shardmap_torch.checker.interpreter.interpreter import Interpreter
+
+_NONE: Final = frozenset[Any]()
+_UNLIKE: Final = frozenset((torch.ops.aten.view.dtype, torch.ops.aten.ones_like.default))
+"""Calls whose results depend on more: bits have no type, and backwards start from ones."""
+
+
+@dataclass(slots=True)
+class Found:
+    """A call that has been looked up.
+
+    Attributes:
+        call: what it was looked up by.
+        storage_types: those of its operands.
+        known: what is known of such calls; None for the first.
+        outcome: types and batched axes of its results; None for the first with such operands.
+    """
+
+    call: Call
+    storage_types: list[StorageType]
+    known: Known | None
+    outcome: tuple[Sequence[Types], frozenset[int]] | None
+
+
+def find(
+    interpreter: "Interpreter", op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Found | None:
+    """Looks a call up; None where it cannot be remembered."""
+    if interpreter.is_special or has_saving_hooks() or torch.is_inference_mode_enabled():
+        return None
+    call = interpreter.remembered.call(op, args, kwargs)
+    if call is None:
+        return None
+    types = interpreter.types_by_storage
+    storage_types = [types[storage] for storage in call.storages if storage in types]
+    if len(storage_types) < len(call.storages):
+        return None
+    found = Found(call, storage_types, interpreter.remembered.calls.get(call.key), None)
+    if found.known is None:
+        return found
+    if found.known.is_view:
+        found.outcome = ((), _NONE)
+    else:
+        found.outcome = found.known.outcomes.get(_situation(interpreter, found, found.known))
+    return found
+
+
+def _situation(interpreter: "Interpreter", found: Found, known: Known) -> Situation:
+    """Returns what the types of the results depend on: those of operands, as they are read."""
+    situation: list[Any] = []
+    for tensor, storage_type in zip(found.call.tensors, found.storage_types, strict=True):
+        _, number, freed = interpreter.remembered.number_of(storage_type.types)
+        read = number
+        if number != freed and not interpreter.is_cotangent(storage_type):
+            # As `Memory.types` and `Interpreter._type` have it.
+            if not known.is_real or not interpreter.flows(tensor):
+                read = freed
+        situation += (number, read, storage_type.batched_over)
+    return tuple(situation)
+
+
+def learn(
+    interpreter: "Interpreter",
+    found: Found | None,
+    op: OpOverload,
+    args: Sequence[Any],
+    key: Key | None,
+) -> None:
+    """Remembers the call that has just been typed, if all that matters is in `found`."""
+    if found is None or key is None or op in _UNLIKE or is_rank_only(op) or may_draw(op):
+        return
+    if signature_of(op).branches or is_in_linear_backward():
+        return
+    equation = interpreter.equations[-1]
+    known = found.known or interpreter.remembered.learn(
+        found.call, op, equation.literals, args, key
+    )
+    if known is not None and not known.is_view:
+        made = [use.storage_type for use in equation.results]
+        outcome = [each.types for each in made], made[0].batched_over
+        known.outcomes[_situation(interpreter, found, known)] = outcome
+
+
+def repeat(
+    interpreter: "Interpreter", op: OpOverload, args: Sequence[Any], kwargs: Any, found: Found
+) -> Any:
+    """Types a call as before, and makes its result; NotImplemented where it must be typed anew."""
+    known, outcome = found.known, found.outcome
+    if known is None or outcome is None:
+        return NotImplemented
+    site, backward = None, False
+    if running_backward() == NO_BACKWARD:
+        site = interpreter.site()[0]
+    elif not interpreter.is_running or is_in_linear_backward():
+        return NotImplemented
+    else:
+        if interpreter.observer is not UNOBSERVED:
+            reject_unseen(interpreter, name_of_own)
+        site, backward = interpreter.site()
+    call, storage_types = found.call, found.storage_types
+    out, made, storages = interpreter.remembered.make(known, call)
+    uses = []
+    for name, at in known.operands:
+        tensor, storage_type = call.tensors[at], storage_types[at]
+        number = tensor.__dict__.get("_shardmap_number")
+        uses.append(
+            Use(name, storage_type, storage_type.types, tensor.dtype, call.shapes[at], number)
+        )
+    equation = Equation(known.name, tuple(uses), (), site, backward)
+    equation.literals = known.literals
+    _store(interpreter, equation, found, made, storages)
+    interpreter.add(equation)
+    marked = interpreter.copies.any and known.is_view and any(map(is_marked, call.tensors))
+    if marked or not (interpreter.observer is UNOBSERVED or interpreter.observer.is_ignored):
+        arguments = name_arguments(op, args, kwargs or {})
+        interpreter.copies.follow(interpreter, arguments, [], out, known.is_view)
+        interpreter.observer.on_call(op, arguments, out)
+    return out
+
+
+def _store(
+    interpreter: "Interpreter",
+    equation: Equation,
+    found: Found,
+    made: Sequence[Tensor],
+    storages: Sequence[int],
+) -> None:
+    """Types the results, as `Interpreter._store` does."""
+    assert found.outcome is not None  # by `repeat`
+    types, batched_over = found.outcome
+    tokens = interpreter.tokens_of(found.call.tensors, found.storage_types)
+    tasks = interpreter.tasks_of(found.storage_types)
+    known = interpreter.types_by_storage
+    results = []
+    for index, (tensor, storage) in enumerate(zip(made, storages, strict=True)):
+        storage_type = known.get(storage)
+        if storage_type is None:
+            storage_type = known[storage] = StorageType(
+                types[index],
+                equation,
+                "",
+                tensor.untyped_storage(),
+                tasks=tasks,
+                batched_over=batched_over,
+            )
+        dtype = tensor.dtype
+        if is_real(dtype):
+            storage_type.tokens |= tokens
+            tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+        number = interpreter.count(tensor)
+        results.append(
+            Use("", storage_type, storage_type.types, dtype, tuple(tensor.shape), number)
+        )
+    equation.results = tuple(results)
