@@ -114,6 +114,11 @@ def map_leaves(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         raise
 
 
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
+    """Applies `function` to each tensor, and keeps other leaves."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
 @dataclass(frozen=True, slots=True)
 class Placed(Generic[T]):
     """A leaf value with its path and the spec that a prefix tree gives it."""

@@ -11,12 +11,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of, is_batched
 from shardmap_torch.core.storage import memory_of
+from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.mixing.backend import SharingBackend
 from shardmap_torch.mixing.layouts import evenly
 from shardmap_torch.mixing.values import Share, Unshare
@@ -28,15 +28,15 @@ def on_global(
     backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Runs a function on values that are global over the automatic axes."""
-    args, kwargs = pytree.tree_map_only(Tensor, backend.unshared, (args, kwargs))
+    args, kwargs = map_tensors(backend.unshared, (args, kwargs))
     out = func(*args, **kwargs)
     if _memory(out) & _memory((args, kwargs)):  # a view, but of copies
         backend.copied.append(getattr(func, "__name__", "a function"))
-    return pytree.tree_map_only(Tensor, backend.replicated, out)
+    return map_tensors(backend.replicated, out)
 
 
 def _memory(tree: Any) -> set[int | None]:
-    return {memory_of(x) for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)} - {None}
+    return {memory_of(x) for x in flatten(tree)[0] if isinstance(x, Tensor)} - {None}
 
 
 def _attention(

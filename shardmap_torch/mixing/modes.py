@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
 from shardmap_torch.collectives.protocol import Drawing, LaterDrawing, Monitor
@@ -19,6 +18,7 @@ from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import OpOverload, TorchDispatchMode
+from shardmap_torch.core.tree import flatten, map_tensors, unflatten
 from shardmap_torch.errors import ShardMapError
 from shardmap_torch.mixing.backend import SharingBackend
 from shardmap_torch.mixing.functions import HANDLERS, on_global
@@ -39,7 +39,7 @@ class _Replicate(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = flatten((args, kwargs))
         mixed = {is_dtensor(base_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)}
         name = getattr(func, "__name__", "")
         if True not in mixed or func in _NOT_MIXED:
@@ -54,7 +54,7 @@ class _Replicate(TorchFunctionMode):
         if len(mixed) == 2 and name not in _NO_OPERANDS:
             lift = self._backend.replicated
             leaves = [lift(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(leaves, structure)
+            args, kwargs = unflatten(structure, leaves)
         return func(*args, **kwargs)
 
 
@@ -102,7 +102,7 @@ class _Fallback(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = flatten((args, kwargs))
         shared = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if not shared:
             return func(*args, **kwargs)
@@ -114,7 +114,7 @@ class _Fallback(TorchDispatchMode):
             is_run, out = _try(func, args, kwargs)
         if not is_run:
             plain = [self._global(leaf, func, draws) for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(plain, structure)
+            args, kwargs = unflatten(structure, plain)
             out = self._wrapped(func, func(*args, **kwargs), shared[0], draws)
         if func.is_view and not _shares_memory(out, shared[0]):
             self._backend.copied.append(f"{func} {_here()}")
@@ -134,8 +134,8 @@ class _Fallback(TorchDispatchMode):
             _require_draw(func, draws)
             x._local_tensor.copy_(self._share(out, x)._local_tensor)
             return x
-        return pytree.tree_map_only(
-            Tensor, lambda y: self._share(y, x if draws and y.shape == x.shape else None), out
+        return map_tensors(
+            lambda y: self._share(y, x if draws and y.shape == x.shape else None), out
         )
 
     def _share(self, y: Tensor, like: DTensor | None) -> DTensor:

@@ -33,11 +33,10 @@ def entry_specs(call: Call) -> list[P] | None:
     """Returns the specs by which arguments enter if an automatic axis shards one; None otherwise.
 
     torch.compile, and torch.func transforms from outside, see bodies without automatic axes, whose
-    values are global over them.
+    values are global over them; so do bodies of whose backward a check has seen code of the user's.
     """
-    if len(call.bound) == len(call.mesh.axis_names) or torch.compiler.is_dynamo_compiling():
-        return None
-    if is_transformed():
+    # Hooks and Functions run outside of the modes in a backward.
+    if torch.compiler.is_dynamo_compiling() or is_transformed() or call.rank_only:
         return None
     axes = automatic_axes(call.mesh, call.bound)
     known = [call.match.spec(position) for position in call.crossing]

@@ -23,15 +23,15 @@ Case = tuple[bool, bool]
 """A kind of call: is it checked, and does its argument require a gradient?"""
 
 ONE_PROCESS: Final[Mapping[Case, int]] = {
-    (True, False): 172,
+    (True, False): 173,
     (False, False): 132,
-    (True, True): 185,
+    (True, True): 186,
     (False, True): 145,
 }
 TWO_PROCESSES: Final[Mapping[Case, int]] = {
-    (True, False): 222,
+    (True, False): 223,
     (False, False): 173,
-    (True, True): 236,
+    (True, True): 238,
     (False, True): 188,
 }
 A_LEAF: Final[Mapping[Case, int]] = {

@@ -13,7 +13,6 @@ _IDENTITIES: Final = frozenset(
     {
         torch.ops.aten.clone.default,
         torch.ops.aten.alias.default,
-        torch.ops.aten.detach.default,
         torch.ops.aten.contiguous.default,
     }
 )

@@ -516,3 +516,17 @@ def test_explain_says_what_global_would_say() -> None:
     )
     assert "global: the same program on one device" in right
     assert "counted once per rank" in wrong
+
+
+@pytest.mark.parametrize("ranks", [True, False])
+def test_a_detach_that_only_ranks_or_only_one_device_come_to_is_refused(ranks: bool) -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        h = x @ w
+        scale = h.detach() if (axis_size("tp") > 1) is ranks else h
+        return all_reduce((scale * h).sum(), "tp", dst=I)
+
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    specs = (P(None, "tp"), P())
+    f = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check="global")
+    with pytest.raises(ShardTypeError, match="detach"):
+        f(torch.ones(4, 8), torch.ones(3, 4))
