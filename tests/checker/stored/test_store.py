@@ -387,7 +387,7 @@ with imported(Path(sys.argv[1])) as model:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz  # starts processes
 def test_processes_with_other_hash_seeds_find_the_same_verdict(tmp_path: Path) -> None:
     found = []
     for seed, how in (("1", "check"), ("2", "load")):
