@@ -35,7 +35,7 @@ _MESHES: Final = 4
 def run(call: Call, batches: bool) -> Tree:
     """Runs a call on this process; results are DTensors, or plain where equal on all ranks."""
     backend = _backend_of(call.mesh)
-    if len(call.bound) < len(call.mesh.axis_names) and (shared := entry_specs(call)) is not None:
+    if call.mapped != call.mesh.axis_names and (shared := entry_specs(call)) is not None:
         return _run_shared(call, backend, shared)
     local = _crossings(call.mesh, call.match).enter(
         call.mesh, backend, [call.leaves[i] for i in call.crossing]
