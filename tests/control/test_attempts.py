@@ -7,7 +7,8 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from shardmap_torch.control.attempts import meet
+from shardmap_torch.control.attempts import AGENT_STORE, init_process_group, meet
+from shardmap_torch.errors import CommunicationError
 
 SECOND = timedelta(seconds=1)
 MINUTE = timedelta(minutes=1)
@@ -56,3 +57,24 @@ def test_an_attempt_in_which_a_rank_was_killed_leaves_the_next_one_right(came: r
 def test_rank_0_names_the_ranks_that_have_not_come() -> None:
     with pytest.raises(RuntimeError, match=r"nothing was heard from ranks \[1, 2\]"):
         meet(new_store(), 0, 3, SECOND)
+
+
+def test_an_attempt_whose_ranks_do_not_come_ends_within_the_deadline_and_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = new_store()
+    for name, value in {
+        AGENT_STORE: "True",
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommunicationError) as caught:
+        init_process_group("gloo", SECOND)
+    assert str(caught.value) == (
+        "Starting the default process group has not ended within 0:00:01 on rank 0: nothing was "
+        "heard from ranks [1]. Every process must make the same meshes in the same order, and the "
+        "process that hosts the store must be alive."
+    )
