@@ -93,7 +93,7 @@ def each_leaf(name: str, x: X, function: Callable[[Tensor], Tensor]) -> X:
         return function(x)  # type: ignore[return-value]  # X is Tensor here
 
     def checked(leaf: Any) -> Tensor:
-        return function(_tensor(name, leaf))
+        return function(read_tensor(name, leaf))
 
     result: Tree = map_leaves(checked, x)
     return result  # type: ignore[no-any-return]
@@ -104,11 +104,12 @@ def all_leaves(name: str, x: X, function: Callable[[Sequence[Tensor]], Sequence[
     if isinstance(x, Tensor):
         return function([x])[0]  # type: ignore[return-value]  # X is Tensor here
     leaves, structure = flatten(x)
-    result: Tree = unflatten(structure, function([_tensor(name, leaf) for leaf in leaves]))
+    result: Tree = unflatten(structure, function([read_tensor(name, leaf) for leaf in leaves]))
     return result  # type: ignore[no-any-return]
 
 
-def _tensor(name: str, leaf: Any) -> Tensor:
+def read_tensor(name: str, leaf: Any) -> Tensor:
+    """Returns a leaf, which must be a tensor."""
     if isinstance(leaf, Tensor):
         return leaf
     raise CollectiveError(

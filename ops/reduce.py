@@ -12,6 +12,7 @@ from shardmap_torch.collectives.bundle import issue_all
 from shardmap_torch.collectives.operations import Collective, Extremum, collective_of
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.caching import memo
+from shardmap_torch.core.functorch import is_batched
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import (
     Axis,
@@ -273,6 +274,10 @@ def _mean_over(name: str, op: str, num_ranks: int) -> Callable[[Tensor], Tensor]
     def divide(total: Tensor) -> Tensor:
         if not (total.is_floating_point() or total.is_complex()):
             raise CollectiveError(f"{name}: op='mean' needs a floating dtype, not {total.dtype}.")
+        # Of a number in a vmap `/` makes a tensor of `num_ranks` first.
+        if total.ndim == 0 and not torch.compiler.is_compiling() and is_batched(total):
+            divided: Tensor = torch.ops.aten.div.Scalar(total, num_ranks)
+            return divided
         return total / num_ranks
 
     return divide

@@ -72,6 +72,9 @@ class PostmortemError(ShardMapError):
 
 _MAX_SHOWN: Final = 500
 
+MAX_LINES: Final = 40
+"""Maximal number of lines of a message."""
+
 
 def show(value: object) -> str:
     """Formats a value for an error: shortened if it is long, its type if `repr` fails.
@@ -113,7 +116,7 @@ def read_names(value: object) -> tuple[str, ...] | None:
 
 
 def listing(head: str, problems: Sequence[str]) -> str:
-    """Joins a headline and its offenders, one line each.
+    """Joins a headline and its offenders, one line each; alike ones in one if they are many.
 
     Example:
         >>> print(listing("2 specs do not match:", ["x: too long", "y: too short"]))
@@ -121,4 +124,22 @@ def listing(head: str, problems: Sequence[str]) -> str:
           x: too long
           y: too short
     """
-    return "\n".join([head, *(f"  {problem}" for problem in problems)])
+    lines = list(problems) if len(problems) < MAX_LINES else _alike(problems)
+    if len(lines) >= MAX_LINES:
+        left = len(lines) - MAX_LINES + 2
+        lines = [*lines[: MAX_LINES - 2], f"... and {left} more"]
+    return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+def _alike(problems: Sequence[str]) -> list[str]:
+    """Joins the problems that are the same for several leaves, which a path and a colon name."""
+    leaves: dict[str, list[str]] = {}
+    for problem in problems:
+        leaf, _, what = problem.partition(": ")
+        leaves.setdefault(what, []).append(leaf)
+    return [
+        f"{', '.join(names[:3])}"
+        + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        + (f": {what}" if what else "")
+        for what, names in leaves.items()
+    ]

@@ -108,13 +108,19 @@ class Function(torch.autograd.Function):
         return _apply(cls, scope, *markers, *args)
 
 
+def method_of(cls: type, name: str) -> Any:
+    """Returns a method as its class has it, whatever watches the lookup of attributes."""
+    found = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+    return found.__get__(None, cls) if hasattr(found, "__get__") else found
+
+
 def keeping_scope(function: type[torch.autograd.Function]) -> type[Function]:
     """Makes a `Function` of a plain one of torch's, with the same methods."""
     base = torch.autograd.Function
     own: dict[str, Any] = {
-        name: staticmethod(getattr(function, name))
+        name: staticmethod(method_of(function, name))
         for name in ("forward", "setup_context", "vmap", *_BACKWARD)
-        if getattr(function, name) is not getattr(base, name)
+        if method_of(function, name) is not method_of(base, name)
     }
     own["generate_vmap_rule"] = function.generate_vmap_rule
     own.update(__module__=function.__module__, __qualname__=function.__qualname__)

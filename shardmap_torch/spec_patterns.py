@@ -9,7 +9,7 @@ from typing import Any
 import optree
 
 from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
-from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.spec import P
 
 
@@ -47,6 +47,7 @@ def match_specs(tree: Tree, patterns: Mapping[str, P], *, default: P | None = No
         >>> specs["layers"][1], specs["head"]
         ({'wq': P(None, 'tp'), 'norm': P()}, P(None, 'tp'))
     """
+    _require_specs(patterns, default)
     leaves, structure = flatten(tree)
     paths = leaf_paths(tree)
     matches = [[each for each in patterns if _regex(each).fullmatch(path)] for path in paths]
@@ -106,6 +107,14 @@ def _unused(pattern: str, paths: Sequence[str]) -> str:
     return f"pattern {pattern!r}: matches no leaf" + "".join(
         f"; the nearest is {n!r}" for n in near
     )
+
+
+def _require_specs(patterns: object, default: object) -> None:
+    if not isinstance(patterns, Mapping):
+        raise SpecError("match_specs: the patterns are a mapping from paths to P(...).")
+    for spec in (*patterns.values(), *((default,) if default is not None else ())):
+        if not isinstance(spec, P):
+            raise SpecError(f"match_specs: {show(spec)} is no P(...).")
 
 
 def _leaf_problems(path: str, leaf: Any, spec: P | None, patterns: Sequence[str]) -> Iterable[str]:

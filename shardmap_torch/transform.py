@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from types import CellType
 from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
@@ -26,10 +27,10 @@ from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
-from shardmap_torch.core.closures import Closures
+from shardmap_torch.core.closures import Closures, closure_of
 from shardmap_torch.core.torch_private.engine import eval_frame_callback, functorch
 from shardmap_torch.core.tree import Placed, Tree, broadcast_prefix, flatten
-from shardmap_torch.errors import MeshError, SpecError, read_names, show
+from shardmap_torch.errors import MeshError, ShardTypeError, SpecError, read_names, show
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import nested, vmap
 from shardmap_torch.run.checked import Checked
@@ -234,6 +235,7 @@ class _Body:
         self._checked = Checked(self._name, function, strictness or "local", debug)
         self._unchecked = Unchecked()
         self._asked = Asked(self._name, self._mesh_and_verdict)
+        self._lifted: dict[int, CellType] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         scope = current_scope()
@@ -254,21 +256,40 @@ class _Body:
         return self._run_checked(args, kwargs)
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
-        try:
-            call = self._call(None, args, kwargs, infers=True)
-        except SpecError as error:
-            self._checked.refuse(_resolve_mesh(self._mesh, None), error)
-        if not runtime_of(call.mesh).has_data:
-            return shapes_of(self._checked.verdict(call))
-        return self._checked.run(call, _run_alone)
+        while True:
+            try:
+                call = self._call(None, args, kwargs, infers=True)
+            except SpecError as error:
+                self._checked.refuse(_resolve_mesh(self._mesh, None), error)
+            try:
+                if not runtime_of(call.mesh).has_data:
+                    return shapes_of(self._checked.verdict(call))
+                return self._checked.run(call, _run_alone)
+            except ShardTypeError as error:
+                if not self._lifts(error):
+                    raise
+
+    def _lifts(self, error: ShardTypeError) -> bool:
+        """Makes arguments of the closed-over tensors whose gradients have to be summed, if any."""
+        tensor = closure_of(error)
+        cells = {} if tensor is None else Closures(self._function).cells_with(tensor)
+        if cells.keys() <= self._lifted.keys() or torch.compiler.is_compiling():
+            return False
+        self._lifted |= cells
+        return True
 
     def verdict_on(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], strictness: Strictness | None = None
     ) -> Verdict:
         """Checks a call without running it."""
         args, kwargs = stand_ins((args, kwargs))
-        call = self._call(None, args, kwargs, infers=True, runs=False)
-        return self._checked.verdict(call, strictness)
+        while True:
+            call = self._call(None, args, kwargs, infers=True, runs=False)
+            try:
+                return self._checked.verdict(call, strictness)
+            except ShardTypeError as error:
+                if not self._lifts(error):
+                    raise
 
     def _mesh_and_verdict(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -277,13 +298,16 @@ class _Body:
         return call.mesh, self._checked.traced(call)
 
     def _closures(self) -> Closures | None:
-        """Finds closed-over values that a transform outside differentiates or batches."""
-        if torch.compiler.is_dynamo_compiling() or functorch.peek_interpreter_stack() is None:
+        """Finds closed-over values that a transform outside tracks, or a backward reduces."""
+        if torch.compiler.is_dynamo_compiling():
             return None
-        closures = Closures(self._function)
-        leaves, _ = flatten(closures.values())
-        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return closures if any(map(functorch.is_functorch_wrapped_tensor, tensors)) else None
+        if functorch.peek_interpreter_stack() is not None:
+            closures = Closures(self._function)
+            leaves, _ = flatten(closures.values())
+            tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+            if any(map(functorch.is_functorch_wrapped_tensor, tensors)):
+                return closures
+        return Closures(self._function, self._lifted) if self._lifted else None
 
     def _call(
         self,

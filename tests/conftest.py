@@ -4,11 +4,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+from unittest import mock
 
 import hypothesis
 import pytest
 import torch
 
+from shardmap_torch.checker.verify import search
 from tests.support.fuzzing import FUZZ
 from tests.support.pool import Gloo, Pool
 
@@ -16,6 +18,8 @@ from tests.support.pool import Gloo, Pool
 hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("tests")
 
+
+_INSERTIONS: Final = search._MORE
 
 # Folders whose tests run programs from end to end, and modules that try each row of a table.
 SLOW: Final = {
@@ -50,6 +54,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in missing.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_insertions() -> Iterator[None]:
+    """Tries no insertions where programs are rejected: each costs as much as the check."""
+    with mock.patch.object(search, "_MORE", 0):
+        yield
+
+
+@pytest.fixture
+def insertions() -> Iterator[None]:
+    """Tries them, as outside of tests."""
+    with mock.patch.object(search, "_MORE", _INSERTIONS):
+        yield
 
 
 @pytest.fixture(scope="session")

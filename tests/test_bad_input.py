@@ -1,6 +1,8 @@
 """Junk arguments raise errors of this package, and leave nothing behind."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,17 @@ from shardmap_torch import (
     I,
     P,
     ShardMapError,
+    ShardTypeError,
     SpecError,
     all_gather,
     all_reduce,
     current_mesh,
     full,
+    lax,
     make_mesh,
+    mark_sharding,
+    match_specs,
+    optim,
     shard_map,
 )
 from shardmap_torch.collectives.scope import current_scope
@@ -106,3 +113,53 @@ def test_a_dtype_that_torch_cannot_add_is_an_error_and_no_hang(dtype: torch.dtyp
     assert str(told.value) == (
         f"all_reduce('a', Partial -> I): torch cannot reduce {name} on cpu; convert the operand."
     )
+
+
+X = torch.ones(2, 2)
+WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+    (lax.dynamic_slice_in_dim, ("x", 0, 1), {}, "not str ('x')."),
+    (lax.dynamic_slice_in_dim, (X, 0.5, 1), {}, "a slice starts at one integer, not at 0.5."),
+    (lax.dynamic_slice_in_dim, (X, X, 1), {}, "one integer, not at float32[2, 2]."),
+    (lax.dynamic_update_slice_in_dim, (X, 3, 0, 0), {}, "not int (3)."),
+    (lax.dynamic_update_index_in_dim, (X, [], 0, 0), {}, "not list ([])."),
+    (lax.fori_loop, (0, 1, 3, X), {}, "fori_loop: body_fun=3 is no function."),
+    (lax.scan, (3, X, X), {}, "scan: f=3 is no function."),
+    (lax.scan, (lambda c, x: 3, X, X), {}, "scan: f returns a carry and a result, not 3."),
+    (lax.scan, (print, X), {"length": "n"}, "scan: length='n' is no number of iterations."),
+    (lax.cond, ({}, print, print), {}, "cond: pred={} is neither a bool nor a tensor of one."),
+    (lax.cond, (True, 3, print), {}, "cond: true_fun=3 is no function."),
+    (optim.adamw, ("x",), {}, "lr='x' is no number"),
+    (optim.adamw, (0.1,), {"betas": 0.9}, "adamw: betas=0.9 is no pair of numbers."),
+    (optim.sgd, (X,), {}, "is no number"),
+    (optim.warmup_cosine, (1.0,), {"steps": "n"}, "steps='n' is no number"),
+    (optim.global_norm, ({"w": 3},), {}, "global_norm: a leaf of the tree is no tensor."),
+    (optim.global_norm, (X,), {"ord": "x"}, "ord='x' is no norm; it must be at least 1."),
+    (optim.clip_by_global_norm, (X,), {"max_norm": []}, "max_norm=[] is no number."),
+    (optim.clip_grad_norm_, (3, 1.0), {}, "the parameters are tensors, or one tensor."),
+    (optim.shard_over, (P(), X, 3, GRID), {}, "3 is neither an axis name nor a tuple of them."),
+    (optim.shard_over, (P(), {"w": 3}, "a", GRID), {}, "3 has no shape"),
+    (optim.sync_gradients, (X, P(), 3), {}, "3 is neither an axis name nor a tuple of them."),
+    (mark_sharding, (X, GRID, 2.5), {}, "2.5 is neither a P nor a sequence of entries."),
+    (match_specs, (X, 3), {}, "the patterns are a mapping from paths to P(...)."),
+    (match_specs, (X, {"**": 3}), {}, "match_specs: 3 is no P(...)."),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs", "text"), WRONG)
+def test_junk_for_a_library_function_is_named(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ShardMapError) as told:
+        function(*args, **kwargs)
+    assert str(told.value).endswith(text)
+
+
+@pytest.mark.parametrize("odd", [torch.ones(2, 2).to_sparse(), torch.ones(2, 2).to_mkldnn()])
+def test_a_body_may_refer_to_a_tensor_that_is_not_dense_and_not_use_it(odd: torch.Tensor) -> None:
+    def referring(x: torch.Tensor, uses: bool) -> torch.Tensor:
+        return x + odd if uses else x
+
+    mapped = shard_map(referring, mesh=GRID, in_specs=(P(), None), out_specs=P())
+    assert torch.equal(mapped(X, False), X)
+    with pytest.raises(ShardTypeError, match="closes over a nested, quantized or sparse tensor"):
+        mapped(X, True)

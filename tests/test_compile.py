@@ -1,7 +1,7 @@
 """shard_mapped functions under torch.compile(fullgraph=True) on process groups."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -412,16 +412,6 @@ def test_compiling_under_a_functorch_transform_is_refused(
             "in a checked body, with respect to what does not require gradients, by grad, "
             "value_and_grad or vjp of shardmap_torch; or do not compile." in text
         )
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-def test_compiling_on_a_simulated_mesh_is_refused(simulate: Literal["vmap", "ranks"]) -> None:
-    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate=simulate)
-    text = refusal(shard_map(summed, mesh=mesh, in_specs=X, out_specs=X), *operands(summed))
-    assert (
-        "TransformError: summed: torch.compile cannot compile a body on a simulated mesh. Compile "
-        "on a process-group mesh, or call it uncompiled." in text
-    )
 
 
 def mismatch() -> str:

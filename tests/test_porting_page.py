@@ -93,7 +93,13 @@ PUBLIC = {
         current_mesh is_type_checking no_typecheck traceback_filtering get_axis_local_type
         get_local_type maybe_get_axis_local_type assert_local_type assert_type assert_type_like
         Infer local local_map mutate_type register_autograd_function trace DimSharding
-        register_local_autograd_function PartitionSpec TensorSharding SpmdTypeError""".split(),
+        register_local_autograd_function PartitionSpec TensorSharding SpmdTypeError
+        I Invariant LocalSpmdType P Partial PerMeshAxisLocalSpmdType PerMeshAxisSpmdType
+        PerMeshAxisSpmdTypes R Replicate S Shard SpmdType TYPE_CHECKING V Varying all_gather
+        all_to_all assert_local_type_like current_mesh_all_names current_mesh_names
+        get_partition_spec has_local_type merge_types normalize_axis normalize_mesh
+        normalize_partition_spec reduce_scatter register_decomposition register_no_typecheck
+        reinterpret_no_grad rules rulecheck typecheck""".split(),
     "JAX": """shard_map psum pmean pmax pmin all_gather psum_scatter all_to_all ppermute pshuffle
         pswapaxes pcast pvary pbroadcast ragged_all_to_all axis_index axis_size make_mesh Mesh
         PartitionSpec with_sharding_constraint device_put reshard fori_loop scan cond typeof

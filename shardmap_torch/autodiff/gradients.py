@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from shardmap_torch.backends.vmap import markers_of
 from shardmap_torch.collectives.autograd import is_transformed, reject_second_derivative
 from shardmap_torch.collectives.protocol import Note, is_checker
 from shardmap_torch.collectives.scope import current_scope
@@ -336,10 +337,7 @@ def _pulling_back(call: _Call) -> tuple[list[Tensor], list[Tensor], _PullBack]:
 def _placed(gradients: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     """Places gradients like what they belong to, in a body with automatic axes."""
     scope = current_scope()
-    like = None if scope is None else getattr(scope.backend, "like", None)
-    if like is None:
-        return gradients
-    return [like(grad, x) for grad, x in zip(gradients, leaves, strict=True)]
+    return gradients if scope is None else scope.backend.place_gradients(gradients, leaves)
 
 
 def _note(call: _Call) -> Note | None:
@@ -361,12 +359,14 @@ def _is_plain(call: _Call, note: Note | None) -> bool:
 
     The checker must see the level of the transform, and a batched body is one.
     """
+    scope = current_scope()
+    if torch.compiler.is_dynamo_compiling() and markers_of(scope):
+        return False
     if is_transformed() or _is_inference() or (note is not None and note.value):
         return False
     # Only a check tells then if others differentiate the results: Dynamo knows no graphs.
     if torch.compiler.is_dynamo_compiling() and note is None and torch.is_grad_enabled():
         return False
-    scope = current_scope()
     if scope is not None and is_checker(scope.backend):
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in call.leaves))

@@ -24,7 +24,7 @@ from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.torch_private.engine import FakeTensorMode
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten, map_leaves
-from shardmap_torch.errors import MeshError, SpecError, listing
+from shardmap_torch.errors import MeshError, SpecError, listing, show
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.mixing.run import mark
 from shardmap_torch.placing import device_put
@@ -165,6 +165,8 @@ def mark_sharding(x: Tensor, mesh: Mesh | DeviceMesh | None, spec: P | Sequence[
         >>> mark_sharding(torch.arange(4), mesh, ("dp", ))
         tensor([0, 1, 2, 3])
     """
+    if not isinstance(spec, P | tuple | list):
+        raise SpecError(f"mark_sharding: {show(spec)} is neither a P nor a sequence of entries.")
     known = spec if isinstance(spec, P) else P(*spec)
     scope = current_scope()
     if scope is not None:

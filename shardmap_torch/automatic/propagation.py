@@ -2,7 +2,7 @@
 
 The code runs on fake tensors of global shapes. A dispatch mode asks DTensor's sharding propagation
 for the placements that each operation needs of its operands, and records those that differ. It uses
-torch's private interface, as the checker does (`checker/spmd/dtensor_rules.py`).
+torch's private interface, as the checker does (`checker/spmd/ops/dtensor_rules.py`).
 """
 
 import threading

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from shardmap_torch.backends.local import LOCAL
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
 from shardmap_torch.mesh import Mesh
 
 
-class RankBackend:
+class RankBackend(WithoutAutomaticAxes):
     """Backend of one rank: runs local movements itself; a subclass communicates."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:

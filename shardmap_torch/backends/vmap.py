@@ -7,19 +7,22 @@ the collective's own, any other (another mesh axis, the user's own vmap) is pass
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from shardmap_torch.backends.folding import sum_of
 from shardmap_torch.backends.local import alone
 from shardmap_torch.backends.reference import MOVES, Stack
 from shardmap_torch.collectives.autograd import apply_transformed, unshared
 from shardmap_torch.collectives.moves import MOVES as TRAITS
-from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.operations import Collective, Extremum, Operation, is_rounded_by
+from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
 from shardmap_torch.collectives.scope import Scope
+from shardmap_torch.core.caching import constant
 from shardmap_torch.core.storage import memory_of
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
@@ -50,7 +53,7 @@ class Staged:
         return self.pending
 
 
-class BatchedBackend:
+class BatchedBackend(WithoutAutomaticAxes):
     """Backend of all ranks at once; `axes` are the vmap levels that are open around the body."""
 
     def __init__(self, mesh: Mesh, axes: Mapping[str, Tensor]) -> None:
@@ -85,20 +88,30 @@ class BatchedBackend:
             'Use make_mesh(..., simulate="ranks") for code that runs backward by itself.'
         )
 
+    def trace(self, operation: Operation, x: Tensor, markers: Sequence[Tensor]) -> Tensor:
+        """Runs an operation while Dynamo traces: its graph calls it, and AOTAutograd looks into it.
+
+        Dynamo has levels of vmap of its own, and knows no autograd Function under them.
+        """
+        total = operation.total if isinstance(operation, Extremum) else operation
+        extremum = operation.move if isinstance(operation, Extremum) else ""
+        _allow_in_graph()
+        number = _keep(self.mesh, extremum, *[getattr(total, name) for name in _FIELDS])
+        return _apply_in_graph(number, x, *markers)
+
     def resolve(
         self, operation: Any, x: Tensor, x_dim: int | None, markers: Sequence[Tensor], level: int
     ) -> tuple[Tensor, int | None]:
         """Opens one level: the vmap rule of a collective at the level of one of its own axes."""
-        staged = (
-            operation
-            if isinstance(operation, Staged)
-            else Staged(operation, tuple(operation.axes), ())
-        )
+        staged = operation if isinstance(operation, Staged) else _staged(operation, x)
         move: str = staged.operation.move
         axis = staged.pending[level]
         if move == "same":
             others = (*markers[:level], *markers[level + 1 :])
             return self._same(staged.operation, x, x_dim, axis, others)
+        total = sum_of(operation, x)
+        if total is not None:
+            return total, None if TRAITS[move].equal else 0
         if x_dim is not None:
             x = x.movedim(x_dim, 0)
         opened = Staged(
@@ -162,6 +175,53 @@ class BatchedBackend:
                 shape.insert(position, self.mesh.shape[axis])
                 x = x.unsqueeze(position).expand(shape)
         return x
+
+
+def _staged(operation: Any, x: Tensor) -> Staged:
+    """Begins an operation.
+
+    Raises:
+        TransformError: a gradient from outside would not be rounded as the collective says.
+    """
+    if is_rounded_by(operation, x):
+        raise TransformError(_ROUNDS.format(operation))
+    return Staged(operation, tuple(operation.axes), ())
+
+
+_ROUNDS: Final = (
+    "{}: one batched program differentiates it from outside in the dtype of the operand, not in "
+    "those that comm_dtype and grad_comm_dtype name. Use a mesh of "
+    'make_mesh(..., simulate="ranks"), which "auto" chooses for checked functions.'
+)
+
+_FIELDS: Final = tuple([field.name for field in fields(Collective)])
+
+_TRACED: list[tuple[Mesh, Operation]] = []
+"""The operations of compiled bodies; a graph holds numbers and tensors only."""
+
+
+@constant
+def _keep(mesh: Mesh, extremum: str, *values: Any) -> int:
+    """Returns the number of an operation.
+
+    It comes by its fields: Dynamo cannot hand out an object whose making it has traced.
+    """
+    total = Collective(*values)
+    traced = mesh, Extremum(extremum, total) if extremum else total
+    if traced not in _TRACED:
+        _TRACED.append(traced)
+    return _TRACED.index(traced)
+
+
+def _apply_in_graph(number: int, x: Tensor, *markers: Tensor) -> Tensor:
+    mesh, operation = _TRACED[number]
+    backend = BatchedBackend(mesh, dict(zip(operation.axes, markers, strict=True)))
+    return apply_transformed(x, operation, backend, *markers)
+
+
+@constant
+def _allow_in_graph() -> None:
+    torch.compiler.allow_in_graph(_apply_in_graph)
 
 
 def markers_of(scope: Scope | None) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
@@ -40,6 +41,10 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
         ):
             return x
     traced = torch.compiler.is_dynamo_compiling()
+    if traced and markers:
+        batched: Any = backend
+        found: Tensor = batched.trace(operation, x, markers)
+        return found
     # As `is_transformed`, whose call would cost as much again.
     if markers or (is_transformed() if traced else _has_levels() or forward_level() >= 0):
         return apply_transformed(x, operation, backend, *markers)
@@ -60,13 +65,13 @@ def issue(scope: Scope, operation: Operation, x: Tensor) -> Tensor:
 def is_transformed() -> bool:
     """Returns whether a torch.func transform or forward mode is active; not while Dynamo traces."""
     if torch.compiler.is_dynamo_compiling():
-        _reject_transforms()
+        reject_transforms()
         return False
     return _has_levels() or forward_level() >= 0
 
 
 @constant
-def _reject_transforms() -> None:
+def reject_transforms() -> None:
     """Rejects torch.func transforms while Dynamo traces: it would trace the forward only.
 
     Raises:
@@ -208,6 +213,10 @@ class FunctorchForm(TypedFunction):
         # Dims are counted from the front, so a batch dim at the end disturbs none of them.
         out = apply_transformed(x.movedim(x_dim, -1), operation, backend, *markers)
         return out, out.ndim - 1
+
+
+# torch binds the arguments of each application, and looks for the signature each time.
+FunctorchForm.forward.__signature__ = signature(FunctorchForm.forward)  # type: ignore[attr-defined]
 
 
 def apply_transformed(x: Tensor, operation: Any, backend: Any, *markers: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardmap_torch.collectives.table import TABLE, TURNS, Row
 from shardmap_torch.core.caching import lazy, memo
+from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.types import AxisType, Partial, R, V
 
 Saved: TypeAlias = tuple[Tensor, ...]
@@ -245,3 +246,18 @@ class Extremum:
         """Formats it as `all_reduce('tp', V -> I, op='max')`."""
         axes = self.axes[0] if len(self.axes) == 1 else self.axes
         return f"all_reduce({axes!r}, V -> {self.total.dst}, op={self.move!r})"
+
+
+def is_rounded_by(operation: object, x: Tensor) -> bool:
+    """Returns whether an operation rounds to travel what is, or gets, a gradient of `x`.
+
+    One batched program differentiates it from outside without: autograd adds over ranks by itself.
+    """
+    if not isinstance(operation, Collective):
+        return False
+    named = operation.comm_dtype, operation.grad_comm_dtype
+    # A mode of the body may see the question for a gradient: few collectives name a dtype.
+    if named == (None, None) or not can_receive_gradient(x):
+        return False
+    own = torch.finfo(x.dtype).eps
+    return any(dtype is not None and torch.finfo(dtype).eps > own for dtype in named)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from torch import Tensor
 
 from shardmap_torch.collectives.operations import Mover, Operation
+from shardmap_torch.core.source_location import Site
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, V
@@ -30,6 +31,30 @@ class Backend(Mover, Protocol):
         """Reports that the body is right only if each rank runs it by itself, unbatched."""
         ...
 
+    def unshared(self, x: Tensor) -> Tensor:
+        """Makes a value global over automatic axes; returns it where all values are."""
+        ...
+
+    def place_gradients(
+        self, gradients: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Places gradients over automatic axes like the values to which they belong."""
+        ...
+
+
+class WithoutAutomaticAxes:
+    """The part of a backend whose values are global over the axes that are not bound."""
+
+    def unshared(self, x: Tensor) -> Tensor:
+        """Returns the value."""
+        return x
+
+    def place_gradients(
+        self, gradients: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Returns the gradients."""
+        return gradients
+
 
 Form: TypeAlias = Callable[..., tuple[Tensor, ...]]
 """One way to compute some results from some tensors, which autograd can differentiate."""
@@ -40,6 +65,10 @@ class Checker(Backend, Protocol):
 
     def read(self, x: Tensor) -> tuple[AxisType, AxisType]:
         """Returns the reading of a cast of `x`: of uncommitted values, and of copies."""
+        ...
+
+    def is_cast(self) -> bool:
+        """Returns whether the equal result that is being made is cast; see `Readings`."""
         ...
 
     def seeing(self) -> AbstractContextManager[object]:
@@ -122,11 +151,16 @@ class Readings:
         copies: the type of equal values that JAX calls varying: V, or R with check="global", where
             ranks that may differ mean nothing on one device.
         asked: whether `uncommitted` has mattered.
+        results: equations of collectives whose results JAX casts where they meet what varies,
+            each with the lines of the user's that led to it.
+        cast: those lines of which the results are cast, by which they become R.
     """
 
     uncommitted: AxisType = I
     copies: AxisType = V
     asked: bool = False
+    results: dict[object, tuple[Site, ...]] = field(default_factory=dict)
+    cast: set[tuple[Site, ...]] = field(default_factory=set)
 
 
 @dataclass

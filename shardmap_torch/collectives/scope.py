@@ -54,6 +54,15 @@ class Scope:
         uncommitted, copies = note.types or _UNCHECKED
         return uncommitted, copies
 
+    def is_cast(self) -> bool:
+        """Returns whether ranks use this equal result each in its own way; see `Readings`."""
+        if self.monitor is None:
+            return False
+        note = self.monitor.note("result")
+        if is_checker(self.backend):
+            note.value = self.backend.is_cast()
+        return note.value
+
     def fork(self, what: object) -> "Scope":
         """Returns the scope to keep for code that a backward will run again; see `Monitor.fork`."""
         if self.monitor is None:

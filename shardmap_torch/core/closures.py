@@ -1,9 +1,9 @@
 """The tensors that a function closes over: their names, and copies of it with other ones."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -46,15 +46,30 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+E = TypeVar("E", bound=Exception)
+
+
+def about_closure(error: E, tensor: Tensor) -> E:
+    """Notes which closed-over tensor would have to be an argument for an error not to be raised."""
+    error.__dict__["_shardmap_closure"] = tensor
+    return error
+
+
+def closure_of(error: Exception) -> Tensor | None:
+    """Returns the tensor that `about_closure` noted."""
+    tensor: Tensor | None = error.__dict__.get("_shardmap_closure")
+    return tensor
+
+
 class Closures:
     """The tensors in the closures of a Python function, and of the functions that it reaches there.
 
     As operands they get their gradients, and values of the right vmap level in each run.
     """
 
-    def __init__(self, function: Any) -> None:
-        """Looks for them; values that cells have later are not seen."""
-        self.function = function
+    def __init__(self, function: Any, only: Collection[int] | None = None) -> None:
+        """Looks for them, or for `only` these, by id; values that cells have later are not seen."""
+        self.function, self._only = function, only
         self.functions: dict[int, FunctionType] = {}
         self.links: list[tuple[CellType, FunctionType]] = []
         self.holders: dict[int, CellType] = {}
@@ -76,10 +91,18 @@ class Closures:
             if isinstance(value, FunctionType):
                 self.links.append((cell, value))
                 yield value
-            elif any(isinstance(leaf, Tensor) for leaf in flatten(value)[0]):
+            elif (self._only is None or id(cell) in self._only) and _has_tensors(value):
                 if id(cell) not in self.holders:
                     self.names.append(name)
                 self.holders[id(cell)] = cell
+
+    def cells_with(self, tensor: Tensor) -> dict[int, CellType]:
+        """Returns the cells whose value is a tensor, or has it in a tree, by their ids."""
+        return {
+            key: cell
+            for key, cell in self.holders.items()
+            if any(leaf is tensor for leaf in flatten(cell.cell_contents)[0])
+        }
 
     def values(self) -> list[Any]:
         """Returns the values of the closure cells that hold tensors."""
@@ -95,6 +118,10 @@ class Closures:
         for cell, function in self.links:
             cells[id(cell)].cell_contents = copies[id(function)]
         return copies[id(self.function)]
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in flatten(value)[0])
 
 
 def _with_closure(function: FunctionType, cells: dict[int, CellType]) -> FunctionType:

@@ -1,5 +1,6 @@
 """torch.func's levels of transforms: the values under them, and what they differentiate."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,14 @@ def base_of(tensor: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
+
+
+def levels(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields a tensor, and those under it, one for each torch.func transform."""
+    yield tensor
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+        yield tensor
 
 
 def can_receive_gradient(value: Any) -> bool:

@@ -3,7 +3,9 @@
 import contextlib
 import linecache
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -60,20 +62,44 @@ def error_site(error: BaseException) -> Site | None:
     return next((site for site in reversed(lines) if not site.file.startswith(_OWN)), None)
 
 
+@lru_cache(maxsize=16384)
+def _site(file: str, line: int) -> Site:
+    """Returns one object for a line: layers are the same lines, over and over."""
+    return Site(file, line)
+
+
 def call_site() -> Site | None:
     """Finds the innermost line on the stack that is neither in this package nor in torch."""
-    frame = sys._getframe(1)
+    return next(_call_sites(), None)
+
+
+def call_sites() -> tuple[Site, ...]:
+    """Finds all such lines, the innermost first: they tell the callers of a helper apart."""
+    return tuple(_call_sites())
+
+
+def _call_sites() -> Iterator[Site]:
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         is_users = _USERS.get(name)
         if is_users is None:
             is_users = _USERS[name] = not name.startswith(_OWN)
         if is_users:
-            return Site(name, frame.f_lineno)
-        if frame.f_back is None:
-            return None
+            yield _site(name, frame.f_lineno)
         frame = frame.f_back
-    return None
+
+
+def calling(frame: FrameType | None) -> tuple[Site, int] | None:
+    """Finds the user's line that has called torch, and the position of the call in its code.
+
+    None if code of this package has, or nobody's.
+    """
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN[3:]):
+        frame = frame.f_back
+    if frame is None or is_own(frame):
+        return None
+    return Site(frame.f_code.co_filename, frame.f_lineno), frame.f_lasti
 
 
 def is_own(frame: FrameType) -> bool:

@@ -1,11 +1,14 @@
 """The collectives, dynamic slices and loops of `jax.lax`: its names, arguments and defaults.
 
 As in `jax.shard_map` with `check_vma=True`, an operand that is equal on all ranks is cast to a
-varying one first, so that `psum` of it is n times the value. These are the only implicit casts in a
-body. An operand that is neither I nor R yet is cast as I, as in JAX: the gradient of the cast is
-summed over the ranks, so that a gradient taken in the body is finished. Where a program does not
-type with that, all its casts are tried as of R, whose gradients are left unsummed. With
-`check="global"` what JAX calls varying stays R where it is equal.
+varying one first, so that `psum` of it is n times the value. A result of type I that meets what
+varies, where a gradient flows, is cast to R, so that its gradient is summed: the checker finds
+which ones have to be. These are the only implicit casts in a body.
+
+An operand that is neither I nor R yet is cast as I, as in JAX: the gradient of the cast is summed
+over the ranks, so that a gradient taken in the body is finished. Where a program does not type with
+that, all its casts are tried as of R, whose gradients are left unsummed. With `check="global"` what
+JAX calls varying stays R where it is equal.
 
 The gradient of a cast depends on the type before it. Values carry no type at run time; the
 checker finds it, and each run reads it from the checked program. With `check=False` it is given by
@@ -17,7 +20,7 @@ therefore varies over the axis, also where it would be equal without groups. It 
 `ppermute` for each member but one: the minimum of bytes, in g-1 messages.
 """
 
-from shardmap_torch.lax.cast import pcast, pvary
+from shardmap_torch.lax.cast import pcast, pvary, stop_gradient
 from shardmap_torch.lax.control import cond, fori_loop, scan
 from shardmap_torch.lax.extremum import pmax, pmin
 from shardmap_torch.lax.move import (
@@ -60,4 +63,5 @@ __all__ = [
     "pswapaxes",
     "pvary",
     "scan",
+    "stop_gradient",
 ]

@@ -124,6 +124,11 @@ def agree(x: Tensor, source: Source) -> Tensor:
     return ops.convert(x, replicate, src=R, dst=I) if replicate else x
 
 
+def spread(x: Tensor, axes: tuple[str, ...], scope: Scope) -> Tensor:
+    """Casts a result of type I to R, where the checker found that it meets what varies."""
+    return ops.convert(x, axes, src=I, dst=R) if scope.is_cast() else x
+
+
 def read(
     name: str,
     axis_name: Axis,
@@ -140,7 +145,7 @@ def read(
 
 def read_type(name: str, word: str, value: TypeLike, allowed: Sequence[AxisType]) -> AxisType:
     """Reads a type by our name or by JAX's."""
-    for type_ in allowed:
+    for type_ in allowed if isinstance(value, str | AxisType) else ():
         if value == type_ or value in (type_.kind, WORDS[type_]):
             return type_
     known = ", ".join(WORDS[type_] for type_ in allowed)

@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 from torch import Tensor
 
 from shardmap_torch import ops
+from shardmap_torch.core.tree import map_leaves
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.lax.arguments import ANY, WORDS, Arguments, Source, read, read_type, vary
 from shardmap_torch.ops.arguments import Axis, each_leaf
@@ -123,3 +124,22 @@ def pvary(x: X, axis_name: Axis) -> X:
         tensor([1., 1.])
     """
     return pcast(x, axis_name, to=V)
+
+
+def stop_gradient(x: X) -> X:
+    """Returns `x` without its gradient: `x.detach()` for every tensor of a tree.
+
+    Shape and types: unchanged. Sends nothing. Backward: nothing.
+
+    Args:
+        x: a tensor or a pytree; leaves that are no tensors stay.
+
+    Source: `jax.lax.stop_gradient`.
+
+    Example:
+        >>> import torch
+        >>> torch.func.grad(lambda x: x * stop_gradient(x))(torch.tensor(3.0))
+        tensor(3.)
+    """
+    stopped: X = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)
+    return stopped

@@ -30,8 +30,8 @@ def fori_loop(
         unroll: without effect; all iterations are unrolled.
 
     Raises:
-        TransformError: a bound is no integer, as where it is a tensor: the number of iterations
-            must not depend on data.
+        TransformError: `body_fun` is no function; or a bound is no integer, as where it is a
+            tensor: the number of iterations must not depend on data.
 
     Source: `jax.lax.fori_loop`.
 
@@ -45,6 +45,7 @@ def fori_loop(
                 f"fori_loop: {word}={show(bound)} is no Python integer: the number of iterations "
                 "must not depend on data."
             )
+    _require_callable("fori_loop", body_fun=body_fun)
     value = init_val
     for index in range(lower, upper):
         value = body_fun(index, value)
@@ -73,7 +74,8 @@ def scan(
         unroll: without effect; all iterations are unrolled.
 
     Raises:
-        TransformError: the leaves have different numbers of entries, or there is no length.
+        TransformError: the leaves have different numbers of entries, or there is no length; or `f`
+            is no function, or returns no pair.
 
     Source: `jax.lax.scan`.
 
@@ -81,8 +83,11 @@ def scan(
         >>> scan(lambda total, x: (total + x, total), torch.tensor(0.0), torch.arange(4.0))
         (tensor(6.), tensor([0., 0., 1., 3.]))
     """
+    _require_callable("scan", f=f)
+    if length is not None and not (isinstance(length, int) and length >= 0):
+        raise TransformError(f"scan: length={show(length)} is no number of iterations.")
     leaves, structure = flatten(xs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     lengths = {len(leaf) for leaf in tensors} | ({length} if length is not None else set())
     if len(lengths) != 1 or len(tensors) != len(leaves):
         raise TransformError(
@@ -93,9 +98,18 @@ def scan(
     carry, found = init, []
     for at in reversed(order) if reverse else order:
         entry = unflatten(structure, [x[at] for x in tensors])
-        carry, result = f(carry, entry)
-        found.append(result)
+        pair = f(carry, entry)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TransformError(f"scan: f returns a carry and a result, not {show(pair)}.")
+        carry = pair[0]
+        found.append(pair[1])
     return carry, _stacked(found[::-1] if reverse else found)
+
+
+def _require_callable(name: str, **functions: object) -> None:
+    for word, function in functions.items():
+        if not callable(function):
+            raise TransformError(f"{name}: {word}={show(function)} is no function.")
 
 
 def _stacked(results: list[Any]) -> Any:
@@ -126,6 +140,7 @@ def cond(
 
     Raises:
         ShardTypeError: in the check, if ranks may branch differently.
+        TransformError: `pred` is not one value, or a branch is no function.
 
     Source: `jax.lax.cond`.
 
@@ -133,4 +148,8 @@ def cond(
         >>> cond(torch.tensor(True), lambda x: 2 * x, lambda x: x, torch.tensor(3.0))
         tensor(6.)
     """
+    _require_callable("cond", true_fun=true_fun, false_fun=false_fun)
+    is_one = pred.numel() == 1 if isinstance(pred, Tensor) else isinstance(pred, bool | int | float)
+    if not is_one:
+        raise TransformError(f"cond: pred={show(pred)} is neither a bool nor a tensor of one.")
     return true_fun(*operands) if bool(pred) else false_fun(*operands)

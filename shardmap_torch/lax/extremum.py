@@ -11,6 +11,7 @@ from shardmap_torch.lax.arguments import (
     agree,
     each_leaf_or_number,
     read,
+    spread,
 )
 from shardmap_torch.lax.groups import gather_groups
 from shardmap_torch.ops.arguments import Axis
@@ -98,6 +99,7 @@ def _extremum(
         source = arguments.source(leaf)
         if source.varying:
             leaf = ops.all_reduce(leaf, source.varying, dst=I, op=op)
+            leaf = spread(leaf, source.varying, arguments.scope)
         return agree(leaf, source)
 
     return each_leaf_or_number(f"p{op}", x, one, lambda number: number)

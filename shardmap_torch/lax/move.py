@@ -7,7 +7,15 @@ from torch import Tensor
 
 from shardmap_torch import ops
 from shardmap_torch.errors import CollectiveError, show
-from shardmap_torch.lax.arguments import EQUAL_OR_VARYING, WORDS, Groups, copied, read, read_type
+from shardmap_torch.lax.arguments import (
+    EQUAL_OR_VARYING,
+    WORDS,
+    Groups,
+    copied,
+    read,
+    read_type,
+    spread,
+)
 from shardmap_torch.lax.groups import exchange_groups, gather_groups, join, split
 from shardmap_torch.ops.arguments import Axis, each_leaf, read_dim, read_items, shown
 from shardmap_torch.ops.reduce import check_split
@@ -72,7 +80,8 @@ def all_gather(
             at = read_dim("all_gather", "axis", axis, leaf.ndim + (not tiled))
             return join(gather_groups(leaf, axes, groups), at, tiled)
         if target != V:
-            return ops.all_gather(leaf, axes, dim=axis, dst=target, tiled=tiled)
+            every = ops.all_gather(leaf, axes, dim=axis, dst=target, tiled=tiled)
+            return spread(every, axes, arguments.scope) if target == I else every
         copies = ops.all_gather(leaf, axes, dim=axis, dst=R, tiled=tiled)
         return copied(copies, arguments)
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from shardmap_torch.errors import CollectiveError
-from shardmap_torch.ops.arguments import read_dim
+from shardmap_torch.errors import CollectiveError, show, show_shape
+from shardmap_torch.ops.arguments import read_dim, read_tensor
 
 Index = int | Tensor
 """A position: a Python integer or a tensor of one."""
@@ -34,6 +34,7 @@ def dynamic_slice_in_dim(
         >>> dynamic_slice_in_dim(torch.arange(5.0), torch.tensor(4), 2)
         tensor([3., 4.])
     """
+    read_tensor("dynamic_slice_in_dim", operand)
     at = read_dim("dynamic_slice_in_dim", "axis", axis, operand.ndim)
     return operand.index_select(at, _positions(operand, start_index, slice_size, at))
 
@@ -90,6 +91,8 @@ def dynamic_update_slice_in_dim(
         tensor([0., 1., 1., 0.])
     """
     name = "dynamic_update_slice_in_dim"
+    for value in (operand, update):
+        read_tensor(name, value)
     at = read_dim(name, "axis", axis, operand.ndim)
     sizes = list(zip(update.shape, operand.shape, strict=False))
     if update.ndim != operand.ndim or any(new > old for new, old in sizes):
@@ -123,6 +126,8 @@ def dynamic_update_index_in_dim(operand: Tensor, update: Tensor, index: Index, a
         >>> dynamic_update_index_in_dim(torch.zeros(3), torch.tensor(1.0), 2, 0)
         tensor([0., 0., 1.])
     """
+    for value in (operand, update):
+        read_tensor("dynamic_update_index_in_dim", value)
     at = read_dim("dynamic_update_index_in_dim", "axis", axis, operand.ndim)
     whole = update.unsqueeze(at) if update.ndim == operand.ndim - 1 else update
     return dynamic_update_slice_in_dim(operand, whole, index, at)
@@ -135,6 +140,12 @@ def _positions(operand: Tensor, start: Index, size: int, dim: int) -> Tensor:
         raise CollectiveError(f"a slice of {size} entries does not lie in a dim of {length}.")
     steps = torch.arange(size, device=operand.device)
     if isinstance(start, Tensor):
+        if start.numel() != 1 or start.dtype.is_floating_point or start.dtype.is_complex:
+            raise CollectiveError(
+                f"a slice starts at one integer, not at {show_shape(start.dtype, start.shape)}."
+            )
         first = start.reshape(())
         return torch.where(first < 0, first + length, first).clamp(0, length - size) + steps
+    if not isinstance(start, int):
+        raise CollectiveError(f"a slice starts at one integer, not at {show(start)}.")
     return min(max(start + length if start < 0 else start, 0), length - size) + steps

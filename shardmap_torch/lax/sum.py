@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import ops
-from shardmap_torch.lax.arguments import ANY, Groups, agree, each_leaf_or_number, read
+from shardmap_torch.lax.arguments import ANY, Groups, agree, each_leaf_or_number, read, spread
 from shardmap_torch.lax.groups import exchange_groups, gather_groups, split
 from shardmap_torch.ops.arguments import Axis, each_leaf, read_dim
 from shardmap_torch.types import I, TypeLike
@@ -60,6 +60,7 @@ def psum(
         total = leaf * arguments.num_along(source.equal) if source.equal else leaf
         if source.varying:
             total = ops.all_reduce(total, source.varying, dst=I)
+            total = spread(total, source.varying, arguments.scope)
         return agree(total, source)
 
     return each_leaf_or_number("psum", x, one, lambda number: number * arguments.num_members)

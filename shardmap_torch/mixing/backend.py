@@ -1,6 +1,6 @@
 """Backend of bodies with automatic axes: runs collectives on the shards of DTensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from shardmap_torch.core.functorch import base_of
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.mixing.layouts import replicated, settled
 from shardmap_torch.mixing.values import Place, Share, Unshare, local_of, moved
+from shardmap_torch.mixing.writes import Copies
 
 _GRAD: Final = "gradient"
 """The name of redistributions of gradients in reports."""
@@ -40,7 +41,7 @@ class SharingBackend(ProcessGroupBackend):
         assert mesh.device_mesh is not None  # only process-group meshes come here
         names = mesh.device_mesh.mesh_dim_names or ()
         self.automatic = axes
-        self.copied: list[str] = []  # views of this run that are copies
+        self.copies = Copies()
         self.shared: DeviceMesh = mesh.device_mesh[
             tuple(names[mesh.axis_names.index(axis)] for axis in axes)
         ]
@@ -49,7 +50,7 @@ class SharingBackend(ProcessGroupBackend):
         """Runs a movement on this rank's shard of a DTensor, or on a plain value."""
         if move == "same" or not isinstance(x, DTensor):
             return super().run(move, collective, x)
-        joined, new_dims = _DIMS.get(move, _kept)(collective, x.ndim)
+        joined, new_dims = _DIMS.get(move, _every)(collective, x.ndim)
         placements = settled(x.placements, joined, linear=not MOVES[move].extremum)
         x = moved(x, placements, collective.name)
         num_ranks = self.position(collective.axes)[1]
@@ -72,8 +73,13 @@ class SharingBackend(ProcessGroupBackend):
             return x
         return bind(self, Unshare(self.shared, replicated(self.shared.ndim), "shard_map"), x)
 
-    def like(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Places the gradient of a value of the body like the value, differentiably."""
+    def place_gradients(
+        self, gradients: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Places the gradients of values of the body like these, differentiably."""
+        return [self._like(grad, x) for grad, x in zip(gradients, leaves, strict=True)]
+
+    def _like(self, grad: Tensor, x: Tensor) -> Tensor:
         to, of = base_of(x), base_of(grad)
         if not isinstance(to, DTensor) or not isinstance(of, DTensor):
             return grad
@@ -96,6 +102,10 @@ Dims = tuple[tuple[int, ...], dict[int, int]]
 
 def _kept(c: Collective, ndim: int) -> Dims:
     return (), {dim: dim for dim in range(ndim)}
+
+
+def _every(c: Collective, ndim: int) -> Dims:
+    return tuple(range(ndim)), {}
 
 
 def _joined(c: Collective, ndim: int) -> Dims:
@@ -123,7 +133,8 @@ def _rows(c: Collective, ndim: int) -> Dims:
     return (0,), {dim: dim for dim in range(ndim)}
 
 
-_DIMS: Final[dict[str, Callable[[Any, int], Dims]]] = {
+_DIMS: Final[Mapping[str, Callable[[Any, int], Dims]]] = {
+    **dict.fromkeys(("sum", "max", "min", "permute", "broadcast", "sum_mask", "mask"), _kept),
     "gather": _joined,
     "pad": _joined,
     "sum_scatter": _divided,
@@ -131,4 +142,4 @@ _DIMS: Final[dict[str, Callable[[Any, int], Dims]]] = {
     "exchange": _exchanged,
     "ragged": _rows,
 }
-"""The dims of movements by name; the others touch none."""
+"""The dims of movements by name; any other movement has global values."""

@@ -5,6 +5,7 @@ these functions run on plain values, whose backward is plain too, with different
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final
 
@@ -12,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from shardmap_torch.boundary.placements import Placements
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.core.dtensors import is_dtensor
-from shardmap_torch.core.functorch import base_of, is_batched
+from shardmap_torch.core.functorch import base_of, is_batched, levels
 from shardmap_torch.core.storage import memory_of
-from shardmap_torch.core.tree import flatten, map_tensors
+from shardmap_torch.core.tree import map_tensors
 from shardmap_torch.mixing.backend import SharingBackend
-from shardmap_torch.mixing.layouts import evenly
-from shardmap_torch.mixing.values import Share, Unshare
+from shardmap_torch.mixing.layouts import evenly, settled
+from shardmap_torch.mixing.values import Place, Share, Unshare
 
 Handler = Callable[[SharingBackend, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -28,15 +30,22 @@ def on_global(
     backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Runs a function on values that are global over the automatic axes."""
-    args, kwargs = map_tensors(backend.unshared, (args, kwargs))
-    out = func(*args, **kwargs)
-    if _memory(out) & _memory((args, kwargs)):  # a view, but of copies
-        backend.copied.append(getattr(func, "__name__", "a function"))
-    return map_tensors(backend.replicated, out)
+    known: dict[int | None, Tensor] = {}
 
+    def unshared(x: Tensor) -> Tensor:
+        y = backend.unshared(x)
+        if y is not x:
+            known[memory_of(y)] = x
+        return y
 
-def _memory(tree: Any) -> set[int | None]:
-    return {memory_of(x) for x in flatten(tree)[0] if isinstance(x, Tensor)} - {None}
+    def replicated(y: Tensor) -> Tensor:
+        out, x = backend.replicated(y), known.get(memory_of(y))
+        if x is not None:  # a view for which autograd does not know the value that it is of
+            backend.copies.add(getattr(func, "__name__", "a function"), x, out, autograd=True)
+        return out
+
+    args, kwargs = map_tensors(unshared, (args, kwargs))
+    return map_tensors(replicated, func(*args, **kwargs))
 
 
 def _attention(
@@ -70,6 +79,17 @@ def _alike(operands: list[DTensor], backend: SharingBackend) -> tuple[Placement,
     return evenly(kept, query.shape, tuple(backend.shared.shape))
 
 
+def _by_dim(
+    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Counts a dim from the front: torch's rules of the backward take it as it is."""
+    if len(args) > 1 and is_dtensor(base_of(args[0])) and isinstance(args[1], int):
+        args = args[0], args[1] % args[0].ndim, *args[2:]
+    elif isinstance(dim := kwargs.get("dim"), int) and args and is_dtensor(base_of(args[0])):
+        kwargs = kwargs | {"dim": dim % args[0].ndim}
+    return func(*args, **kwargs)
+
+
 def _parts(
     backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -77,7 +97,7 @@ def _parts(
     if not args or not is_dtensor(base_of(args[0])):
         return on_global(backend, func, args, kwargs)
     x, *rest = args
-    dim = kwargs.get("dim", rest[1] if len(rest) > 1 else 0)
+    dim = kwargs.get("dim", rest[1] if len(rest) > 1 else 0) % x.ndim
     sizes = [part.shape[dim] for part in func(torch.empty(x.shape, device="meta"), *rest, **kwargs)]
     starts = accumulate(sizes, initial=0)
     return tuple(x.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
@@ -87,7 +107,7 @@ def _items(
     backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     x = args[0]
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % x.ndim
     return tuple(x.select(dim, at) for at in range(x.shape[dim]))
 
 
@@ -97,10 +117,49 @@ def _iterator(
     return iter(_items(backend, func, args, kwargs))
 
 
+def write_entries(backend: SharingBackend, x: Tensor, index: Any, value: Any) -> None:
+    """Writes `x[index] = value` where the entries are in other shards."""
+    out, index = map_tensors(backend.unshared, (x, index))
+    out = out.clone()
+    out[index] = backend.unshared(value) if isinstance(value, Tensor) else value
+    x.copy_(backend.replicated(out))
+
+
+def place_gradients_of_written(backend: SharingBackend, x: Tensor, *, entries: bool) -> None:
+    """Lets the gradient of a value into whose view was written come back sharded like it.
+
+    The backward of such a write writes into that view of the gradient, which would be a copy where
+    another dim is sharded. `entries`: of `x` itself, whose view had no name.
+    """
+    for each in levels(x):
+        base = each._base if each._is_view() else each if entries else None
+        lies = None if base is None else base_of(base)
+        if base is not None and base.requires_grad and isinstance(lies, DTensor):
+            base.register_hook(partial(_placed, backend, settled(lies.placements)))
+
+
+def _placed(backend: SharingBackend, placements: Placements, grad: Tensor) -> Tensor:
+    of = base_of(grad)
+    if not isinstance(of, DTensor) or of.placements == placements:
+        return grad
+    return bind(backend, Place(placements, "gradient"), grad)
+
+
+def write_by_copy(
+    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Runs a write for which no rule was tried by the function that returns a new value."""
+    x: Tensor = args[0]
+    out = on_global(backend, getattr(Tensor, func.__name__.removesuffix("_")), args, kwargs)
+    return x.copy_(out)
+
+
 HANDLERS: Final[Mapping[str, Handler]] = {
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split"), _parts),
     "unbind": _items,
+    "select": _by_dim,
+    "narrow": _by_dim,
     "__iter__": _iterator,
 }
 """Handlers by the name of the function."""

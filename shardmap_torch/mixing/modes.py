@@ -13,20 +13,44 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
+from shardmap_torch.collectives.autograd import FunctorchForm
 from shardmap_torch.collectives.protocol import Drawing, LaterDrawing, Monitor
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.torch_private.engine import OpOverload, TorchDispatchMode
+from shardmap_torch.core.torch_private.engine import (
+    OpOverload,
+    TorchDispatchMode,
+    custom_function_call,
+)
 from shardmap_torch.core.tree import flatten, map_tensors, unflatten
 from shardmap_torch.errors import ShardMapError
 from shardmap_torch.mixing.backend import SharingBackend
-from shardmap_torch.mixing.functions import HANDLERS, on_global
+from shardmap_torch.mixing.functions import (
+    HANDLERS,
+    on_global,
+    place_gradients_of_written,
+    write_by_copy,
+    write_entries,
+)
 from shardmap_torch.mixing.layouts import replicated, settled
 from shardmap_torch.mixing.placed import FUNCTIONS, IN_PLACE
 from shardmap_torch.mixing.values import local_of, moved
+from shardmap_torch.mixing.writes import (
+    here,
+    is_masked,
+    is_reshape_in_place,
+    reshape_in_place,
+    touches_shards,
+    write_global,
+    written,
+)
 
 _NO_OPERANDS: Final = frozenset({"__set__", "__get__", "__delete__", "backward", "register_hook"})
+_NO_TWINS: Final = frozenset(
+    "unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ detach_ "
+    "as_strided_ share_memory_ data_ rename_ requires_grad_".split()
+)
+"""Methods that change the tensor itself, and not its entries."""
 _NOT_MIXED: Final = frozenset({torch.autograd.grad, torch.autograd.backward})
 
 
@@ -42,20 +66,40 @@ class _Replicate(TorchFunctionMode):
         leaves, structure = flatten((args, kwargs))
         mixed = {is_dtensor(base_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)}
         name = getattr(func, "__name__", "")
-        if True not in mixed or func in _NOT_MIXED:
+        is_ours = func is custom_function_call and args[0] is FunctorchForm
+        if True not in mixed or is_ours or func in _NOT_MIXED:
             return func(*args, **kwargs)
-        out = kwargs.get("out") is not None
-        writes = out or _writes(name)
-        known = name.strip("_") in (IN_PLACE if writes else FUNCTIONS) and not out
+        if name == "__setitem__" and _needs_all(*args):
+            return write_entries(self._backend, *args)
+        has_out = kwargs.get("out") is not None
+        writes = has_out or _writes(name)
+        known = name.strip("_") in (IN_PLACE if writes else FUNCTIONS) and not has_out
         if writes:
-            _refuse_writes(name, args, kwargs, known)
+            _refuse_writes(name, args, kwargs, known or _has_twin(name, func))
+            if not known:
+                return write_by_copy(self._backend, func, args, kwargs)
         elif not known:
             return HANDLERS.get(name, on_global)(self._backend, func, args, kwargs)
         if len(mixed) == 2 and name not in _NO_OPERANDS:
             lift = self._backend.replicated
             leaves = [lift(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = unflatten(structure, leaves)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if writes and isinstance(args[0], Tensor):
+            place_gradients_of_written(self._backend, args[0], entries=name == "__setitem__")
+        return out
+
+
+def _needs_all(x: Tensor, index: Any, value: Any) -> bool:
+    base = base_of(x)
+    # In the backward of torch.func.grad a write into a view takes what DTensor does not have.
+    return isinstance(base, DTensor) and (base is not x or touches_shards(base, index))
+
+
+def _has_twin(name: str, func: Any) -> bool:
+    """Returns whether a method that writes entries has one that returns a new value."""
+    is_known = func in (getattr(Tensor, name, None), getattr(torch, name, None))
+    return is_known and name not in _NO_TWINS and hasattr(Tensor, name.removesuffix("_"))
 
 
 def _writes(name: str) -> bool:
@@ -74,19 +118,14 @@ def _refuse_writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], kno
     if isinstance(written, Tensor) and not is_dtensor(base_of(written)):
         raise ShardMapError(
             f"{name} writes a value that is sharded over automatic axes into a plain tensor, "
-            f"{_here()}. Make the tensor from the value, as by x.new_zeros(...), or return a new "
+            f"{here()}. Make the tensor from the value, as by x.new_zeros(...), or return a new "
             "one instead of writing."
         )
     if not known:
         raise ShardMapError(
-            f"{name} writes into a value that is sharded over automatic axes, {_here()}; it cannot "
+            f"{name} writes into a value that is sharded over automatic axes, {here()}; it cannot "
             "run on shards. Use the operation that returns a new value."
         )
-
-
-def _here() -> str:
-    site = call_site()
-    return f"at {site}" if site is not None else "in the body"
 
 
 class _Fallback(TorchDispatchMode):
@@ -106,19 +145,30 @@ class _Fallback(TorchDispatchMode):
         shared = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if not shared:
             return func(*args, **kwargs)
-        if func._schema.is_mutable and self._backend.copied:
-            raise ShardMapError(_explain_write(func, self._backend.copied[0]))
+        for x in written(func, args, kwargs):
+            self._backend.copies.check_write(func, x)
+        if len(shared) < sum(isinstance(leaf, Tensor) for leaf in leaves) and not _is_lost(
+            func, leaves
+        ):
+            leaves = [self._lifted(leaf) for leaf in leaves]
+            args, kwargs = unflatten(structure, leaves)
         draws = _draws(func, args, kwargs)
-        out, is_run = None, False
+        is_run, out = False, None
         if not draws and func not in _READS:
             is_run, out = _try(func, args, kwargs)
+        if not is_run and func._schema.is_mutable and not draws:
+            return write_global(func, args, kwargs)
         if not is_run:
             plain = [self._global(leaf, func, draws) for leaf in leaves]
             args, kwargs = unflatten(structure, plain)
             out = self._wrapped(func, func(*args, **kwargs), shared[0], draws)
-        if func.is_view and not _shares_memory(out, shared[0]):
-            self._backend.copied.append(f"{func} {_here()}")
-        return out
+        if func.is_view and isinstance(first := flatten(out)[0][0], DTensor):
+            self._backend.copies.add(f"{func} {here()}", shared[0], first)
+        return map_tensors(_unmasked, out)
+
+    def _lifted(self, leaf: Any) -> Any:
+        is_plain = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
+        return self._share(leaf, None) if is_plain else leaf
 
     def _global(self, leaf: Any, func: OpOverload, draws: bool) -> Any:
         if not isinstance(leaf, DTensor):
@@ -130,8 +180,7 @@ class _Fallback(TorchDispatchMode):
 
     def _wrapped(self, func: OpOverload, out: Any, x: DTensor, draws: bool) -> Any:
         """Makes results DTensors: what was drawn for a value is sharded like it."""
-        if func._schema.is_mutable:
-            _require_draw(func, draws)
+        if func._schema.is_mutable:  # of those only draws come here
             x._local_tensor.copy_(self._share(out, x)._local_tensor)
             return x
         return map_tensors(
@@ -154,50 +203,44 @@ _READS: Final = frozenset(
 def _try(func: OpOverload, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Runs an operation on shards, if torch can place it; nothing has been sent if it cannot."""
     try:
-        return True, func(*args, **kwargs)
+        run = reshape_in_place if is_reshape_in_place(func) else _run
+        return True, run(func, args, kwargs)
     except NotImplementedError:  # it has no sharding rule
         return False, None
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         if not any(text in str(error) for text in _UNPLACED):
             raise
         return False, None
 
 
-_UNPLACED: Final = ("Sharding propagation failed", "not supported with DTensor")
+_UNPLACED: Final = (
+    "Sharding propagation failed",
+    "not supported with DTensor",
+    "not supported yet",
+    "out variant should have at least one out arg",  # of aten.to.dtype_layout, by its name
+)
 """In torch's errors about operations that it cannot place."""
 
 
-def _shares_memory(out: Any, x: DTensor) -> bool:
-    first = out[0] if isinstance(out, list | tuple) else out
-    return not isinstance(first, DTensor) or (
-        first._local_tensor.untyped_storage()._cdata == x._local_tensor.untyped_storage()._cdata
-    )
+def _run(func: OpOverload, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
-def _explain_write(func: OpOverload, copied: str) -> str:
-    return (
-        f"{func} writes into a value of a body with automatic axes, {_here()}.\n"
-        f"Before, {copied}, a view had to be redistributed and is a copy, so that the value and "
-        "the view could differ after a write. Use the operation that returns a new value, as "
-        "torch.where or torch.cat."
-    )
+def _is_lost(func: OpOverload, leaves: list[Any]) -> bool:
+    """Returns whether an operation writes into a plain tensor, as the first of its operands."""
+    first = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return func._schema.is_mutable and not isinstance(first, DTensor)
+
+
+def _unmasked(x: Any) -> Any:
+    """Makes an embedding's sum with a mask global: what takes it later may not know of masks."""
+    if isinstance(x, DTensor) and is_masked(x.placements):
+        return moved(x, settled(x.placements), "embedding")
+    return x
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     return may_draw(func) and draws(func, name_arguments(func, args, kwargs))
-
-
-def _require_draw(func: Any, draws: bool) -> None:
-    """Requires that an operation that runs on global values writes random numbers only.
-
-    Raises:
-        ShardMapError: it writes something else.
-    """
-    if not draws or len(func._schema.returns) != 1:
-        raise ShardMapError(
-            f"{func} writes into a value that is sharded over automatic axes, {_here()}; torch "
-            "cannot run it on shards. Use the operation that returns a new value."
-        )
 
 
 class Sharing:

@@ -16,7 +16,7 @@ _MATMULS: Final = "matmul rmatmul mm bmm linear einsum addmm baddbmm".split()
 _REDUCTIONS: Final = "sum mean softmax log_softmax layer_norm rms_norm".split()
 _VIEWS: Final = (
     "view reshape view_as flatten unflatten transpose permute movedim t unsqueeze squeeze expand "
-    "expand_as narrow select getitem contiguous clone detach to float double half bfloat16 type_as "
+    "expand_as getitem contiguous clone detach to float double half bfloat16 type_as "
     "long cat stack tril triu embedding"
 ).split()
 _FACTORIES: Final = (

@@ -56,7 +56,7 @@ def run_shared(
     added up.
     """
     mesh, axes = call.mesh, backend.automatic
-    backend.copied.clear()
+    backend.copies.clear()
     leaves = [call.leaves[position] for position in call.crossing]
     values = []
     for spec, x in zip(specs, leaves, strict=True):

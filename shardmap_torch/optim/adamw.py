@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shardmap_torch.errors import OptimizerError, show
 from shardmap_torch.optim.lists import Tensors, as_number, each, each_own
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
 from shardmap_torch.optim.schedules import Rate
@@ -48,6 +49,8 @@ def adamw(
         >>> params["w"], state["step"].item()
         (tensor([0.9000, 0.9000]), 1)
     """
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise OptimizerError(f"adamw: betas={show(betas)} is no pair of numbers.")
     check_range(
         "adamw",
         lr=(0.0 if callable(lr) else lr, 0.0, float("inf")),

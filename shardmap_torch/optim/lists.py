@@ -1,14 +1,19 @@
 """Element-wise arithmetic on lists of tensors, by torch's fused `_foreach` operators."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.caching import constant
 from shardmap_torch.core.torch_private.engine import are_transforms_active, functorch
 
 Tensors: TypeAlias = list[Tensor]
+
+_NUMBERS: Final = frozenset(
+    (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
+)
 
 
 def each(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: float) -> Tensors:
@@ -61,9 +66,25 @@ def as_number(scalar: Tensor | float) -> Tensor | float:
 
 
 def _is_transformed(operands: Sequence[Sequence[Tensor] | Tensor | float]) -> bool:
-    """Returns whether an operand is under a functorch transform; never while Dynamo traces."""
-    if torch.compiler.is_dynamo_compiling() or not are_transforms_active():
+    """Returns whether an operand is under a functorch transform, or may be while Dynamo traces."""
+    if torch.compiler.is_dynamo_compiling():
+        return _has_levels()
+    if not are_transforms_active():
         return False
     wrapped = functorch.is_functorch_wrapped_tensor
     values = [value for o in operands for value in (o if isinstance(o, list) else [o])]
     return any(isinstance(value, Tensor) and wrapped(value) for value in values)
+
+
+@constant
+def _has_levels() -> bool:
+    return functorch.peek_interpreter_stack() is not None
+
+
+def is_number(value: object) -> bool:
+    """Returns whether a value is a real number, of Python or in a tensor of one."""
+    if isinstance(value, Tensor):
+        is_plain = value.layout == torch.strided and not value.is_meta
+        return is_plain and value.numel() == 1 and value.dtype in _NUMBERS
+    is_one = not hasattr(value, "__len__")  # unlike an array
+    return isinstance(value, int | float) or (is_one and hasattr(type(value), "__float__"))

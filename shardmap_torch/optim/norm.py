@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.tree import Tree, closed, flatten, opened
-from shardmap_torch.errors import OptimizerError, SpecError
+from shardmap_torch.errors import OptimizerError, SpecError, show
 from shardmap_torch.ops import all_reduce
 from shardmap_torch.optim.leaves import Leaves, match_leaves
-from shardmap_torch.optim.lists import each
+from shardmap_torch.optim.lists import each, is_number
 from shardmap_torch.spec import P
 from shardmap_torch.types import I
 
@@ -60,10 +60,13 @@ def global_norm(tree: Tree, specs: Tree | None = None, *, ord: float = 2.0) -> T
         >>> norm({"w": torch.tensor([2.0, 4.0]), "b": torch.tensor([4.0])})
         tensor(6.)
     """
-    if not ord >= 1:
-        raise OptimizerError(f"global_norm: ord={ord} is no norm; it must be at least 1.")
-    if not opened(tree)[0]:
+    if not is_number(ord) or not ord >= 1:
+        raise OptimizerError(f"global_norm: ord={show(ord)} is no norm; it must be at least 1.")
+    leaves = opened(tree)[0]
+    if not leaves:
         raise OptimizerError("global_norm: the tree has no leaves.")
+    if not all([isinstance(leaf, Tensor) for leaf in leaves]):
+        raise OptimizerError("global_norm: a leaf of the tree is no tensor.")
     in_body = current_scope() is not None
     amounts = _in_body(tree, specs, ord) if in_body else _outside(tree, ord)
     dtype = _widest(amounts)
@@ -102,6 +105,8 @@ def clip_by_global_norm(
         >>> clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, max_norm=2.5)
         ({'w': tensor([1.5000, 2.0000])}, tensor(5.))
     """
+    if not is_number(max_norm):
+        raise OptimizerError(f"clip_by_global_norm: max_norm={show(max_norm)} is no number.")
     norm = global_norm(tree, specs, ord=ord)
     # A norm of zero gives infinity here, and 1 after the clamp.
     scale = (max_norm / norm).clamp(max=1)
@@ -149,7 +154,7 @@ def clip_grad_norm_(
         >>> clip_grad_norm_([w], 1.0), w.grad
         (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    several = [parameters] if isinstance(parameters, Tensor) else parameters
+    several = [parameters] if isinstance(parameters, Tensor) else _listed(parameters)
     grads = [p.grad for p in several if p.grad is not None]
     if not grads:
         return torch.zeros(())
@@ -159,6 +164,13 @@ def clip_grad_norm_(
     for grad, new in zip(grads, clipped, strict=True):
         grad.copy_(new)
     return norm
+
+
+def _listed(parameters: Iterable[Tensor]) -> list[Tensor]:
+    listed = list(parameters) if isinstance(parameters, Iterable) else [None]
+    if not all([isinstance(each, Tensor) for each in listed]):
+        raise OptimizerError("clip_grad_norm_: the parameters are tensors, or one tensor.")
+    return listed
 
 
 def _widest(amounts: Sequence[Tensor]) -> torch.dtype:

@@ -20,8 +20,8 @@ from shardmap_torch.core.tree import (
     rebuilt,
     unflatten,
 )
-from shardmap_torch.errors import OptimizerError, listing
-from shardmap_torch.optim.lists import Tensors
+from shardmap_torch.errors import OptimizerError, listing, show
+from shardmap_torch.optim.lists import Tensors, is_number
 from shardmap_torch.optim.schedules import Rate, rate_at
 from shardmap_torch.spec import P
 from shardmap_torch.spec_patterns import leaf_paths
@@ -164,9 +164,11 @@ def check_range(name: str, **values: tuple[float, float, float]) -> None:
         OptimizerError: lists all that are out of range.
     """
     problems = [
-        f"{word}={value} is not in [{low:g}, {high:g})"
+        f"{word}={show(value)} is no number"
+        if not is_number(value)
+        else f"{word}={value} is not in [{low:g}, {high:g})"
         for word, (value, low, high) in values.items()
-        if not low <= value < high
+        if not is_number(value) or not low <= value < high
     ]
     if problems:
         raise OptimizerError(listing(f"{name}:", problems))

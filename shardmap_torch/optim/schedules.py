@@ -6,6 +6,9 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from shardmap_torch.errors import OptimizerError, listing, show
+from shardmap_torch.optim.lists import is_number
+
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
 """Maps the number of the step, a float64 scalar that starts at 1, to the learning rate."""
 
@@ -34,6 +37,14 @@ def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.
         >>> [round(rate(torch.tensor(float(step))).item(), 3) for step in (0, 5, 10, 20)]
         [1.0, 0.55, 0.1, 0.1]
     """
+    given = {"peak": peak, "steps": steps, "warmup": warmup, "final": final}
+    wrong = [
+        f"{word}={show(value)} is no number"
+        for word, value in given.items()
+        if not is_number(value)
+    ]
+    if wrong:
+        raise OptimizerError(listing("warmup_cosine:", wrong))
     middle, amplitude = (peak + final) / 2, (peak - final) / 2
 
     def rate(step: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import Flat, Tree, closed
-from shardmap_torch.errors import ShardTypeError, SpecError, listing
+from shardmap_torch.errors import ShardTypeError, SpecError, listing, read_names, show
 from shardmap_torch.ops.arguments import Axis, finest
 from shardmap_torch.optim.buckets import BUCKET_BYTES, Stage, Transfer, transfer_all
 from shardmap_torch.optim.leaves import Leaves, match_leaves
@@ -73,7 +73,12 @@ def sync_gradients(
         >>> grads({"w": torch.ones(()), "b": torch.ones(())}, torch.arange(4.0))
         {'w': tensor(6.), 'b': tensor(4.)}
     """
-    axes = finest((axis,) if isinstance(axis, str) else tuple(axis))
+    names = read_names(axis)
+    if names is None:
+        raise SpecError(
+            f"sync_gradients: {show(axis)} is neither an axis name nor a tuple of them."
+        )
+    axes = finest(names)
     leaves = _leaves("sync_gradients", "grads", specs, grads)
     targets = leaves if into is None else _leaves("sync_gradients", "grads", into, grads)
     plan = _plan_sums(leaves.paths, leaves.specs, targets.specs, axes)

@@ -17,8 +17,8 @@ from shardmap_torch.core.tree import (
     flatten,
     unflatten,
 )
-from shardmap_torch.errors import SpecError, listing
-from shardmap_torch.mesh import Mesh
+from shardmap_torch.errors import SpecError, listing, read_names, show
+from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.optim.buckets import BUCKET_BYTES
 from shardmap_torch.optim.norm import clip_by_global_norm
@@ -57,7 +57,10 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
         >>> shard_over({"w": P(None, "tp"), "v": P("tp"), "scale": P()}, params, "dp", mesh)
         {'w': P('dp', 'tp'), 'v': P('tp', 'dp'), 'scale': P()}
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = read_names(axis)
+    if axes is None:
+        raise SpecError(f"shard_over: {show(axis)} is neither an axis name nor a tuple of them.")
+    mesh = as_mesh(mesh)
     matched = list(broadcast_prefix(specs, params, "params", lambda spec: isinstance(spec, P)))
     problems = [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]
     placed = [leaf for leaf in matched if isinstance(leaf, Placed)]
@@ -65,6 +68,8 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
         twice = [each for each in axes if each in leaf.spec.mentioned]
         if twice:
             problems.append(f"{leaf.path}: {leaf.spec!r} mentions {', '.join(map(repr, twice))}")
+        if not hasattr(leaf.value, "shape"):
+            problems.append(f"{leaf.path}: {show(leaf.value)} has no shape")
     if problems:
         raise SpecError(listing(f"shard_over {axis!r}:", problems))
     sharded = [_sharded(leaf.spec, tuple(leaf.value.shape), axes, mesh.shape) for leaf in placed]

@@ -14,6 +14,7 @@ from typing import Any, Final, NoReturn
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.cache_key import Signature, parts, signature
 from shardmap_torch.checker.guards.captured_state import Surroundings
+from shardmap_torch.checker.guards.places import looking
 from shardmap_torch.checker.guards.replay import Departure, Difference
 from shardmap_torch.checker.interpreter.state import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
@@ -186,7 +187,8 @@ class Checked:
 
     def _verify(self, call: Call) -> Verdict:
         check = partial(verify, call, self._strictness)
-        purely = partial(verify_purely, self._name, self._surroundings, check)
+        shares = call.mesh.kind == "simulated"
+        purely = partial(verify_purely, self._name, self._surroundings, check, shares)
         return self._stored.get(call, self._strictness, purely)
 
     def _derive(self, call: Call, sizes: Sizes) -> Verdict:
@@ -194,11 +196,12 @@ class Checked:
         check = partial(attempt, call, NONE, self._strictness, sizes)
         before = Before(self._surroundings)
         try:
-            verdict, changed = check(), before.changes()
+            with looking(before.look):
+                verdict, changed = check(), before.changes()
         finally:
-            before.put_back()
-        if changed:
-            raise ShardTypeError(f"the body changes {changed[0]}")
+            altered = before.put_back()
+        if changed or altered:
+            raise ShardTypeError(f"the body changes {[*changed, 'what it refers to'][0]}")
         return verdict
 
     def _agreed(self, key: Signature, call: Call, departure: Difference | None) -> "_Known":

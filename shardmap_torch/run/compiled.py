@@ -19,6 +19,7 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.guards.replay import TYPE, Step
+from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
@@ -73,12 +74,14 @@ class Checked:
         exits: conversions of results, as in `Call`.
         sharing: the input whose memory a result may have, by their positions.
         start: the notes of what the body asks of its mesh, with which the trace is compared.
+        cannot: the start of an error that says why it cannot be traced.
     """
 
     match: Match
     exits: Mapping[int, tuple[Collective, ...]]
     sharing: Mapping[int, int]
     start: Step
+    cannot: str
 
 
 def as_checked(asked: Asked, call: Call) -> Call:
@@ -94,7 +97,7 @@ def as_checked(asked: Asked, call: Call) -> Call:
         call.leaves,
         found.match,
         found.exits,
-        lambda: Trace(call.name, found.start),
+        lambda: Trace(found.cannot, found.start),
         sharing=found.sharing,
     )
 
@@ -134,24 +137,25 @@ def _check(asked: Asked, mesh: Mesh, outline: Tree, *described: Any) -> str:
             found_mesh, verdict = asked.ask(args, kwargs)
         if found_mesh != mesh:
             raise TransformError(f"{asked.name}: use_mesh in code that torch.compile traces.")
-        for obstacle in _obstacles(verdict):
-            raise TransformError(_CANNOT.format(asked.name, obstacle))
+        cannot = _CANNOT.format(asked.name, "{}", "" if mesh.kind == "simulated" else _UNCHECKED)
+        for obstacle in _obstacles(verdict, mesh):
+            raise TransformError(cannot.format(obstacle))
     except ShardMapError as error:
-        _give_up(error)
+        give_up(error)
     # Objects of its own: what runs remember in theirs would look like a change to Dynamo's guards.
     match = Match(verdict.paths, verdict.specs, verdict.crossing)
     exits = {at: tuple(map(replace, casts)) for at, casts in verdict.exits.items()}
-    return asked.keep(Checked(match, exits, verdict.sharing, verdict.start))
+    return asked.keep(Checked(match, exits, verdict.sharing, verdict.start, cannot))
 
 
-_CANNOT: Final = (
-    "{}: torch.compile cannot compile what was checked: {}. Call it uncompiled, or write its types "
-    "and pass check=False."
-)
+_CANNOT: Final = "{}: torch.compile cannot compile what was checked: {}. Call it uncompiled{}."
+_UNCHECKED: Final = ", or write its types and pass check=False"
 
 
-def _obstacles(verdict: Verdict) -> Iterator[str]:
+def _obstacles(verdict: Verdict, mesh: Mesh) -> Iterator[str]:
     """Yields the reasons why a trace would not be the program that was checked."""
+    if mesh.kind == "simulated":
+        yield from _obstacles_to_batching(verdict, mesh)
     if verdict.draws:
         yield (
             "it draws from torch's default generator, which ranks share by their types when they "
@@ -178,17 +182,45 @@ def _obstacles(verdict: Verdict) -> Iterator[str]:
             yield f"code that runs again in a backward asks for types, as {step} does"
 
 
+def _obstacles_to_batching(verdict: Verdict, mesh: Mesh) -> Iterator[str]:
+    """Yields the reasons why it cannot be traced as one batched program."""
+    if mesh.simulate == "ranks":
+        yield (
+            'simulate="ranks" runs it in a thread for each rank; make the mesh with '
+            'simulate="auto" or "vmap"'
+        )
+    if verdict.rank_only:
+        (what, *_) = verdict.rank_only.splitlines()
+        yield f"one batched program drops, or cannot run, {what.removesuffix('.')}"
+    if verdict.rank_only is not None and any(map(_names_dtypes, verdict.program_paths)):
+        yield (
+            "one batched program does not round gradients as comm_dtype and grad_comm_dtype say, "
+            "which runs of single ranks do"
+        )
+    if verdict.applies_functions:
+        yield (
+            "it applies autograd Functions, or recomputes, and under torch.func.vmap torch.compile "
+            "leaves their backward out"
+        )
+
+
 def _asks(start: Step) -> bool:
     """Returns whether some code depends on what only the checker knows."""
     return any(isinstance(step.what, tuple) or _asks(step) for step in start.next)
 
 
-def _give_up(error: ShardMapError) -> NoReturn:
-    """Ends the trace by this error."""
-    # Here: importing Dynamo takes a second.
-    from shardmap_torch.core.torch_private.dynamo import give_up
+def _names_dtypes(path: ProgramPath) -> bool:
+    """Returns whether a collective of a path has values or cotangents travel in other dtypes."""
+    moved = [equation.collective for equation in path.equations if equation.collective is not None]
+    return any((each.comm_dtype, each.grad_comm_dtype) != (None, None) for each in moved)
 
-    give_up(error)
+
+def give_up(error: ShardMapError) -> NoReturn:
+    """Ends the trace by this error: a call that may break graphs runs uncompiled then."""
+    # Here: importing Dynamo takes a second.
+    from shardmap_torch.core.torch_private import dynamo
+
+    dynamo.give_up(error)
 
 
 class Trace:
@@ -196,9 +228,9 @@ class Trace:
 
     depth = inf
 
-    def __init__(self, name: str, start: Step) -> None:
-        """`name` is that of the function, for errors."""
-        self._name, self._at = name, start
+    def __init__(self, cannot: str, start: Step) -> None:
+        """`cannot` is the start of errors."""
+        self._cannot, self._at = cannot, start
 
     def on_operation(self, what: object, x: Tensor | None) -> None:
         """Takes the step.
@@ -210,7 +242,7 @@ class Trace:
 
     def _take(self, what: object) -> None:
         if not self._at.next or not (self._at.next[0].what == what):
-            _reject_different(self._name)
+            _reject_different(self._cannot)
         self._at = self._at.next[0]
 
     def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
@@ -245,9 +277,9 @@ class Trace:
     def end(self, leaves: Sequence[object] = ()) -> None:
         """Requires that the program may end here."""
         if not self._at.last:
-            _reject_different(self._name)
+            _reject_different(self._cannot)
 
 
 @constant
-def _reject_different(name: str) -> NoReturn:
-    _give_up(TransformError(_CANNOT.format(name, "traced, it asks for other collectives")))
+def _reject_different(cannot: str) -> NoReturn:
+    give_up(TransformError(cannot.format("traced, it asks for other collectives")))

@@ -1,16 +1,18 @@
 """Runtime of simulated meshes: one batched program, one thread per rank, or plain code."""
 
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.boundary.call import Call
+from shardmap_torch.boundary.call import Call, is_checked
+from shardmap_torch.collectives.autograd import reject_transforms
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run import solo, threads, vmap
+from shardmap_torch.run.compiled import give_up
 from shardmap_torch.spec import P
 
 has_data: Final = True
@@ -21,11 +23,14 @@ def run(call: Call, batches: bool) -> Tree:
     """Runs a call by the strategy of its mesh.
 
     Raises:
-        TransformError: torch.compile traces it.
+        TransformError: torch.compile traces it, and it is unchecked, or a transform is active.
     """
-    if torch.compiler.is_compiling():
-        _reject_compiled(call.name)
     chosen = call.mesh.simulate
+    if torch.compiler.is_compiling():
+        if not is_checked(call):
+            _reject_unchecked(call.name)
+        reject_transforms()
+        return vmap.run(call)
     if chosen == "vmap":
         return vmap.run(call)
     if chosen == "ranks" or not batches:
@@ -45,10 +50,13 @@ def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
 
 # A constant, so that Dynamo calls it: an error raised in traced code loses its text.
 @constant
-def _reject_compiled(name: str) -> None:
-    raise TransformError(
-        f"{name}: torch.compile cannot compile a body on a simulated mesh. Compile on a "
-        "process-group mesh, or call it uncompiled."
+def _reject_unchecked(name: str) -> NoReturn:
+    give_up(
+        TransformError(
+            f"{name}: torch.compile cannot compile an unchecked body on a simulated mesh: torch "
+            "drops what one batched program does not have. Check it, compile on a process-group "
+            "mesh, or call it uncompiled."
+        )
     )
 
 

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shardmap_torch.backends.folding import Folding
 from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.boundary.call import Call, Result, Untouched, is_checked, run_body
 from shardmap_torch.boundary.matching import spec_of
@@ -15,6 +16,7 @@ from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.torch_private.engine import functorch, lazy_load_decompositions
 from shardmap_torch.core.tree import Placed, Tree
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
+from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.safety.aliasing import apart
 from shardmap_torch.run.safety.dropped import RefusingDropped, rank_only
 from shardmap_torch.spec import P
@@ -49,11 +51,15 @@ def run(call: Call) -> Tree:
         batching.append({other: 0 if other == axis else None for other in axes})
 
     results: list[Result] = []
+    folding = _folding(call, axes)
 
     def body(*values: Tensor) -> tuple[Tensor, ...]:
         markers = dict(zip(axes, values[len(values) - len(axes) :], strict=True))
         backend = BatchedBackend(call.mesh, _outer_markers() | markers)
-        result = run_body(call, backend, values[: len(values) - len(axes)])
+        with folding or nullcontext():
+            result = run_body(call, backend, values[: len(values) - len(axes)])
+        if folding is not None:
+            folding.finish()
         results.append(result)
         return tuple(result.crossing)
 
@@ -66,10 +72,22 @@ def run(call: Call) -> Tree:
     if not is_checked(call):  # zeros_like of a varying value is batched too; types tell more
         _reject_varying(call, [result.outputs[i] for i in result.match.crossing], stacked, axes)
     joined = [
-        join(value, result.match.spec(position), call.mesh, axes)
-        for position, value in zip(result.match.crossing, stacked, strict=True)
+        join(_repeated(value, spec, call.mesh, axes), spec, call.mesh, axes)
+        for spec, value in zip(map(result.match.spec, result.match.crossing), stacked, strict=True)
     ]
     return result.rebuild(apart(joined, call.leaves))
+
+
+_MANY: Final = 32
+"""Ranks from which products are folded: watching the functions of a body costs 2 us for each."""
+
+
+def _folding(call: Call, axes: Sequence[str]) -> Folding | None:
+    """Returns what folds products of a checked body over one axis of many ranks."""
+    if torch.compiler.is_dynamo_compiling() or call.follow is None:
+        return None
+    many = len(axes) == 1 == len(call.bound) and call.mesh.shape[axes[0]] >= _MANY
+    return Folding(call.mesh.shape[axes[0]]) if many else None
 
 
 def _outer_markers() -> dict[str, Tensor]:
@@ -85,7 +103,11 @@ def _nest(
     """Nests vmaps around the body, the first axis outermost; batch dims are leading."""
     mapped = body
     for axis in reversed(axes):
-        mapped = _map(mapped, axes[axis], [levels[axis] for levels in batching])
+        dims = tuple([levels[axis] for levels in batching])
+        if torch.compiler.is_dynamo_compiling():  # it knows no other vmap
+            mapped = torch.func.vmap(mapped, dims, randomness="different")
+        else:
+            mapped = _map(mapped, axes[axis], dims)
     return mapped
 
 
@@ -104,11 +126,32 @@ def _map(
                     for value, dim in zip(values, dims, strict=True)
                 )
             )
-            return tuple(functorch._remove_batch_dim(out, level, size, 0) for out in outs)
+            return tuple(_closed(out, level, size) for out in outs)
         finally:
             functorch._vmap_decrement_nesting()
 
     return mapped
+
+
+def _closed(out: Tensor, level: int, size: int) -> Tensor:
+    """Returns the values of all ranks along dim 0; of length 1 where they are equal.
+
+    torch would repeat these, and a backward make a cotangent for each rank.
+    """
+    _, dim = functorch._unwrap_batched(out, level)
+    if dim is None:
+        return out.unsqueeze(0)
+    values: Tensor = functorch._remove_batch_dim(out, level, size, 0)
+    return values
+
+
+def _repeated(value: Tensor, spec: P, mesh: Mesh, axes: Sequence[str]) -> Tensor:
+    """Repeats a value that is equal on ranks along the axes that its spec shards or adds over."""
+    sizes = [
+        mesh.shape[axis] if axis in spec.mentioned or axis in spec.partial else have
+        for axis, have in zip(axes, value.shape, strict=False)
+    ]
+    return value.expand(*sizes, *value.shape[len(sizes) :])
 
 
 def _reject_varying(
@@ -116,7 +159,7 @@ def _reject_varying(
 ) -> None:
     """Rejects results that vary over an axis that their spec says is equal.
 
-    A value is batched exactly where it varies; elsewhere vmap expands it with stride 0. Empty
+    A value is batched exactly where it varies; elsewhere it has length 1, or stride 0. Empty
     tensors cannot vary.
     """
     problems = []

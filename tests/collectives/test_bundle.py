@@ -1,13 +1,13 @@
 """Trees travel in one message, nothing travels over one rank, and each value is as if by itself."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardmap_torch import (
     I,
@@ -24,10 +24,11 @@ from shardmap_torch import (
     ppermute,
     reduce_scatter,
     shard_map,
+    value_and_grad,
 )
 from shardmap_torch.backends.communicator import Wire
 from shardmap_torch.collectives import bundle
-from tests.support.pool import Gloo
+from tests.support.pool import Gloo, run_alone
 
 Tree = Any
 
@@ -182,24 +183,20 @@ def test_a_cast_over_one_rank_costs_no_autograd_function(gloo: Gloo) -> None:
     gloo(2).run(cast_alone)
 
 
-FAKE = """
-import torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from shardmap_torch import I, P, all_reduce, make_mesh, shard_map, value_and_grad
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-mesh = make_mesh((2, 4), ("dp", "tp"))
-def loss(w, x):
-    return all_reduce((x @ w).sum(), ("dp", "tp"), dst=I)
-step = shard_map(value_and_grad(loss), mesh=mesh, in_specs=(P("tp"), P("dp", "tp")),
-                 out_specs=(P(), P("tp", partial={"dp"})))
-for _ in range(2):
-    value, gradient = step(torch.ones(4, 3), torch.ones(2, 4))
-print(tuple(value.shape), tuple(gradient.shape))
-"""
+def shapes_on_a_fake_group() -> tuple[torch.Size, torch.Size]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    mesh = make_mesh((2, 4), ("dp", "tp"))
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return all_reduce((x @ w).sum(), ("dp", "tp"), dst=I)
+
+    in_specs, out_specs = (P("tp"), P("dp", "tp")), (P(), P("tp", partial={"dp"}))
+    step = shard_map(value_and_grad(loss), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    for _ in range(2):
+        value, gradient = step(torch.ones(4, 3), torch.ones(2, 4))
+    return value.shape, gradient.shape
 
 
 @pytest.mark.slow
 def test_a_checked_step_runs_on_the_fake_process_group_of_torch() -> None:
-    run = [sys.executable, "-W", "ignore", "-c", FAKE]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split("\n")[0] == "() (4, 3)", done.stderr
+    assert run_alone(shapes_on_a_fake_group) == ((), (4, 3))

@@ -13,6 +13,7 @@ from shardmap_torch.backends import local, process_group, reference
 from shardmap_torch.checker.spmd.ops import collective_rules
 from shardmap_torch.collectives.moves import MOVES
 from shardmap_torch.collectives.table import ROWS
+from shardmap_torch.mixing import backend
 from shardmap_torch.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardmap_torch.types import Partial, R
 from tests.support.pool import Gloo
@@ -26,6 +27,7 @@ PARTS = {
 OPTIONAL = {
     "backends/process_group.py": process_group.MOVES,
     "checker/spmd/ops/collective_rules.py": collective_rules._MOVES,
+    "mixing/backend.py": backend._DIMS,
 }
 
 

@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,10 +37,10 @@ def _is_private(path: str) -> bool:
     return any(part.startswith("_") for part in parts) and not path.startswith(OPERATORS)
 
 
-def _imported(tree: ast.AST) -> dict[str, str]:
+def _imported(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """The names that a module gives to torch's modules and what is in them, with their paths."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 root = alias.name if alias.asname else alias.name.split(".")[0]
@@ -51,9 +51,9 @@ def _imported(tree: ast.AST) -> dict[str, str]:
     return {name: path for name, path in found.items() if path.split(".")[0] == "torch"}
 
 
-def _read(tree: ast.AST, imported: dict[str, str]) -> Iterator[str]:
+def _read(nodes: Sequence[ast.AST], imported: dict[str, str]) -> Iterator[str]:
     """The paths under torch that a module reads, by attributes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.insert(0, node.attr)
@@ -64,9 +64,9 @@ def _read(tree: ast.AST, imported: dict[str, str]) -> Iterator[str]:
 
 def private_names(source: str) -> set[str]:
     """The private names of torch that a module imports or reads."""
-    tree = ast.parse(source)
-    imported = _imported(tree)
-    return {path for path in (*imported.values(), *_read(tree, imported)) if _is_private(path)}
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = _imported(nodes)
+    return {path for path in (*imported.values(), *_read(nodes, imported)) if _is_private(path)}
 
 
 @pytest.mark.parametrize(

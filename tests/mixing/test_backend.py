@@ -1,6 +1,7 @@
 """Collectives over bound axes are right on values that automatic axes shard, along every dim."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch import Partial as Pending
+from shardmap_torch.mixing import backend
 from tests.programs.support.everywhere import run_on
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
@@ -83,10 +85,11 @@ def summed(x: Tensor) -> Tensor:
     return (x.unsqueeze(-1) * x.unsqueeze(-2)).sum(-1) + x.sum()
 
 
-def are_right(mesh: Mesh) -> None:
+def are_right(mesh: Mesh, names: Collection[str] = tuple(COLLECTIVES)) -> None:
     """Compares with the same call on a plain value, which is global over the automatic axis."""
     x = random((4, 4, 2), 1)
-    for name, (body, src, dst) in COLLECTIVES.items():
+    for name in names:
+        body, src, dst = COLLECTIVES[name]
         for before in (None, summed) if name in ("sum", "max", "gather", "scatter") else (None,):
             f = mapped(body, before, mesh, src, dst)
             expected, wanted = value_and_gradient(f, x.clone())
@@ -94,6 +97,11 @@ def are_right(mesh: Mesh) -> None:
                 value, gradient = value_and_gradient(f, placed)
                 close(value, expected, name)
                 close(gradient, wanted, name)
+
+
+def are_right_without_their_dims(mesh: Mesh) -> None:
+    with mock.patch.object(backend, "_DIMS", {}):
+        are_right(mesh, ("sum", "stack", "unstack", "exchange untiled"))
 
 
 def mapped(body: Body, before: Body | None, mesh: Mesh, src: P, dst: P) -> Body:
@@ -123,3 +131,8 @@ def close(actual: Tensor, expected: Tensor, name: str) -> None:
 @pytest.mark.slow
 def test_collectives_are_right_along_every_sharded_dim(gloo: Gloo) -> None:
     run_on("gloo", are_right, gloo, SHAPE, AXES)
+
+
+@pytest.mark.slow
+def test_a_movement_about_whose_dims_nothing_is_said_is_right(gloo: Gloo) -> None:
+    run_on("gloo", are_right_without_their_dims, gloo, SHAPE, AXES)

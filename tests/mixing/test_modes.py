@@ -1,6 +1,7 @@
 """Plain operands, draws, numbers and operations without a rule are those of the global value."""
 
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -15,9 +16,11 @@ from shardmap_torch import (
     P,
     ShardMapError,
     V,
+    all_reduce,
     convert,
     device_put,
     full,
+    mark_sharding,
     shard_map,
 )
 from tests.programs.support.everywhere import run_on
@@ -25,7 +28,7 @@ from tests.programs.support.harness import random
 from tests.support.pool import Gloo
 
 SHAPE, AXES = (2, 2), ("dp", "tp")
-TABLE = random((8,), 5)
+TABLE, Y = random((8,), 5), random((4, 3, 8), 6)
 Body = Callable[[Tensor], Tensor]
 
 
@@ -37,6 +40,58 @@ def written_view(x: Tensor) -> Tensor:
     y = x * 1
     y.view(-1).add_(1)
     return y
+
+
+def written_rows(x: Tensor) -> Tensor:
+    y = x * 1
+    y[0] = y[..., 1:2, :].sum(0)
+    y[..., 1] = 0.5
+    return y * Y
+
+
+def written_gradient(x: Tensor) -> Tensor:
+    """Has a gradient that is sharded along the dim of which a part is overwritten."""
+    y = mark_sharding(x * 1, None, P())
+    y.transpose(0, 1).mul_(2)
+    y[1] = 0.0
+    return y * mark_sharding(Y * 1, None, P("dp"))
+
+
+def written_in_a_gradient(x: Tensor) -> Tensor:
+    def loss(y: Tensor) -> Tensor:
+        y = mark_sharding(y * 1, None, P())
+        y[1] = 0.0
+        y = y * mark_sharding(Y * 1, None, P("dp"))
+        return all_reduce(varying(y**2).sum(), "tp", dst=I)
+
+    grad: Tensor = torch.func.grad(loss)(x)
+    return grad
+
+
+def forward_over_reverse(x: Tensor) -> Tensor:
+    grad = torch.func.grad(lambda y: (y.sin() @ y.mT).square().mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, once a process
+        tangent: Tensor = torch.func.jvp(grad, (x,), (Y,))[1]
+    return tangent
+
+
+def written_sum(x: Tensor) -> Tensor:
+    y = x @ x.mT[0]  # a pending sum where the last dim is sharded
+    y += x[..., :3]
+    y.clamp_(-1, 1).index_put_((torch.tensor([0]),), y.new_ones(1))
+    return torch.relu_(y)
+
+
+def vector_times_matrix(x: Tensor) -> Tensor:
+    row = TABLE @ x.flatten(0, 1).mT  # [12]
+    assert row.shape == (12,)
+    return x * row[:8]
+
+
+def last_of_each(x: Tensor) -> Tensor:
+    halves = x.unflatten(-1, (2, 4)).unbind(-2)
+    return torch.stack(halves, -2).flatten(-2) * x.select(-2, 1).unsqueeze(1) + x.narrow(-1, 0, 1)
 
 
 BODIES: dict[str, Body] = {
@@ -58,6 +113,7 @@ BODIES: dict[str, Body] = {
     "second": lambda x: torch.func.grad(
         lambda y: torch.func.grad(lambda z: z.sin().square().sum())(y).square().sum()
     )(x),
+    "forward over reverse": forward_over_reverse,
 }
 DRAWS: dict[str, Body] = {
     "dropout": lambda x: functional.dropout(varying(x), 0.5),
@@ -98,6 +154,16 @@ WITHOUT_RIGHT_RULES: dict[str, Body] = {
     "some parts": lambda x: torch.cat([x.chunk(4)[3], x.split([1, 3])[1], x.unbind(0)[0][None]]),
     "embedding": lambda x: functional.embedding((x[..., 0] > 0).long(), x.flatten(1)),
     "normalized": lambda x: functional.normalize(x, dim=0),
+    "written rows": written_rows,
+    "written before a gradient": written_gradient,
+    "written in a gradient": written_in_a_gradient,
+    "written sum": written_sum,
+    "vector times matrix": vector_times_matrix,
+    "negative dims": last_of_each,
+    "norm of the last dim": lambda x: functional.rms_norm(x, (8,), TABLE),
+    "embedding, then a norm": lambda x: functional.layer_norm(
+        functional.embedding(torch.tensor([1, 0]), x.flatten(1)), (24,)
+    ),
 }
 """Bodies for which torch's rules are missing or wrong, in the forward or in the backward."""
 
@@ -133,12 +199,23 @@ def write_into_plain(x: Tensor) -> Tensor:
     return torch.zeros(4, 3, 8, dtype=x.dtype).add_(x)
 
 
-def write_into_entry(x: Tensor) -> Tensor:
+def write_into_view(x: Tensor) -> Tensor:
     y = x * 1
-    y[0] = 7.0
+    y[0].fill_(7.0)
     return y
 
 
+def write_after_view(x: Tensor) -> Tensor:
+    y = x * 1
+    row = y[0]
+    y *= 2
+    return y + row
+
+
+COPIED = (
+    "a view had to be redistributed and is a copy, so that the value and the view could differ "
+    "after a write. Use the operation that returns a new value, as torch.where or torch.cat."
+)
 REFUSED: dict[str, tuple[Body, str]] = {
     "plain": (
         write_into_plain,
@@ -147,11 +224,14 @@ REFUSED: dict[str, tuple[Body, str]] = {
         "x.new_zeros(...), or return a new one instead of writing.",
     ),
     "copied view": (
-        write_into_entry,
-        "aten.fill_.Tensor writes into a value of a body with automatic axes, at SITE y[0] = 7.0.\n"
-        "Before, aten.select.int at SITE y[0] = 7.0, a view had to be redistributed and is a copy, "
-        "so that the value and the view could differ after a write. Use the operation that returns "
-        "a new value, as torch.where or torch.cat.",
+        write_into_view,
+        "aten.fill_.Scalar writes into a value of a body with automatic axes, at SITE "
+        "y[0].fill_(7.0).\nBefore, aten.select.int at SITE y[0].fill_(7.0), " + COPIED,
+    ),
+    "value of a copied view": (
+        write_after_view,
+        "aten.mul_.Tensor writes into a value of a body with automatic axes, at SITE y *= 2.\n"
+        "Before, aten.select.int at SITE row = y[0], " + COPIED,
     ),
 }
 

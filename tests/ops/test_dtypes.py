@@ -14,10 +14,12 @@ from shardmap_torch import (
     Partial,
     R,
     S,
+    TransformError,
     V,
     all_gather,
     all_reduce,
     all_to_all,
+    axis_index,
     convert,
     make_mesh,
     redistribute,
@@ -144,12 +146,70 @@ def backward_rounded(mesh: Mesh) -> None:
         assert z.grad.tolist() == [ONE_AND_A_BIT] * mesh.size
 
 
-# A batched program adds what is equal on all ranks before it would travel.
+# A batched program adds what is equal on all ranks before it would travel: see the next test.
 @ON_REAL_RANKS
 def test_the_gradient_of_a_conversion_travels_in_the_dtype_that_is_named(
     kind: str, gloo: Gloo
 ) -> None:
     run_on(kind, backward_rounded, gloo)
+
+
+ROUNDED: dict[str, tuple[Any, P, P]] = {
+    "convert": (
+        lambda x: convert(x, "tp", src=I, dst=R, grad_comm_dtype=BF16) * axis_index("tp").cos(),
+        P(),
+        P("tp"),
+    ),
+    "all_gather": (
+        lambda x: all_gather(x, "tp", dst=R, grad_comm_dtype=BF16) * axis_index("tp").cos(),
+        P("tp"),
+        P("tp"),
+    ),
+    "reduce_scatter": (
+        lambda x: reduce_scatter(x, "tp", comm_dtype=torch.float64, grad_comm_dtype=BF16).cos(),
+        P("tp"),
+        P("tp"),
+    ),
+    "all_reduce": (
+        lambda x: (
+            all_reduce(x, "tp", comm_dtype=BF16, grad_comm_dtype=BF16, dst=R)
+            * axis_index("tp").cos()
+        ),
+        P("tp"),
+        P("tp"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_simulated_ranks_round_gradients_from_outside_as_processes_do(name: str) -> None:
+    """One batched program would not: such a body runs as ranks, and is refused where it cannot."""
+    body, spec, out = ROUNDED[name]
+    x = random((4, 4), 0)
+
+    def gradient(simulate: Any, check: bool) -> Tensor:
+        mesh = make_mesh((2,), ("tp",), kind="simulated", simulate=simulate)
+        entering = spec if check else P("tp") if spec == P("tp") else P(invariant="tp")
+        f: Any = shard_map(body, mesh=mesh, in_specs=entering, out_specs=out, check=check)
+        leaf = x.clone().requires_grad_()
+        y = f(leaf) * x.sum(0)
+        y.sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    expected = gradient("ranks", True)
+    assert torch.equal(gradient("auto", True), expected)
+    assert torch.equal(expected, expected.bfloat16().double())
+    for check in (True, False):
+        with pytest.raises(TransformError) as caught:
+            gradient("vmap", check)
+        named, told = str(caught.value).split(": ", 1)
+        assert named.startswith(name)
+        assert told == (
+            "one batched program differentiates it from outside in the dtype of the operand, not "
+            "in those that comm_dtype and grad_comm_dtype name. Use a mesh of "
+            'make_mesh(..., simulate="ranks"), which "auto" chooses for checked functions.'
+        )
 
 
 MESH = make_mesh((2,), ("tp",), kind="simulated")

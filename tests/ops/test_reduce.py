@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardmap_torch import I, Mesh, P, R, all_reduce, make_mesh, reduce_scatter
-from tests.programs.support.everywhere import ON_EVERY_MESH, SIMULATED, run_on, same
+from tests.programs.support.everywhere import ON_EVERY_MESH, ON_REAL_RANKS, SIMULATED, run_on, same
 from tests.programs.support.everywhere import unchecked as shard_map
 from tests.programs.support.harness import global_value, random
 from tests.support.pool import Gloo
@@ -146,7 +146,7 @@ def precision(mesh: Mesh) -> None:
     assert w.tolist() == [n * (1 + 2j)] * 2
 
 
-@ON_EVERY_MESH
+@ON_REAL_RANKS
 def test_values_and_cotangents_travel_in_the_dtypes_that_are_named(kind: str, gloo: Gloo) -> None:
     run_on(kind, precision, gloo)
 

@@ -1,4 +1,4 @@
-"""Every style and layout that torch documents gives what torch gives, on two processes."""
+"""Every style and layout that torch documents gives what torch gives, on two processes or four."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -23,7 +23,7 @@ from tests.parallel.support.plans import (
     sequence_plan,
 )
 from tests.programs.support.harness import worker_mesh
-from tests.support.fuzzing import sized
+from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Gloo
 
 ALL = (R, S0, S1, LAST, SUM)
@@ -37,19 +37,20 @@ def embedding() -> nn.Module:
     return nn.Embedding(12, 8).double()
 
 
-def shape(layout: Placement, global_shape: tuple[int, ...] = (2, 4, 8)) -> tuple[int, ...]:
-    """Returns the shape that one of two processes has of a tensor."""
-    sizes = list(global_shape)
+def shape(layout: Placement) -> tuple[int, ...]:
+    """Returns the shape that one of the processes has of a tensor [4, 4, 8]."""
+    sizes = [4, 4, 8]
     if isinstance(layout, Shard):
-        sizes[layout.dim] //= 2
+        sizes[layout.dim] //= dist.get_world_size()
     return tuple(sizes)
 
 
 def ids(layout: Placement) -> list[list[int]]:
-    rows = [[0, 7, 11, 3], [5, 5, 6, 1]]
+    rows = [[0, 7, 11, 3], [5, 5, 6, 1], [2, 9, 2, 8], [10, 4, 3, 0]]
+    num_each = 4 // dist.get_world_size()
     if layout == S0:
-        return rows[:1]
-    return [row[:2] for row in rows] if layout in (S1, LAST) else rows
+        return rows[:num_each]
+    return [row[:num_each] for row in rows] if layout in (S1, LAST) else rows
 
 
 def style(name: str, **arguments: Any) -> Plan:
@@ -185,15 +186,18 @@ FAMILIES = {
 
 
 def compare(family: str, step: int) -> int:
-    mesh, rank = worker_mesh((2,), ("tp",)), dist.get_rank()
+    mesh, rank = worker_mesh((dist.get_world_size(),), ("tp",)), dist.get_rank()
     rows = list(FAMILIES[family]())[::step]
     for name, row in rows:
         assert_same(name, by_us(row, mesh, rank), by_torch(row, mesh, rank))
     return len(rows)
 
 
+@pytest.mark.parametrize("processes", sampled([2, 4], 2))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_style_gives_the_values_and_gradients_that_torch_gives(family: str, gloo: Gloo) -> None:
+def test_a_style_gives_the_values_and_gradients_that_torch_gives(
+    family: str, processes: int, gloo: Gloo
+) -> None:
     # A step that no number of layouts divides: `make fuzz` takes all.
     step = 1 if family != "linears" else sized(7, 1)
-    assert gloo(2).run(compare, family, step, timeout=250)[0] > 0
+    assert gloo(processes).run(compare, family, step, timeout=250)[0] > 0

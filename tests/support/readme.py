@@ -4,7 +4,8 @@ Within a section (a heading and what follows it), in order, in one folder and on
 
 - A `python` block is executed. If its first line is `# name.py`, it is saved under that name too.
 - A `text` block is the whole output of the `python` block before it; without one, that prints none.
-- A `console` block is `$ torchrun ...` or `$ python ...` and the whole output of that command.
+- A `console` block is `$ torchrun ...` or `$ python ...` and the whole output of that command. With
+  pools of processes `torchrun` runs its script on the ranks of one, which have imported torch.
 - `<!-- not run: reason -->` on the line before a block leaves it out. No other block is left out.
 """
 
@@ -12,12 +13,15 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.pool import Gloo
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$")
@@ -52,7 +56,7 @@ def sections(page: str) -> dict[str, list[Block]]:
     return found
 
 
-def run(blocks: list[Block], folder: Path, filename: str) -> None:
+def run(blocks: list[Block], folder: Path, filename: str, gloo: Gloo | None = None) -> None:
     """Runs the blocks of one section in `folder`; `filename` names the page in tracebacks."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     shown = [block.text if block.language == "text" else "" for block in blocks[1:]] + [""]
@@ -64,7 +68,7 @@ def run(blocks: list[Block], folder: Path, filename: str) -> None:
                 assert _execute(block, namespace, folder, filename) == output, where
             case "console":
                 command, _, output = block.text.partition("\n")
-                assert _command(command, folder) == output, where
+                assert _command(command, folder, gloo) == output, where
             case "text":
                 assert previous == "python", f"{where}: not the output of a python block"
             case language:
@@ -82,8 +86,12 @@ def _execute(block: Block, namespace: dict[str, Any], folder: Path, filename: st
     return printed.getvalue()
 
 
-def _command(command: str, folder: Path) -> str:
+def _command(command: str, folder: Path, gloo: Gloo | None) -> str:
     program, *arguments = shlex.split(command.removeprefix("$ "))
+    if program == "torchrun" and gloo is not None:
+        flag, num_ranks, script = arguments
+        assert flag == "--nproc-per-node"
+        return "".join(gloo(int(num_ranks)).run(_printed_by, folder / script))
     done = subprocess.run(
         [*PROGRAMS[program], *arguments],
         cwd=folder,
@@ -94,3 +102,9 @@ def _command(command: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def _printed_by(script: Path) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()

@@ -39,6 +39,7 @@ PLAIN: Final = frozenset(
 )
 """Types of arguments that are values."""
 _aten: Final = torch.ops.aten
+_OF_DTYPES: Final = _aten.promote_types.default
 _ABSOLUTE: Final = frozenset((_aten.as_strided.default, _aten.index.Tensor))
 """The offset that the one gives is not relative, and the shape of the other may be the data's."""
 
@@ -63,10 +64,14 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The results of a call, up to their values; `container` is the type of their list, if any."""
+    """The results of a call, up to their values; `container` is the type of their list, if any.
+
+    What a call without tensors returns, such as a dtype, is `value`; then there are no items.
+    """
 
     container: type | None
     items: tuple[_Made | None, ...]
+    value: Any = None
 
 
 _RESULTS: Final = Memo[Result](16384)
@@ -75,7 +80,7 @@ _RESULTS: Final = Memo[Result](16384)
 @lru_cache(maxsize=4096)
 def _is_known(op: OpOverload) -> bool:
     """Returns whether results of an operation depend on its key alone."""
-    return (
+    return op is _OF_DTYPES or (
         op.namespace in ("aten", "prims")
         and not op._schema.is_mutable
         and op not in _ABSOLUTE
@@ -250,6 +255,8 @@ def _describe(out: Any, args: Sequence[Any]) -> Result | None:
         return None
     items = [out] if container is None else out
     operands = _operands(args)
+    if type(out) in PLAIN and not operands:
+        return Result(None, (), out)
     places = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(reversed(operands))}
     made: list[_Made | None] = []
     new: set[int] = set()
@@ -289,6 +296,8 @@ def described(key: Key | None) -> Result | None:
 
 def make(mode: FakeTensorMode, result: Result, operands: Sequence[FakeTensor]) -> Any:
     """Makes the result of a call on these operands, of which it may have views."""
+    if not result.items and result.container is None:
+        return result.value
     if result.container is None:
         item = result.items[0]
         return None if item is None else _make_one(mode, item, operands)

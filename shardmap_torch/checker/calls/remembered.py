@@ -21,10 +21,17 @@ from shardmap_torch.checker.calls.fake_results import (
 )
 from shardmap_torch.checker.rules.infer import Types, is_real, signature_of, tensors_of
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.torch_private.engine import FakeTensor, FakeTensorMode, OpOverload
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+)
 from shardmap_torch.types import I, K, R
 
 _SEEN: Final = "_shardmap_seen"
+PLACE: Final = "_shardmap_place"
+"""Fields in which tensors keep what is known of their metadata and memory."""
 
 Situation: TypeAlias = tuple[Any, ...]
 """Types of operands, and all else on which those of a call's results depend."""
@@ -140,11 +147,11 @@ class Remembered:
     ) -> Known | None:
         """Remembers a call; `key` is that of its result. None if that does not say all of it."""
         result = described(key)
-        if result is None or not result.items or None in result.items:
+        if result is None or None in result.items:
             return None
         items = [item for item in result.items if item is not None]
         views = {item.operand is not None for item in items}
-        if len(views) != 1:
+        if len(views) > 1 or (not views and result.container is not None):
             return None
         numbers = [self._number(x.dtype, x.shape, x.stride, x.device) for x in items]
         known = Known(
@@ -153,7 +160,7 @@ class Remembered:
             literals,
             tuple(_named(op, args)),
             result,
-            views.pop(),
+            True in views,
             any(is_real(item.dtype) for item in items),
             tuple(numbers),
         )
@@ -163,7 +170,7 @@ class Remembered:
     def make(self, known: Known, call: Call) -> tuple[Any, list[FakeTensor], list[int]]:
         """Makes the results of a call; returns them, as a list too, and their storages."""
         out = make(self._mode, known.result, call.tensors)
-        made = [out] if known.result.container is None else [*out]
+        made = [] if not known.numbers else [out] if known.result.container is None else [*out]
         storages = []
         for each, number in zip(made, known.numbers, strict=True):
             storage = each.untyped_storage()._cdata
@@ -184,12 +191,23 @@ class Remembered:
         return known
 
 
+def address_of(tensor: Tensor) -> int:
+    """Returns the address of a base tensor's storage, without asking torch where it is known."""
+    seen = tensor.__dict__.get(_SEEN)
+    if seen is not None:
+        return int(seen[2])
+    with DisableTorchFunction():  # which would see a question of the checker's own
+        return int(tensor.untyped_storage()._cdata)
+
+
 def forget_written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Forgets the metadata of tensors that an operation may change in place."""
     if op._schema.is_mutable:
         for value in (*args, *kwargs.values()):
             for tensor in tensors_of(value):
-                base_of(tensor).__dict__.pop(_SEEN, None)
+                fields = base_of(tensor).__dict__
+                fields.pop(_SEEN, None)
+                fields.pop(PLACE, None)
 
 
 def _named(op: OpOverload, args: Sequence[Any]) -> list[tuple[str, int]]:

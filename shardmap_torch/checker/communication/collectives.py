@@ -1,7 +1,7 @@
 """AbstractBackend: types the collectives of a body that is interpreted."""
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 import torch
@@ -14,11 +14,13 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import seeing
 from shardmap_torch.checker.ir.program import Equation, StorageType, bytes_sent, use_of
-from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair, axes
+from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair, axes_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVES
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.protocol import Form, Readings
+from shardmap_torch.collectives.protocol import Form, Readings, WithoutAutomaticAxes
+from shardmap_torch.core.source_location import call_sites
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
@@ -41,7 +43,7 @@ SHARING: Final = frozenset({"same", "slice", "mask"})
 """Moves whose result is a view of the operand, at least on some rank."""
 
 
-class AbstractBackend:
+class AbstractBackend(WithoutAutomaticAxes):
     """Backend that types collectives; their results have the right shape and no data."""
 
     def __init__(
@@ -70,6 +72,12 @@ class AbstractBackend:
         self._readings.asked |= self._interpreter.flows(self._interpreter.base(x))
         return self._readings.uncommitted, self._readings.copies
 
+    def is_cast(self) -> bool:
+        """Notes the call whose collective ran last as one that may be cast; returns if it is."""
+        lines = call_sites()
+        self._readings.results[self._interpreter.equations[-1]] = lines
+        return lines in self._readings.cast
+
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
         """Requires that a value has this type, as an operation reads it."""
         interpreter = self._interpreter
@@ -95,6 +103,13 @@ class AbstractBackend:
             check_equivalent(self._interpreter, what, own, composition, operands)
         finally:
             self._repair, self._places = before
+
+    @contextmanager
+    def inserting(self) -> Iterator[None]:
+        """Marks collectives in this context as those of the repair that is tried."""
+        spots = self._interpreter.spots
+        with nullcontext() if spots is None else spots.inserting():
+            yield
 
     def index(self, axes: Sequence[str]) -> Tensor:
         """Returns an index of type V over `axes` and K over all others."""
@@ -132,14 +147,19 @@ class AbstractBackend:
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Checks the operand's type, and types the result."""
-        with self._interpreter.insisting():
+        # The function mode would see each question for a shape.
+        with self._interpreter.insisting(), DisableTorchFunction():
             return self._run(move, collective, x)
 
     def _run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         interpreter = self._interpreter
         site, backward = interpreter.site()
         forward = interpreter.forward_of_current_node() if backward else None
-        place = None if backward else self._places.next(site)
+        spots = interpreter.spots
+        own = backward or (spots is not None and spots.is_inserting)
+        place = None if own else self._places.next(site)
+        if spots is not None and place is not None:
+            spots.enter_collective(place, collective, x)
         applied = self._repaired(collective, forward, place)
         if applied is not None and move not in EXTREMA:
             move = applied.move
@@ -230,7 +250,7 @@ def _shown(move: str, collective: Collective | None) -> str:
     if collective is None:
         return "nothing"
     if move in EXTREMA:
-        return f"all_reduce({axes(collective)}, V -> {collective.dst}, op={move!r})"
+        return f"all_reduce({axes_of(collective)}, V -> {collective.dst}, op={move!r})"
     return str(collective)
 
 

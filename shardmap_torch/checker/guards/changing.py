@@ -5,17 +5,20 @@ program depends on them.
 """
 
 import array
+import contextvars
 import datetime
 import gc
 import io
 import itertools
 import operator
 import os
+import queue
 import secrets
+import threading
 import time
 import types
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 _MOST: Final = 4096
@@ -58,16 +61,53 @@ _NUMPY_ARRAY: Final = ("numpy", "ndarray")  # numpy need not be there
 
 def content_of(value: Any, most: int = _MOST) -> bytes:
     """Returns the content of an array; nothing for one that is larger, or has objects."""
-    has_objects = hasattr(value, "dtype") and value.dtype.hasobject
-    if has_objects or memoryview(value).nbytes > most:
+    if has_objects(value) or memoryview(value).nbytes > most:
         return b""
     return bytes(value) if isinstance(value, bytearray) else bytes(value.tobytes())
+
+
+def has_objects(value: Any) -> bool:
+    """Returns whether an array holds objects, whose state its bytes do not show."""
+    return hasattr(value, "dtype") and bool(value.dtype.hasobject)
+
+
+class Objects(Collection[Any]):
+    """The objects in an array, as a container of them."""
+
+    def __init__(self, array: Any) -> None:
+        """Keeps the array; nothing is copied."""
+        self._array = array
+
+    def __len__(self) -> int:
+        return int(self._array.size)
+
+    def __contains__(self, item: object) -> bool:
+        return any(each is item for each in self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._array.ravel().tolist())
+
+    def clear(self) -> None:
+        """Does nothing: an array keeps its size."""
+
+    def extend(self, items: list[Any]) -> None:
+        """Puts other objects into it."""
+        for place, item in enumerate(items):
+            self._array.flat[place] = item
 
 
 def gives_other_values(value: Any) -> bool:
     """Returns whether an object may give another value whenever it is asked."""
     is_iterator = hasattr(value, "__next__") and not isinstance(value, _IN_MEMORY)
-    return is_iterator or id(value) in _CHANGING
+    return is_iterator or id(value) in _CHANGING or isinstance(value, _UNREAD)
+
+
+_UNREAD: Final = (
+    *(queue.SimpleQueue, contextvars.Context),
+    *(type(threading.Lock()), type(threading.RLock())),
+    *(threading.Condition, threading.Semaphore, threading.Event, threading.Barrier),
+)
+"""Types whose objects have a state that cannot be read, or not put back."""
 
 
 def position_of(iterator: Any) -> tuple[Any, ...]:

@@ -175,6 +175,11 @@ class Replay:
         return self._at.depth
 
     @property
+    def upcoming(self) -> Sequence[Step]:
+        """The steps that may follow."""
+        return self._at.next
+
+    @property
     def site(self) -> Site | None:
         """Source line of the latest step."""
         return self._at.site

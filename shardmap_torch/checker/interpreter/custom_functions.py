@@ -48,6 +48,8 @@ def uncommitted(
     backward sums the gradients, as a copy into a parallel region does; `_check` looks whether it
     has. A sum taken in the forward stays one computation, whose backward sums nothing.
     """
+    if not function.__module__.startswith(_COMPILED):
+        interpreter.applies_functions = True
     if not is_own(function) or interpreter.is_paused:
         return out
     read = [interpreter.storage_type(x).types for x in args if isinstance(x, FakeTensor)]
@@ -65,6 +67,9 @@ def uncommitted(
 
     return tuple(map(reopened, out)) if isinstance(out, tuple) else reopened(out)
 
+
+_COMPILED: Final = ("torch.", "shardmap_torch.collectives.")
+"""Modules of Functions that batched bodies have compiled, in forms of their own."""
 
 _ONE: Final = (I, K, Z)
 """Types of operands of one computation that all ranks repeat."""

@@ -13,6 +13,7 @@ from shardmap_torch.checker.calls.remembered import forget_written
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.draws import drawn_types
 from shardmap_torch.checker.interpreter.recall import Found, learn
+from shardmap_torch.checker.interpreter.spots import Spots
 from shardmap_torch.checker.interpreter.state import Memory, Token
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
@@ -64,6 +65,12 @@ if TYPE_CHECKING:  # for annotations; it takes a second to import
 
 _NOWHERE: Final = frozenset[int]()
 _SILENT: Final = ("prim", "profiler")  # they read no values
+_SIZES: Final = (
+    torch.ops.aten.is_same_size.default,
+    torch.ops.aten._has_same_storage_numel.default,
+)
+"""Questions about sizes alone, as forward mode asks of tangents."""
+
 _LITERAL: Final = torch.ops.aten.lift_fresh.default
 
 _BITS: Final = torch.ops.aten.view.dtype
@@ -92,12 +99,14 @@ class Interpreter(Memory):
         super().__init__(name, mesh.axis_names, env)
         self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches if branches is not None else Branches(name))
-        self._failing = Failing(self.numbers.branches)
+        self.spots = None if repair is NONE else Spots(self, repair)
+        locate = None if self.spots is None else self.spots.locate
+        self._failing = Failing(self.numbers.branches, locate)
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
         self.rank_only: str | None = None
         self.draws, self.is_decomposing = False, False
-        self.takes_gradients, self.averages = False, False
+        self.takes_gradients, self.averages, self.applies_functions = False, False, False
         self.function: Any = None
         self._made_by: dict[int, Equation] = {}
         self._sequence = 0
@@ -109,6 +118,12 @@ class Interpreter(Memory):
         """Returns whether calls depend on more here than their operands: few bodies get there."""
         is_symbolic = self.fake.shape_env is not None or self.numbers.any
         return self._paused or is_symbolic or self.rows.any or self.copies.are_stale
+
+    def located(self, error: ShardTypeError, gradient: StorageType) -> ShardTypeError:
+        """Attaches to the error of a gradient what could be inserted where it comes from."""
+        if self.spots is not None and gradient.made is not None:
+            self.spots.locate(error, gradient.made)
+        return error
 
     def insisting(self) -> Failing:
         """Records errors of the checker in this context, even if the body catches them."""
@@ -155,7 +170,7 @@ class Interpreter(Memory):
     ) -> Any:
         """Types one ATen operation, and runs it on fake tensors; `found` is from `recall.find`."""
         forget_written(op, args, kwargs)
-        if self._paused or op.namespace in _SILENT:
+        if self._paused or op.namespace in _SILENT or op in _SIZES:
             return op(*args, **kwargs)
         if op.namespace in distributed_calls.NAMESPACES:
             self.numbers.branches.fail(distributed_calls.refused(self.name, op))
@@ -193,7 +208,7 @@ class Interpreter(Memory):
         types = [] if view else self._type(op, arguments, out)
         self._store(op, arguments, out, types)
         self.copies.follow(self, arguments, [*_written(op, arguments)], out, view)
-        learn(self, found, op, args, key)
+        learn(self, found, op, args, arguments, key)
         self.observer.on_call(*seen, out)
         return out
 

@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import Op, Repair, instead, propose
+from shardmap_torch.checker.ir.repairs import Op, Repair, of_equal, propose
 from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
 from shardmap_torch.checker.rules.lattice import MIXED, OF_SUMS, branch_advice, plain, sum_advice
 from shardmap_torch.collectives.operations import Collective
@@ -91,6 +91,7 @@ def refused(
     mixed = [use.storage_type for use in uses if use.types[refusal.axis] == I] * (
         conflict.reason == MIXED
     )
+    of_equal(rejection, (culprit(each, refusal.axis, axis).made for each in mixed))
     return propose(
         rejection,
         [
@@ -246,16 +247,12 @@ def source(
     )
     gradients = _pending_gradients([use], at, axis)
     advice = (
-        gradient_sum_advice(axis)
-        if gradients
-        else _source_advice(collective.name, axis, have, expected)
+        gradient_sum_advice(axis) if gradients else _source_advice(collective, axis, have, expected)
     )
     wrong_type = error(interpreter, head, [_describe(use, at)], advice)
     repairs = [*_summing(gradients, axis)]
     if equation.forward is not None:
         repairs += _retype(equation.forward, I if plain(have) in (I, K) else R)
-    elif equation.place is not None:
-        repairs += instead(collective, equation.place, _at(equation), axis, have)
     return propose(wrong_type, repairs)
 
 
@@ -263,19 +260,32 @@ def _named(axis_type: AxisType) -> str:
     return f"{axis_type} ({MEANING[plain(axis_type).kind]})"
 
 
-def _source_advice(name: str, axis: str, have: AxisType, expected: AxisType) -> str:
-    if expected in (Partial, V) and have in (I, R, K):
-        from_ = "R" if have != I else "I"
-        return (
-            f"drop the collective: {name} of what is equal on all ranks takes n copies; if n "
-            f"copies are meant, say so with reinterpret(x, {axis!r}, src=R, dst={expected})"
-            + (f" after convert(x, {axis!r}, src=I, dst=R)." if from_ == "I" else ".")
-        )
+def _source_advice(collective: Collective, axis: str, have: AxisType, expected: AxisType) -> str:
+    if have in (I, R, K):
+        return _equal_advice(collective, axis, have, expected)
     if have == Partial:
         return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
     if have == V:
         return f"all_reduce or all_gather it over {axis!r} first."
     return f"convert(x, {axis!r}, src={have}, dst={expected}) changes the type."
+
+
+def _equal_advice(collective: Collective, axis: str, have: AxisType, expected: AxisType) -> str:
+    """Returns advice for a collective of what is equal on all ranks."""
+    name, dst, own = collective.name, collective.dst, R if have == K else have
+    if name in ("convert", "reinterpret"):
+        if have == dst:
+            return f"leave it out: the value is {have} already."
+        if (name, own, dst) in TABLE:
+            return f"say src={own}."
+        return f"convert(x, {axis!r}, src={own}, dst=...) changes its type, without communication."
+    if expected == V and name == "all_reduce":
+        return "drop the collective: the maximum or minimum of equal values is that value."
+    first = f" after convert(x, {axis!r}, src=I, dst=R)" if have == I else ""
+    return (
+        f"drop the collective: {name} of what is equal on all ranks takes n copies; if n copies "
+        f"are meant, say so with reinterpret(x, {axis!r}, src=R, dst={expected}){first}."
+    )
 
 
 def seeded(interpreter: "Interpreter", axis: int, storage_type: StorageType) -> ShardTypeError:
@@ -320,7 +330,10 @@ def cotangent(
         gradient_advice(axis_type, name),
         placed=value is None,
     )
-    return propose(mismatch, [] if value is None else list(repairs_to(interpreter, value, axis, R)))
+    if value is None:
+        return propose(mismatch, [])
+    of_equal(mismatch, [culprit(value, axis, name).made])
+    return propose(mismatch, list(repairs_to(interpreter, value, axis, R)))
 
 
 def wrong(axis_type: AxisType, have: AxisType) -> str:

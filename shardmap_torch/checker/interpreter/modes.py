@@ -172,7 +172,11 @@ class _Functions(TorchFunctionMode):
                 user_code.remember(self._interpreter, args[:1])
             return func(*args, **(kwargs or {}))
         with self._interpreter.insisting():
-            return self._call(func, args, kwargs or {})
+            spots = self._interpreter.spots
+            if spots is None:
+                return self._call(func, args, kwargs or {})
+            args, kwargs = spots.enter(func, args, kwargs or {})
+            return spots.leave(spots.now, self._call(func, args, kwargs))
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if user_code.is_observed(self._interpreter):

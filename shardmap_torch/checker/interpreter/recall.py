@@ -21,6 +21,7 @@ from shardmap_torch.checker.ir.rank_only import has_saving_hooks, is_rank_only
 from shardmap_torch.checker.rewrites.copies import is_marked
 from shardmap_torch.checker.rules.infer import (
     Types,
+    draws,
     is_real,
     may_draw,
     name_arguments,
@@ -98,10 +99,13 @@ def learn(
     found: Found | None,
     op: OpOverload,
     args: Sequence[Any],
+    arguments: Mapping[str, Any],
     key: Key | None,
 ) -> None:
     """Remembers the call that has just been typed, if all that matters is in `found`."""
-    if found is None or key is None or op in _UNLIKE or is_rank_only(op) or may_draw(op):
+    if found is None or key is None or op in _UNLIKE or is_rank_only(op):
+        return
+    if may_draw(op) and draws(op, arguments):
         return
     if signature_of(op).branches or is_in_linear_backward():
         return
@@ -111,7 +115,7 @@ def learn(
     )
     if known is not None and not known.is_view:
         made = [use.storage_type for use in equation.results]
-        outcome = [each.types for each in made], made[0].batched_over
+        outcome = [each.types for each in made], made[0].batched_over if made else _NONE
         known.outcomes[_situation(interpreter, found, known)] = outcome
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.calls.fake_results import fake_mode
-from shardmap_torch.checker.calls.remembered import Remembered
+from shardmap_torch.checker.calls.remembered import Remembered, address_of
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rewrites.aliases import Rows
@@ -145,7 +145,7 @@ class Memory:
         """Returns the storage type of a tensor, or of its fake."""
         if type(tensor) is FakeTensor and not self.rows.any:
             # What follows finds the same, at several times the cost.
-            known = self.types_by_storage.get(tensor.untyped_storage()._cdata)
+            known = self.types_by_storage.get(address_of(tensor))
             if known is not None:
                 return known
         storage = self.fakify(base_of(tensor)).untyped_storage()
@@ -211,7 +211,7 @@ class Memory:
             self._ending = before
 
     def _tokens(self, tensor: Tensor) -> frozenset[Token]:
-        storage_type = self.types_by_storage.get(tensor.untyped_storage()._cdata)
+        storage_type = self.types_by_storage.get(address_of(tensor))
         # A copy made by autograd has no tokens of its own; then those of the storage count.
         own: frozenset[Token] | None = tensor.__dict__.get("_shardmap_tokens")
         if storage_type is None:
@@ -377,6 +377,11 @@ class Memory:
             raise ShardTypeError(
                 f"{self.name}: the body closes over a {type(real).__name__} at {call_site()}. "
                 "Pass it as an argument."
+            )
+        if real.is_nested or real.is_quantized or real.layout != torch.strided:
+            raise ShardTypeError(
+                f"{self.name}: the body closes over a nested, quantized or sparse tensor at "
+                f"{call_site()}. Pass it as a dense one, as an argument."
             )
         # torch reads `.grad`, which is refused in a body.
         with self.paused(), DisableTorchFunction():

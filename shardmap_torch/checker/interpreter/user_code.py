@@ -34,14 +34,16 @@ def is_observed(interpreter: "Interpreter") -> bool:
 
 def remember(interpreter: "Interpreter", values: Iterable[Any]) -> None:
     """Keeps the tensors among arguments by the node whose backward gets their gradients."""
-    for tensor in (t for value in values for t in tensors_of(value)):
-        level: Tensor = tensor
-        while True:
-            if level.grad_fn is not None:
-                interpreter.values[level.grad_fn, level.output_nr] = base_of(tensor)
-            if not functorch.is_functorch_wrapped_tensor(level):
-                break
-            level = functorch.get_unwrapped(level)
+    for value in values:
+        for tensor in (value,) if isinstance(value, Tensor) else tensors_of(value):
+            level: Tensor = tensor
+            while True:
+                node = level.grad_fn
+                if node is not None:
+                    interpreter.values[node, level.output_nr] = base_of(tensor)
+                if not functorch.is_functorch_wrapped_tensor(level):
+                    break
+                level = functorch.get_unwrapped(level)
 
 
 def _value(interpreter: "Interpreter", node: Node | None, number: int) -> Tensor | None:

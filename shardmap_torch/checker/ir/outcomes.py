@@ -84,6 +84,7 @@ class PathOutcome:
         takes_gradients: whether it takes gradients by itself.
         sharing: the input whose memory a result may have, by their positions.
         averages: whether it averages over shards losses whose targets must not be ignored.
+        applies_functions: whether it applies autograd Functions other than collectives.
     """
 
     program: ProgramPath
@@ -97,6 +98,7 @@ class PathOutcome:
     takes_gradients: bool = False
     sharing: Mapping[int, int] = field(default_factory=dict)
     averages: bool = False
+    applies_functions: bool = False
 
 
 @dataclass(frozen=True)

@@ -83,17 +83,21 @@ class Failing:
     every operation; a generator would cost each a microsecond.
     """
 
-    __slots__ = ("_branches",)
+    __slots__ = ("_branches", "_locate")
 
-    def __init__(self, branches: "Branches") -> None:
-        """Keeps the branches, where the error is recorded."""
-        self._branches = branches
+    def __init__(
+        self, branches: "Branches", locate: Callable[[ShardTypeError], None] | None = None
+    ) -> None:
+        """Keeps the branches, where the error is recorded; `locate` is told of it first."""
+        self._branches, self._locate = branches, locate
 
     def __enter__(self) -> None:
         """Does nothing."""
 
     def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         """Records an error of the checker."""
+        if self._locate is not None and isinstance(error, ShardTypeError):
+            self._locate(error)
         if isinstance(error, ShardTypeError | TransformError):
             self._branches.refusal = error
 

@@ -24,7 +24,7 @@ from shardmap_torch.core.torch_private.engine import (
     top_saved_tensors_hooks,
 )
 from shardmap_torch.function import Function as KeepingFunction
-from shardmap_torch.function import keeping_scope
+from shardmap_torch.function import keeping_scope, method_of
 
 _OWN: Final = ("shardmap_torch.", "torch._library.", "torch._functorch.", "torch._dynamo.")
 """Modules of Functions that have a vmap rule, here or elsewhere."""
@@ -195,7 +195,7 @@ def _forward_of(cls: Any) -> Callable[..., Any]:
     In C, `Function.apply` of torch 2.14 cannot be replaced under names that users have for it. All
     that it looks up in Python before it has run is `setup_context` and `forward`.
     """
-    forward: Callable[..., Any] = _lookup(cls, "forward")
+    forward: Callable[..., Any] = method_of(cls, "forward")
     is_reported = not _WATCH.stack or cls in _WATCH.seen or not issubclass(cls, Function)
     if is_reported or are_transforms_active():
         return forward
@@ -219,14 +219,20 @@ def _watch_forward(change: int) -> None:
         _FORWARDS.pop()
     metaclass: Any = type(Function)
     if _FORWARDS:
-        metaclass.forward = property(_forward_of)
+        metaclass.forward = property(_forward_of, _set_forward)
     else:
         del metaclass.forward
 
 
-def _lookup(cls: type, name: str) -> Any:
-    found = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
-    return found.__get__(None, cls) if hasattr(found, "__get__") else found
+def _set_forward(cls: Any, value: Any) -> None:
+    """Sets `cls.forward`, which a class that is made in a body does, behind the property's back."""
+    metaclass: Any = type(Function)
+    watching = vars(metaclass)["forward"]
+    del metaclass.forward
+    try:
+        cls.forward = value
+    finally:
+        metaclass.forward = watching
 
 
 @contextmanager

@@ -1,19 +1,91 @@
 """Repairs of a rejected program: proposed where it fails, and tried before they are printed."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, Literal
 
+from torch import Tensor
+
+from shardmap_torch import ops
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.table import TABLE
 from shardmap_torch.core.source_location import Site
-from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.types import AxisType, I, K, Partial, R, V
+from shardmap_torch.errors import MAX_LINES, ShardTypeError
 
 Op = Literal["sum", "mean"]
 Place = tuple[Site | None, int]
 """A user's line, and how often it has run before; the same on all paths through a body."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A tensor that a call of a function of torch in the body gets or returns.
+
+    Attributes:
+        site: the user's line.
+        at: the position of the call in the code of the line.
+        name: of the function.
+        index: which of the tensors it gets, each of them counted once; -1 is its result.
+        run: how often it has run before; None for all runs, as in a loop.
+    """
+
+    site: Site
+    at: int
+    name: str
+    index: int = 0
+    run: int | None = None
+
+    def __str__(self) -> str:
+        """Formats it as `operand 2 of matmul at model.py:12`."""
+        what = "the result" if self.index < 0 else f"operand {self.index + 1}"
+        run = "" if self.run is None else f", run {self.run + 1} of that line"
+        return f"{what} of {self.name} at {self.site.place}{run}"
+
+
+@dataclass(frozen=True)
+class Insert:
+    """A public function of one tensor that keeps what it means on one device.
+
+    Attributes:
+        name: of the function: a collective, or `convert`.
+        axis: the mesh axes.
+        options: its keyword arguments.
+    """
+
+    name: str
+    axis: str | tuple[str, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def of(self, x: str) -> str:
+        """Writes the call.
+
+        Example:
+            >>> Insert("reduce_scatter", "tp", (("dim", 1),)).of("x")
+            "reduce_scatter(x, 'tp', dim=1)"
+        """
+        options = "".join(f", {name}={value!r}" for name, value in self.options)
+        return f"{self.name}({x}, {self.axis!r}{options})"
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Calls it in a body."""
+        called: Tensor = getattr(ops, self.name)(x, self.axis, **dict(self.options))
+        return called
+
+
+def nested(chain: Sequence[Insert], x: str = "x") -> str:
+    """Writes calls of which each takes the result of the one before."""
+    return reduce(lambda x, insert: insert.of(x), chain, x)
+
+
+def applied(chain: Sequence[Insert], x: Tensor) -> Tensor:
+    """Calls one after the other in a body."""
+    return reduce(lambda x, insert: insert.apply(x), chain, x)
+
+
+def insertion(spot: Spot, chain: Sequence[Insert]) -> "Repair":
+    """Makes the repair that applies functions to a tensor of a call."""
+    return Repair(f"{nested(chain)} for x, {spot}", inserted={spot: tuple(chain)})
 
 
 class Places:
@@ -38,65 +110,72 @@ class Repair:
         collectives: for the place of a collective in the forward, its replacement, or None to
             leave it out.
         replicate: for the position of an input, an axis to name in its `replicate=`.
-        exits: for the position of a result, axes over which to sum it before it is returned.
+        exits: for the position of a result, what to apply to it before it is returned.
         values: places at which to reduce a tensor before its Python value is taken.
         gradients: for the place where the body takes gradients, the axes over which to reduce them,
             each with "sum" or "mean".
+        inserted: for a tensor that a call gets or returns, what to apply to it.
+        parts: the repairs that it is made of, if there are several.
     """
 
     text: str
     collectives: Mapping[Place, Collective | None] = field(default_factory=dict)
     replicate: Mapping[int, str] = field(default_factory=dict)
-    exits: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    exits: Mapping[int, tuple[Insert, ...]] = field(default_factory=dict)
     values: frozenset[Place] = frozenset()
     gradients: Mapping[Place, Sequence[tuple[str, Op]]] = field(default_factory=dict)
+    inserted: Mapping[Spot, tuple[Insert, ...]] = field(default_factory=dict)
+    parts: "tuple[Repair, ...]" = ()
 
 
 def both(first: Repair, second: Repair) -> Repair:
-    """Combines two repairs into one.
+    """Combines two repairs into one; where both change one collective, the second does.
 
     Example:
         >>> both(Repair("a", replicate={0: "tp"}), Repair("b", replicate={1: "tp"})).text
         'a, and b'
     """
-    places = dict.fromkeys([*first.gradients, *second.gradients])
+    kept = [each for each in first.parts or (first,) if not _is_changed(each, second)]
+    again = [part for part in kept if part.inserted.keys() & second.inserted.keys()]
+    if again:  # applied to one tensor, one after the other
+        ((spot, chain),) = second.inserted.items()
+        second = insertion(spot, (*again[0].inserted[spot], *chain))
+        kept.remove(again[0])
+    parts = (*kept, *(second.parts or (second,)))
     return Repair(
-        f"{first.text}, and {second.text}",
-        {**first.collectives, **second.collectives},
-        {**first.replicate, **second.replicate},
-        {**first.exits, **second.exits},
-        first.values | second.values,
-        {p: (*first.gradients.get(p, ()), *second.gradients.get(p, ())) for p in places},
+        ", and ".join(part.text for part in parts),
+        {place: other for part in parts for place, other in part.collectives.items()},
+        {position: axis for part in parts for position, axis in part.replicate.items()},
+        _joined([part.exits for part in parts]),
+        frozenset().union(*(part.values for part in parts)),
+        _joined([part.gradients for part in parts]),
+        _joined([part.inserted for part in parts]),
+        parts,
     )
+
+
+def _is_changed(part: Repair, later: Repair) -> bool:
+    return bool(part.collectives.keys() & later.collectives.keys())
+
+
+def _joined(parts: Sequence[Mapping[Any, Sequence[Any]]]) -> dict[Any, tuple[Any, ...]]:
+    found: dict[Any, tuple[Any, ...]] = {}
+    for part in parts:
+        for key, values in part.items():
+            found[key] = (*found.get(key, ()), *values)
+    return found
 
 
 NONE = Repair("")
 """A repair that changes nothing."""
 
+LOCATING = Repair("")
+"""Another one, with which calls are counted, so that an error tells where repairs may go."""
 
-def axes(collective: Collective) -> str:
+
+def axes_of(collective: Collective) -> str:
     """Formats the axes as the user wrote them."""
     return repr(collective.axes[0] if len(collective.axes) == 1 else collective.axes)
-
-
-def instead(
-    collective: Collective, place: Place, at: str, axis: str, have: AxisType
-) -> Iterator[Repair]:
-    """Yields repairs that take a collective out, or put one there that takes such an operand."""
-    name = collective.name
-    if have in (I, R, K):
-        yield Repair(f"leave out {name}{at}", collectives={place: None})
-    others = tuple(each for each in collective.axes if each != axis)
-    if others:
-        left = replace(collective, axes=others)
-        yield Repair(f"leave {axis!r} out of {name}{at}", collectives={place: left})
-    if (name, have, collective.dst) in TABLE:
-        other = replace(collective, src=have)
-        yield Repair(f"src={have} in {name}{at}", collectives={place: other})
-    if name == "convert" and have in (V, Partial) and collective.dst in (I, R):
-        total = Collective("all_reduce", Partial, collective.dst, collective.axes)
-        text = f"all_reduce over {axes(collective)} with dst={collective.dst} in place of {name}"
-        yield Repair(f"{text}{at}", collectives={place: total})
 
 
 def propose(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeError:
@@ -109,6 +188,29 @@ def proposed(error: ShardTypeError) -> tuple[Repair, ...]:
     """Returns the repairs attached to an error."""
     repairs: tuple[Repair, ...] = error.__dict__.get("_shardmap_repairs", ())
     return repairs
+
+
+def of_equal(error: ShardTypeError, makers: Iterable[object]) -> ShardTypeError:
+    """Attaches to an error the equations that made the equal values which meet what varies."""
+    error.__dict__["_shardmap_equal"] = tuple(makers)
+    return error
+
+
+def makers_of_equal(error: ShardTypeError) -> Sequence[object]:
+    """Returns the equations that `of_equal` attached."""
+    makers: Sequence[object] = error.__dict__.get("_shardmap_equal", ())
+    return makers
+
+
+def note_reached(error: ShardTypeError, step: float) -> bool:
+    """Notes how far a check came until this error; returns whether that was not known."""
+    return error.__dict__.setdefault("_shardmap_reached", step) is step
+
+
+def reached(error: ShardTypeError) -> float:
+    """Returns how far a check came until this error; -1 if that is not known."""
+    step: float = error.__dict__.get("_shardmap_reached", -1.0)
+    return step
 
 
 def with_tried(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeError:
@@ -126,15 +228,11 @@ def tried(error: ShardTypeError) -> tuple[Repair, ...]:
     return repairs
 
 
-_LINES: Final = 40
-"""Maximal number of lines of a message; `findings` has all of it."""
-
-
 def shortened(error: ShardTypeError) -> ShardTypeError:
     """Cuts an error's message to 40 lines; `findings` keeps the complete text."""
     lines = str(error).splitlines()
     error.findings = error.findings or (str(error),)
-    if len(lines) > _LINES:
-        left = len(lines) - _LINES + 1
-        error.args = ("\n".join([*lines[: _LINES - 1], f"... and {left} more lines"]),)
+    if len(lines) > MAX_LINES:
+        left = len(lines) - MAX_LINES + 1
+        error.args = ("\n".join([*lines[: MAX_LINES - 1], f"... and {left} more lines"]),)
     return error

@@ -73,6 +73,7 @@ class Selections:
         """There are none yet."""
         self._known: dict[int, tuple[Tensor, _Selected]] = {}
         self._memory: set[int] = set()
+        self._shared: set[int] = set()
         self._reads = False
 
     @property
@@ -94,11 +95,7 @@ class Selections:
         if any(map(is_batched, (x, mask))):
             return NotImplemented
         host.needs_ranks()  # torch.func.vmap has no sizes that differ
-        base = host.base(mask)
-        made = host.storage_type(base)
-        place = base.storage_offset(), tuple(base.shape), base.stride()
-        token = id(made), id(made.made), *place
-        return self._stand(_Selected(x, mask.clone(), token, mask, dim))
+        return self._stand(_Selected(x, mask.clone(), _token(host, mask), mask, dim))
 
     def positions(self, host: _Host, mask: Tensor, as_tuple: bool = False) -> Any:
         """Returns the positions of a mask's entries, as `nonzero` does."""
@@ -129,17 +126,14 @@ class Selections:
 
     def _call(self, host: _Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
+        if func is Tensor.__setitem__:
+            return self._written(host, *args)
         own = self._of(args[0]) if args and isinstance(args[0], Tensor) else None
         if func in (Tensor.__getitem__, Tensor.index_select, torch.index_select) and own is None:
             return self._indexed(host, args[0], args[1:])
-        if own is not None and func in _PLAIN:
-            return func(*args, **kwargs)
-        if own is not None and func in _DIMS:
-            return own.num_rest + 1
-        if own is not None and name in ("sum", "mean"):
-            return self._summed(own, name, *args[1:], **kwargs)
-        if own is not None and own.dim is not None and name in ("squeeze", "flatten"):
-            return self._stand(replace(own, full=own.full.reshape(own.mask.shape)))
+        known = NotImplemented if own is None else self._of_one(host, own, func, args, kwargs)
+        if known is not NotImplemented:
+            return known
         if func in _LOSSES:
             return self._loss(host, func, args, kwargs)
         if name not in _POINTWISE:
@@ -149,7 +143,53 @@ class Selections:
         out = func(*given, **named)
         if not isinstance(out, Tensor) or out.shape != one.full.shape:
             refuse(host.name, f"{name} combines what it selects with a tensor of another shape")
-        return self._stand(replace(one, full=out, dim=None))
+        found = self._stand(replace(one, full=out, dim=None))
+        if name in _SHARING:
+            self._shared |= {id(found), *(id(x) for x in tensors_of(list(args)))}
+        return found
+
+    def _of_one(
+        self, host: _Host, own: _Selected, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls what is about a selection itself; NotImplemented for other functions."""
+        name = getattr(func, "__name__", "")
+        if func in _PLAIN:
+            return func(*args, **kwargs)
+        if func in _DIMS:
+            return own.num_rest + 1
+        if name in ("sum", "mean"):
+            return self._summed(own, name, *args[1:], **kwargs)
+        if own.dim is None:
+            return self._changed(host, func, args, kwargs) if name in _IN_PLACE else NotImplemented
+        if name in ("squeeze", "flatten"):
+            return self._stand(replace(own, full=own.full.reshape(own.mask.shape)))
+        return NotImplemented
+
+    def _changed(
+        self, host: _Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Changes what a mask selects in place, as `x[mask] *= 2` does before it writes it."""
+        name = func.__name__
+        if id(args[0]) in self._shared:
+            refuse(host.name, f"{name} may change what has another name as well")
+        one, (given, named) = self._given(host, name, args, kwargs)
+        for x in tensors_of([*given, *named.values()]):
+            if torch.broadcast_shapes(x.shape, one.full.shape) != one.full.shape:
+                refuse(host.name, f"{name} combines what it selects with a tensor of another shape")
+        func(*given, **named)  # the memory is its own
+        return args[0]
+
+    def _written(self, host: _Host, x: Tensor, index: Any, value: Any) -> None:
+        """Does `y[mask] = f(x[mask])`: where the mask is true."""
+        own = self._of(value) if isinstance(value, Tensor) else None
+        if own is None or not isinstance(index, Tensor) or self._of(x) or self._of(index):
+            refuse(host.name, "it is written to, or an index")
+        if index.dtype != torch.bool or own.token != _token(host, index) or own.dim is not None:
+            refuse(host.name, "what it selects is written where another mask says")
+        if x.shape != own.full.shape or x.dtype != own.full.dtype:
+            refuse(host.name, "what it selects is written to a tensor of another shape or dtype")
+        mask = own.mask.reshape(*own.mask.shape, *(1,) * own.num_rest)
+        x.copy_(torch.where(mask, own.full, x))
 
     def _given(
         self, host: _Host, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -265,6 +305,13 @@ def refuse(name: str, what: str) -> NoReturn:
     )
 
 
+def _token(host: _Host, mask: Tensor) -> Any:
+    """Returns what equal masks share: the same entries of memory that nothing was written to."""
+    base = host.base(mask)
+    made = host.storage_type(base)
+    return id(made), id(made.made), base.storage_offset(), tuple(base.shape), base.stride()
+
+
 def _counted(mask: Tensor, dim: int) -> Tensor:
     shape = [-1 if each == dim else 1 for each in range(mask.ndim)]
     counted = torch.arange(mask.shape[dim], device=mask.device).reshape(shape)
@@ -294,3 +341,11 @@ _POINTWISE: Final = frozenset(
     " __and__ __or__ __invert__".split()
 )
 """Names of functions of single entries."""
+
+_IN_PLACE: Final = frozenset(
+    "add_ sub_ mul_ div_ pow_ __iadd__ __isub__ __imul__ __itruediv__".split()
+)
+_SHARING: Final = frozenset(
+    "float double half bfloat16 long int bool to type_as detach contiguous".split()
+)
+"""Names of functions whose result may be their operand, or share its memory."""

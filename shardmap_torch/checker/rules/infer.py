@@ -165,11 +165,7 @@ def type_call(
         read_there = [read(t) for value in arguments.values() for t in tensors_of(value)]
         return [_each_axis(join_linearly, read_there, num_axes)]
     if row.zipped:
-        counts = [len(value) for value in arguments.values() if _is_tensor_list(value)]
-        return [
-            _outcome(row, signature, _at(arguments, i), read, num_axes, drawn)
-            for i in range(max(counts, default=0))
-        ]
+        return _each_position(row, signature, arguments, read, num_axes, drawn)
     if row.results:
         return [_outcome(each, signature, arguments, read, num_axes, drawn) for each in row.results]
     return [_outcome(row, signature, arguments, read, num_axes, drawn)]
@@ -236,6 +232,29 @@ def _at(arguments: Mapping[str, Any], index: int) -> dict[str, Any]:
         name: value[index] if isinstance(value, list | tuple) and index < len(value) else value
         for name, value in arguments.items()
     }
+
+
+def _each_position(
+    row: Row,
+    signature: Signature,
+    arguments: Mapping[str, Any],
+    read: Read,
+    num_axes: int,
+    drawn: Types | None,
+) -> list[Outcomes]:
+    """Types lists of tensors position by position; of equal positions, as of layers, the first."""
+    counts = [len(value) for value in arguments.values() if _is_tensor_list(value)]
+    known: dict[Any, Outcomes] = {}
+    found = []
+    for index in range(max(counts, default=0)):
+        here = _at(arguments, index)
+        key = tuple(
+            [read(x) if isinstance(x, Tensor) else (type(x), repr(x)) for x in here.values()]
+        )
+        if key not in known:
+            known[key] = _outcome(row, signature, here, read, num_axes, drawn)
+        found.append(known[key])
+    return found
 
 
 def _outcome(

@@ -31,11 +31,11 @@ from shardmap_torch.checker.ir.observer import (
     made_by,
 )
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, shown
+from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations, named_tensors
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
-from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
@@ -126,6 +126,7 @@ class Relation(Observer):
                 self._notes.note(index, number, ShardedTensor.unsharded(()))
                 self._notes.set_sums(index, Sums(loose=frozenset(axes)))
                 self._positions.note_index(index, axes)
+                self._microbatches.note_index(index, axes)
 
     def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
         """Requires that a collective only changes how one value is sharded or summed."""

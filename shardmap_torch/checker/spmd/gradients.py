@@ -5,6 +5,7 @@ from typing import Final
 
 from torch import Tensor
 
+from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,
@@ -13,7 +14,6 @@ from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
     fitted,
 )
-from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.recorder import Event, Ref
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums, common_scale, reject_scaled

@@ -47,8 +47,14 @@ BLOCK: Final = ">"
 ADDENDS: Final = "+"
 """Axis of a digit that a rank has in a dim of its own: gathered addends of a sum."""
 
+EACH: Final = "each microbatch"
+"""Axis of a digit that numbers microbatches: ranks have all of them, of their own rows.
+
+So the entries of that digit are not those on one device, but are treated alike, as shards are.
+"""
+
 _MARKS: Final = frozenset({BLOCKS, BLOCK, ADDENDS})
-_LOCAL: Final = frozenset({None, BLOCKS, ADDENDS})
+_LOCAL: Final = frozenset({None, BLOCKS, ADDENDS, EACH})
 
 
 def is_stacked(dims: Iterable[Dim]) -> bool:
@@ -113,7 +119,9 @@ def in_words(dim: Dim) -> str:
     """
     if step_of(dim) is not None:
         return "counted by each rank from 0"
-    axes = axes_of(dim)
+    axes = _axes_of_ranks(dim)
+    if dim[:1] and dim[0][0] == EACH:
+        return f"of {dim[0][1]} microbatches"
     if not axes:
         return "unsharded"
     blocks = f" within each of {dim[0][1]} blocks" if dim[0][0] is None else ""
@@ -161,8 +169,12 @@ class ShardedTensor:
         )
 
 
+def _axes_of_ranks(dim: Dim) -> tuple[str, ...]:
+    return tuple([axis for axis in axes_of(dim) if axis != EACH])
+
+
 def _entry(dim: Dim) -> Entry:
-    axes = axes_of(dim)
+    axes = _axes_of_ranks(dim)
     return axes[0] if len(axes) == 1 else (axes or None)
 
 
@@ -346,7 +358,7 @@ def gathered(dim: Dim, axes: Sequence[str]) -> Dim | None:
         >>> gathered(((None, 3), ("tp", 2), (None, 2)), ("tp",)) is None
         True
     """
-    inner = [axis for axis, _ in dim if axis is None or axis in axes]
+    inner = [axis for axis, _ in dim if axis in _LOCAL or axis in axes]
     if dim == ANY or inner[: len(axes)] != list(axes):
         return None
     return tuple(merged([(None if axis in axes else axis, base) for axis, base in dim]))
@@ -360,8 +372,8 @@ def sliced(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
         (('dp', 2), ('tp', 2), (None, 3))
     """
     for axis in axes:
-        at = next((i for i, (name, _) in enumerate(dim) if name is None), None)
-        if dim == ANY or at is None or dim[at][1] % sizes[axis]:
+        at = next((i for i, (name, _) in enumerate(dim) if name in _LOCAL), None)
+        if dim == ANY or at is None or dim[at][0] is not None or dim[at][1] % sizes[axis]:
             return None
         rest = dim[at][1] // sizes[axis]
         dim = (*dim[:at], (axis, sizes[axis]), *unsharded(rest), *dim[at + 1 :])

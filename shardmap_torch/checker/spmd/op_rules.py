@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from shardmap_torch.checker.spmd.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.layout import (
     ANY,
+    EACH,
     Dim,
     ShardedTensor,
     UnrelatedError,
@@ -27,6 +27,7 @@ from shardmap_torch.checker.spmd.layout import (
 )
 from shardmap_torch.checker.spmd.ops import indexing, networks, stacks
 from shardmap_torch.checker.spmd.ops.attention import ATTENTION
+from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.sharded import (
     GATHER,
     NUMBER,
@@ -208,7 +209,7 @@ def einsum(equation: str) -> Rule:
 
 def _like(dims: Sequence[Dim]) -> ShardedTensor:
     global_shape = tuple(prod(base for _, base in dim) for dim in dims)
-    local = tuple(prod(base for axis, base in dim if axis is None) for dim in dims)
+    local = tuple(prod(base for axis, base in dim if axis in (None, EACH)) for dim in dims)
     return ShardedTensor(tuple(dims), local, global_shape)
 
 

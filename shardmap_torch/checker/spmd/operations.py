@@ -25,16 +25,17 @@ from shardmap_torch.checker.rules.infer import (
 from shardmap_torch.checker.rules.lattice import sum_advice
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.spmd.align import differing
+from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
 from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.losses import ignores
-from shardmap_torch.checker.spmd.ops.microbatches import Microbatches
 from shardmap_torch.checker.spmd.recorder import Event, Ref
-from shardmap_torch.checker.spmd.sharded import Sharded, Step
+from shardmap_torch.checker.spmd.sharded import Sharded, Step, is_view
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
     NO_AXES,
+    ONE,
     Sums,
     common_scale,
     factor_of,
@@ -128,12 +129,11 @@ class Operations:
                 f"and {there} on one device,"
             )
             summed = summed.scaled(factor or Fraction(1), NO_AXES, self._at(cause))
-        special = positions or self._microbatches.divide(op, arguments, event, shards)
-        special = special or self._microbatches.concatenate(op, arguments)
+        rearranged = None if positions else self._microbatches.rearrange(step, arguments, event)
+        special = positions or (rearranged.sharded if rearranged is not None else None)
         special = special or self._overwrite(op, arguments, event, shards)
-        on_parts = (op, arguments, event, read, results, special is not None)
-        combined = self._microbatches.combine(*on_parts)
-        found = special or propagate(step)
+        combined = rearranged or self._microbatches.combine(op, arguments, event, read, results)
+        found, combined = self._microbatches.complete(special or propagate(step), combined)
         if ignores(step) and any(sharded.means for sharded in found):
             self._interpreter.averages = True
         for index, sharded in enumerate(found):
@@ -145,7 +145,7 @@ class Operations:
                 if any(self._flows(x) for _, x in named_tensors(arguments)):
                     self._maxima.begin(results[index], number, shape, operands)
         self._maxima.follow(op, event, arguments)
-        self._microbatches.note(op, arguments, combined, results, special is not None)
+        self._microbatches.note(op, arguments, combined, results)
 
     def _overwrite(
         self, op: OpOverload, arguments: Mapping[str, Any], event: Event, shards: Mapping[str, Any]
@@ -176,7 +176,7 @@ class Operations:
 
     def _kept(self, op: OpOverload, tensor: Tensor) -> frozenset[str]:
         """Returns the axes over which the result is pending in the same way as the operand."""
-        pending = self._notes.sums(tensor).pending if _is_view(op) else ()
+        pending = self._notes.sums(tensor).pending if is_view(op) else ()
         return frozenset(axis for axis, _ in pending)
 
     def _reject_hidden_writes(
@@ -231,7 +231,7 @@ class Operations:
         read = _read_names(op)
         operands = [t for name, t in named_tensors(arguments) if name in read]
         scaled = common_scale([self._notes.sums(x) for x in operands])
-        if scaled.scale != 1 and not _is_view(op):
+        if scaled.scale != 1 and not is_view(op):
             require_linear(op, arguments, results, self._notes.sums)
         try:
             partial = self._partial(op, arguments, operands, results)
@@ -259,7 +259,7 @@ class Operations:
                 f"{axis!r}",
                 f"all_reduce the sum over {axis!r} first.",
             )
-        if _is_view(op):
+        if is_view(op):
             return open_
         names = self._interpreter.axes
         outcomes = type_results(op, arguments, results, self._as_sums, len(names))
@@ -310,8 +310,12 @@ class Operations:
             for axis, axis_type in self._notes.types(result)
             if axis_type == V and axis not in shard.axes and axis not in partial
         )
-        mean = Fraction(prod(self._notes.sizes[axis] for axis in sharded.means), sharded.divided)
-        cause = "" if summed.scale * mean == 1 else self._at(messages.friendly(op))
+        mean, scale = ONE, summed.scale
+        if sharded.means or sharded.divided != 1:
+            sizes = self._notes.sizes
+            mean = Fraction(prod(sizes[axis] for axis in sharded.means), sharded.divided)
+            scale *= mean
+        cause = "" if scale is ONE or scale == 1 else self._at(messages.friendly(op))
         sums = summed.scaled(mean, sharded.means, cause)
         sums = replace(sums, partial=partial, pending=sharded.pending)
         places = result, number, shard, sums, not draws(op, arguments)
@@ -363,12 +367,6 @@ class Operations:
 def named_tensors(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """Returns the tensors among arguments, with the names of these."""
     return [(name, tensor) for name, value in arguments.items() for tensor in tensors_in(value)]
-
-
-def _is_view(op: OpOverload) -> bool:
-    """Returns whether the result shares its memory with an operand, and so its types."""
-    shares = any(made.alias_info is not None for made in op._schema.returns)
-    return shares and not op._schema.is_mutable and op is not torch.ops.aten.view.dtype
 
 
 def _read_names(op: OpOverload) -> frozenset[str]:

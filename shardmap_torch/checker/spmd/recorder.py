@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from shardmap_torch.checker.calls.remembered import PLACE
 from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.sizes import exact
 from shardmap_torch.checker.spmd.layout import Shape
@@ -52,15 +53,18 @@ class TensorMap(Generic[X]):
 
     @staticmethod
     def _key(tensor: Tensor) -> Key:
+        base = tensor if type(tensor) is FakeTensor else base_of(tensor)
+        known: Key | None = base.__dict__.get(PLACE)
+        if known is not None:
+            return known
         with DisableTorchFunction():  # which would see each of these
-            base = tensor if type(tensor) is FakeTensor else base_of(tensor)
             shape: tuple[object, ...] = base.shape
             stride: tuple[object, ...] = base.stride()
             offset: object = base.storage_offset()
             if base._has_symbolic_sizes_strides:
                 shape, stride = tuple(map(exact, base.shape)), tuple(map(exact, base.stride()))
                 offset = exact(base.storage_offset())
-            return (
+            key = (
                 base.untyped_storage()._cdata,
                 offset,
                 shape,
@@ -69,6 +73,9 @@ class TensorMap(Generic[X]):
                 base.is_neg(),
                 base.is_conj(),
             )
+        if type(base) is FakeTensor:
+            base.__dict__[PLACE] = key
+        return key
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor
 
 from shardmap_torch.checker.spmd.layout import Dim, Shape, ShardedTensor, Sizes
@@ -96,3 +97,9 @@ def shards_of(value: Any) -> list[ShardedTensor]:
                 found += shards_of(item)
         return found
     return []
+
+
+def is_view(op: OpOverload) -> bool:
+    """Returns whether the result shares its memory with an operand, and so its types."""
+    shares = any(made.alias_info is not None for made in op._schema.returns)
+    return shares and not op._schema.is_mutable and op is not torch.ops.aten.view.dtype

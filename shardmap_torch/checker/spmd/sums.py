@@ -20,6 +20,7 @@ from shardmap_torch.core.torch_private.engine import OpOverload
 Axes = frozenset[str]
 
 NO_AXES: Final[Axes] = frozenset()
+ONE: Final = Fraction(1)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Sums:
     partial: Axes = NO_AXES
     loose: Axes = NO_AXES
     pending: frozenset[tuple[str, str]] = frozenset()
-    scale: Fraction = Fraction(1)
+    scale: Fraction = ONE
     means: Axes = NO_AXES
     cause: str = ""
     zero: bool = False
@@ -50,8 +51,8 @@ class Sums:
 
     def scaled(self, factor: Fraction, means: Axes, cause: str) -> "Sums":
         """Returns the same sums with the factor multiplied; a factor of 1 has no cause."""
-        scale = self.scale * factor
-        if scale == 1:
+        scale = self.scale if factor is ONE else self.scale * factor
+        if scale is ONE or scale == 1:
             return Sums(self.partial, self.loose, self.pending)
         kept = self.cause or cause
         return Sums(self.partial, self.loose, self.pending, scale, self.means | means, kept)
@@ -101,6 +102,8 @@ def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:
     """
     if not (is_factor(by) and is_factor(there)) or op not in _SCALING:
         return None
+    if by == there:
+        return ONE
     ratio = Fraction(by) / Fraction(there)
     if op in _DIVIDED:
         ratio = 1 / ratio
@@ -125,7 +128,7 @@ def common_scale(sums: Sequence[Sums]) -> Sums:
     Raises:
         UnrelatedError: they have several.
     """
-    found = [each for each in sums if each.scale != 1]
+    found = [each for each in sums if each.scale is not ONE and each.scale != 1]
     for other in found[1:]:
         if other.scale != found[0].scale:
             raise UnrelatedError(

@@ -14,6 +14,7 @@ import torch
 from shardmap_torch.checker.ir.rank_only import is_keeping
 from shardmap_torch.checker.rules.registry import table_version
 from shardmap_torch.checker.stored.content import UnstableError
+from shardmap_torch.checker.stored.patches import patches
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.torch_private.engine import (
     dispatch_mode_stack,
@@ -50,7 +51,15 @@ def _active() -> Iterator[tuple[bool, str]]:
     yield eval_frame_callback() is not None, "torch.compile"
     yield torch.compiler.is_compiling(), "torch.compile"
     yield table_version() > 0, "a rule or a decomposition that was registered"
+    patched = next(patches(), None)
+    yield patched is not None, f"{patched}, which somebody has replaced in a library"
+    yield bool(_hooks()), "a hook of all modules"
     yield is_keeping(), "an autograd Function whose backward communicates"
+
+
+def _hooks() -> list[object]:
+    modules = vars(torch.nn.modules.module)
+    return [x for name, x in modules.items() if name.startswith("_global_") and x]
 
 
 def versions() -> tuple[str, ...]:

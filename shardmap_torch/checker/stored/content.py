@@ -29,8 +29,10 @@ from typing import Any, Final, Generic, Protocol
 import optree
 import torch
 
-from shardmap_torch.checker.guards.captured_state import Walk, is_library, is_library_name, names_of
 from shardmap_torch.checker.guards.changing import is_array
+from shardmap_torch.checker.guards.code_names import names_of
+from shardmap_torch.checker.guards.libraries import is_library, is_library_name
+from shardmap_torch.checker.guards.walk import Walk
 from shardmap_torch.checker.stored.library import (
     PROCESS_NAMES,
     is_own_state,
@@ -180,6 +182,12 @@ class _ContentWalk(Walk):
                 if is_library(module):
                     require(module.__name__, "")
         return super()._imported(names, table)
+
+    def _enter_modules(self) -> None:
+        if "getattr" in self._names:  # of a name that code may make as it runs
+            for table in self._modules:
+                self._names |= dict.fromkeys(name for name in table if name[:2] != "__")
+        super()._enter_modules()
 
     def tensor_texts(self) -> Iterator[str]:
         """Yields what walks compare of tensors in another place, and which share memory."""

@@ -50,6 +50,7 @@ PROCESS_NAMES: Final = frozenset(
         *("current_device", "get_rank", "get_world_size", "get_local_rank", "get_coordinate"),
         *("device_mesh", "id", "hash", "globals", "locals", "eval", "exec", "compile"),
         *("__import__", "import_module", "breakpoint", "data_ptr", "_cdata", "_version"),
+        *("vars", "dir", "__dict__"),
         *("is_compiling", "is_dynamo_compiling", "current_mesh", "_getframe", "__doc__"),
     }
 )

@@ -13,7 +13,7 @@ from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError
 
-_FLAGS: Final = ("draws", "takes_gradients", "averages")
+_FLAGS: Final = ("draws", "takes_gradients", "averages", "applies_functions")
 
 
 def write_verdict(verdict: Verdict) -> tuple[str, str]:
@@ -67,6 +67,7 @@ def read_verdict(call: Call, head_text: str, program_text: str) -> Verdict:
         start=read_steps(head["start"]),
         takes_gradients=bool(head["takes_gradients"]),
         averages=bool(head["averages"]),
+        applies_functions=bool(head["applies_functions"]),
         refusal=_read_refusal(head["refusal"]),
     )
 

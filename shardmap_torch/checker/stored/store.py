@@ -165,5 +165,5 @@ def _require_same(found: Verdict, verdict: Verdict) -> None:
 
 _COMPARED: Final = (
     *("name", "paths", "specs", "crossing", "exits", "outputs", "sharing"),
-    *("rank_only", "draws", "takes_gradients", "averages"),
+    *("rank_only", "draws", "takes_gradients", "averages", "applies_functions"),
 )

@@ -14,7 +14,8 @@ from shardmap_torch.checker.ir.outcomes import Need, Where
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
-from shardmap_torch.core.closures import name_in
+from shardmap_torch.core.closures import about_closure, name_in
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
 from shardmap_torch.types import COTANGENT, I, K, R, Z
@@ -51,13 +52,14 @@ class PullBack:
             ShardTypeError: a gradient is not what its value needs.
         """
         interpreter, locals_ = self._interpreter, self._locals.values()
-        outputs = [
-            (result.leaves[i], result.match.spec(i))
-            for i in result.match.crossing
-            if result.leaves[i].requires_grad
-        ]
-        leaves = [x for x in locals_ if x.requires_grad]
-        closures = [x for x in interpreter.closures.values() if x.requires_grad]
+        with DisableTorchFunction():
+            outputs = [
+                (result.leaves[i], result.match.spec(i))
+                for i in result.match.crossing
+                if result.leaves[i].requires_grad
+            ]
+            leaves = [x for x in locals_ if x.requires_grad]
+            closures = [x for x in interpreter.closures.values() if x.requires_grad]
         if not outputs or not (leaves or closures):
             self._commit({})
             return
@@ -96,9 +98,10 @@ class PullBack:
                     if not accepts(axis_type, have):
                         value = interpreter.storage_type(self._locals[position])
                         what = f"input {path}"
-                        raise messages.cotangent(
+                        wrong = messages.cotangent(
                             interpreter, at, axis_type, storage_type, what, value
                         )
+                        raise interpreter.located(wrong, storage_type)
                     if axis in open_axes and have != Z:
                         need = Need(have.varies, storage_type.origin())
                         self.needs[position, axis] = need
@@ -130,13 +133,15 @@ class PullBack:
         name = name_in(self._call.function, closure) or "the tensor"
         for axis, axis_type in self._interpreter.by_axis(storage_type.types).items():
             if axis_type not in (I, K, Z):
-                raise ShardTypeError(
+                wrong = ShardTypeError(
                     f"{self._call.name}: a closed-over tensor of shape {list(closure.shape)} gets "
                     f"a gradient that is {axis_type} over {axis!r}: "
                     f"{messages.wrong(I, axis_type)}.\n"
                     f"  the gradient is from {storage_type.origin()}\n"
                     f"Fix: pass {name} as an argument{_by_call(closure)}."
                 )
+                located = self._interpreter.located(wrong, storage_type)
+                raise about_closure(located, closure)
 
 
 def record_backward(

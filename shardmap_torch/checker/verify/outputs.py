@@ -11,13 +11,22 @@ from shardmap_torch.boundary.casts import apply
 from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.insertions import to_spec
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.outcomes import Cast, Exit, Resolved, Where
-from shardmap_torch.checker.ir.repairs import Repair, propose
+from shardmap_torch.checker.ir.repairs import (
+    Insert,
+    Repair,
+    applied,
+    nested,
+    note_reached,
+    propose,
+)
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.checker.verify.boundary_types import promised
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
@@ -177,8 +186,8 @@ class Exits:
             ShardTypeError: names all that do not match, and where they come from.
         """
         problems: list[Problem] = []
-        open_sums: dict[int, list[str]] = {}
-        sum_results(self._backend, self._repair, result)
+        wrong: dict[int, list[str]] = {}
+        repair_results(self._call, self._backend, self._repair, result)
         for position in result.match.crossing:
             spec, path = result.match.spec(position), result.match.paths[position]
             value = result.leaves[position]
@@ -194,17 +203,20 @@ class Exits:
                     origin = self._interpreter.storage_type(value).origin()
                     problem = Problem(path, spec, axis, axis_type == Partial, origin, found)
                     problems.append(problem)
-                    open_sums.setdefault(position, []).append(axis)
+                    wrong.setdefault(position, []).append(axis)
                 else:
                     self.exits[position, axis] = self._exit((position, axis), found, spec, value)
         if problems:
             head = f"{self._call.name}: the result does not match out_specs:"
             error = ShardTypeError("\n".join([head, *grouped(problems)]))
             error.findings = tuple(problem.text for problem in problems)
-            raise propose(error, [self._summed(result, open_sums)])
+            raise self._proposed(error, result, [*wrong], [self._summed(result, wrong)])
         for position in result.match.crossing:
             spec, path = result.match.spec(position), result.match.paths[position]
-            self._interpreter.observer.on_result(path, result.leaves[position], spec)
+            try:
+                self._interpreter.observer.on_result(path, result.leaves[position], spec)
+            except ShardTypeError as error:
+                raise self._proposed(error, result, [position], []) from None
         self._return_values(result)
         self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
         for (position, axis), exit_ in self.exits.items():
@@ -238,13 +250,37 @@ class Exits:
         ]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         what = " and ".join(names[:_SHOWN]) + more
-        return Repair(f"all_reduce {what} with dst=I before the return", exits=axes)
+        exits = {
+            position: tuple(Insert("all_reduce", axis, (("dst", I),)) for axis in over)
+            for position, over in axes.items()
+        }
+        return Repair(f"all_reduce {what} with dst=I before the return", exits=exits)
+
+    def _proposed(
+        self, error: ShardTypeError, result: Result, wrong: Sequence[int], repairs: list[Repair]
+    ) -> ShardTypeError:
+        """Attaches repairs that give results, by their layouts, those that specs promise."""
+        spots = self._interpreter.spots
+        if spots is None:
+            return propose(error, repairs)
+        note_reached(error, spots.step(False) + 0.25)
+        chains = []
+        for position in wrong:
+            state, own = spots.state(result.leaves[position])
+            chains.append(to_spec(state, own, result.match.spec(position)))
+        for each in zip(*chains, strict=False):
+            named = zip(wrong, each, strict=True)
+            names = [nested(c, result.match.paths[p]) for p, c in named]
+            more = f" and {len(names) - _SHOWN} more alike" if len(names) > _SHOWN else ""
+            exits = dict(zip(wrong, each, strict=True))
+            text = f"return {', '.join(names[:_SHOWN])}{more}"
+            repairs.append(Repair(text, exits=exits))
+        return propose(error, repairs)
 
 
-def sum_results(backend: AbstractBackend, repair: Repair, result: Result) -> None:
-    """Sums results as the repair that is tried says."""
-    for position, axes in repair.exits.items():
-        for axis in axes:
-            total = Collective("all_reduce", Partial, I, (axis,))
-            value = apply(backend, [total], result.leaves[position])
-            result.leaves[position] = value  # type: ignore[index]
+def repair_results(call: Call, backend: AbstractBackend, repair: Repair, result: Result) -> None:
+    """Applies to results what the repair that is tried says."""
+    for position, chain in repair.exits.items():
+        with enter_scope(Scope(backend, call.bound)), backend.inserting():
+            value = applied(chain, result.leaves[position])
+        result.leaves[position] = value  # type: ignore[index]

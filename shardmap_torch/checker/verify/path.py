@@ -19,7 +19,7 @@ from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
 from shardmap_torch.checker.ir.own_functions import own_nodes
 from shardmap_torch.checker.ir.paths import Branches, format_branches
 from shardmap_torch.checker.ir.program import ProgramPath
-from shardmap_torch.checker.ir.repairs import Repair
+from shardmap_torch.checker.ir.repairs import Repair, Spot
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules import distributed_calls
@@ -36,7 +36,7 @@ from shardmap_torch.checker.verify.backward import PullBack, record_backward
 from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape, local_shape
 from shardmap_torch.checker.verify.merge import is_raised_by_body
 from shardmap_torch.checker.verify.nested import Inner
-from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, sum_results
+from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, repair_results
 from shardmap_torch.checker.verify.record import Recording
 from shardmap_torch.checker.verify.reference import OneDevice
 from shardmap_torch.checker.verify.sharing import input_sharing
@@ -115,7 +115,7 @@ def _on_one_device(this: Round, branches: Branches) -> OneDevice:
     """Interprets the same path where every axis that is compared has one rank."""
     steps = Recorder()
     verification, failure = _record(this, branches, steps, _uncompared(this))
-    return OneDevice(steps, branches.taken, verification.numbers, failure)
+    return OneDevice(steps, branches.taken, verification.numbers, failure, verification.runs)
 
 
 def _uncompared(this: Round) -> frozenset[str]:
@@ -208,6 +208,9 @@ class _Verification:
         self._interpreter.body = call.function  # for messages
         self._uncommitted = Uncommitted(self._interpreter, uncommitted)
         self._inner = Inner(self._interpreter, self._uncommitted)
+        spots = self._interpreter.spots
+        if one is not None and spots is not None:
+            spots.all_runs = one.runs
         if one is not None and records is not None and one.failure is None:
             axes = _uncompared(this)
             self._interpreter.observer = (
@@ -222,6 +225,12 @@ class _Verification:
         """The numbers made of values taken from tensors."""
         return self._interpreter.numbers.texts
 
+    @property
+    def runs(self) -> Mapping[Spot, int]:
+        """The number of runs of each call, if a repair is tried."""
+        spots = self._interpreter.spots
+        return {} if spots is None else spots.runs
+
     def run(self) -> PathOutcome:
         """Interprets forward and backward."""
         this, interpreter, backend = self._this, self._interpreter, self._backend
@@ -234,7 +243,8 @@ class _Verification:
             except Exception as error:
                 return self._raised(error)
             observer = interpreter.observer
-            outgoing.leave(result)
+            with DisableTorchFunction():  # the boundary asks and casts, not the body
+                outgoing.leave(result)
             interpreter.observer = observer  # the user's own backwards are compared
             back = PullBack(this.call, interpreter, backend, locals_)
             try:
@@ -257,7 +267,7 @@ class _Verification:
         self._interpreter.observer = steps
         with self._entered() as locals_:
             result = self._run_body(locals_)
-            sum_results(self._backend, self._this.repair, result)
+            repair_results(self._call, self._backend, self._this.repair, result)
             for position in result.match.crossing:
                 value = self._interpreter.fakify(result.leaves[position])
                 steps.on_result(result.match.paths[position], value, result.match.spec(position))
@@ -287,10 +297,12 @@ class _Verification:
         ]
         grad = any(like.grad for like in fakes) or torch.is_grad_enabled()
         with torch.set_grad_enabled(grad), interpreting(interpreter):
-            yield {
-                position: self._enter(position, like)
-                for position, like in zip(call.crossing, fakes, strict=True)
-            }
+            with DisableTorchFunction():
+                entered = {
+                    position: self._enter(position, like)
+                    for position, like in zip(call.crossing, fakes, strict=True)
+                }
+            yield entered
 
     def _raised(self, error: Exception) -> PathOutcome:
         """Returns the outcome of a path that raises; errors not of the body fail the check."""
@@ -371,4 +383,5 @@ class _Verification:
             interpreter.takes_gradients,
             sharing,
             interpreter.averages,
+            interpreter.applies_functions,
         )

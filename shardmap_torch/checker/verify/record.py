@@ -5,9 +5,11 @@ from functools import partial
 
 from torch import Tensor
 
+from shardmap_torch.checker.guards.places import look
 from shardmap_torch.checker.guards.replay import TYPE, Fork, Step
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.verify.nested import Inner
+from shardmap_torch.collectives.operations import is_rounded_by
 from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.errors import ShardTypeError
@@ -28,6 +30,9 @@ class Recording:
 
     def on_operation(self, what: object, x: Tensor | None) -> None:
         """Notes an operation."""
+        look()
+        if x is not None and is_rounded_by(what, x):
+            self._interpreter.needs_ranks()
         self._at = self._at.then(what, x)
 
     def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
@@ -80,4 +85,5 @@ class Recording:
 
     def end(self, leaves: Sequence[object] = ()) -> None:
         """Notes that the code may end here."""
+        look()
         self._at.last = True

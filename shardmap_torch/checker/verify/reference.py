@@ -1,10 +1,11 @@
 """The one-device reference program, with which global strictness compares a body."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from shardmap_torch.checker.ir.paths import Branch
+from shardmap_torch.checker.ir.repairs import Spot
 from shardmap_torch.checker.spmd.recorder import Recorder
 from shardmap_torch.errors import ShardTypeError
 
@@ -18,12 +19,14 @@ class OneDevice:
         branches: the branches that it has taken.
         numbers: the numbers that it has made of values taken from tensors.
         failure: the exception that it raised, or None if it has returned.
+        runs: how often each call has run, if a repair is tried.
     """
 
     steps: Recorder
     branches: Sequence[Branch]
     numbers: Sequence[str]
     failure: Exception | None
+    runs: Mapping[Spot, int]
 
     def require(self, name: str, branches: Sequence[Branch], numbers: Sequence[str]) -> None:
         """Raises an error that occurred on one device only, or where the programs differ."""

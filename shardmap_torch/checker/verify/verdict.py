@@ -1,5 +1,6 @@
 """The verdict on a call: all paths through its body, and repairs if one is rejected."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,11 +18,12 @@ from shardmap_torch.checker.ir.own_functions import communicating
 from shardmap_torch.checker.ir.paths import every_path
 from shardmap_torch.checker.ir.program import Equation, ProgramPath
 from shardmap_torch.checker.ir.rank_only import keep_scope
-from shardmap_torch.checker.ir.repairs import NONE, Repair, both, proposed, shortened, with_tried
+from shardmap_torch.checker.ir.repairs import NONE, Repair, makers_of_equal, shortened, with_tried
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
 from shardmap_torch.checker.verify.path import Round, Strictness, go
+from shardmap_torch.checker.verify.search import search
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.caching import lazy
@@ -57,6 +59,7 @@ class Verdict:
         start: the notes of what the body asks of its mesh, with which each run is compared.
         takes_gradients: whether the body takes gradients by itself.
         averages: whether the body averages over shards losses whose targets must not be ignored.
+        applies_functions: whether the body applies autograd Functions other than collectives.
         altered: what the body refers to and changes, with the values that it starts from.
         refusal: why results cannot be differentiated, where the body is right without that.
     """
@@ -76,6 +79,7 @@ class Verdict:
     start: Step
     takes_gradients: bool
     averages: bool
+    applies_functions: bool
     refusal: ShardTypeError | None = None
     altered: tuple[Kept, ...] = ()
 
@@ -131,7 +135,7 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
         return verify(call, strictness)
     except ShardTypeError as error:
         step = _as_step(call, strictness)
-        refusal = shortened(with_tried(error, _search(call, error, strictness)))
+        refusal = shortened(with_tried(error, search(call, error, strictness, attempt)))
         if step is None:
             raise refusal from None
         return replace(step, refusal=refusal)
@@ -162,46 +166,41 @@ def _detached(call: Call) -> list[Any]:
     return leaves
 
 
-_TRIES: Final = 8
-"""Maximal number of repairs tried: each costs as much as the check itself."""
-
-
-def _search(call: Call, error: ShardTypeError, strictness: Strictness) -> list[Repair]:
-    """The repairs that help, or else the pairs of them that do.
-
-    They keep what the program computes on one device: global strictness accepts it with them.
-    """
-    right: list[Repair] = []
-    pairs: list[Repair] = []
-    tries = list(proposed(error))
-    for count, repair in enumerate(tries):
-        if count == _TRIES or (right and repair in pairs):
-            break
-        left = _fails(call, repair, strictness)
-        if left is None:
-            # Well-typed is not enough: a sum of updated weights is that, and another program.
-            if strictness == "global" or _fails(call, repair, "global") is None:
-                right.append(repair)
-        elif repair not in pairs:
-            more = [both(repair, other) for other in proposed(left)]
-            pairs += more
-            tries += more
-    return right
-
-
 def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = EXACT) -> Verdict:
     """Tries JAX's reading of its casts first, and then the one that leaves gradients unsummed."""
     copies = V if strictness == "local" else R
     readings = Readings(I, copies)
     try:
-        return _attempt_as(Round(call, repair, strictness, readings=readings, sizes=sizes))
+        return _casting(Round(call, repair, strictness, readings=readings, sizes=sizes))
     except ShardTypeError as error:
         if not readings.asked:
             raise
         second = Round(call, repair, strictness, readings=Readings(R, copies), sizes=sizes)
         with suppress(ShardTypeError):
-            return _attempt_as(second)
+            return _casting(second)
         raise error from None
+
+
+def _casting(this: Round) -> Verdict:
+    """Casts equal results of `lax` where they meet what varies, as JAX does, a call at a time."""
+    readings, first = this.readings, None
+    while True:
+        try:
+            return _attempt_as(this)
+        except ShardTypeError as error:
+            if first is None or _OF_R.search(str(error)) is None:
+                first = error
+            known, makers = readings.results, makers_of_equal(error)
+            more = {known[maker] for maker in makers if maker in known}
+            if more <= readings.cast:
+                raise first from None
+        readings.cast |= more
+        readings.results.clear()
+        this = replace(this, start=Step())
+
+
+_OF_R: Final = re.compile(r"\b(is|and) R\b|, R, from")
+"""Finds in an error the type R, which may come from a cast that the user has not written."""
 
 
 def _attempt_as(this: Round) -> Verdict:
@@ -260,6 +259,7 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         this.start,
         any(outcome.takes_gradients for outcome in outcomes),
         any(outcome.averages for outcome in outcomes),
+        any(outcome.applies_functions for outcome in outcomes),
     )
 
 
@@ -282,17 +282,3 @@ def _closed_specs(call: Call, replicate: frozenset[Where]) -> tuple[P | None, ..
             partial=spec.partial,
         )
     return tuple(specs)
-
-
-def _fails(call: Call, repair: Repair, strictness: Strictness) -> ShardTypeError | None:
-    """Returns the error that remains with the repair; None if there is none."""
-    if not set(repair.replicate.values()) <= set(call.mapped):
-        return ShardTypeError(f"{call.name}: its specs cannot name axes that inner functions bind.")
-    match = with_replicate(call, frozenset(repair.replicate.items()))
-    try:
-        attempt(replace(call, match=match), repair, strictness)
-    except ShardTypeError as error:
-        return error
-    except Exception as problem:  # the body's own, on shapes that the repair has changed, say
-        return ShardTypeError(f"{call.name}: {problem}")
-    return None

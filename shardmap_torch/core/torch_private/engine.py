@@ -45,6 +45,7 @@ from torch.overrides import _get_current_function_mode_stack as function_mode_st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+from torch.utils._python_dispatch import return_and_correct_aliasing as finish_inplace_view
 
 c10d: Final = _distributed_c10d
 make_subclass: Final[Callable[..., Any]] = Tensor._make_subclass
@@ -95,6 +96,14 @@ has_kernel: Final[Callable[[str, str], bool]] = probed(
 )
 """Returns whether an operator has a kernel for a dispatch key; without torch's, none has."""
 
+
+def _is_held(tensor: Tensor) -> int:
+    return 2
+
+
+use_count: Final[Callable[[Tensor], int]] = probed("torch:Tensor._use_count", _is_held)
+"""Returns how many hold a tensor, those in C++ too; without torch's, each is held by others."""
+
 __all__ = (
     "CtxWithSavedTensors",
     "DataDependentOutputException",
@@ -121,6 +130,7 @@ __all__ = (
     "disable_current_modes",
     "dispatch_mode_stack",
     "eval_frame_callback",
+    "finish_inplace_view",
     "forward_level",
     "function_mode_stack",
     "functorch",
@@ -142,4 +152,5 @@ __all__ = (
     "temporarily_clear_interpreter_stack",
     "temporarily_pop_interpreter_stack",
     "top_saved_tensors_hooks",
+    "use_count",
 )

@@ -9,6 +9,7 @@ check leaves something changed, the body is checked again, and must be the same 
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import eq
 from typing import Any, Final
@@ -16,7 +17,7 @@ from typing import Any, Final
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.captured_state import Surroundings
 from shardmap_torch.checker.guards.changing import is_there, position_of
-from shardmap_torch.checker.guards.places import Kept, Place
+from shardmap_torch.checker.guards.places import Kept, Place, looking
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.errors import ShardTypeError
 
@@ -29,18 +30,22 @@ _REPAIR: Final = (
 )
 
 
-def verify_purely(name: str, surroundings: Surroundings, verify: Callable[[], Verdict]) -> Verdict:
+def verify_purely(
+    name: str, surroundings: Surroundings, verify: Callable[[], Verdict], shares: bool = False
+) -> Verdict:
     """Returns the verdict on a body, after requiring that repeated checks find the same program.
 
     Leaves what the body changes as it was, apart from what it appends to lists, and notes it in the
-    verdict: a run starts from there.
+    verdict: a run starts from there. Where ranks share a process, so is noted what it only changes
+    for a while, if other ranks run meanwhile.
 
     Raises:
         ShardTypeError: the body changes what it refers to, and so its program.
     """
     before = Before(surroundings)
     try:
-        verdict = verify()
+        with looking(before.look) if shares else nullcontext():
+            verdict = verify()
         changed = before.changes()
         for _ in range(_AGAIN if changed else 0):
             again = Before(surroundings)
@@ -73,11 +78,27 @@ class Before:
         self._kept = [Kept(place, place.get()) for place in places]
         moving = () if walk is None else walk.iterators()
         self._positions = [(each, position_of(each)) for each in moving]
+        self._seen: set[int] = set()
 
     def changes(self) -> Sequence[str]:
         """Names what has changed, and iterators, which may have."""
         states = [name for name, kept in self._states if kept.is_changed]
         return [*self._surroundings.changes(self._walk), *states]
+
+    def look(self) -> None:
+        """Notes what is changed now, though it may be as it was when the check ends."""
+        if self._walk is None or not self._walk.holds():
+            self._note(self._kept)
+        self._note([kept for _, kept in self._states])
+
+    def _note(self, every: Sequence[Kept]) -> None:
+        self._seen.update(id(kept) for kept in every if kept.is_changed)
+
+    @property
+    def altered(self) -> tuple[Kept, ...]:
+        """The places that have changed, or were seen to be."""
+        every = (*self._kept, *(kept for _, kept in self._states))
+        return tuple(kept for kept in every if kept.is_changed or id(kept) in self._seen)
 
     def require_unmoved(self, name: str) -> None:
         """Requires that nothing was taken from an iterator, which cannot be put back.
@@ -93,13 +114,12 @@ class Before:
                 )
 
     def put_back(self) -> tuple[Kept, ...]:
-        """Undoes the changes, but not what was appended to lists; returns what was changed."""
-        every = (*self._kept, *(kept for _, kept in self._states))
-        altered = [kept for kept in every if kept.is_changed]
+        """Undoes the changes, but not what was appended to lists; returns what was altered."""
+        altered = self.altered
         for kept in altered:
             if not kept.place.adds:
                 kept.place.put(kept.value)
-        return tuple(altered)
+        return altered
 
 
 def _require_same(name: str, first: Verdict, second: Verdict, changed: Sequence[str]) -> None:
@@ -125,6 +145,10 @@ def _generators() -> Iterator[tuple[str, Place]]:
 
         def get() -> tuple[Any, ...]:
             kind, keys, *rest = numpy.random.get_state()
-            return kind, tuple(keys), *rest
+            return kind, keys.tobytes(), *rest
 
-        yield "the state of numpy.random", Place(get, numpy.random.set_state, eq)
+        def put(state: tuple[Any, ...]) -> None:
+            kind, keys, *rest = state
+            numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
+
+        yield "the state of numpy.random", Place(get, put, eq)

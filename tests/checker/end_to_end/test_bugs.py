@@ -41,6 +41,8 @@ from tests.checker.support.rejections import (
     rejection,
 )
 
+pytestmark = pytest.mark.usefixtures("insertions")
+
 DATA = numbers(8, 6, grad=False, seed=2)
 
 

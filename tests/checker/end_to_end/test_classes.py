@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from shardmap_torch.checker.communication.collectives import AbstractBackend
-from shardmap_torch.checker.guards.captured_state import Walk
+from shardmap_torch.checker.guards.walk import Walk
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.spmd.gradients import Gradients
 from shardmap_torch.run.drawing import Drawing

@@ -52,16 +52,10 @@ def examples(count: int, many: int) -> Callable[[X], X]:
     return chosen
 
 
-@examples(4, 80)
-@given(drawn=programs())
-def test_an_accepted_program_is_right(drawn: tuple[Program, Any]) -> None:
-    assert wrongs_of(*drawn) == []
-
-
 @pytest.mark.slow
-@examples(10, 1_200)
+@examples(10, 1_300)
 @given(drawn=programs(10))
-def test_many_accepted_programs_are_right(drawn: tuple[Program, Any]) -> None:
+def test_an_accepted_program_is_right(drawn: tuple[Program, Any]) -> None:
     assert wrongs_of(*drawn) == []
 
 

@@ -24,7 +24,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from shardmap_torch.checker.guards import captured_state
+from shardmap_torch.checker.guards import walk
 
 MESH = make_mesh((2,), ("i",), kind="simulated", simulate="ranks")
 X = torch.ones(2)
@@ -423,9 +423,11 @@ def test_another_tensor_of_the_same_kind_needs_no_check() -> None:
     weight = torch.ones(3).double()
     f(X)
     assert len(checks) == 3
-    weight.requires_grad_()
-    with pytest.raises(ShardTypeError, match="gets a gradient that is V"):
-        f(X)
+    weight.requires_grad_()  # it becomes an argument, whose gradient is summed
+    f(X).sum().backward()
+    assert len(checks) == 5
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [X.sum(), 0, 0]
 
 
 def test_an_object_at_the_address_of_an_old_one_is_another_object() -> None:
@@ -483,7 +485,7 @@ def test_state_that_each_call_compares_at_length_is_warned_of_once() -> None:
 
 
 def test_state_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_state, "_LIMIT", 1_000)
+    monkeypatch.setattr(walk, "_LIMIT", 1_000)
     table = [object() for _ in range(1_001)]
 
     def body(x: Tensor) -> Tensor:

@@ -7,11 +7,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardmap_torch import I, P, R, all_reduce, convert, make_mesh, shard_map, trace
 from shardmap_torch.checker.interpreter import modes
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.rules import infer
 from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.types import V
 
 MESH = make_mesh((2, 2), ("dp", "tp"), kind="abstract")
 SPECS = P("dp"), P(None, "tp"), P("tp")
@@ -45,6 +48,25 @@ def written(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return y
 
 
+def promoted(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    for _ in range(3):
+        x = x.to(torch.promote_types(x.dtype, torch.float64))
+        y = x[None, None]
+        heads = functional.scaled_dot_product_attention(y, y, y)
+        x = layer(heads[0, 0].to(torch.float32), up, down)
+    return x
+
+
+def listed(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    made = torch._foreach_add([x.detach(), x.detach(), layer(x, up, down)], 1.0)
+    return torch._foreach_mul(made, [1.0, 0.0, 2.0])[2]
+
+
+def unsummed_in_a_list(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    y = (convert(x, "tp", src=I, dst=R) @ up).relu() @ down
+    return torch._foreach_sqrt([x.detach(), x.detach(), y])[2]
+
+
 def unsummed(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     for _ in range(3):
         x = layer(x, up, down)
@@ -64,7 +86,11 @@ def text(body: Callable[..., Tensor], out: P, strictness: Any) -> str:
 @pytest.mark.parametrize("strictness", ["local", "global"])
 @pytest.mark.parametrize(
     ("body", "out"),
-    [(layers, P("dp")), (step, P(None, "tp")), (written, P("dp")), (unsummed, P("dp"))],
+    [
+        *((body, P("dp")) for body in (layers, written, unsummed)),
+        *((body, P("dp")) for body in (promoted, listed, unsummed_in_a_list)),
+        (step, P(None, "tp")),
+    ],
 )
 def test_programs_and_errors_are_those_of_calls_typed_anew(
     body: Callable[..., Tensor], out: P, strictness: str
@@ -86,3 +112,37 @@ def test_only_one_of_equal_layers_is_typed_anew() -> None:
         text(layers, P("dp"), "local")
     assert calls.count(torch.ops.aten.relu.default) == 1
     assert 1 <= calls.count(torch.ops.aten.mm.default) < 4 * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    # The input has another type than what layers return.
+    [("promote_types", 1), ("_scaled_dot_product_flash_attention_for_cpu", 2)],
+)
+def test_calls_without_tensors_or_draws_are_remembered(name: str, count: int) -> None:
+    calls = []
+    call = Interpreter.call
+
+    def noting(self: Interpreter, op: Any, *args: Any) -> Any:
+        calls.append(op._schema.name)
+        return call(self, op, *args)
+
+    with patch.object(Interpreter, "call", noting):
+        text(promoted, P("dp"), "local")
+    assert calls.count(f"aten::{name}") == count
+
+
+def test_positions_of_lists_that_are_alike_are_typed_once() -> None:
+    outcomes = []
+    outcome = infer._outcome
+
+    def noting(row: Any, signature: Any, arguments: Any, *rest: Any) -> Any:
+        outcomes.append(arguments)
+        return outcome(row, signature, arguments, *rest)
+
+    op = torch.ops.aten._foreach_add.ScalarList
+    arguments = {"self": [*torch.ones(3, 2)], "scalars": [1.0, 0.0, 1.0]}
+    with patch.object(infer, "_outcome", noting):
+        types = infer.type_call(op, arguments, lambda x: (V,), 1)
+    assert types == [(V,)] * 3
+    assert len(outcomes) == 2

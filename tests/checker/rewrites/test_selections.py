@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from shardmap_torch import (
     I,
+    Mesh,
     P,
     ShardTypeError,
     all_reduce,
@@ -18,6 +19,8 @@ from shardmap_torch import (
     shard_map,
 )
 from tests.checker.support.one_device import numbers
+from tests.programs.support.harness import global_value, worker_mesh
+from tests.support.pool import Gloo
 
 Body = Callable[..., Any]
 
@@ -46,7 +49,25 @@ def written_later(x: Tensor, m: Tensor) -> Tensor:
     return total(selected.sum())
 
 
+def doubled_in_place(x: Tensor, m: Tensor) -> Tensor:
+    y = x * 1
+    y[m] *= 2
+    y[m[:, 0]] += x.sin()[m[:, 0]]
+    return total((y**2).sum(0))
+
+
+def written_elsewhere(x: Tensor, m: Tensor) -> Tensor:
+    y, kept = torch.zeros_like(x), x[m]
+    changed = kept
+    changed -= 1
+    y[m] = changed.exp() * kept
+    return total(y.cumsum(1).sum(0))
+
+
 RIGHT: Final[dict[str, Body]] = {
+    "added in place": lambda x, m: total(x[m].add_(x.cos()[m], alpha=3).sum()),
+    "doubled in place": doubled_in_place,
+    "written elsewhere": written_elsewhere,
     "entries": lambda x, m: total(x[m].sum()),
     "functions of entries": lambda x, m: total((x[m] ** 2 * 3 - x.abs()[m].log()).sum()),
     "a mean": lambda x, m: total(x[m].sum()) / total(m.sum()),
@@ -68,13 +89,18 @@ RIGHT: Final[dict[str, Body]] = {
 ARGS: Final[dict[str, Sequence[Tensor]]] = {"masked language loss": (LOGITS, TARGETS, KNOWN)}
 
 
-def outcome(body: Body, args: Sequence[Tensor], ranks: int, check: Any) -> list[Tensor]:
+def outcome(
+    body: Body, args: Sequence[Tensor], ranks: int, check: Any, processes: Mesh | None = None
+) -> list[Tensor]:
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
     mesh = MESH if ranks > 1 else make_mesh((1,), ("dp",), kind="simulated", simulate="ranks")
+    mesh = processes or mesh
     specs: dict[str, Any] = {"in_specs": (P("dp"),) * len(args), "out_specs": P()}
     y = shard_map(body, mesh=mesh, check=check, **specs)(*leaves)
     weights = torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).reshape(y.shape)
-    return [y, *torch.autograd.grad((y * weights).sum(), [x for x in leaves if x.requires_grad])]
+    smooth = [x for x in leaves if x.requires_grad]
+    gradients = torch.autograd.grad((y * weights).sum(), smooth)
+    return [global_value(each) for each in (y, *gradients)]
 
 
 @pytest.mark.parametrize("check", [True, "global"])
@@ -87,7 +113,62 @@ def test_sums_of_a_selection_are_those_on_one_device(name: str, check: Any) -> N
         torch.testing.assert_close(actual, wanted)
 
 
+def written(of: Callable[[Tensor, Tensor], None]) -> Body:
+    def body(x: Tensor, m: Tensor) -> Tensor:
+        x = x * 1
+        of(x, m)
+        return total(x.sum(0))
+
+    return body
+
+
+def by_a_mask_that_changes(x: Tensor, m: Tensor) -> None:
+    m = m.clone()
+    selected = x[m]
+    m.logical_not_()
+    x[m] = selected
+
+
+def by_two_names(x: Tensor, m: Tensor) -> None:
+    one = x[m]
+    other = one.double()
+    other *= 2
+    x[m] = one
+
+
+ON_PROCESSES: Final = ("entries", "masked_select", "nonzero", "masked language loss")
+
+
+def outcomes_of_a_process() -> dict[str, list[Tensor]]:
+    mesh = worker_mesh((2,), ("dp",))
+    return {
+        name: outcome(RIGHT[name], ARGS.get(name, (X, MASK)), 2, "global", mesh)
+        for name in (*ON_PROCESSES, "doubled in place")
+    }
+
+
+def test_processes_select_as_many_as_each_has_and_give_the_sums_of_one_device(gloo: Gloo) -> None:
+    for found in gloo(2).run(outcomes_of_a_process):
+        for name, actual in found.items():
+            expected = outcome(RIGHT[name], ARGS.get(name, (X, MASK)), 1, False)
+            for one, wanted in zip(actual, expected, strict=True):
+                torch.testing.assert_close(one, wanted, msg=name)
+
+
 REFUSED: Final[dict[str, tuple[Body, str]]] = {
+    "written by another mask": (
+        written(lambda x, m: x.__setitem__(~m, x[m])),
+        "written where another mask says",
+    ),
+    "written by a mask that changes": (
+        written(by_a_mask_that_changes),
+        "written where another mask says",
+    ),
+    "written by one of two names": (written(by_two_names), "has another name as well"),
+    "written to other rows": (
+        written(lambda x, m: x[:1].__setitem__(m[:1], x[m])),
+        "written where another mask says",
+    ),
     "numel": (lambda x, m: total(x[m].sum() / x[m].numel()), "its size is asked for"),
     "len": (lambda x, m: total(x[m].sum() * len(x[m])), "its size is asked for"),
     "shape": (lambda x, m: total(x[m].sum() * x[m].shape[0]), "its size is asked for"),
@@ -113,7 +194,7 @@ REFUSED: Final[dict[str, tuple[Body, str]]] = {
     "an entry": (lambda x, m: total(x[m][0]), "__getitem__ takes what it selects"),
     "iteration": (lambda x, m: total(sum(iter(x[m]))), "unbind takes what it selects"),
     "joined": (lambda x, m: total(torch.cat([x[m], x[m]]).sum()), "cat takes what it selects"),
-    "written": (lambda x, m: total(x[m].add_(1).sum()), "add_ takes what it selects"),
+    "drawn": (lambda x, m: total(x[m].normal_().sum()), "normal_ takes what it selects"),
     "ones": (lambda x, m: total((x.sum() * torch.ones_like(x[m])).sum()), "ones_like takes"),
     "positions swapped": (
         lambda x, m: (at := m.nonzero(as_tuple=True), total(x[at[1], at[0]].sum()))[1],

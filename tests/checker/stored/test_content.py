@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -192,3 +192,15 @@ UNSTABLE: Mapping[str, Callable[[], Any]] = {
 def test_what_has_state_in_c_or_of_its_process_has_no_content(what: str) -> None:
     with pytest.raises(UnstableError, match=what):
         digest([UNSTABLE[what]()], ())
+
+
+def test_a_module_of_which_names_are_made_counts_as_a_whole() -> None:
+    module: Any = ModuleType("users")
+    module.scale = 2
+
+    def body() -> Any:
+        return getattr(module, "".join(["sc", "ale"]))
+
+    first = digest([body], [])
+    module.scale = 3
+    assert digest([body], []) != first

@@ -246,6 +246,7 @@ UNSTABLE: Mapping[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a module with state": (lambda x: x * (sys.maxsize > 0), "sys"),
     "an iterator": (lambda x: x * (STEPS is not None), "list_iterator"),
     "an operator of one's own": (lambda x: torch.ops.aten.mul.Tensor(x, 2), "ops, by which"),
+    "all names of an object": (lambda x: x * len(vars(os)), "vars, by which"),
     "a pattern": (lambda x: x * bool(PATTERN.match("ab")), "a Pattern"),
 }
 

@@ -93,17 +93,34 @@ class Accumulation:
         if self.targets_turned:
             ys = [*ys[1:], ys[0]]
         leaf = w.detach().clone().requires_grad_(self.style in ("autograd", "backward"))
-        parts = [self._gradient(leaf, *each) for each in zip(xs, ys, strict=True)]
+        if self.style == "vmap":
+            by_batch = torch.func.vmap(self._gradient, (None, 0, 0))
+            stacked = by_batch(leaf, x.view(self.count, -1, WIDTH), self._targets(y, ys))
+            total = stacked.sum(0)
+            parts = [*stacked]
+        else:
+            parts = [self._gradient(leaf, *each) for each in zip(xs, ys, strict=True)]
+            total = sum(parts[1:], parts[0])
         if self.mistake is not None:
-            parts = MISTAKES[self.mistake](parts)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
+            total = self._added(MISTAKES[self.mistake](parts))
+        elif self.style == "stack":
+            total = self._added(parts)
         if self.divided:
             total = total / self.count
         return all_reduce(total, AXES, op="mean" if self.over_ranks == "mean" else "sum", dst=I)
 
+    def _targets(self, y: Tensor, ys: list[Tensor]) -> Tensor:
+        return torch.stack(ys) if self.targets_turned else y.view(self.count, -1, WIDTH)
+
+    def _added(self, parts: list[Tensor]) -> Tensor:
+        if self.style == "stack":
+            return torch.stack(parts).sum(0)
+        total: Tensor = sum(parts[1:], parts[0])
+        return total
+
     def _divide(self, x: Tensor) -> list[Tensor]:
+        if self.style == "views":
+            return list(x.view(self.count, -1, WIDTH))
         if self.style != "slices":
             return list(x.chunk(self.count))
         rows = x.shape[0] // self.count
@@ -136,7 +153,7 @@ RIGHT: Final[Mapping[str, tuple[bool, str]]] = {
 }
 """Losses with how their gradients are added up: divided by their number, combined over ranks."""
 
-STYLES: Final = ("slices", "torch.func", "autograd", "backward")
+STYLES: Final = ("slices", "views", "vmap", "stack", "torch.func", "autograd", "backward")
 
 
 def drawn(rng: random.Random) -> Accumulation:

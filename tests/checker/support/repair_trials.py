@@ -25,7 +25,7 @@ from torch import Tensor
 from shardmap_torch import P, ShardMapError, ShardTypeError, check_program, make_mesh, shard_map
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.ir.repairs import Repair, tried
-from shardmap_torch.checker.verify import verdict
+from shardmap_torch.checker.verify import search, verdict
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import unflatten
 from shardmap_torch.run import checked
@@ -40,6 +40,7 @@ from tests.checker.support.classes import backwards, hooks, training
 from tests.checker.support.page import commit, write
 from tests.checker.support.repaired import outcome
 
+_TRIES: Final = search._TRIES
 RIGHT: Final = "right"
 WRONG: Final = "wrong"
 REFUSED: Final = "refused"
@@ -62,7 +63,8 @@ def rejections_of(run: Callable[[], object]) -> list[Rejection]:
 
     def recorded(call: Call, strictness: Any) -> Verdict:
         try:
-            found_right = verify(call, strictness)
+            with mock.patch.object(search, "_TRIES", _TRIES):  # generators of programs try none
+                found_right = verify(call, strictness)
         except ShardTypeError as error:
             found.append(Rejection(call, error, strictness))
             raise
@@ -100,6 +102,7 @@ def fate_of(rejection: Rejection, repair: Repair) -> str:
         repair.exits,
         repair.values,
         repair.gradients,
+        repair.inserted,
     )
 
     def body(*tensors: Tensor) -> Any:

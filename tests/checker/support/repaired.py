@@ -7,19 +7,27 @@ gradients summed where `torch.func.grad` returns them, results before they leave
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Final
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from shardmap_torch import I, Mesh, P, Partial, ShardMapError, all_reduce, shard_map, typeof
 from shardmap_torch.checker.interpreter import modes
-from shardmap_torch.checker.ir.repairs import Places, Repair
+from shardmap_torch.checker.interpreter.spots import chain_of, with_inserted
+from shardmap_torch.checker.ir.repairs import Places, Repair, Spot
+from shardmap_torch.checker.ir.repairs import applied as applied_to
+from shardmap_torch.checker.rewrites.table import METADATA
 from shardmap_torch.collectives import autograd
 from shardmap_torch.core import source_location
+from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
+from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten, unflatten
 
@@ -28,8 +36,17 @@ Body = Callable[..., Any]
 
 class _PerRank(threading.local):
     def __init__(self) -> None:
-        self.is_inside = False
+        self.is_inside, self.is_inserting = False, False
         self.start()
+
+    @contextmanager
+    def inserting(self) -> Iterator[None]:
+        """Marks calls of this context as no part of the program that is repaired."""
+        self.is_inserting = True
+        try:
+            yield
+        finally:
+            self.is_inserting = False
 
     def start(self) -> None:
         self.collectives, self.gradients = Places(), Places()
@@ -57,6 +74,8 @@ def applied(repair: Repair) -> Iterator[None]:
     issue, grad = autograd.issue, torch.autograd.grad
 
     def repaired_issue(scope: Any, operation: Any, x: Tensor) -> Tensor:
+        if _AT.is_inserting:
+            return issue(scope, operation, x)
         place = _AT.collectives.next(call_site())
         if place not in repair.collectives:
             return issue(scope, operation, x)
@@ -84,6 +103,32 @@ def applied(repair: Repair) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.autograd, "grad", repaired_grad))
         stack.enter_context(mock.patch.dict(modes._SPECIAL, {repaired_grad: modes._SPECIAL[grad]}))
         yield
+
+
+class _Inserting(TorchFunctionMode):
+    """Applies to what calls get and return what a repair inserts there."""
+
+    def __init__(self, repair: Repair) -> None:
+        super().__init__()
+        self._inserted, self._runs = repair.inserted, Counter[Spot]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_ignored = func in METADATA or running_backward() != NO_BACKWARD
+        found = None if is_ignored else source_location.calling(sys._getframe(1))
+        if found is None:
+            return func(*args, **kwargs)
+        base = Spot(*found, getattr(func, "__name__", "").strip("_") or "a function")
+        spot = replace(base, run=self._runs[base])
+        self._runs[base] += 1
+        with _AT.inserting():
+            args, kwargs = with_inserted(spot, self._inserted, args, kwargs)
+        out = func(*args, **kwargs)
+        chain = chain_of(replace(spot, index=-1), self._inserted)
+        if not chain or not isinstance(out, Tensor):
+            return out
+        with _AT.inserting():
+            return applied_to(chain, out)
 
 
 def repaired_specs(specs: Sequence[P], repair: Repair) -> tuple[P, ...]:
@@ -128,12 +173,12 @@ def outcome(
         _AT.start()
         _AT.is_inside = True
         try:
-            leaves, structure = flatten(body(*inputs))
+            with _Inserting(repair):
+                leaves, structure = flatten(body(*inputs))
         finally:
             _AT.is_inside = False
-        for position, axes in repair.exits.items():
-            for axis in axes:
-                leaves[position] = all_reduce(leaves[position], axis, dst=I)
+        for position, chain in repair.exits.items():
+            leaves[position] = applied_to(chain, leaves[position])
         return unflatten(structure, leaves)
 
     specs = repaired_specs(in_specs, repair)

@@ -1,6 +1,7 @@
 """Repairs that are printed are right: values and gradients are those of one device."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from shardmap_torch import (
     I,
     P,
+    Partial,
     R,
     ShardMapError,
     ShardTypeError,
@@ -20,11 +22,13 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from shardmap_torch.checker.ir.repairs import Repair, tried
+from shardmap_torch.checker.ir.repairs import Insert, Repair, tried
 from tests.checker.support import repair_trials
 from tests.checker.support.rejected import CASES, MESH, number_of_varying_value
 from tests.checker.support.repaired import outcome
 from tests.support.fuzzing import sized
+
+pytestmark = pytest.mark.usefixtures("insertions")
 
 RANKS: Final = make_mesh((2, 4), ("dp", "tp"), kind="simulated", simulate="ranks")
 ONE: Final = make_mesh((1, 1), ("dp", "tp"), kind="simulated", simulate="ranks")
@@ -80,8 +84,8 @@ def converted_twice(x: Tensor, w: Tensor) -> Tensor:
 
 
 INSTEAD: Final[tuple[tuple[Case, str], ...]] = (
-    ((converted_sum, P(), P()), "all_reduce over 'dp' with dst=I in place of convert"),
-    ((sum_over_an_axis_too_many, P(), P()), "leave 'tp' out of all_reduce"),
+    ((converted_sum, P(), P()), "all_reduce(x, 'dp', dst=I) in place of convert"),
+    ((sum_over_an_axis_too_many, P(), P()), "all_reduce(x, 'dp', dst=I) in place of all_reduce"),
     ((gathered_without_need, P(), P("dp")), "leave out all_gather"),
     ((converted_twice, P(), P("dp")), "leave out convert"),
 )
@@ -108,6 +112,7 @@ TRAINING: Final = (forgotten_sum, forgotten_sum_and_second_moment, two_mistakes,
 """Bodies that take gradients, and whose results nobody differentiates."""
 
 
+@cache
 def rejection(case: Case) -> ShardTypeError | None:
     body, w_spec, out_specs = case
     mapped = shard_map(body, mesh=MESH, in_specs=(P("dp"), w_spec), out_specs=out_specs)
@@ -148,7 +153,7 @@ def test_a_collective_of_another_operand_is_replaced_or_left_out(case: Case, tex
 def test_the_programs_get_repairs_of_every_sort() -> None:
     found = [repair for case in ALL for repair in tried(rejection(case) or ShardTypeError())]
     assert len(found) >= 8
-    for sort in ("collectives", "replicate", "exits", "values", "gradients"):
+    for sort in ("collectives", "replicate", "exits", "values", "gradients", "inserted"):
         assert any(getattr(repair, sort) for repair in found), sort
 
 
@@ -159,7 +164,7 @@ def test_the_check_of_repairs_sees_a_wrong_one() -> None:
     assert error is not None
     (right,) = tried(error)
     assert right.gradients
-    wrong = Repair("", exits={0: ("dp",)})
+    wrong = Repair("", exits={0: (Insert("all_reduce", "dp", (("dst", I),)),)})
     with pytest.raises(ShardTypeError):
         outcome(body, RANKS, (P("dp"), w_spec), out_specs, wrong, (X, W), False)
 
@@ -192,6 +197,85 @@ def test_a_wrong_repair_is_found_out() -> None:
     assert repair_trials.fate_of(found, wrong) == repair_trials.WRONG
 
 
+# --------------------------------------------------------------------------------- insertions
+
+
+def rooted(x: Tensor, w: Tensor) -> Tensor:
+    return (x.T @ x).sqrt().sum() * w.sum()
+
+
+def divided(x: Tensor, w: Tensor) -> Tensor:
+    return x / x.sum(0)
+
+
+def shared_code(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x - x.sum(0)
+    return x
+
+
+def columns(x: Tensor, w: Tensor) -> Tensor:
+    return all_gather(x, "dp", dim=1, dst=R) * w.sum()
+
+
+def shards_of_a_whole(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).relu()
+
+
+def mean_of_sum(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce(all_reduce((x @ w).sum(), "dp", dst=I), ("dp", "tp"), dst=I, op="mean")
+
+
+INSERTED: Final[tuple[tuple[Case, str], ...]] = (
+    ((rooted, P(), P()), "all_reduce(x, 'dp', dst=R) for x, operand 1 of sqrt"),
+    ((divided, P(), P("dp")), "all_reduce(x, 'dp', dst=R) for x, operand 2 of div"),
+    ((shared_code, P(), P("dp")), "all_reduce(x, 'dp', dst=R) for x, operand 2 of sub"),
+    ((columns, P(), P()), "all_gather(x, 'dp', dim=0, dst=R) in place of all_gather"),
+    ((shards_of_a_whole, P(), P()), "return all_gather(out, 'dp', dim=0, dst=I)"),
+)
+"""Rejected by global strictness, with the beginning of what is to be inserted."""
+
+
+@pytest.mark.parametrize(("case", "text"), INSERTED, ids=[c[0].__name__ for c, _ in INSERTED])
+def test_a_collective_is_inserted_where_types_do_not_match(case: Case, text: str) -> None:
+    body, w_spec, out_specs = case
+    specs = P("dp"), w_spec
+    mapped = shard_map(body, mesh=MESH, in_specs=specs, out_specs=out_specs, check="global")
+    args = X.abs().requires_grad_(), W.clone().requires_grad_()
+    (found,) = repair_trials.rejections_of(lambda: check_program(mapped, *args))
+    (repair,) = tried(found.error)
+    assert repair.text.startswith(text), repair.text
+    assert repair_trials.fate_of(found, repair) == repair_trials.RIGHT
+
+
+def test_no_repair_is_printed_that_leaves_the_division_of_a_mean() -> None:
+    assert tried(rejection((mean_of_sum, P(), P())) or ShardTypeError()) == ()
+
+
+def again(x: Tensor, w: Tensor) -> Tensor:
+    return x @ convert(convert(w, "tp", src=I, dst=R), "tp", src=I, dst=R)
+
+
+def from_another(x: Tensor, w: Tensor) -> Tensor:
+    return x * convert(convert(w.sum(), "tp", src=I, dst=R), "tp", src=I, dst=Partial)
+
+
+def largest_of_equal(x: Tensor, w: Tensor) -> Tensor:
+    return x * all_reduce(w.sum(), "tp", dst=I, op="max")
+
+
+ADVISED: Final[tuple[tuple[Callable[..., Any], str], ...]] = (
+    (again, "Fix: leave it out: the value is R already."),
+    (from_another, "Fix: say src=R."),
+    (largest_of_equal, "Fix: drop the collective: the maximum or minimum of equal values is that"),
+)
+
+
+@pytest.mark.parametrize(("body", "fix"), ADVISED, ids=[body.__name__ for body, _ in ADVISED])
+def test_a_collective_of_equal_values_gets_the_advice_that_suits_it(body: Any, fix: str) -> None:
+    assert fix in str(rejection((body, P(invariant={"tp"}), P("dp"))))
+
+
 # ----------------------------------------------------------------------------- long messages
 
 
@@ -217,6 +301,16 @@ def test_one_cause_is_one_paragraph_and_everything_is_in_findings() -> None:
     }
     assert "Tried, and accepted also by check='global': all_reduce out['w0'] over 'dp'" in text
     assert "and 21 more with dst=I before the return" in text
+
+
+@pytest.mark.parametrize("spec", [P(None, None, "dp"), P("other"), P("tp")])
+def test_an_error_of_three_hundred_leaves_has_at_most_forty_lines(spec: P) -> None:
+    leaves = {f"w{i}": torch.ones(6, 4) for i in range(300)}
+    with pytest.raises(ShardMapError) as caught:
+        shard_map(lambda w: w, mesh=MESH, in_specs=(spec,), out_specs=spec)(leaves)
+    text = str(caught.value)
+    assert len(text.splitlines()) <= 40
+    assert "w['w0'], w['w1'], w['w10'] and 297 more: " in text
 
 
 def test_a_message_has_at_most_forty_lines() -> None:

@@ -16,11 +16,12 @@ element by element, so chunks of one matrix are different memory. What it refuse
 source is noted; one place can be made to do nothing, to see that the tests miss it.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -88,6 +89,11 @@ class Memory:
         reads, writes = ([torch.zeros(count, dtype=torch.int64) for _ in NAMES] for _ in range(2))
         return cls(StorageWeakRef(storage), owner, made_by, reads, writes)
 
+    @property
+    def is_freed(self) -> bool:
+        # `StorageWeakRef.expired` asks the same, and looks a class up by `eval` each time.
+        return bool(torch.UntypedStorage._expired(self.alive.cdata))
+
     def last(self, lane: int) -> int:
         latest = torch.stack([self.reads[lane], self.writes[lane]])
         return int(latest.max()) if latest.numel() else 0
@@ -154,7 +160,7 @@ class RaceDetector(TorchDispatchMode):
         """Notes where a verb was said: by the caller of this method's caller."""
         self._sweep()
         frame = sys._getframe(2)
-        place = (verb, Path(frame.f_code.co_filename).name, frame.f_lineno)
+        place = (verb, os.path.basename(frame.f_code.co_filename), frame.f_lineno)
         self.places.add(place)
         return place == self._skipped
 
@@ -263,10 +269,11 @@ class RaceDetector(TorchDispatchMode):
     # What is freed, and the end.
 
     def _sweep(self) -> None:
-        freed = [key for key, memory in self._memory.items() if memory.alive.expired()]
-        with _disable_current_modes():
-            for key in freed:
-                self._check_freed(self._memory.pop(key))
+        freed = [key for key, memory in self._memory.items() if memory.is_freed]
+        if freed:
+            with _disable_current_modes():
+                for key in freed:
+                    self._check_freed(self._memory.pop(key))
 
     def _check_freed(self, memory: Memory) -> None:
         if memory.owner in (HOST, NETWORK):
@@ -317,13 +324,22 @@ def operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tens
     """The tensors that an operation reads, and those that it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        is_write = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if is_write else reads).extend(
-            leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)
-        )
+    for position, (name, is_write) in enumerate(parameters(func)):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor | list | tuple):
+            (writes if is_write else reads).extend(
+                leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)
+            )
     return reads, writes
+
+
+@cache
+def parameters(func: Any) -> list[tuple[str, bool]]:
+    """The names of an operation's arguments, and which it writes."""
+    return [
+        (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in func._schema.arguments
+    ]
 
 
 @dataclass

@@ -1,9 +1,12 @@
 """Bodies that change what they depend on are refused; those that only leave a trace are not."""
 
+import array
 import io
 import itertools
 import os
+import queue
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -214,9 +217,77 @@ def in_the_environment() -> int:
     return int(os.environ["SHARDMAP_TICKS"])
 
 
+TICKETS: queue.SimpleQueue[int] = queue.SimpleQueue()
+LOCK = threading.Lock()
+OBJECTS = np.array([0], dtype=object)
+ERROR = ValueError(0)
+GROWING = bytearray(b"x")
+GROWING_NUMBERS = array.array("l", [1])
+
+
+def in_a_queue() -> int:
+    TICKETS.put(1)
+    return TICKETS.qsize()
+
+
+def by_a_lock() -> int:
+    return 1 + LOCK.acquire(blocking=False)
+
+
+def in_an_array_of_objects() -> int:
+    OBJECTS[0] += 1
+    return int(OBJECTS[0])
+
+
+def in_an_error() -> int:
+    ERROR.args = (ERROR.args[0] + 1,)
+    return int(ERROR.args[0])
+
+
+def in_the_length_of_bytes() -> int:
+    GROWING.append(1)
+    return len(GROWING)
+
+
+def in_the_length_of_an_array() -> int:
+    GROWING_NUMBERS.append(1)
+    return len(GROWING_NUMBERS)
+
+
+def by_names_that_code_makes() -> int:
+    space, name = globals(), "tick" * 2
+    space[name] = space.get(name, 0) + 1
+    return int(space[name])
+
+
+class Even:
+    value = 2
+
+
+class Odd:
+    value = 3
+
+
+OBJECT: Any = Even()
+
+
+def by_another_class() -> int:
+    value = OBJECT.value
+    OBJECT.__class__ = Odd
+    return int(value)
+
+
 @pytest.mark.parametrize(
     "tick",
     [
+        in_a_queue,
+        by_a_lock,
+        in_an_array_of_objects,
+        in_an_error,
+        in_the_length_of_bytes,
+        in_the_length_of_an_array,
+        by_names_that_code_makes,
+        by_another_class,
         in_a_private_slot,
         by_a_method_of_an_iterator,
         by_methods_of_a_list,

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from shardmap_torch.checker.spmd.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,
@@ -18,6 +17,7 @@ from shardmap_torch.checker.spmd.layout import (
     step_of,
     unsharded,
 )
+from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.sharded import GATHER, NUMBER, WRAP, Sharded, Step, shards_of
 
 

@@ -6,7 +6,6 @@ and addends of a pending sum are the sum once they are added up; nothing else is
 
 from collections.abc import Mapping, Sequence
 
-from shardmap_torch.checker.spmd.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.layout import (
     ADDENDS,
     ANY,
@@ -19,6 +18,7 @@ from shardmap_torch.checker.spmd.layout import (
     is_stacked,
 )
 from shardmap_torch.checker.spmd.ops.advice import STACKED
+from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
 
 _ALONE = "it reduces a part of the dims that have values of several ranks"

@@ -139,8 +139,7 @@ def _negative(given: Given, shape: Shape) -> Affine | None:
 
 
 def _same(given: Given, shape: Shape) -> Affine | None:
-    x: Affine = given["self"]
-    return x
+    return _number(given["self"])  # a vmap copies numbers into tensors
 
 
 def _reshaped(given: Given, shape: Shape) -> Affine | None:

@@ -18,6 +18,7 @@ from shardmap_torch.checker.rules.infer import signature_of, writes_of
 from shardmap_torch.checker.rules.registry import functional
 from shardmap_torch.checker.spmd.layout import (
     ANY,
+    EACH,
     Dim,
     Shape,
     ShardedTensor,
@@ -59,7 +60,8 @@ def by_dtensor(step: Step) -> list[Sharded]:
     """
     step = _laid_out(step)
     shards = step.shards
-    axes = sorted({axis for x in shards for axis in x.axes}, key=list(step.sizes).index)
+    bases = {axis: base for x in shards for dim in x.dims for axis, base in dim}
+    axes = sorted({axis for x in shards for axis in x.axes}, key=[*step.sizes, EACH].index)
     if any(ANY in x.dims for x in shards):
         raise UnrelatedError(
             "the size of an operand is that of one rank, and matches no sharding yet"
@@ -70,7 +72,7 @@ def by_dtensor(step: Step) -> list[Sharded]:
     means: list[set[str]] = [set() for _ in step.results]
     pending: list[set[tuple[str, str]]] = [set() for _ in step.results]
     for axis in axes:
-        answers = _ask(op, _arguments_for(step, axis), step.sizes[axis])
+        answers = _ask(op, _arguments_for(step, axis), bases[axis])
         if len(answers) < len(step.results):
             raise UnrelatedError("torch does not know how its results are sharded", WRAP)
         for result, answer in enumerate(answers):
@@ -140,7 +142,7 @@ def _arguments_for(step: Step, axis: str) -> tuple[tuple[Any, ...], tuple[tuple[
     def seen(value: Any) -> Any:
         if isinstance(value, ShardedTensor):
             dim, shape = value.sharded_by(axis), list(value.local)
-            if dim is not None:
+            if dim is not None and axis != EACH:  # of which ranks have all
                 shape[dim] *= step.sizes[axis]
             return _Slot(tuple(shape), next(tensors).dtype, dim)
         if isinstance(value, list | tuple):

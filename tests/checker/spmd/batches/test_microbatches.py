@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from shardmap_torch import (
     ShardTypeError,
     all_gather,
     all_reduce,
+    axis_index,
     convert,
     make_mesh,
     shard_map,
@@ -100,7 +101,64 @@ def concatenated(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return all_reduce(rows.T @ y, "dp", dst=I)
 
 
+def by_each(f: Callable[..., Tensor], dims: Any = 0) -> Callable[..., Tensor]:
+    found: Callable[..., Tensor] = torch.func.vmap(f, dims)
+    return found
+
+
+def divided(x: Tensor) -> Tensor:
+    return x.view(COUNT, -1, x.shape[1])
+
+
+def each(w: Tensor, x: Tensor) -> Tensor:
+    """Computes the gradient of each microbatch, of which each rank has an addend."""
+    return by_each(torch.func.grad(loss), (None, 0))(w, divided(x))
+
+
+def by_vmap(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return mean(each(w, x).mean(0))
+
+
+def viewed(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    found = [grad(lambda w, mb=mb: loss(w, mb), w) for mb in divided(x)]  # type: ignore[misc]
+    return mean(torch.stack(found).mean(0))
+
+
+def stacked_losses(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def of(w: Tensor) -> Tensor:
+        losses = [total(mb @ w - t) for mb, t in zip(divided(x), y.chunk(COUNT), strict=True)]
+        return torch.stack(losses).mean()
+
+    return all_reduce(grad(of, w), "dp", dst=I)
+
+
+def in_rows_again(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    rows = by_each(lambda mb: (mb @ w).softmax(-1))(divided(x)).flatten(0, 1)
+    return all_reduce(rows.T @ y, "dp", dst=I)
+
+
+def gradients_of_rows(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    by_rows = by_each(lambda mb: grad(lambda mb: (mb @ w).cos().sum(), mb))(divided(x))
+    return all_reduce(by_rows.reshape(x.shape).T @ y, "dp", dst=I)
+
+
+def contracted(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return all_reduce(torch.einsum("nbd,nbe->de", divided(x), divided(y)), "dp", dst=I)
+
+
+def mean_over_ranks_in_a_vmap(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def of(w: Tensor, mb: Tensor) -> Tensor:
+        return all_reduce(loss(w, mb), "dp", op="mean", dst=I)
+
+    found = by_each(torch.func.grad(of), (None, 0))(w, divided(x))
+    return all_reduce(found.sum(0), "dp", dst=I)
+
+
 RIGHT: Final = [sliced, added, added_in_place, by_backward, by_autograd, with_targets, concatenated]
+STACKED: Final = [
+    *(by_vmap, viewed, stacked_losses, in_rows_again, gradients_of_rows, contracted),
+    mean_over_ranks_in_a_vmap,
+]
 
 
 def looped(of: Callable[[Tensor, int, Tensor, Tensor], Tensor]) -> Step:
@@ -314,6 +372,62 @@ WRONG: Final[list[tuple[Step, tuple[str, str, str]]]] = [
 """Loops that depend on how rows are divided: what is refused, why, and the repair."""
 
 
+def stacked(of: Callable[[Tensor], Tensor], mean_of: bool = True) -> Step:
+    """Makes a step of what `of` makes of the gradients of all microbatches, [n, ...]."""
+
+    def step(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        found = of(each(w, x))
+        return mean(found) if mean_of else found
+
+    return step
+
+
+def of_rows(of: Callable[[Tensor], Tensor]) -> Step:
+    """Makes a step of what `of` makes of the rows of all microbatches, [n, rows, ...]."""
+
+    def step(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return all_reduce(of(divided(x)).T @ y, "dp", dst=I)
+
+    return step
+
+
+WRONG_STACKED: Final[list[tuple[Step, str]]] = [
+    (stacked(lambda g: g.sum(0), mean_of=False), "pending sum|varies|sum of the means"),
+    (stacked(lambda g: (g * torch.arange(1.0, 4.0)[:, None, None]).sum(0)), "of 3 microbatches"),
+    (stacked(lambda g: g.square().sum(0)), "a sum over ranks|all_reduce|pending sum"),
+    (stacked(lambda g: mean(g).square().sum(0), mean_of=False), "adds up over microbatches"),
+    (stacked(lambda g: mean(g).amax(0), mean_of=False), "maximum or minimum over microbatches"),
+    (stacked(lambda g: g.cumsum(0)[-1]), "on sharded operands|takes dim 0 apart|takes a part"),
+    (stacked(lambda g: g[:-1].sum(0)), "takes a part of dim 0"),
+    (stacked(lambda g: g[0]), "microbatches 0 of 3"),
+    (stacked(lambda g: g[0] + g[2]), "microbatches 0, 2 of 3"),
+    (stacked(lambda g: g[0] + g[1] + g[1]), "combines microbatches"),
+    (stacked(lambda g: torch.stack([g[1], g[0], g[2]]).sum(0)), "combines microbatches"),
+    (stacked(lambda g: (g - g.mean(0)).square().sum(0)), "a sum over ranks|pending sum"),
+    (stacked(lambda g: (g.softmax(0) * g).sum(0)), "on sharded operands|a sum over ranks|pending"),
+    (of_rows(lambda x: x.sum(0).repeat(3, 1)), "adds up over microbatches"),
+    (of_rows(lambda x: x.transpose(0, 1).flatten(0, 1)), "dim m is|another way"),
+    (of_rows(lambda x: (x - x.mean((0, 1))).flatten(0, 1)), "pending sum|mean of a rank"),
+    (of_rows(lambda x: x.flip(0).flatten(0, 1)), "on sharded operands"),
+    (of_rows(lambda x: x.roll(1, 0).flatten(0, 1)), "on sharded operands|combines"),
+    (
+        of_rows(
+            lambda x: (x - all_reduce(x.mean(1), "dp", op="mean", dst=R)[:, None]).flatten(0, 1)
+        ),
+        "dim m|microbatch",
+    ),
+]
+"""Steps that depend on how rows are divided into microbatches along a dim; and reasons."""
+
+
+@pytest.mark.parametrize(("step", "reason"), WRONG_STACKED)
+def test_microbatches_along_a_dim_that_are_not_added_up_alike_are_refused(
+    step: Step, reason: str
+) -> None:
+    with pytest.raises(ShardTypeError, match=reason):
+        on(step, 2, "global")
+
+
 def on(step: Step, ranks: int, check: str | bool) -> Tensor:
     mesh = make_mesh((ranks,), ("dp",), kind="simulated", simulate="ranks")
     specs = {"in_specs": (P(), P("dp"), P("dp")), "out_specs": P()}
@@ -321,7 +435,7 @@ def on(step: Step, ranks: int, check: str | bool) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("step", RIGHT)
+@pytest.mark.parametrize("step", [*RIGHT, *STACKED])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_loop_over_microbatches_gives_what_one_device_gives(step: Step, ranks: int) -> None:
     torch.testing.assert_close(on(step, ranks, "global"), on(step, 1, True))
@@ -338,3 +452,54 @@ def test_a_loop_that_depends_on_how_rows_are_divided_is_refused(
     name = getattr(step, "__name__", "step")
     assert first == f"{name}: check='global': {what} is not what it is on one device: {reason}."
     assert last == fix
+
+
+def looked_up(table: Tensor, ids: Tensor) -> Tensor:
+    start = axis_index("tp") * table.shape[0]
+    mask = (ids >= start) & (ids < start + table.shape[0])
+    rows = table[torch.where(mask, ids - start, 0)] * mask[:, None]
+    return all_reduce(rows, "tp", dst=I)
+
+
+def lookups(table: Tensor, ids: Tensor) -> Tensor:
+    return torch.cat([looked_up(table, part) for part in ids.chunk(2)])
+
+
+def one_lookup(table: Tensor, ids: Tensor) -> Tensor:
+    return looked_up(table, ids.chunk(2)[0])
+
+
+def products(table: Tensor, x: Tensor) -> Tensor:
+    return torch.cat([all_reduce(part @ table, "tp", dst=I) for part in x.chunk(2)])
+
+
+def one_product(table: Tensor, x: Tensor) -> Tensor:
+    return all_reduce(x.chunk(2)[0] @ table, "tp", dst=I)
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+IDS: Final = torch.tensor([5, 0, 3, 1, 2, 7, 6, 4])
+TABLE: Final = torch.randn(8, 3, dtype=torch.float64)
+BY_AXIS: Final = {"dp": "global", "tp": "local"}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "x", "spec", "check"),
+    [
+        (lookups, one_lookup, IDS, P("dp"), "global"),
+        (products, one_product, torch.randn(8, 8, dtype=torch.float64), P("dp", "tp"), BY_AXIS),
+    ],
+)
+def test_microbatches_stay_what_they_are_in_lookups_and_over_other_axes(
+    right: Product, wrong: Product, x: Tensor, spec: P, check: Any
+) -> None:
+    def mapped(step: Product, sizes: tuple[int, int]) -> Tensor:
+        mesh = make_mesh(sizes, ("dp", "tp"), kind="simulated", simulate="ranks")
+        found: Tensor = shard_map(
+            step, mesh=mesh, in_specs=(P("tp"), spec), out_specs=P("dp"), check=check
+        )(TABLE, x)
+        return found
+
+    torch.testing.assert_close(mapped(right, (2, 2)), mapped(right, (1, 1)))
+    with pytest.raises(ShardTypeError, match="it depends on microbatches 0 of 2"):
+        mapped(wrong, (2, 2))

@@ -8,9 +8,9 @@ all n parts has been added up, and is additive in blocks of rows, or has been co
 and keeps the rows. Until then nothing else may be done with more than one part.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,16 +18,31 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import tensors_in
+from shardmap_torch.checker.ir.sizes import exact
 from shardmap_torch.checker.rules.infer import Refusal, Types, signature_of, type_results, writes_of
+from shardmap_torch.checker.spmd.batches.chunks import CHUNKS, VIEWS, divided, undivided
+from shardmap_torch.checker.spmd.batches.parts import (
+    ALL,
+    Combined,
+    Entry,
+    Part,
+    Rearranged,
+    State,
+    plain_key,
+    shown,
+    united,
+)
 from shardmap_torch.checker.spmd.layout import (
+    EACH,
+    ShardedTensor,
     UnrelatedError,
     axes_of,
+    reshape,
     step_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops.chunks import CHUNKS, Chunks
-from shardmap_torch.checker.spmd.recorder import Event, Ref, TensorMap
-from shardmap_torch.checker.spmd.sharded import Sharded
+from shardmap_torch.checker.spmd.recorder import Event, TensorMap
+from shardmap_torch.checker.spmd.sharded import Sharded, Step, is_view
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.core.functorch import base_of
@@ -44,51 +59,6 @@ _FIX: Final = (
 )
 
 
-State: TypeAlias = Literal["rows", "additive", "mixed"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A value that depends on some microbatches.
-
-    Attributes:
-        count: how many there are.
-        axes: those that shard the rows which were divided.
-        indices: of the microbatches it depends on.
-        expression: what it is of them, as a number that equal expressions share.
-        state: "rows" where each rank's value is a function of its own rows; "additive" where the
-            value on one device is the sum, or the mean, of those of blocks of rows; else "mixed".
-    """
-
-    count: int
-    axes: tuple[str, ...]
-    indices: frozenset[int]
-    expression: int
-    state: State
-
-    @property
-    def group(self) -> tuple[int, tuple[str, ...]]:
-        """Returns what values must share to be of the same microbatches."""
-        return self.count, self.axes
-
-
-@dataclass(frozen=True)
-class _Entry:
-    expression: int
-    part: Part | None
-    version: int = 0
-
-
-@dataclass(frozen=True)
-class _Combined:
-    """A call: its operands are parts of the same microbatches, or it adds them."""
-
-    made: int
-    parts: tuple[Part, ...] = ()
-    added: Part | None = None
-    is_linear: bool = False
-
-
 class Microbatches:
     """Keeps what each tensor is of the microbatches."""
 
@@ -96,59 +66,129 @@ class Microbatches:
         """Starts with no dim divided."""
         self._interpreter, self._notes = interpreter, notes
         self._is_active = False
-        self._chunks = Chunks(0, 0, range(0))
-        self._entries: TensorMap[_Entry] = TensorMap()
+        self._entries: TensorMap[Entry] = TensorMap()
         self._versions: dict[int, int] = {}
         self._touched: set[int] = set()
         self._numbers: dict[Any, int] = {}
 
     # -------------------------------------------------------------------------- operations
 
-    def divide(
-        self, op: OpOverload, arguments: Mapping[str, Any], event: Event, shards: Mapping[str, Any]
-    ) -> list[Sharded] | None:
-        """Lays out chunks of a sharded dim; None where an operation does not make them."""
-        if op not in CHUNKS:
-            return None
-        x = shards["self"]
+    def rearrange(
+        self, step: Step, arguments: Mapping[str, Any], event: Event
+    ) -> Rearranged | None:
+        """Lays out microbatches, or the rows of all; None where an operation makes neither.
+
+        Raises:
+            UnrelatedError: it divides a microbatch again.
+        """
+        if step.op in CHUNKS:
+            return self._chunks_of(step, arguments, event)
+        if step.op in VIEWS:
+            return self._viewed(step, arguments)
+        rule = _REARRANGING.get(step.op) if self._is_active else None
+        return None if rule is None else rule(self, step, arguments, event)
+
+    def _chunks_of(
+        self, step: Step, arguments: Mapping[str, Any], event: Event
+    ) -> Rearranged | None:
+        x = step.arguments["self"]
         dim = arguments["dim"] % len(x.dims)
         axes = axes_of(x.dims[dim])
         leading = x.dims[dim][: len(axes)]
-        if not axes or axes_of(leading) != axes:
+        if not axes or EACH in axes or axes_of(leading) != axes:
             return None
-        here = CHUNKS[op](arguments, x.local[dim])
-        there = CHUNKS[op](event.arguments, x.global_shape[dim])
+        here = CHUNKS[step.op](arguments, x.local[dim])
+        there = CHUNKS[step.op](event.arguments, x.global_shape[dim])
         if here is None or there is None or here.key != there.key or here.size == there.size:
             return None
-        if self._part_of(arguments["self"]) is not None:
+        made = self._begin(arguments["self"])
+        found = (*x.dims[:dim], (*leading, *unsharded(here.size)), *x.dims[dim + 1 :])
+        expression = self._number(("chunk", made, dim, here.count))
+        parts = [Part(here.count, axes, frozenset({i}), expression, "rows") for i in here.indices]
+        return Rearranged([Sharded(found)] * len(parts), [Entry(expression, p) for p in parts])
+
+    def _viewed(self, step: Step, arguments: Mapping[str, Any]) -> Rearranged | None:
+        """Lays out a view that divides a dim, or has the rows of all microbatches in one."""
+        tensor, ((local, there),) = arguments["self"], step.results
+        x, part = step.arguments["self"], self._part_of(tensor)
+        if part is not None and EACH in x.axes and part.state == "rows":
+            dims = reshape(x, there)
+            joined = tuple(undivided(dim, part.axes) for dim in dims)
+            made = self._number(("rows", self._expression_of(tensor)))
+            return Rearranged([Sharded(joined)], [Entry(made, None)]) if joined != dims else None
+        found = divided(x, local, there)
+        if found is None:
+            return None
+        dim = next(n for n, each in enumerate(found) if EACH in axes_of(each))
+        axes = axes_of(x.dims[dim])
+        expression = self._number(("divided", self._begin(tensor), *map(exact, local)))
+        part = Part(local[dim], axes, ALL, expression, "rows")
+        return Rearranged([Sharded(found)], [Entry(expression, part)])
+
+    def _begin(self, x: Tensor) -> int:
+        """Returns the expression of what is divided."""
+        if self._part_of(x) is not None:
             raise UnrelatedError(
                 "it divides a microbatch again", "divide the batch once, into all microbatches."
             )
-        self._is_active, self._chunks = True, here
-        found = (*x.dims[:dim], (*leading, *unsharded(here.size)), *x.dims[dim + 1 :])
-        return [Sharded(found)] * len(here.indices)
+        self._is_active = True
+        made = self._expression_of(x)
+        self._put(x, Entry(made, None))
+        return made
 
-    def concatenate(self, op: OpOverload, arguments: Mapping[str, Any]) -> list[Sharded] | None:
-        """Lays out the concatenation of all microbatches; None where an operation is none."""
-        if op is not aten.cat.default or not self._is_active:
-            return None
-        tensors = arguments["tensors"]
+    def _all_in_order(self, tensors: Sequence[Tensor]) -> tuple[Part, ShardedTensor] | None:
+        """Returns what these are, if they are the same expression of all microbatches in order."""
         parts = [self._part_of(x) for x in tensors]
-        first = parts[0]
-        if first is None or first.state != "rows":
+        first, shard = parts[0], self._notes.find_any(tensors[0])
+        if first is None or shard is None or first.indices == ALL:
             return None
         wanted = [replace(first, indices=frozenset({i})) for i in range(first.count)]
-        shards = [self._notes.find_any(x) for x in tensors]
-        x = shards[0]
-        if parts != wanted or x is None or any(y is None or y.dims != x.dims for y in shards):
+        if parts != wanted or not all(self._alike(tensors[0], x) for x in tensors):
             return None
+        return first, shard
+
+    def _concatenated(
+        self, step: Step, arguments: Mapping[str, Any], event: Event
+    ) -> Rearranged | None:
+        found = self._all_in_order(arguments["tensors"])
+        if found is None or found[0].state != "rows":
+            return None
+        first, x = found
         dim = arguments["dim"] % len(x.dims)
         digits = x.dims[dim]
         leading = digits[: len(first.axes)]
         if axes_of(leading) != first.axes or axes_of(digits) != first.axes:
             return None
         rest = unsharded(x.local[dim] * first.count)
-        return [Sharded((*x.dims[:dim], (*leading, *rest), *x.dims[dim + 1 :]))]
+        dims = (*x.dims[:dim], (*leading, *rest), *x.dims[dim + 1 :])
+        entry = Entry(self._number(("rows", first.expression, dim)), None)
+        return Rearranged([Sharded(dims)], [entry])
+
+    def _stacked(self, step: Step, arguments: Mapping[str, Any], event: Event) -> Rearranged | None:
+        found = self._all_in_order(arguments["tensors"])
+        if found is None:
+            return None
+        first, x = found
+        dim = arguments["dim"] % (len(x.dims) + 1)
+        expression = self._number(("stack", first.expression, dim))
+        part = replace(first, indices=ALL, expression=expression)
+        dims = (*x.dims[:dim], ((EACH, first.count),), *x.dims[dim:])
+        return Rearranged([Sharded(dims)], [Entry(expression, part)])
+
+    def _taken(self, step: Step, arguments: Mapping[str, Any], event: Event) -> Rearranged | None:
+        """Lays out microbatches that lie along a dim, each by itself."""
+        x, part = step.arguments["self"], self._part_of(arguments["self"])
+        dim = arguments["dim"] % max(len(x.dims), 1)
+        index = arguments.get("index")
+        if part is None or x.dims[dim] != ((EACH, part.count),):
+            return None
+        if index != event.arguments.get("index"):
+            return None
+        taken = [*range(part.count)] if index is None else [index % part.count]
+        expression = self._number(("entry", part.expression, dim))
+        each = Sharded((*x.dims[:dim], *x.dims[dim + 1 :]))
+        parts = [replace(part, indices=frozenset({i}), expression=expression) for i in taken]
+        return Rearranged([each] * len(parts), [Entry(expression, one) for one in parts])
 
     def combine(
         self,
@@ -157,11 +197,8 @@ class Microbatches:
         event: Event,
         read: frozenset[str],
         results: Sequence[Tensor],
-        special: bool,
-    ) -> "_Combined | None":
+    ) -> Combined | None:
         """Returns what an operation makes of its operands, before results and writes are noted.
-
-        `special`: its results are laid out by `divide` or `concatenate`.
 
         Raises:
             UnrelatedError: microbatches are combined otherwise than by adding them up.
@@ -171,53 +208,70 @@ class Microbatches:
         made = self._made(op, arguments, event)
         operands = [x for n, value in arguments.items() if n in read for x in tensors_in(value)]
         parts = [part for part in map(self._part_of, operands) if part is not None]
-        if special or not parts:
-            return _Combined(made)
+        if not parts:
+            return Combined(made)
         added = self._added(op, arguments, results)
         if added is not None:
-            return _Combined(made, added=added)
+            return Combined(made, added=added)
         self._require_one(op, arguments, operands, parts, results)
-        return _Combined(made, tuple(parts), is_linear=self._is_linear(op, arguments, results))
+        return Combined(made, tuple(parts), is_linear=self._is_linear(op, arguments, results))
+
+    def complete(
+        self, found: list[Sharded], combined: Combined | Rearranged | None
+    ) -> tuple[list[Sharded], Combined | Rearranged | None]:
+        """Takes sums over all microbatches for what they are: no rank has another addend of them.
+
+        Raises:
+            UnrelatedError: an extremum is taken over microbatches.
+        """
+        if not isinstance(combined, Combined):
+            return found, combined
+        if any(axis == EACH for each in found for axis, _ in each.pending):
+            raise UnrelatedError("it takes a maximum or minimum over microbatches", _FIX)
+        sums = frozenset(n for n, each in enumerate(found) if EACH in each.partial)
+        if not sums:
+            return found, combined
+        rest = [replace(x, partial=x.partial - {EACH}, means=x.means - {EACH}) for x in found]
+        return rest, replace(combined, finished=sums)
 
     def note(
         self,
         op: OpOverload,
         arguments: Mapping[str, Any],
-        combined: "_Combined | None",
+        combined: Combined | Rearranged | None,
         results: Sequence[Tensor],
-        special: bool,
     ) -> None:
-        """Notes what the results of an operation are."""
+        """Notes what the results of an operation are.
+
+        Raises:
+            UnrelatedError: it adds up along a dim what is no sum or mean over rows.
+        """
         if combined is None:
             return
-        if special and op in CHUNKS:
-            self._note_chunks(arguments, results)
+        if isinstance(combined, Rearranged):
+            for result, entry in zip(results, combined.entries, strict=True):
+                self._put(result, entry)
             return
         for name in writes_of(op, arguments):
             for x in tensors_in(arguments[name]):
                 self._versions[self._storage(x)] = self._versions.get(self._storage(x), 0) + 1
         for index, result in enumerate(results):
-            part = combined.added
-            if part is not None:
-                found = self._entry(part)
-            else:
-                expression = self._number((combined.made, index))
-                found = _Entry(expression, self._made_part(combined, expression, result))
-            self._put(result, found)
+            self._put(result, self._made_entry(combined, index, result))
 
-    def _note_chunks(self, arguments: Mapping[str, Any], results: Sequence[Tensor]) -> None:
-        x, dim = arguments["self"], arguments["dim"]
-        made = self._expression_of(x)
-        self._put(x, _Entry(made, None))
-        shard = self._notes.find_any(results[0])
-        assert shard is not None  # it has just been noted
-        axes = axes_of(shard.dims[dim % len(shard.dims)])
-        expression = self._number(("chunk", made, dim % len(shard.dims), self._chunks.count))
-        for i, result in zip(self._chunks.indices, results, strict=True):
-            part = Part(self._chunks.count, axes, frozenset({i}), expression, "rows")
-            self._put(result, _Entry(expression, part))
+    def _made_entry(self, combined: Combined, index: int, result: Tensor) -> Entry:
+        if combined.added is not None:
+            return self._entry(combined.added)
+        expression = self._number((combined.made, index))
+        part = self._made_part(combined, expression, result)
+        if index not in combined.finished:
+            return Entry(expression, part)
+        if part is None or part.indices != ALL or part.state != "additive":
+            raise UnrelatedError(
+                "it adds up over microbatches what is no sum, or mean, over the rows of each", _FIX
+            )
+        return Entry(expression, None)
 
-    def _made_part(self, combined: "_Combined", expression: int, result: Tensor) -> Part | None:
+    def _made_part(self, combined: Combined, expression: int, result: Tensor) -> Part | None:
         """Returns what a result is of the microbatches of its operands."""
         if not combined.parts:
             return None
@@ -241,7 +295,7 @@ class Microbatches:
             (
                 op,
                 tuple(
-                    (name, self._frozen(value), _plain(event.arguments.get(name)))
+                    (name, self._frozen(value), plain_key(event.arguments.get(name)))
                     for name, value in arguments.items()
                 ),
                 torch.is_grad_enabled(),
@@ -253,7 +307,7 @@ class Microbatches:
             return ("tensor", self._expression_of(value))
         if isinstance(value, list | tuple):
             return tuple(map(self._frozen, value))
-        return _plain(value)
+        return plain_key(value)
 
     def _added(
         self, op: OpOverload, arguments: Mapping[str, Any], results: Sequence[Tensor]
@@ -267,7 +321,7 @@ class Microbatches:
             apart = one.indices.isdisjoint(other.indices)
             if not apart or x.shape != y.shape or not self._alike(x, y):
                 return None
-            return _united(one, other)
+            return united(one, other)
         kept, zero = (x, y) if one is not None else (y, x)
         if not self._is_zero(zero) or kept.shape != results[0].shape:
             return None
@@ -301,7 +355,7 @@ class Microbatches:
         if any(part.group != first.group or part.indices != first.indices for part in parts):
             raise UnrelatedError("it combines microbatches", _FIX)
         if len(first.indices) > 1 and not self._is_linear(op, arguments, results):
-            raise UnrelatedError(f"it is not linear in {_shown(first)}", _FIX)
+            raise UnrelatedError(f"it is not linear in {shown(first)}", _FIX)
         for x in operands:
             shard = self._notes.find_any(x)
             if self._part_of(x) is not None or shard is None:
@@ -309,7 +363,7 @@ class Microbatches:
             own = {*shard.axes, *self._notes.sums(x).partial} & set(first.axes)
             if own or any(step_of(dim) is not None for dim in shard.dims):
                 raise UnrelatedError(
-                    f"it combines {_shown(first)} with a value that is sharded over "
+                    f"it combines {shown(first)} with a value that is sharded over "
                     f"{min(own or first.axes)!r} and not divided into microbatches",
                     "divide it in the same way.",
                 )
@@ -322,6 +376,8 @@ class Microbatches:
                 return (Partial,)
             return (Z,) if self._is_zero(x) else (K,)
 
+        if is_view(op):
+            return True
         outcomes = type_results(op, arguments, results, seen, 1)
         return all(not isinstance(each, Refusal) and each == (Partial,) for each in outcomes)
 
@@ -338,16 +394,21 @@ class Microbatches:
         part, expression = self._part_of(x), self._number((move, what, self._expression_of(x)))
         if part is not None:
             if move in EXTREMA and len(part.indices) > 1:
-                raise UnrelatedError(f"it is not linear in {_shown(part)}", _FIX)
+                raise UnrelatedError(f"it is not linear in {shown(part)}", _FIX)
             mixes = part.state == "rows" and not set(axes).isdisjoint(part.axes)
             state: State = "mixed" if mixes or move in EXTREMA else part.state
             part = replace(part, expression=expression, state=state)
-        self._put(y, _Entry(expression, part))
+        self._put(y, Entry(expression, part))
+
+    def note_index(self, index: Tensor, axes: Sequence[str]) -> None:
+        """Notes a rank's index, which is the same whenever a body asks for it."""
+        if self._is_active:
+            self._put(index, Entry(self._number(("index", *axes)), None))
 
     def note_copy(self, x: Tensor, y: Tensor) -> None:
         """Notes a copy."""
         if self._is_active:
-            self._put(y, _Entry(self._expression_of(x), self._part_of(x)))
+            self._put(y, Entry(self._expression_of(x), self._part_of(x)))
 
     def note_gradient(
         self,
@@ -371,7 +432,7 @@ class Microbatches:
         first = next((part for part in (*parts, own) if part is not None), None)
         if first is not None and has_custom_backward:
             raise UnrelatedError(
-                f"it is a gradient of {_shown(first)}, and code of your own has worked on it",
+                f"it is a gradient of {shown(first)}, and code of your own has worked on it",
                 "apply it to the sum of all microbatches.",
             )
         skeletons = tuple(self._skeleton(x, operand) for x in outputs)
@@ -395,7 +456,7 @@ class Microbatches:
                 state = "rows" if plain and own.state == "rows" else "mixed"
             part = replace(first, expression=expression, state=state)
         if before is not None and (old is not None or part is not None):
-            part = _united(old, part)
+            part = united(old, part)
             if part is None:
                 raise UnrelatedError(
                     "it is added to a gradient in .grad that is not the same expression of other "
@@ -404,7 +465,7 @@ class Microbatches:
                 )
         storage = self._storage(gradient)
         self._versions[storage] = self._versions.get(storage, 0) + 1
-        self._put(gradient, _Entry(expression, None) if part is None else self._entry(part))
+        self._put(gradient, Entry(expression, None) if part is None else self._entry(part))
 
     def reject(self, tensor: Tensor) -> None:
         """Requires that a value does not depend on some microbatches only.
@@ -415,7 +476,7 @@ class Microbatches:
         part = self._part_of(tensor) if self._is_active else None
         if part is not None:
             raise UnrelatedError(
-                f"it depends on {_shown(part)}, which have other rows on one device", _FIX
+                f"it depends on {shown(part)}, which have other rows on one device", _FIX
             )
 
     def _skeleton(self, output: Tensor, operand: Tensor) -> int:
@@ -444,11 +505,11 @@ class Microbatches:
 
     # ------------------------------------------------------------------------------- notes
 
-    def _entry(self, part: Part) -> _Entry:
+    def _entry(self, part: Part) -> Entry:
         """Returns the entry of a sum of microbatches: that of all is another expression."""
         if len(part.indices) < part.count:
-            return _Entry(part.expression, part)
-        return _Entry(self._number(("all", part.expression)), None)
+            return Entry(part.expression, part)
+        return Entry(self._number(("all", part.expression)), None)
 
     def _part_of(self, tensor: Tensor) -> Part | None:
         if not self._is_active:
@@ -465,7 +526,7 @@ class Microbatches:
             return entry.expression
         return self._number((TensorMap._key(tensor), version))
 
-    def _put(self, tensor: Tensor, entry: _Entry) -> None:
+    def _put(self, tensor: Tensor, entry: Entry) -> None:
         storage = self._storage(tensor)
         if entry.part is not None:
             self._touched.add(storage)
@@ -478,27 +539,11 @@ class Microbatches:
         return int(base_of(self._interpreter.fakify(tensor)).untyped_storage()._cdata)
 
 
-def _united(one: Part | None, other: Part | None) -> Part | None:
-    """Returns the sum of an expression of several microbatches; None where there is none."""
-    if one is None or other is None or not one.indices.isdisjoint(other.indices):
-        return None
-    if replace(one, indices=other.indices) != other or one.state != "additive":
-        return None
-    return replace(one, indices=one.indices | other.indices)
-
-
-def _shown(part: Part) -> str:
-    which = ", ".join(map(str, sorted(part.indices)))
-    return f"microbatches {which} of {part.count}"
-
-
-_PLAIN: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
-
-
-def _plain(value: Any) -> Any:
-    """Returns a key that equal arguments share; of what is not plain one of its own."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, _PLAIN) or isinstance(value, torch.memory_format):
-        return type(value).__name__, value
-    return None if isinstance(value, Ref) else object()
+_REARRANGING: Final[
+    Mapping[OpOverload, Callable[[Microbatches, Step, Any, Event], Rearranged | None]]
+] = {
+    aten.cat.default: Microbatches._concatenated,
+    aten.stack.default: Microbatches._stacked,
+    aten.select.int: Microbatches._taken,
+    aten.unbind.int: Microbatches._taken,
+}

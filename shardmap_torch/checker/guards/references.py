@@ -1,0 +1,198 @@
+"""References found by a walk, which tell later whether one of them has changed.
+
+A comparison is of identities, in C: some 50 ns for each value that is referred to.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from itertools import repeat
+from operator import eq, getitem, is_
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.guards.changing import Objects, content_of, gives_other_values
+from shardmap_torch.checker.guards.places import (
+    CONTAINERS,
+    Place,
+    buffer,
+    container,
+    environment,
+    slot,
+    state,
+    variable,
+)
+
+PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+"""Types of values that are compared by value."""
+_CLASS_NAMES: Final = frozenset({"__class__", "setattr", "__setattr__"})
+"""Names by which code may make an object one of another class."""
+ABSENT: Final = object()
+"""Stands for the value of an attribute that an object lacks."""
+
+Table = Mapping[Any, Any]
+
+
+class References:
+    """The references of objects to others, as they were during a walk.
+
+    Attributes:
+        tensors: the tensors.
+        opaque: objects that are not entered, which are compared by identity.
+    """
+
+    def __init__(self) -> None:
+        """Has none; a walk adds them."""
+        self.tensors: list[Tensor] = []
+        self.opaque: list[Any] = []
+        self._entries = _Parts()
+        self._attributes = _Parts()
+        self._sizes = _Parts()
+        self._typed: list[Any] = []
+        self._types: list[type] = []
+        self._sets: list[tuple[Collection[Any], tuple[Any, ...]]] = []
+        self._calls: list[tuple[Callable[[], Any], Any]] = []
+        self._contents: list[tuple[Any, bytes]] = []
+        self._names: dict[str, None] = {}
+        self._missing: dict[tuple[int, str], Table] = {}
+        self._variables: dict[int, str] = {}
+        self._caches: set[int] = set()
+        self._classes: dict[int, type] = {}
+        self._read_variables: list[ContextVar[Any]] = []
+
+    @property
+    def size(self) -> int:
+        """Number of values that `holds` compares."""
+        return len(self._entries.owners) + len(self._attributes.owners)
+
+    def holds(self) -> bool:
+        """Returns whether nothing has changed since the walk."""
+        entries, attributes, sizes = self._entries, self._attributes, self._sizes
+        try:
+            return (
+                all(map(eq, map(len, sizes.owners), sizes.values))
+                and all(map(is_, map(getitem, entries.owners, entries.names), entries.values))
+                and all(
+                    map(
+                        is_,
+                        map(getattr, attributes.owners, attributes.names, repeat(ABSENT)),
+                        attributes.values,
+                    )
+                )
+                and (not self._typed or all(map(is_, map(type, self._typed), self._types)))
+                and (not self._sets or all(all(map(is_, items, was)) for items, was in self._sets))
+                and (not self._calls or all(call() is was for call, was in self._calls))
+                and (not self._contents or not self._changed_contents())
+                and not any([name in table for (_, name), table in self._missing.items()])
+            )
+        except LookupError:
+            return False
+
+    def changes(self) -> Sequence[str]:
+        """Names the objects that have changed since the walk."""
+        found = [
+            self.label(owner)
+            for owner, size in zip(self._sizes.owners, self._sizes.values, strict=True)
+            if len(owner) != size
+        ]
+        for parts, get in ((self._entries, _entry), (self._attributes, _attribute)):
+            for owner, name, value in zip(parts.owners, parts.names, parts.values, strict=True):
+                if get(owner, name) is not value:
+                    found.append(self.label(owner, name))
+        typed = zip(self._typed, self._types, strict=True)
+        found += [self.label(value) for value, was in typed if type(value) is not was]
+        found += [self.label(items) for items, was in self._sets if not _same_items(items, was)]
+        found += map(self.label, self._changed_contents())
+        found += [repr(name) for (_, name), table in self._missing.items() if name in table]
+        return list(dict.fromkeys(found)) or ["what it refers to"]
+
+    def _changed_contents(self) -> list[Any]:
+        return [value for value, was in self._contents if content_of(value) != was]
+
+    def places(self) -> Iterator[Place]:
+        """Yields what could be changed and put back; not a cache of functools, nor iterators."""
+        for owner in self._sizes.owners:
+            if isinstance(owner, CONTAINERS) and id(owner) not in self._caches:
+                yield container(owner)
+        yield from (container(items) for items, _ in self._sets if isinstance(items, Objects))
+        known = set(map(id, self._sizes.owners))
+        for owner, name in zip(self._entries.owners, self._entries.names, strict=True):
+            if id(owner) in self._classes:
+                yield slot(self._classes[id(owner)], name, True)
+            elif isinstance(owner, dict) and id(owner) not in known:  # the globals of some code
+                yield slot(owner, name, False)
+        for owner, name in zip(self._attributes.owners, self._attributes.names, strict=True):
+            yield slot(owner, name, True)
+        if not self._names.keys().isdisjoint(_CLASS_NAMES):
+            yield from (slot(owner, "__class__", True) for owner in self._typed)
+        for (_, name), table in self._missing.items():
+            if table is not sys.modules:
+                yield slot(table, name, False)
+        yield from map(variable, self._read_variables)
+        yield from (buffer(value) for value, was in self._contents if was)
+
+    def states(self) -> Iterator[tuple[str, Place]]:
+        """Yields names and places of states that only checks compare."""
+        for value in self.opaque:
+            place = state(value)
+            if place is not None:
+                yield self.label(value), place
+        yield from ((self.label(value), buffer(value)) for value, was in self._contents if not was)
+        if "environ" in self._names or "getenv" in self._names:
+            yield "the environment", environment()
+
+    def iterators(self) -> Sequence[Any]:
+        """Returns iterators, clocks, locks and others whose states cannot be read."""
+        return [value for value in self.opaque if gives_other_values(value)]
+
+    def label(self, owner: Any, name: Any = None) -> str:
+        """Returns the name by which the code refers to an object, as in `'counter'`."""
+        if name == "cell_contents":
+            return repr(self._variables.get(id(owner), "a closed-over variable"))
+        if isinstance(name, str):
+            return repr(name)
+        for parts in (self._attributes, self._entries):
+            for holder, by, value in zip(parts.owners, parts.names, parts.values, strict=True):
+                if value is owner and isinstance(by, str):
+                    return self.label(holder, by)
+        return f"a {type(owner).__name__}"
+
+    def values(self) -> Mapping[Hashable, tuple[str, Any]]:
+        """Returns names and values of the plain values, by location."""
+        return {
+            (id(owner), name): (self._variables.get(id(owner), str(name)), value)
+            for parts in (self._entries, self._attributes)
+            for owner, name, value in zip(parts.owners, parts.names, parts.values, strict=True)
+            if isinstance(value, PLAIN)
+        }
+
+
+class _Parts:
+    """Recorded attributes of objects, in three columns over which C code can iterate."""
+
+    def __init__(self) -> None:
+        self.owners: list[Any] = []
+        self.names: list[Any] = []
+        self.values: list[Any] = []
+
+    def add(self, owner: Any, name: Any, value: Any) -> None:
+        self.owners.append(owner)
+        self.names.append(name)
+        self.values.append(value)
+
+
+def _same_items(items: Collection[Any], was: tuple[Any, ...]) -> bool:
+    return len(items) == len(was) and all(map(is_, items, was))
+
+
+def _entry(owner: Any, name: Any) -> Any:
+    try:
+        return owner[name]
+    except LookupError:
+        return ABSENT
+
+
+def _attribute(owner: Any, name: Any) -> Any:
+    return getattr(owner, name, ABSENT)

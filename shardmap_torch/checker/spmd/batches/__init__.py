@@ -1,0 +1,1 @@
+"""Batches that a body divides into microbatches, and how these are added up."""

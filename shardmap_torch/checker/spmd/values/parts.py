@@ -1,0 +1,213 @@
+"""Values about a rank's part of all ids: masks of it, ids counted from its first, lookups."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.ir.observer import tensors_in
+from shardmap_torch.checker.spmd.align import differing
+from shardmap_torch.checker.spmd.layout import Dim, ShardedTensor, UnrelatedError, axes_of
+from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.recorder import Event, Ref, TensorMap
+from shardmap_torch.checker.spmd.sharded import Sharded, Step
+from shardmap_torch.checker.spmd.state import Notes
+from shardmap_torch.checker.spmd.sums import Sums
+from shardmap_torch.checker.spmd.values.positions import (
+    Affine,
+    Pair,
+    Positions,
+    is_whole,
+    name_of,
+    resolved,
+)
+from shardmap_torch.checker.spmd.values.rows import followed, without_rows
+from shardmap_torch.core.torch_private.engine import OpOverload
+
+Arguments: TypeAlias = Mapping[str, Any]
+
+_AS_IT_IS: Final[Arguments] = {}
+_INTEGERS: Final = (torch.int32, torch.int64)
+
+MASK: Final = "mask"
+OFFSET: Final = "offset"
+LOOKED_UP: Final = "looked up"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A value that is about the ids from `lower` on and below `upper`.
+
+    Attributes:
+        form: MASK says whether they are (or not, unless `inside`), where a bound is None of all ids
+            on one side. OFFSET is the id minus `lower`, of them or of all ids if `upper` is None.
+            LOOKED_UP is the value on one device, of them.
+        ids: the number of the ids on one device.
+        rows: the layout by the ids, on one device.
+        lower: the first id in both programs.
+        upper: the id behind the last one.
+        inside: see `form`.
+    """
+
+    form: str
+    ids: int
+    rows: ShardedTensor
+    lower: Pair | None
+    upper: Pair | None
+    inside: bool = True
+
+    def is_about(self, other: "Part") -> bool:
+        """Returns whether two values are about the same ids."""
+        return (self.ids, self.lower, self.upper) == (other.ids, other.lower, other.upper)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation on parts, in both programs."""
+
+    op: OpOverload
+    arguments: Mapping[str, Any]
+    event: Event
+    results: Sequence[Tensor]
+    parts: Mapping[str, Part]
+    shards: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the overload."""
+        return name_of(self.op)
+
+    def rows(self, like: Part, replaced: Arguments = _AS_IT_IS) -> ShardedTensor | None:
+        """Lays out the result by the ids; None if its entries depend on several."""
+        arguments = {name: self._by_rows(name, self.shards[name]) for name in self.shards}
+        shape = self.event.results[0][1]
+        return followed(self.op, {**arguments, **replaced}, shape, like.rows)
+
+    def _by_rows(self, name: str, shard: Any) -> Any:
+        if isinstance(shard, ShardedTensor):
+            part = self.parts.get(name)
+            return without_rows(shard.global_shape) if part is None else part.rows
+        return self.event.arguments.get(name)
+
+
+class KnownParts:
+    """The values that are about a rank's part of all ids, and what rules ask of them."""
+
+    def __init__(self, notes: Notes, positions: Positions) -> None:
+        """Knows of none; bounds are among `positions`."""
+        self._notes, self._positions = notes, positions
+        self._parts: TensorMap[Part] = TensorMap()
+        self._zeros: TensorMap[bool] = TensorMap()
+        self._copies: TensorMap[int] = TensorMap()
+
+    def __bool__(self) -> bool:
+        """Returns whether any value is about a part."""
+        return bool(self._parts)
+
+    def put(self, x: Tensor, part: Part) -> None:
+        """Notes what a tensor is about."""
+        self._parts.put(x, part)
+
+    def put_zeros(self, x: Tensor) -> None:
+        """Notes that a tensor is zero."""
+        self._zeros.put(x, True)
+
+    def drop(self, x: Tensor) -> None:
+        """Forgets what a tensor is, since it is written."""
+        self._parts.drop(x)
+        self._zeros.drop(x)
+
+    def follow_copy(self, call: Call) -> None:
+        """Notes copies of ids, and views of zeros."""
+        x, (result, *_) = call.arguments["self"], call.results
+        if self._zeros.get(x):
+            self.put_zeros(result)
+        if call.name == "clone" and not x.is_floating_point():
+            number = self.ids_of(x, call.event.arguments.get("self"))
+            if number is not None:
+                self._copies.put(result, number)
+
+    def are_finished(self, call: Call) -> bool:
+        """Returns whether all operands but parts are what they are on one device."""
+        try:
+            for x in tensors_in([*call.arguments.values()]):
+                if self._parts.get(x) is None:
+                    self._notes.reject_unfinished(x)
+                if self._notes.sums(x).partial:
+                    return False
+        except UnrelatedError:
+            return False
+        return True
+
+    def part_of(self, x: Tensor) -> Part | None:
+        """Returns what is known of a tensor."""
+        return self._parts.get(x)
+
+    def index_of(self, index: Any) -> tuple[int, Part] | None:
+        """Returns which index is about a part of all ids, if one is and none is a mask."""
+        indices = [index] if isinstance(index, Tensor) else index or ()
+        parts = [
+            (at, part)
+            for at, x in enumerate(indices)
+            if isinstance(x, Tensor) and (part := self._parts.get(x))
+        ]
+        masks = any(isinstance(x, Tensor) and x.dtype not in _INTEGERS for x in indices)
+        return parts[0] if len(parts) == 1 and not masks else None
+
+    def ids_of(self, x: Any, ref: Any) -> int | None:
+        """Returns the number of ids that are finished; None for anything else."""
+        if not isinstance(x, Tensor) or not isinstance(ref, Ref) or x.dtype not in _INTEGERS:
+            return None
+        if self._notes.sums(x) != Sums() or self._positions.is_written(x) or self._parts.get(x):
+            return None
+        return self._copies.get(x) or self._notes.canonical(ref)
+
+    def bound(self, x: Any, there: Any = None) -> Pair | None:
+        """Returns a single number in both programs that is known; None for anything else."""
+        if is_whole(x) and is_whole(there):
+            return Pair(Affine((), x, (), {}), Affine((), there, (), {}))
+        pair = self._positions.pair_of(x) if isinstance(x, Tensor) else None
+        if pair is None or any(size != 1 for size in (*pair.here.shape, *pair.there.shape)):
+            return None
+        return pair.scalar()
+
+    def is_of_ranks(self, bound: Pair) -> bool:
+        """Returns whether a bound differs between ranks."""
+        return any(bound.here.axes.get(axis) for axis in self._notes.sizes)
+
+    def dim_between(self, lower: Pair | None, upper: Pair | None) -> Dim | None:
+        """Lays out the range between bounds; None if the ranks' are no shards of it."""
+        if lower is None or upper is None:
+            return None
+        sizes = upper.minus(lower)
+        if sizes is None or min(sizes) < 1:
+            return None
+        ranges = [
+            Affine((n,), first.base, (0 if n == 1 else 1,), first.axes)
+            for n, first in zip(sizes, (lower.here, lower.there), strict=True)
+        ]
+        dims = resolved(Pair(*ranges), self._notes.sizes)
+        return dims[0] if dims and axes_of(dims[0]) else None
+
+    def is_zero(self, value: Any) -> bool:
+        """Returns whether it is 0, or a tensor of zeros."""
+        if isinstance(value, Tensor):
+            return self._zeros.get(value) is not None or self._notes.sums(value).zero
+        return (is_whole(value) and value == 0) or (isinstance(value, float) and value == 0)
+
+    def dims(self, call: Call, replaced: Arguments = _AS_IT_IS) -> list[Sharded] | None:
+        """Lays out a result by the operation's own rule; None if that refuses it."""
+        plain = {name: x for name, x in call.arguments.items() if not tensors_in(x)}
+        tensors = tensors_in([*call.arguments.values()])
+        shape = tuple(call.results[0].shape)
+        try:
+            return propagate(
+                Step(
+                    *(call.op, {**call.shards, **replaced}, differing(plain, call.event), tensors),
+                    *([(shape, call.event.results[0][1])], self._notes.sizes),
+                )
+            )
+        except UnrelatedError:
+            return None
