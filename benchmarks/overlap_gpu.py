@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import gather_forward, scatter_forward
+from shardmap_torch.kernels.network import complete
 from shardmap_torch.kernels.transports.executor import Choice, Gather
 from shardmap_torch.kernels.transports.nccl import NcclTransport, Work
-from shardmap_torch.kernels.transports.protocol import Steps, run
+from shardmap_torch.kernels.transports.protocol import run
 from shardmap_torch.kernels.transports.streams import CudaLanes
 
 ROUNDS, WARM_UP = 20, 5
@@ -112,13 +113,7 @@ class Layer:
         """The messages alone: a block of so many columns to or through every other rank."""
         shard = self.whole.new_empty(ROWS, columns)
         choice = Choice("gather/ring", 1)
-        gather = Gather(self.t, "exchange", shard, lambda rows, tile: None, choice)
-
-        def steps() -> Steps[None]:
-            yield from gather.start()
-            yield from gather.finish()
-
-        run(steps())
+        run(complete(Gather(self.t, "exchange", shard, lambda rows, tile: None, choice)))
 
     def gather(self, parts: int) -> None:
         choice = Choice("gather/ring", parts)

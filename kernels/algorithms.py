@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmap_torch.kernels.network import Halves, Network, gathering, reducing, scattering, summing
+from shardmap_torch.kernels.network import (
+    Halves,
+    Network,
+    complete,
+    gathering,
+    reducing,
+    scattering,
+    summing,
+)
 from shardmap_torch.kernels.transports.executor import LOW_PRECISION, Choice, Consume, Produce
 from shardmap_torch.kernels.transports.protocol import Steps
 
@@ -181,8 +189,7 @@ def gather_forward(
         [chunked.times(transport, *pair, out) for pair, out in zip(products, sums, strict=True)]
     )
     gather = gathering(transport, "all_gather_matmul", chunked.matrix(x), consume, choice)
-    yield from gather.start()
-    gathered = yield from gather.finish()
+    gathered = yield from complete(gather)
     outs = [chunked.restore(out.to(x.dtype), [*full_shape[:-1], out.shape[1]]) for out in sums]
     return outs, gathered
 
@@ -205,8 +212,7 @@ def scatter_forward(
     produce = chunked.sum_of_products(transport, [chunked.tokens(x)], [w])
     shape = [*x.shape[:-1], w.shape[1]]
     scatter = _scatter(transport, "matmul_reduce_scatter", produce, shape, x, dim, choice)
-    yield from scatter.start()
-    total = yield from scatter.finish()
+    total = yield from complete(scatter)
     return _own_block(chunked, total, shape, dim, transport.num_ranks)
 
 
@@ -238,9 +244,7 @@ def reduce_forward(transport: Network, x: Tensor, w: Tensor, choice: Choice) -> 
     tokens = as_matrix(x)
     out = x.new_empty(tokens.shape[0], w.shape[1])
     produce = ChunkedDim(0, by_features=False).sum_of_products(transport, [tokens], [w])
-    scatter = reducing(transport, "matmul_all_reduce", produce, out, choice)
-    yield from scatter.start()
-    total = yield from scatter.finish()
+    total = yield from complete(reducing(transport, "matmul_all_reduce", produce, out, choice))
     return total.view(*x.shape[:-1], w.shape[1])
 
 
@@ -345,9 +349,7 @@ def scatter_backward(
     chunked = ChunkedDim.of(dim, x.ndim)
     gradients = _Gradients(transport, chunked, x, w, needs_grad)
     op = "matmul_reduce_scatter backward"
-    gather = gathering(transport, op, chunked.matrix(dy), gradients.consume, choice)
-    yield from gather.start()
-    yield from gather.finish()
+    yield from complete(gathering(transport, op, chunked.matrix(dy), gradients.consume, choice))
     return gradients.results()
 
 
@@ -367,9 +369,7 @@ def reduce_backward(
     chunked = ChunkedDim(0, by_features=False)
     gradients = _Gradients(transport, chunked, x, w, needs_grad)
     op = "matmul_all_reduce backward"
-    total = summing(transport, op, chunked.matrix(dy), gradients.consume, choice)
-    yield from total.start()
-    yield from total.finish()
+    yield from complete(summing(transport, op, chunked.matrix(dy), gradients.consume, choice))
     return gradients.results()
 
 

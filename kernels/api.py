@@ -165,7 +165,7 @@ def matmul_reduce_scatter(
     """
     options = scatter_dim, overlap, schedule, chunks
     prepared_call = prepared(prepare_scatter, axis, options, (x, w, bias))
-    y = prepared_call.runner.scatter(x, w)
+    y = prepared_call.runner.reduce(x, w)
     return y if bias is None else y + bias
 
 

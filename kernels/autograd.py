@@ -107,13 +107,15 @@ class Call:
         """Computes `all_gather(x) @ w + bias` for each w."""
         return overlapped(GatherMatmul(self, len(ws)), x, *ws, *biases)
 
-    def scatter(self, x: Tensor, w: Tensor) -> Tensor:
-        """Computes `reduce_scatter(x @ w)`."""
-        return overlapped(MatmulScatter(self), x, w)[0]
-
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
-        """Computes `all_reduce(x @ w)`."""
-        return overlapped(MatmulReduce(self), x, w)[0]
+        """Computes the reduce-scatter or all-reduce of `x @ w`."""
+        scatters = self.collective.name == "reduce_scatter"
+        return overlapped(MatmulScatter(self) if scatters else MatmulReduce(self), x, w)[0]
+
+    @property
+    def unfused(self) -> "Unfused":
+        """The unfused composition of the same call."""
+        return Unfused(self.backend, self.collective)
 
     @property
     def num_ranks(self) -> int:
@@ -146,19 +148,6 @@ class Call:
         return choice
 
 
-class Runner(Protocol):
-    """Runs one public operation on any tensors."""
-
-    def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
-        """Computes `all_gather(x) @ w + bias` for each w."""
-
-    def scatter(self, x: Tensor, w: Tensor) -> Tensor:
-        """Computes `reduce_scatter(x @ w)`."""
-
-    def reduce(self, x: Tensor, w: Tensor) -> Tensor:
-        """Computes `all_reduce(x @ w)`."""
-
-
 def block_rows(block: Tensor, dim: int) -> int:
     """Counts the rows of a rank's block as a chunked matrix."""
     by_features = ChunkedDim.of(dim, block.ndim).by_features
@@ -174,30 +163,13 @@ class Unfused:
 
     def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
         """Runs one all-gather, then the matmuls."""
-        return gather_unfused(self.backend, self.collective, x, ws, biases)
-
-    def scatter(self, x: Tensor, w: Tensor) -> Tensor:
-        """Runs the matmul, then one reduce-scatter."""
-        return reduce_unfused(self.backend, self.collective, x, w)
+        full = bind(self.backend, self.collective, x)
+        pairs = zip(ws, biases, strict=True)
+        return tuple(full @ w if bias is None else full @ w + bias for w, bias in pairs)
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
-        """Runs the matmul, then one all-reduce."""
-        return reduce_unfused(self.backend, self.collective, x, w)
-
-
-def gather_unfused(
-    backend: Backend, collective: Collective, x: Tensor, ws: Sequence[Tensor], biases: Operands
-) -> tuple[Tensor, ...]:
-    """Runs one all-gather, then the matmuls."""
-    full = bind(backend, collective, x)
-    return tuple(
-        full @ w if bias is None else full @ w + bias for w, bias in zip(ws, biases, strict=True)
-    )
-
-
-def reduce_unfused(backend: Backend, collective: Collective, x: Tensor, w: Tensor) -> Tensor:
-    """Runs one matmul, then the reduce-scatter or all-reduce."""
-    return bind(backend, collective, x @ w)
+        """Runs the matmul, then the reduce-scatter or all-reduce."""
+        return bind(self.backend, self.collective, x @ w)
 
 
 def _differentiate(
@@ -318,7 +290,7 @@ class GatherMatmulBackward:
         ws, dys = rest[:count], rest[count:]
 
         def products(x: Tensor, *ws: Tensor) -> tuple[Tensor, ...]:
-            return gather_unfused(self.call.backend, self.call.collective, x, ws, [None] * count)
+            return self.call.unfused.gather(x, ws, [None] * count)
 
         return _selected(_differentiate(products, (x, *ws), dys), self.needs_grad)
 
@@ -393,7 +365,7 @@ class _ProductBackward:
         """Differentiates the product and its collective."""
 
         def product(x: Tensor, w: Tensor) -> tuple[Tensor]:
-            return (reduce_unfused(self.call.backend, self.call.collective, x, w),)
+            return (self.call.unfused.reduce(x, w),)
 
         return _selected(_differentiate(product, (x, w), (dy,)), self.needs_grad)
 

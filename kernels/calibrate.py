@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import gather_forward
+from shardmap_torch.kernels.network import complete
 from shardmap_torch.kernels.planning.cost import Fabric
 from shardmap_torch.kernels.planning.schedule import Chunk, Message
 from shardmap_torch.kernels.transports.executor import Choice, Gather
-from shardmap_torch.kernels.transports.protocol import Channel, Handle, Steps, Transport, run
+from shardmap_torch.kernels.transports.protocol import Channel, Handle, Transport, run
 
 PROBE_BYTES = 2**20
 """Size of the timed message: large enough that latency does not count, 17 ms at 500 Mbit/s."""
@@ -102,12 +103,7 @@ def slowest(transport: Transport, value: float) -> float:
     shard = torch.tensor([[value]], dtype=torch.float64)
     choice = Choice("gather/ring", 1)
     gather = Gather(transport, "calibrate", shard, lambda rows, tile: None, choice)
-
-    def steps() -> Steps[Tensor]:
-        yield from gather.start()
-        return (yield from gather.finish())
-
-    return float(run(steps()).max())
+    return float(run(complete(gather)).max())
 
 
 def measure(transport: Transport, dtype: torch.dtype) -> Fabric:

@@ -243,15 +243,13 @@ class CompiledCall:
         options = (self.dim, self.num_ranks, self.name, self.forward, self.backward)
         return tuple(gather_op(x, ws, present, biased, *options)[:-1])
 
-    def scatter(self, x: Tensor, w: Tensor) -> Tensor:
-        """Computes `reduce_scatter(x @ w)`."""
-        options = (self.dim, self.num_ranks, self.name, self.forward, self.backward)
-        out: Tensor = scatter_op(x, w, *options)
-        return out
-
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
-        """Computes `all_reduce(x @ w)`."""
-        out: Tensor = reduce_op(x, w, self.name, self.forward, self.backward)
+        """Computes the reduce-scatter or all-reduce of `x @ w`."""
+        options = (self.name, self.forward, self.backward)
+        if _family(self.forward) == "scatter":
+            out: Tensor = scatter_op(x, w, self.dim, self.num_ranks, *options)
+        else:
+            out = reduce_op(x, w, *options)
         return out
 
 
@@ -262,13 +260,17 @@ _BACKWARD_FAMILY: Final[Mapping[str, Family]] = {
 }
 
 
+def _family(schedule: str) -> str:
+    return schedule.split("/")[0]
+
+
 def compiled_call(
     backend: Backend, collective: Collective, problem: Problem, options: Options
 ) -> tuple[CompiledCall, Plan]:
     """Plans a compiled call, in as many parts as the rows allow: tracing measures nothing."""
     parts = options.chunks or max(candidates(problem, None), default=1)
     forward = problem.schedules[0]
-    family = _BACKWARD_FAMILY[forward.split("/")[0]]
+    family = _BACKWARD_FAMILY[_family(forward)]
     backward = backward_schedules(family, options.schedule)[0]
     call = CompiledCall(
         collective.dim,

@@ -19,8 +19,8 @@ from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import KernelError, show
 from shardmap_torch.kernels.algorithms import ChunkedDim
-from shardmap_torch.kernels.autograd import Call, Runner, Unfused, block_rows
-from shardmap_torch.kernels.custom_ops import compiled_call
+from shardmap_torch.kernels.autograd import Call, Unfused, block_rows
+from shardmap_torch.kernels.custom_ops import CompiledCall, compiled_call
 from shardmap_torch.kernels.endpoint import (
     Endpoint,
     Situation,
@@ -55,7 +55,7 @@ class Prepared:
 
     collective: Collective
     plan: Plan
-    runner: Runner
+    runner: Call | Unfused | Checked | CompiledCall
 
 
 _READY: Final = Memo[Prepared]()

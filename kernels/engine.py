@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from torch import Tensor
 
@@ -18,64 +18,18 @@ from shardmap_torch.kernels.algorithms import (
 from shardmap_torch.kernels.network import Network
 from shardmap_torch.kernels.planner import Plan, Problem, decide
 from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.symmetric import Symmetric
 from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.kernels.transports.protocol import run
 
 CHECKED: Final = "the body is being checked, not run"
 
 
-class Engine(Protocol):
-    """Runs the two operations that gather or scatter, and their backward passes.
-
-    `dim` is the sharded dim; `choice` is one that `plan` returned.
-    """
-
-    def plan(
-        self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
-    ) -> Plan:
-        """Decides if the call overlaps, and with which schedule, with the reason."""
-
-    def gather(
-        self,
-        x: Tensor,
-        ws: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        dim: int,
-        choice: Choice,
-    ) -> tuple[list[Tensor], Tensor]:
-        """Returns the products with the gathered x, and its chunked matrix."""
-
-    def gather_backward(
-        self,
-        x: Tensor,
-        gathered: Tensor | None,
-        ws: Sequence[Tensor],
-        dys: Sequence[Tensor],
-        needs_grad: Sequence[bool],
-        dim: int,
-        choice: Choice,
-        again: Choice,
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Returns dx and the needed dws; `again` gathers x where it was not kept."""
-
-    def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
-        """Returns this rank's block of the sum of x @ w."""
-
-    def scatter_backward(
-        self,
-        x: Tensor,
-        w: Tensor,
-        dy: Tensor,
-        needs_grad: tuple[bool, bool],
-        dim: int,
-        choice: Choice,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns (dx, dw), None in place of one that is not needed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Scheduled:
     """Runs our schedules; the only engine that has an all-reduce.
+
+    In all methods `dim` is the sharded dim, and `choice` one that `plan` returned.
 
     Attributes:
         transport: This rank's end of the network.
@@ -88,7 +42,7 @@ class Scheduled:
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
     ) -> Plan:
-        """Plans by the cost model."""
+        """Decides by the cost model if the call overlaps, and with which schedule."""
         plan = decide(problem, fabric, chunks, forced=forced)
         return replace(plan, reason=f"{plan.reason}; {self.note}") if self.note else plan
 
@@ -100,7 +54,7 @@ class Scheduled:
         dim: int,
         choice: Choice,
     ) -> tuple[list[Tensor], Tensor]:
-        """Multiplies chunks as they arrive."""
+        """Returns the products with the gathered x, and its chunked matrix."""
         return run(gather_forward(self.transport, x, ws, biases, dim, choice))
 
     def gather_backward(
@@ -114,14 +68,14 @@ class Scheduled:
         choice: Choice,
         again: Choice,
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Reduce-scatters dx under the weight gradients."""
+        """Returns dx and the needed dws; `again` gathers x where it was not kept."""
         t = self.transport
         if gathered is not None or not any(needs_grad):
             return run(gather_backward(t, gathered, ws, dys, needs_grad, dim, choice))
         return run(gather_backward_again(t, x, ws, dys, needs_grad, dim, choice, again))
 
     def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
-        """Sends chunks as they are computed."""
+        """Returns this rank's block of the sum of x @ w."""
         return run(scatter_forward(self.transport, x, w, dim, choice))
 
     def scatter_backward(
@@ -133,7 +87,7 @@ class Scheduled:
         dim: int,
         choice: Choice,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Computes both gradients from one gather of dy."""
+        """Returns (dx, dw) from one gather of dy, None in place of one that is not needed."""
         return run(scatter_backward(self.transport, x, w, dy, needs_grad, dim, choice))
 
     def reduce(self, x: Tensor, w: Tensor, choice: Choice) -> Tensor:
@@ -156,3 +110,6 @@ class Typed(Scheduled):
     ) -> Plan:
         """Takes the first schedule: without chunks all are the same."""
         return Plan(problem.op, problem.axis, Choice(problem.schedules[0], 1), CHECKED)
+
+
+Engine: TypeAlias = Scheduled | Symmetric

@@ -5,8 +5,9 @@ it, backward included, and on simulated ranks its formulas run as they are. Forw
 the kernels know no difference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -77,12 +78,18 @@ class Halves(Protocol):
         """Runs the second half; returns the gathered or summed matrix."""
 
 
+def complete(exchange: Halves) -> Steps[Tensor]:
+    """Runs both halves, one after the other."""
+    yield from exchange.start()
+    return (yield from exchange.finish())
+
+
 def gathering(
     transport: Network, op: str, shard: Tensor, consume: Consume, choice: Choice
 ) -> Halves:
     """Makes an `executor.Gather` on a transport, or one all-gather."""
     if isinstance(transport, Collectives):
-        return _TypedGather(transport, shard, consume)
+        return _AtOnce(partial(transport.run, "all_gather", V, R, shard), consume)
     return Gather(transport, op, shard, consume, choice)
 
 
@@ -91,7 +98,9 @@ def scattering(
 ) -> Halves:
     """Makes an `executor.Scatter` of the own block on a transport, or one reduce-scatter."""
     if isinstance(transport, Collectives):
-        return _TypedScatter(transport, produce, num_rows, "reduce_scatter", V)
+        return _AtOnce(
+            lambda: transport.run("reduce_scatter", Partial, V, produce(slice(0, num_rows)))
+        )
     return Scatter(transport, op, produce, out, num_rows, choice)
 
 
@@ -99,7 +108,10 @@ def reducing(transport: Network, op: str, produce: Produce, out: Tensor, choice:
     """Makes an `executor.Scatter` of all rows on a transport, or one all-reduce."""
     num_rows = out.shape[0]
     if isinstance(transport, Collectives):
-        return _TypedScatter(transport, produce, num_rows, "all_reduce", transport.reduced)
+        dst = transport.reduced
+        return _AtOnce(
+            lambda: transport.run("all_reduce", Partial, dst, produce(slice(0, num_rows)))
+        )
     return Scatter(transport, op, produce, out, num_rows, choice)
 
 
@@ -108,58 +120,23 @@ def summing(
 ) -> Halves:
     """Makes an `executor.Sum` on a transport, or one all-reduce."""
     if isinstance(transport, Collectives):
-        return _TypedSum(transport, addend, consume)
+        return _AtOnce(partial(transport.run, "all_reduce", Partial, R, addend), consume)
     return Sum(transport, op, addend, consume, choice)
 
 
-def _no_steps() -> Steps[None]:
-    yield from ()
-
-
 @dataclass(frozen=True, slots=True)
-class _TypedGather:
-    network: Collectives
-    shard: Tensor
-    consume: Consume
+class _AtOnce:
+    """An exchange that is one collective, in its second half."""
+
+    collective: Callable[[], Tensor]
+    consume: Consume | None = None
 
     def start(self) -> Steps[None]:
-        return _no_steps()
+        yield from ()
 
     def finish(self) -> Steps[Tensor]:
-        full = self.network.run("all_gather", V, R, self.shard)
-        self.consume(slice(0, full.shape[0]), full)
-        yield from _no_steps()
-        return full
-
-
-@dataclass(frozen=True, slots=True)
-class _TypedScatter:
-    network: Collectives
-    produce: Produce
-    num_rows: int
-    name: str
-    dst: AxisType
-
-    def start(self) -> Steps[None]:
-        return _no_steps()
-
-    def finish(self) -> Steps[Tensor]:
-        addend = self.produce(slice(0, self.num_rows))
-        yield from _no_steps()
-        return self.network.run(self.name, Partial, self.dst, addend)
-
-
-@dataclass(frozen=True, slots=True)
-class _TypedSum:
-    network: Collectives
-    addend: Tensor
-    consume: Consume
-
-    def start(self) -> Steps[None]:
-        return _no_steps()
-
-    def finish(self) -> Steps[Tensor]:
-        total = self.network.run("all_reduce", Partial, R, self.addend)
-        self.consume(slice(0, total.shape[0]), total)
-        yield from _no_steps()
-        return total
+        yield from ()
+        matrix = self.collective()
+        if self.consume is not None:
+            self.consume(slice(0, matrix.shape[0]), matrix)
+        return matrix

@@ -11,7 +11,7 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardmap_torch.core.torch_private.engine import has_kernel
 from shardmap_torch.kernels.algorithms import ChunkedDim
+from shardmap_torch.kernels.network import Collectives
 from shardmap_torch.kernels.planner import Options, Plan, Problem
 from shardmap_torch.kernels.planning.cost import Fabric
 from shardmap_torch.kernels.transports.executor import Choice
@@ -45,18 +46,6 @@ SIGNATURES: Final[Mapping[str, Mapping[str, str]]] = {
 
 OVERLAPPING: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """torch's switch for several ranks on one GPU, as tests have them."""
-
-
-class Fused(Protocol):
-    """The two fused operators, or their replacement while a body is checked."""
-
-    def gather_matmul(
-        self, x: Tensor, ws: Sequence[Tensor], dim: int
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Returns the x gathered along `dim`, and its products."""
-
-    def matmul_scatter(self, x: Tensor, w: Tensor, dim: int) -> Tensor:
-        """Returns this rank's block, along `dim`, of the sum of x @ w."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +79,9 @@ class Operators:
 
 @dataclass(frozen=True, slots=True)
 class Symmetric:
-    """Runs the kernels' operations by fused operators."""
+    """Runs the kernels' operations by fused operators, or by collectives in a checked body."""
 
-    operators: Fused
+    operators: Operators | Collectives
 
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, Checker, Form
-from shardmap_torch.kernels.autograd import Call, Operands, Runner, Unfused
+from shardmap_torch.kernels.autograd import Call, Operands, Unfused
 from shardmap_torch.kernels.engine import Engine, Typed
 from shardmap_torch.kernels.network import Collectives
 from shardmap_torch.kernels.planner import Options, Plan, record
@@ -52,7 +52,7 @@ class Checked:
         count = len(ws)
         biased = tuple(bias is not None for bias in biases)
 
-        def form(runner: Runner) -> Form:
+        def form(runner: Call | Unfused) -> Form:
             def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
                 present = iter(rest[count:])
                 addends = [next(present) if has_bias else None for has_bias in biased]
@@ -64,18 +64,16 @@ class Checked:
         self._check_equivalent(form, (x, *ws, *present), biased)
         return self.unfused.gather(x, ws, biases)
 
-    def scatter(self, x: Tensor, w: Tensor) -> Tensor:
-        """Computes `reduce_scatter(x @ w)`."""
-        self._check_equivalent(lambda runner: lambda x, w: (runner.scatter(x, w),), (x, w))
-        return self.unfused.scatter(x, w)
-
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
-        """Computes `all_reduce(x @ w)`."""
+        """Computes the reduce-scatter or all-reduce of `x @ w`."""
         self._check_equivalent(lambda runner: lambda x, w: (runner.reduce(x, w),), (x, w))
         return self.unfused.reduce(x, w)
 
     def _check_equivalent(
-        self, form: Callable[[Runner], Form], operands: Sequence[Tensor], biased: Hashable = ()
+        self,
+        form: Callable[[Call | Unfused], Form],
+        operands: Sequence[Tensor],
+        biased: Hashable = (),
     ) -> None:
         for name, kernel in self.kernels.items():
             what = f"{self.plan.op}, {name}", kernel.collective, kernel.options, biased
