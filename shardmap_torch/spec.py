@@ -1,6 +1,6 @@
 """`P`, the partition spec: how one global tensor is sharded over the axes of a mesh."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Final, TypeAlias
 
@@ -155,6 +155,19 @@ def expanded(spec: P, aliases: tuple[tuple[str, tuple[str, ...]], ...]) -> P:
     entries = [entry and finest(_entry_axes(entry)) for entry in spec.entries]
     typed = {word: finest(sorted(axes)) for word, axes in spec.typed()}
     return P(*((e[0] if len(e) == 1 else e) if e else None for e in entries), **typed)
+
+
+def sharded_by(axes_by_dim: Iterable[Sequence[str]], **typed: Iterable[str]) -> P:
+    """Makes a spec of the axes that shard each dim; `typed` are keywords of `P`.
+
+    Example:
+        >>> sharded_by([["dp"], [], ["tp", "cp"], []])
+        P('dp', None, ('tp', 'cp'))
+    """
+    entries = [axes[0] if len(axes) == 1 else tuple(axes) or None for axes in axes_by_dim]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries, **typed)
 
 
 def is_partition(value: object) -> bool:

@@ -1,15 +1,15 @@
 """Casts at the boundary: the conversions and collectives that a spec implies for a leaf."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from shardmap_torch.collectives.autograd import bind
-from shardmap_torch.collectives.operations import Collective, Operation
+from shardmap_torch.collectives.operations import Collective, Operation, collective_of
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import memo
 from shardmap_torch.spec import P
-from shardmap_torch.types import I, Partial, R, V
+from shardmap_torch.types import AxisType, I, Partial, R, V
 
 
 def apply(backend: Backend, operations: Sequence[Operation], x: Tensor) -> Tensor:
@@ -19,26 +19,27 @@ def apply(backend: Backend, operations: Sequence[Operation], x: Tensor) -> Tenso
     return x
 
 
+def over(axes: Iterable[str], name: str, src: AxisType, dst: AxisType) -> tuple[Collective, ...]:
+    """Returns the collective of that name and types over these axes, if there are any."""
+    ordered = tuple(sorted(axes))
+    return (collective_of(name, src, dst, ordered),) if ordered else ()
+
+
 @memo
 def entry_shards(spec: P) -> tuple[Collective, ...]:
     """Returns the conversions that shard a global value, or make it partial."""
     conversions = [Collective("convert", I, V, axes, dim=dim) for dim, axes in spec.sharded_dims]
-    partial = tuple(sorted(spec.partial))
-    if partial:
-        conversions.append(Collective("convert", I, Partial, partial))
-    return tuple(conversions)
+    return (*conversions, *over(spec.partial, "convert", I, Partial))
 
 
 def entry_casts(spec: P) -> tuple[Collective, ...]:
     """Returns the conversion that makes an invariant argument replicate, if the spec says so."""
-    axes = tuple(sorted(spec.replicate))
-    return (Collective("convert", I, R, axes),) if axes else ()
+    return over(spec.replicate, "convert", I, R)
 
 
 def exit_casts(spec: P) -> tuple[Collective, ...]:
     """Returns the conversion that makes a replicate result invariant, if the spec says so."""
-    axes = tuple(sorted(spec.replicate))
-    return (Collective("convert", R, I, axes),) if axes else ()
+    return over(spec.replicate, "convert", R, I)
 
 
 @memo
@@ -47,7 +48,4 @@ def exit_joins(spec: P) -> tuple[Collective, ...]:
     joins = [
         Collective("all_gather", V, I, axes, dim=dim) for dim, axes in reversed(spec.sharded_dims)
     ]
-    partial = tuple(sorted(spec.partial))
-    if partial:
-        joins.insert(0, Collective("all_reduce", Partial, I, partial))
-    return tuple(joins)
+    return (*over(spec.partial, "all_reduce", Partial, I), *joins)

@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from shardmap_torch.boundary.casts import entry_shards
+from shardmap_torch.boundary.casts import entry_shards, over
 from shardmap_torch.boundary.placements import Placements, placements_of, spec_of
 from shardmap_torch.collectives.autograd import apply_eager, bind, is_transformed
-from shardmap_torch.collectives.operations import (
-    Bind,
-    Collective,
-    Linear,
-    Mover,
-    Saved,
-    collective_of,
-)
+from shardmap_torch.collectives.operations import Bind, Collective, Linear, Mover, Saved
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import Memo, memo
 from shardmap_torch.core.functorch import is_batched
@@ -119,21 +112,7 @@ def _added(mesh: Mesh, spec: P, placements: Placements) -> tuple[Collective, ...
     expected = placements_of(mesh, spec)
     kept = _replicate_unless(expected, placements)
     axes = tuple(a for a, to, k in zip(mesh.axis_names, expected, kept, strict=True) if to != k)
-    return (collective_of("convert", I, PartialType, axes),) if axes else ()
-
-
-# The cotangent of a partial sum is R in the body and I outside. The casts between the two move
-# no data; they define how the cotangent is itself differentiated.
-
-
-def _shared(spec: P) -> tuple[Collective, ...]:
-    axes = tuple(sorted(spec.partial))
-    return (collective_of("convert", I, R, axes),) if axes else ()
-
-
-def _finished(spec: P) -> tuple[Collective, ...]:
-    axes = tuple(sorted(spec.partial))
-    return (collective_of("convert", R, I, axes),) if axes else ()
+    return over(axes, "convert", I, PartialType)
 
 
 @memo
@@ -175,7 +154,9 @@ class Enter(Linear):
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Makes the cotangent a DTensor like the operand, or gathers it for a plain tensor."""
         if self._placements is not None:
-            for collective in _finished(self._spec):
+            # The cotangent of a partial sum is R in the body and I outside. This cast moves no
+            # data; it defines how the cotangent is itself differentiated.
+            for collective in over(self._spec.partial, "convert", R, I):
                 grad = bind(collective, grad)
             return bind(Leave(self._mesh, _entries_of(self._spec), self._placements), grad)
         for collective in reversed(entry_shards(self._spec)):
@@ -221,7 +202,7 @@ class Leave(Linear):
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Brings the cotangent in; that of a partial sum is the same on all ranks."""
         grad = bind(Enter(self._mesh, _entries_of(self._spec)), grad)
-        for collective in _shared(self._spec):
+        for collective in over(self._spec.partial, "convert", I, R):  # as in `Enter.pull_back`
             grad = bind(collective, grad)
         return grad
 

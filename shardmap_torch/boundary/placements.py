@@ -14,7 +14,7 @@ from shardmap_torch.core.caching import memo
 from shardmap_torch.core.torch_private.dtensor import StridedShard
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.spec import P, expanded
+from shardmap_torch.spec import P, expanded, sharded_by
 
 Placements: TypeAlias = tuple[Placement, ...]
 
@@ -70,10 +70,8 @@ def spec_of(x: DTensor, mesh: Mesh) -> P | Placement:
     for order in getattr(x._spec, "shard_order", None) or ():
         axes_by_dim[order.tensor_dim] = [mesh.axis_names[i] for i in order.mesh_dims]
     placed = zip(mesh.axis_names, x.placements, strict=True)
-    entries = [axes[0] if len(axes) == 1 else tuple(axes) or None for axes in axes_by_dim]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries, partial=[axis for axis, placement in placed if placement.is_partial()])
+    partial = [axis for axis, placement in placed if placement.is_partial()]
+    return sharded_by(axes_by_dim, partial=partial)
 
 
 def _insertion_index(mesh: Mesh, axes_by_dim: list[list[str]], placement: Placement) -> int | None:

@@ -58,6 +58,11 @@ class Linear:
         """Selects nothing."""
         return ()
 
+    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
+        """Applies the operation itself to a tangent of the input."""
+        pushed: Operation = self  # type: ignore[assignment]  # a subclass has the rest
+        return bind(pushed, tangent)
+
 
 @dataclass(frozen=True)
 class Collective(Linear):
@@ -137,10 +142,6 @@ class Collective(Linear):
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Applies the transpose to a cotangent of the output."""
         return bind(self.transpose, grad)
-
-    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        """Applies the collective itself, which is linear, to a tangent of the input."""
-        return bind(self, tangent)
 
     def __str__(self) -> str:
         """Formats it as `all_reduce('tp', Partial -> R)`."""

@@ -17,7 +17,7 @@ from shardmap_torch.errors import TransformError
 
 def base_of(tensor: Tensor) -> Tensor:
     """Returns the tensor under all torch.func transforms."""
-    while functorch.is_functorch_wrapped_tensor(tensor):
+    while functorch.is_functorch_wrapped_tensor(tensor):  # not by `levels`: each call comes here
         tensor = functorch.get_unwrapped(tensor)
     return tensor
 
@@ -68,11 +68,7 @@ def dims_of(tensor: Tensor) -> tuple[list[int], dict[int, int]]:
 
 def is_batched(tensor: Tensor) -> bool:
     """Returns whether a torch.func.vmap batches it, at any level."""
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
+    return any(map(functorch.is_batchedtensor, levels(tensor)))
 
 
 def is_smooth(value: Any) -> bool:

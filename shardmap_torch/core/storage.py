@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.torch_private.engine import functorch
+from shardmap_torch.core.functorch import base_of
 
 
 class _Spare(threading.local):
@@ -44,8 +44,7 @@ def is_spare(x: Tensor) -> bool:
 
 def memory_of(x: Tensor) -> int | None:
     """Returns a key that tensors sharing memory have in common; None where unknown."""
-    while functorch.is_functorch_wrapped_tensor(x):
-        x = functorch.get_unwrapped(x)
+    x = base_of(x)
     return x.untyped_storage()._cdata if x.layout is torch.strided else None
 
 

@@ -16,7 +16,7 @@ from shardmap_torch.core.caching import memo
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.spec import P, mismatches
+from shardmap_torch.spec import P, mismatches, sharded_by
 
 
 def automatic_axes(mesh: Mesh, bound: frozenset[str]) -> tuple[str, ...]:
@@ -67,13 +67,10 @@ def exit_spec(mesh: Mesh, spec: P, axes: Sequence[str], placements: Placements) 
 @memo
 def _with_axes(spec: P, dim: int, axes: tuple[str, ...]) -> P:
     """Appends axes, as the most minor ones, to the entry of a dim."""
-    entries = [*spec.entries, *(None for _ in range(dim + 1 - len(spec.entries)))]
-    before = entries[dim]
-    names = () if before is None else (before,) if isinstance(before, str) else before
-    both = (*names, *axes)
-    entries[dim] = both[0] if len(both) == 1 else both or None
-    typed = dict(spec.typed())
-    return P(*entries, **typed)
+    axes_by_dim = dict(spec.sharded_dims)
+    axes_by_dim[dim] = (*axes_by_dim.get(dim, ()), *axes)
+    num_dims = max(len(spec.entries), dim + 1)
+    return sharded_by([axes_by_dim.get(at, ()) for at in range(num_dims)], **dict(spec.typed()))
 
 
 def body_placements(mesh: Mesh, spec: P, axes: Sequence[str]) -> Placements:

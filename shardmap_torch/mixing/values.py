@@ -57,10 +57,6 @@ class Share(Linear):
         """Takes this rank's shard of the cotangent, placed like the value."""
         return bind(Unshare(self._mesh, self._placements, "gradient"), grad)
 
-    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        """Wraps the shard of a tangent."""
-        return bind(self, tangent)
-
 
 class Unshare(Linear):
     """Operation that takes this rank's shard of a DTensor over the automatic axes."""
@@ -81,10 +77,6 @@ class Unshare(Linear):
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Wraps this rank's shard of the cotangent."""
         return bind(Share(self._mesh, self._placements), grad)
-
-    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        """Takes the shard of a tangent."""
-        return bind(self, tangent)
 
 
 class Place(Linear):

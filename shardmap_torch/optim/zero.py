@@ -24,7 +24,7 @@ from shardmap_torch.optim.buckets import BUCKET_BYTES
 from shardmap_torch.optim.norm import clip_by_global_norm
 from shardmap_torch.optim.optimizer import Elementwise, Optimizer, State
 from shardmap_torch.optim.sync import gather_params, shard_params, sync_gradients
-from shardmap_torch.spec import Entry, P
+from shardmap_torch.spec import P, sharded_by
 
 
 def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
@@ -88,12 +88,8 @@ def _sharded(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapp
         return P(*spec.entries)
     # Of equal dims an unsharded one, then the first.
     best = max(divisible, key=lambda dim: (local(dim), dim not in axes_by_dim, -dim))
-    entries: list[Entry] = [*spec.entries, *[None] * (len(shape) - len(spec.entries))]
-    entry = (*axes_by_dim.get(best, ()), *axes)
-    entries[best] = entry[0] if len(entry) == 1 else entry
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries)
+    axes_by_dim[best] = (*axes_by_dim.get(best, ()), *axes)
+    return sharded_by(axes_by_dim.get(dim, ()) for dim in range(len(shape)))
 
 
 def zero(

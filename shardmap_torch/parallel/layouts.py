@@ -1,6 +1,6 @@
 """DTensor placements inside a body: their types, and redistribution between them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch.distributed.tensor import Partial as PartialPlacement
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.errors import ShardTypeError, SpecError, show
 from shardmap_torch.ops import convert, redistribute, reinterpret
 from shardmap_torch.ops.arguments import finest
@@ -72,8 +73,8 @@ def type_along(axis: str, x: Tensor) -> AxisType:
     scope = current_scope()
     types = None if scope is None else scope.types_of(finest((axis,)), x)
     assert types is not None  # a parallelized module is always checked
-    found = {V if each.dim is not None else each for each in types}
-    return next(each for each in (V, Partial, R, I, K, Z) if each in found)
+    kinds = {V if type_.dim is not None else type_ for type_ in types}
+    return next(type_ for type_ in (V, Partial, R, I, K, Z) if type_ in kinds)
 
 
 def is_replicated(axis: str, x: Tensor) -> bool:
@@ -101,69 +102,23 @@ def relayout(
     """
     src, dst = (normalized(placement, x.ndim, name) for placement in (src, dst))
     type_ = type_along(axis, x)
-    placement_name = _name_of(src)
-    if type_ not in _ACCEPTED[placement_name]:
+    if type_ not in _ACCEPTED[type(src).__name__]:
         raise ShardTypeError(
             f"{name}: the plan says {src!r}, but over {axis!r} the value is "
             f"{'equal on all ranks' if type_ in (I, R, K) else f'of type {type_}'}.\n"
             f"Fix: say {_REPAIRS[type_]} there, or change the layout of what computes it."
         )
-    if type_ == Z:  # zeros have any placement of their shape
-        type_ = _ZERO[placement_name]
-    return _MOVES[placement_name, _name_of(dst)](x, axis, type_, src, dst, replicate)
+    if isinstance(src, PartialPlacement) and isinstance(dst, PartialPlacement):
+        return reinterpret(x, axis, src=V, dst=Partial) if type_ == V else x
+    if isinstance(src, Replicate) and isinstance(dst, Replicate):
+        # Integers have no gradient, so that nothing depends on their type.
+        needs_cast = is_smooth(x) and replicate == R and type_ != R
+        return convert(x, axis, src=I, dst=R) if needs_cast else x
+    source = _type_of(src, R if type_ == R else I)
+    return redistribute(x, axis, src=source, dst=_type_of(dst, replicate))
 
 
-def _name_of(placement: Placement) -> str:
-    return type(placement).__name__
-
-
-_ZERO: Final = {"Replicate": K, "Shard": V, "Partial": Partial}
-
-_Move = Callable[[Tensor, str, AxisType, Placement, Placement, AxisType], Tensor]
-
-
-def _keep(
-    x: Tensor, axis: str, type_: AxisType, src: Placement, dst: Placement, replicate: AxisType
-) -> Tensor:
-    return reinterpret(x, axis, src=V, dst=Partial) if type_ == V else x
-
-
-def _retype(
-    x: Tensor, axis: str, type_: AxisType, src: Placement, dst: Placement, replicate: AxisType
-) -> Tensor:
-    """Keeps a replicated value, converted to R if the ranks will use it differently."""
-    is_differentiable = x.is_floating_point() or x.is_complex()
-    needs_cast = is_differentiable and replicate == R and type_ != R
-    return convert(x, axis, src=I, dst=R) if needs_cast else x
-
-
-def _split(
-    x: Tensor, axis: str, type_: AxisType, src: Placement, dst: Placement, replicate: AxisType
-) -> Tensor:
-    """Converts a replicated value to a shard, or to an addend of a sum."""
-    target = S(dst.dim) if isinstance(dst, Shard) else Partial
-    return redistribute(x, axis, src=R if type_ == R else I, dst=target)
-
-
-def _collect(
-    x: Tensor, axis: str, type_: AxisType, src: Placement, dst: Placement, replicate: AxisType
-) -> Tensor:
-    """Converts a shard or an addend to any other placement."""
-    source = S(src.dim) if isinstance(src, Shard) else Partial
-    targets = {"Replicate": replicate, "Partial": Partial}
-    target = S(dst.dim) if isinstance(dst, Shard) else targets[_name_of(dst)]
-    return redistribute(x, axis, src=source, dst=target)
-
-
-_MOVES: Final[Mapping[tuple[str, str], _Move]] = {
-    ("Replicate", "Replicate"): _retype,
-    ("Replicate", "Shard"): _split,
-    ("Replicate", "Partial"): _split,
-    ("Shard", "Replicate"): _collect,
-    ("Shard", "Shard"): _collect,
-    ("Shard", "Partial"): _collect,
-    ("Partial", "Replicate"): _collect,
-    ("Partial", "Shard"): _collect,
-    ("Partial", "Partial"): _keep,
-}
-"""Functions that redistribute a value, by source and target placement."""
+def _type_of(placement: Placement, replicated: AxisType) -> AxisType:
+    if isinstance(placement, Shard):
+        return S(placement.dim)
+    return Partial if isinstance(placement, PartialPlacement) else replicated

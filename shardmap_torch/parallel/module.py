@@ -114,10 +114,10 @@ def parallelize(
         raise SpecError(f"parallelize: check is 'local' or 'global', not {show(check)}.")
     on = as_mesh(mesh)
     _reject_parallel(module)
-    found = make_plan(module, on, plan, resolve_axis("parallelize", on, axis))
+    resolved = make_plan(module, on, plan, resolve_axis("parallelize", on, axis))
     if on.kind == "process_group":
-        _place(module, on, found, src_data_rank)
-    call = _ParallelCall(module, on, found, in_specs, out_specs, check)
+        _place(module, on, resolved, src_data_rank)
+    call = _ParallelCall(module, on, resolved, in_specs, out_specs, check)
     vars(module)["forward"], vars(module)[_VERDICT] = call, call.verdict_on
     return module
 
@@ -265,15 +265,14 @@ def resolve_axis(name: str, mesh: Mesh, axis: str | None) -> str:
         raise SpecError(
             f"{name}: axis is one of {', '.join(map(repr, mesh.shape))}, not {show(axis)}."
         )
-    assert axis is not None
     return axis
 
 
 def _reject_parallel(module: nn.Module) -> None:
-    found = [path for path, each in module.named_modules() if _VERDICT in vars(each)]
+    parallel = [path for path, below in module.named_modules() if _VERDICT in vars(below)]
     tensors = [name for name, x in module.named_parameters() if isinstance(x, DTensor)]
-    if found or tensors:
-        what = f"{(found[0] or 'it')!r} is" if found else f"{tensors[0]!r} is a DTensor:"
+    if parallel or tensors:
+        what = f"{(parallel[0] or 'it')!r} is" if parallel else f"{tensors[0]!r} is a DTensor:"
         raise SpecError(
             f"parallelize: {what} parallelized already. Give one plan for the outermost module, "
             "with names such as 'layers.*.w1'."

@@ -37,7 +37,26 @@ from shardmap_torch.saving import manifest
 from shardmap_torch.saving.manifest import Chunk, Entry, Manifest, Value
 
 
-class RankFiles(StorageWriter):
+class _Fixed:
+    """The part of torch's storage interfaces that is for folders chosen later, and for local plans.
+
+    The folder of each of the two storages below is fixed when it is made.
+    """
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Keeps the folder."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Returns the plan."""
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accepts any folder."""
+        return True
+
+
+class RankFiles(_Fixed, StorageWriter):
     """Writes this rank's chunks into a file of its own, and on rank 0 the manifest."""
 
     def __init__(self, folder: Path, step: int, values: Mapping[str, Value]) -> None:
@@ -89,29 +108,11 @@ class RankFiles(StorageWriter):
             stream.flush()
             os.fsync(stream.fileno())
 
-    # The rest of the interface, which needs no code here.
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Keeps the folder."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Does nothing."""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the plan."""
-        return plan
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accepts any folder."""
-        return True
-
-    def storage_meta(self) -> StorageMeta | None:
-        """Returns None."""
-        return None
-
-
-class RankFilesReader(StorageReader):
+class RankFilesReader(_Fixed, StorageReader):
     """Reads the chunks that a rank needs, from a checkpoint of any mesh."""
 
     def __init__(self, folder: Path, contents: Manifest) -> None:
@@ -172,28 +173,14 @@ class RankFilesReader(StorageReader):
             return torch.empty(chunk.shape, dtype=entry.dtype)
         return torch.frombuffer(data, dtype=torch.uint8).view(entry.dtype).reshape(chunk.shape)
 
-    # The rest of the interface, which needs no code here.
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Keeps the folder."""
-
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Does nothing."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan."""
-        return plan
-
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Returns the plans."""
         return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accepts any folder."""
-        return True
 
 
 def _bytes_of(x: Tensor) -> bytes:
