@@ -70,15 +70,14 @@ def two_namespaces(rate: str, burst: str) -> Iterator[Link]:
 
 
 def run_ranks(
-    link: Link, module: str, options: Mapping[str, str], seconds: float, port: int = 29511
+    link: Link, module: str, options: Mapping[str, Any], seconds: float, port: int = 29511
 ) -> Any:
-    """Runs `python -m module --rank r --store host:port` twice; returns the JSON that 0 printed."""
-    rest = [part for option in options.items() for part in option]
-    program = (sys.executable, "-W", "ignore", "-m", module, "--store", f"{link.host}:{port}")
+    """Runs a module as two ranks, which `quiet.joined` joins; returns the JSON that 0 printed."""
+    program = (sys.executable, "-W", "ignore", "-m", module)
     environment = os.environ | {"GLOO_SOCKET_IFNAME": link.interface, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [*prefix, *program, "--rank", str(rank), *rest],
+            [*prefix, *program, str(rank), f"{link.host}:{port}", json.dumps(options)],
             cwd=REPO,
             env=environment,
             stdout=subprocess.PIPE,

@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks.link import CannotRunError, run_ranks, two_namespaces
 from benchmarks.overlap_variants import COMM, COMPUTE, OPERATIONS, OVERLAP, UNFUSED, Setting
+from benchmarks.quiet import Limits
 from shardmap_torch.kernels.planning.cost import Fabric
 from tests.kernels.support.virtual_network import VirtualNetwork
 
@@ -83,10 +84,10 @@ def report(setting: Setting, result: Mapping[str, Any]) -> Iterator[str]:
     gather = measured["all_gather_matmul"]
     fabric = fitted_fabric(setting, result["speeds"], gather["matmul"], gather["exchange"])
     virtual = virtual_seconds(setting, fabric)
-    found = result["fabric"]
+    speed = result["fabric"]
     yield (
-        f"`auto` measures {found['bandwidth']:.2e} B/s, {found['flops']:.2e} flop/s, "
-        f"{found['overlap']:.0%} of a transfer under a matmul"
+        f"`auto` measures {speed['bandwidth']:.2e} B/s, {speed['flops']:.2e} flop/s, "
+        f"{speed['overlap']:.0%} of a transfer under a matmul"
     )
     for op, seconds in measured.items():
         table = OPERATIONS[op](replace(setting, device="meta"))
@@ -128,22 +129,13 @@ def main() -> None:
     )
     parser.add_argument("--rate", default="500mbit", help="tbf rate of the link")
     parser.add_argument("--burst", default="256kb", help="bucket of tbf; see docs/overlap.md")
-    parser.add_argument("--rounds", type=int, default=15, help="undisturbed rounds wanted")
-    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the rounds")
-    parser.add_argument("--max-load", type=float, default=0.2, help="cores others may use")
-    parser.add_argument("--max-drift", type=float, default=0.1, help="change of matmul speed")
     parser.add_argument("--json", type=Path, help="write every round here")
+    Limits.add_to(parser, rounds=15, seconds=120.0)
     args = parser.parse_args()
     rows, inner, columns = map(int, args.shape.split("x"))
     setting = Setting(rows, inner, columns, args.parts, args.backward_parts)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Clean up when killed, too.
-    options = {
-        "--setting": json.dumps(asdict(setting)),
-        "--rounds": str(args.rounds),
-        "--seconds": str(args.seconds),
-        "--max-load": str(args.max_load),
-        "--max-drift": str(args.max_drift),
-    }
+    options = {"setting": asdict(setting), **asdict(Limits.of(vars(args)))}
     try:
         with two_namespaces(args.rate, args.burst) as link:
             result = run_ranks(link, "benchmarks.overlap_rank", options, args.seconds)

@@ -15,15 +15,15 @@ compared as well, over all rounds, which needs no quiet machine.
 """
 
 import argparse
-import json
 import signal
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from benchmarks.link import LOOPBACK, CannotRunError, Link, run_ranks, two_namespaces
+from benchmarks.quiet import Limits
 
 TARGET = 1.03
 
@@ -84,11 +84,11 @@ def opened(link: str, burst: str) -> AbstractContextManager[Link]:
     return nullcontext(LOOPBACK) if link == "loopback" else two_namespaces(link, burst)
 
 
-def summary(found: Sequence[Outcome]) -> Iterator[str]:
+def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """The worst case of each kind."""
     kinds = {"ran the composition": False, "overlapped": True}
     for kind, overlapped in kinds.items():
-        cases = [each for each in found if each.overlapped == overlapped]
+        cases = [outcome for outcome in outcomes if outcome.overlapped == overlapped]
         if cases:
             worst = max(cases, key=lambda each: each.ratio)
             above = sum(each.ratio > TARGET for each in cases)
@@ -102,21 +102,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--links", default="loopback,500mbit,2gbit", help="loopback, or tbf rates")
     parser.add_argument("--burst", default="256kb", help="bucket of tbf")
-    parser.add_argument("--rounds", type=int, default=9, help="undisturbed rounds wanted of a case")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time limit of a case")
-    parser.add_argument("--max-load", type=float, default=0.2, help="cores others may use")
-    parser.add_argument("--max-drift", type=float, default=0.1, help="change of speed in a round")
+    Limits.add_to(parser, rounds=9, seconds=4.0)  # of a case
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Clean up when killed, too.
-    options = {
-        "--shapes": json.dumps(SHAPES),
-        "--rounds": str(args.rounds),
-        "--seconds": str(args.seconds),
-        "--max-load": str(args.max_load),
-        "--max-drift": str(args.max_drift),
-    }
+    options = {"shapes": SHAPES, **asdict(Limits.of(vars(args)))}
     limit = 2 * 3 * len(SHAPES) * (args.seconds + 5)
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for name in args.links.split(","):
         try:
             with opened(name, args.burst) as link:
@@ -125,9 +116,9 @@ def main() -> None:
             print(f"no link of {name}: {error}")
             continue
         cases = [Outcome(**case) for case in result]
-        found += cases
+        outcomes += cases
         print(name, HEADER, *cases, sep="\n", flush=True)
-    print("\n".join(summary(found)))
+    print("\n".join(summary(outcomes)))
 
 
 if __name__ == "__main__":

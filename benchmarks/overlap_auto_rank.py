@@ -1,18 +1,16 @@
 """A rank of `benchmarks/overlap_auto.py`: times `auto` beside the composition, case by case."""
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.quiet import Mark, slowest, time_left
+from benchmarks.quiet import Limits, Mark, joined, slowest, time_left
 from shardmap_torch import R, all_gather, all_reduce, make_mesh, reduce_scatter
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.collectives.scope import Scope, enter_scope
@@ -113,7 +111,7 @@ def one_round(actions: dict[str, Action], calls: int) -> Round:
     )
 
 
-def measure(actions: dict[str, Action], args: argparse.Namespace) -> dict[str, Any]:
+def measure(actions: dict[str, Action], limits: Limits) -> dict[str, Any]:
     """Returns undisturbed rounds, how many were rejected, and the plan that `auto` ran."""
     for run in actions.values():
         run()
@@ -124,40 +122,25 @@ def measure(actions: dict[str, Action], args: argparse.Namespace) -> dict[str, A
     calls = max(1, round(PIECE / once))
     kept: list[dict[str, float]] = []
     cpu: list[dict[str, float]] = []
-    deadline = time.time() + args.seconds
-    while len(kept) < args.rounds and time_left(deadline):
-        each = one_round(actions, calls)
-        cpu.append(each.cpu)
-        if each.others <= args.max_load and each.drift <= args.max_drift:
-            kept.append(each.seconds)
+    deadline = time.time() + limits.seconds
+    while len(kept) < limits.rounds and time_left(deadline):
+        result = one_round(actions, calls)
+        cpu.append(result.cpu)
+        if limits.admit(result.others, result.drift):
+            kept.append(result.seconds)
     ran = "composition" if plan.choice is None else str(plan.choice)
     return {"plan": ran, "rounds": kept, "cpu": cpu}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--store", required=True)
-    parser.add_argument("--shapes", type=json.loads, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--max-load", type=float, required=True)
-    parser.add_argument("--max-drift", type=float, required=True)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{args.store}",
-        rank=args.rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    backend = ProcessGroupBackend(make_mesh((2,), ("tp",)))
-    with enter_scope(Scope(backend, frozenset(("tp",)))):
-        results = [{"name": name, **measure(actions, args)} for name, actions in cases(args.shapes)]
-    if args.rank == 0:
-        print(json.dumps(results))
-    dist.destroy_process_group()
+    with joined() as (rank, options):
+        limits = Limits.of(options)
+        backend = ProcessGroupBackend(make_mesh((2,), ("tp",)))
+        with enter_scope(Scope(backend, frozenset(("tp",)))):
+            timed_cases = cases(options["shapes"])
+            results = [{"name": name, **measure(each, limits)} for name, each in timed_cases]
+        if rank == 0:
+            print(json.dumps(results))
 
 
 if __name__ == "__main__":

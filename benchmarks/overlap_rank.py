@@ -1,11 +1,9 @@
 """A rank of `benchmarks/overlap.py`: times every variant in rounds and prints JSON on rank 0."""
 
-import argparse
 import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.overlap_variants import COMPUTE, OPERATIONS, Setting, Variant, exchange
-from benchmarks.quiet import Mark, slowest, time_left
+from benchmarks.quiet import Limits, Mark, joined, slowest, time_left
 from shardmap_torch.kernels import calibrate
 from shardmap_torch.kernels.transports.gloo import GlooTransport
 from shardmap_torch.kernels.transports.protocol import run
@@ -40,13 +38,8 @@ def one_round(transport: GlooTransport, variants: Mapping[str, Variant]) -> Roun
     return {"seconds": seconds, "others": begin.others(), "drift": drift}
 
 
-def undisturbed(result: Round, args: argparse.Namespace) -> bool:
-    """Returns whether nobody else used the cores, and their speed stayed the same."""
-    return bool(result["others"] <= args.max_load and result["drift"] <= args.max_drift)
-
-
 def measure(
-    transport: GlooTransport, setting: Setting, args: argparse.Namespace
+    transport: GlooTransport, setting: Setting, limits: Limits
 ) -> tuple[dict[str, list[Round]], dict[str, int]]:
     """The undisturbed rounds of every operation, and how many were rejected."""
     tables = {op: build(setting) for op, build in OPERATIONS.items()}
@@ -54,11 +47,11 @@ def measure(
     rejected = dict.fromkeys(tables, 0)
     for variants in tables.values():
         one_round(transport, variants)  # Warm-up: buffers, connections, matmul primitives.
-    deadline = time.time() + args.seconds
-    while (todo := [op for op in tables if len(kept[op]) < args.rounds]) and time_left(deadline):
+    deadline = time.time() + limits.seconds
+    while (todo := [op for op in tables if len(kept[op]) < limits.rounds]) and time_left(deadline):
         for op in todo:
             result = one_round(transport, tables[op])
-            if undisturbed(result, args):
+            if limits.admit(result["others"], result["drift"]):
                 kept[op].append(result)
             else:
                 rejected[op] += 1
@@ -98,34 +91,16 @@ def median_seconds(action: Any, repeats: int = 15) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--store", required=True)
-    parser.add_argument("--setting", required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--max-load", type=float, required=True)
-    parser.add_argument("--max-drift", type=float, required=True)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{args.store}",
-        rank=args.rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    transport = GlooTransport(dist.new_group(), "tp")
-    setting = Setting(**json.loads(args.setting))
-    kept, rejected = measure(transport, setting, args)
-    speeds = slowest(link_and_matmul(transport, setting))
-    fabric = asdict(calibrate.measure(transport, torch.float32))
-    if args.rank == 0:
-        print(
-            json.dumps({"rounds": kept, "rejected": rejected, "speeds": speeds, "fabric": fabric})
-        )
-    dist.destroy_process_group()
+    with joined() as (rank, options):
+        transport = GlooTransport(dist.new_group(), "tp")
+        setting = Setting(**options["setting"])
+        kept, rejected = measure(transport, setting, Limits.of(options))
+        speeds = slowest(link_and_matmul(transport, setting))
+        fabric = asdict(calibrate.measure(transport, torch.float32))
+        result = {"rounds": kept, "rejected": rejected, "speeds": speeds, "fabric": fabric}
+        if rank == 0:
+            print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,61 @@
-"""Tells disturbed rounds from undisturbed ones, for two ranks that time things together."""
+"""Two ranks that time things together: how they join, and which of their rounds are disturbed."""
 
+import argparse
+import json
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+@contextmanager
+def joined() -> Iterator[tuple[int, dict[str, Any]]]:
+    """Joins the ranks that `link.run_ranks` has started; yields this one's number, and options."""
+    rank, store, options = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{store}",
+        rank=int(rank),
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    yield int(rank), json.loads(options)
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The number of undisturbed rounds that are wanted, and the time for them."""
+
+    rounds: int
+    seconds: float
+    max_load: float
+    max_drift: float
+
+    @staticmethod
+    def add_to(parser: argparse.ArgumentParser, rounds: int, seconds: float) -> None:
+        """Adds their flags, with these defaults."""
+        parser.add_argument("--rounds", type=int, default=rounds, help="undisturbed rounds wanted")
+        parser.add_argument("--seconds", type=float, default=seconds, help="time limit of rounds")
+        parser.add_argument("--max-load", type=float, default=0.2, help="cores others may use")
+        parser.add_argument("--max-drift", type=float, default=0.1, help="change of matmul speed")
+
+    @classmethod
+    def of(cls, flags: Mapping[str, Any]) -> "Limits":
+        """Takes them out of parsed flags."""
+        return cls(flags["rounds"], flags["seconds"], flags["max_load"], flags["max_drift"])
+
+    def admit(self, others: float, drift: float) -> bool:
+        """Returns whether nobody else used the cores, and their speed stayed the same."""
+        return others <= self.max_load and drift <= self.max_drift
 
 
 def busy_seconds() -> float:

@@ -48,7 +48,7 @@ class Sheet:
     rows: tuple[tuple[str, ...], ...]
 
     def show(self, console: Console) -> None:
-        """Prints it."""
+        """Prints it; all columns but the first are figures."""
         table = Table(title=self.title, title_justify="left")
         for at, column in enumerate(self.columns):
             table.add_column(column, justify="right" if at else "left")

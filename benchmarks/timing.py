@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
+
+from benchmarks.sheets import Sheet
 
 
 def compare(
@@ -47,11 +48,6 @@ def verdict(ratio: float, target: float) -> str:
     return f"{target:g}x: {'met' if ratio <= target else 'missed'}"
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; all columns but the first are figures."""
-    table = Table(title=title, title_justify="left")
-    for at, column in enumerate(columns):
-        table.add_column(column, justify="right" if at else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+def show(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
+    """Prints a table."""
+    Sheet(title, tuple(columns), tuple(rows)).show(Console())

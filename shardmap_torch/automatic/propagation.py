@@ -32,6 +32,7 @@ from shardmap_torch.core.torch_private.engine import (
     disable_current_modes,
     sequence_number,
 )
+from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.errors import ShardMapError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
@@ -95,7 +96,7 @@ class Propagation(TorchDispatchMode):
         if func.namespace == "prim":  # asks for the device of a fake tensor
             return func(*args, **kwargs)
         self._sites.setdefault(sequence_number() - 1, call_site())
-        operands = [x for x in flat((args, kwargs)) if isinstance(x, Tensor)]
+        operands = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         placed = [self.placements(x) for x in operands]
         out = func(*args, **kwargs)
         if all(p == self._replicated for p in placed):
@@ -122,18 +123,13 @@ class Propagation(TorchDispatchMode):
                 + f": {error}"
             ) from error
 
-    def _spec(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            meta = TensorMeta(value.shape, value.stride(), value.dtype)
-            return DTensorSpec(self._device_mesh, self.placements(value), tensor_meta=meta)
-        if isinstance(value, list | tuple):
-            return [self._spec(item) for item in value]
-        return value
+    def _spec(self, x: Tensor) -> DTensorSpec:
+        meta = TensorMeta(x.shape, x.stride(), x.dtype)
+        return DTensorSpec(self._device_mesh, self.placements(x), tensor_meta=meta)
 
     def _record_moves(self, func: OpOverload, operands: Sequence[Tensor], schema: Any) -> None:
-        specs = [s for s in flat((schema.args_schema, schema.kwargs_schema)) if _is_spec(s)]
-        for x, spec in zip(operands, specs, strict=False):
-            self.redistribute(x, tuple(spec.placements), func._schema.name.split("::")[1], True)
+        for x, placements in zip(operands, needed_placements(schema), strict=False):
+            self.redistribute(x, placements, func._schema.name.split("::")[1], True)
 
     def _site(self) -> tuple[Site | None, bool]:
         """Returns the user's line (in a backward the forward's), and whether it is a backward."""
@@ -147,35 +143,28 @@ def propagated(
     func: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    spec_of: Callable[[Any], Any],
+    spec_of: Callable[[Any], DTensorSpec],
 ) -> Any:
     """Asks torch how it places an operation, given the DTensorSpecs of its operands."""
     propagator = sharding_propagator()
     schema = OpSchema(
         func,
-        tuple(map(spec_of, args)),
-        {name: spec_of(value) for name, value in kwargs.items()},
+        map_tensors(spec_of, tuple(args)),
+        map_tensors(spec_of, dict(kwargs)),
         schema_info=propagator.op_to_schema_info.get(func),
     )
     with DisableTorchFunction(), disable_current_modes():
         return propagator.propagate_op_sharding_non_cached(schema)
 
 
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, DTensorSpec)
+def needed_placements(schema: Any) -> list[Placements]:
+    """Returns the placements that an operation needs of its operands, in the order of `flatten`."""
+    leaves, _ = flatten((tuple(schema.args_schema), dict(schema.kwargs_schema)))
+    return [tuple(leaf.placements) for leaf in leaves if isinstance(leaf, DTensorSpec)]
 
 
 def _key(x: Tensor) -> object:
     return x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride()
-
-
-def flat(value: Any) -> list[Any]:
-    """Returns the leaves of nested lists, tuples and dicts."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in flat(item)]
-    return [value]
 
 
 class _Current(threading.local):

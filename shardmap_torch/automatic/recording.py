@@ -7,17 +7,17 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch.automatic.propagation import flat, propagated
+from shardmap_torch.automatic.propagation import needed_placements, propagated
 from shardmap_torch.automatic.report import Redistribution, Redistributions, bytes_sent
 from shardmap_torch.boundary.placements import Placements
 from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.torch_private.dtensor import DTensorSpec
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     TorchDispatchMode,
     current_autograd_node,
     sequence_number,
 )
+from shardmap_torch.core.tree import flatten
 from shardmap_torch.mixing.values import OBSERVERS
 
 
@@ -75,7 +75,7 @@ class _Recorder(TorchDispatchMode):
         """Runs an operation, and records what it redistributes."""
         kwargs = dict(kwargs or {})
         self._sites.setdefault(sequence_number() - 1, call_site())
-        shared = [x for x in flat((args, kwargs)) if isinstance(x, DTensor)]
+        shared = [x for x in flatten((args, kwargs))[0] if isinstance(x, DTensor)]
         out = func(*args, **kwargs)
         if shared:
             self._record(func, args, kwargs, shared)
@@ -88,11 +88,9 @@ class _Recorder(TorchDispatchMode):
             return
         if not sharding.needs_redistribute:
             return
-        schema = sharding.redistribute_schema
-        specs = [s for s in flat((schema.args_schema, schema.kwargs_schema))]
-        after = [s for s in specs if isinstance(s, DTensorSpec)]
-        for x, spec in zip(shared, after, strict=False):
-            self._add(func._schema.name.split("::")[1], x, tuple(spec.placements), True)
+        needed = needed_placements(sharding.redistribute_schema)
+        for x, placements in zip(shared, needed, strict=False):
+            self._add(func._schema.name.split("::")[1], x, placements, True)
 
     def _add(self, op: str, x: DTensor, dst: Placements, is_implicit: bool) -> None:
         src, mesh = tuple(x.placements), x.device_mesh
@@ -117,10 +115,6 @@ class _Recorder(TorchDispatchMode):
         )
 
 
-def _spec(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value._spec
-    if isinstance(value, list | tuple):
-        return [_spec(item) for item in value]
-    assert not isinstance(value, Tensor)  # DTensor replicates plain scalars, or fails
-    return value
+def _spec(x: Tensor) -> Any:
+    assert isinstance(x, DTensor)  # DTensor replicates plain scalars, or fails
+    return x._spec

@@ -2,13 +2,14 @@
 
 from typing import Final
 
-from torch import Tensor
-
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import MeshError
-from shardmap_torch.mesh import Mesh
-from shardmap_torch.spec import P
+
+# Values stay as they are on simulated meshes too; here they are used for their shapes only.
+from shardmap_torch.run.simulated import gather, join, place
+
+__all__ = ["gather", "has_data", "is_distributed", "join", "place", "run"]
 
 has_data: Final = False
 is_distributed: Final = False
@@ -21,18 +22,3 @@ def run(call: Call, batches: bool) -> Tree:
         MeshError: always.
     """
     raise MeshError(f"{call.name}: an abstract mesh has no data to run on; use check=True.")
-
-
-def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
-    """Returns the value: it is used for its shape only."""
-    return x
-
-
-def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
-    """Returns the value: it is used for its shape only."""
-    return x
-
-
-def gather(mesh: Mesh, x: Tensor) -> Tensor:
-    """Stacks the one process's tensor."""
-    return x.unsqueeze(0)
