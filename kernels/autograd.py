@@ -29,7 +29,7 @@ from shardmap_torch.kernels.planner import (
 from shardmap_torch.kernels.planning.cost import Fabric
 from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.ops.arguments import shown
-from shardmap_torch.types import R
+from shardmap_torch.types import I
 
 Operands: TypeAlias = Sequence[Tensor | None]
 
@@ -109,8 +109,12 @@ class Call:
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
         """Computes the reduce-scatter or all-reduce of `x @ w`."""
-        scatters = self.collective.name == "reduce_scatter"
-        return overlapped(MatmulScatter(self) if scatters else MatmulReduce(self), x, w)[0]
+        return overlapped(MatmulReduce(self), x, w)[0]
+
+    @property
+    def scatters(self) -> bool:
+        """Returns whether the sum of a product is scattered, and not kept by all ranks."""
+        return self.collective.name == "reduce_scatter"
 
     @property
     def unfused(self) -> "Unfused":
@@ -306,43 +310,25 @@ class GatherMatmulBackward:
 
 
 @dataclass(frozen=True, slots=True)
-class MatmulScatter:
-    """Operation `reduce_scatter(x @ w)`: operands x and w."""
-
-    call: Call
-    num_kept: ClassVar[int] = 0
-
-    def run(self, x: Tensor, w: Tensor) -> tuple[Tensor]:
-        """Returns this rank's block of the sum."""
-        call = self.call
-        return (call.engine.scatter(x, w, call.collective.dim, call.choice),)
-
-    def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
-        """Computes both gradients from one gather of dy."""
-        needs_grad = (needed[0], needed[1])
-        return _only_needed(
-            MatmulScatterBackward(self.call, needs_grad), needs_grad, *operands, *grads
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class MatmulReduce:
-    """Operation `all_reduce(x @ w)`: operands x and w."""
+    """Operation `reduce_scatter(x @ w)` or `all_reduce(x @ w)`: operands x and w."""
 
     call: Call
     num_kept: ClassVar[int] = 0
 
     def run(self, x: Tensor, w: Tensor) -> tuple[Tensor]:
-        """Returns the sum."""
-        return (self.call.scheduled.reduce(x, w, self.call.choice),)
+        """Returns the sum, or this rank's block of it."""
+        call = self.call
+        if call.scatters:
+            return (call.engine.scatter(x, w, call.collective.dim, call.choice),)
+        return (call.scheduled.reduce(x, w, call.choice),)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
-        """Sums the cotangents for R, chunk by chunk; for I they are equal and nothing is sent."""
+        """Gathers or sums cotangents, chunk by chunk; of an I they are equal, nothing is sent."""
         needs_grad = (needed[0], needed[1])
-        if self.call.collective.dst is R:
-            return _only_needed(
-                MatmulReduceBackward(self.call, needs_grad), needs_grad, *operands, *grads
-            )
+        if self.call.collective.dst is not I:
+            backward = MatmulScatterBackward if self.call.scatters else MatmulReduceBackward
+            return _only_needed(backward(self.call, needs_grad), needs_grad, *operands, *grads)
         x, w = operands
         dz = bind(self.call.backend, self.call.collective.transpose, grads[0])  # type: ignore[arg-type]
         dx = dz @ w.t() if needs_grad[0] else None

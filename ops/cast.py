@@ -253,22 +253,6 @@ def _plain(axis_type: AxisType) -> AxisType:
     return V if axis_type.dim is not None else axis_type
 
 
-def _gather(src: AxisType, dst: AxisType) -> dict[str, Any]:
-    return {"dim": src.dim, "dst": dst}
-
-
-def _sum(src: AxisType, dst: AxisType) -> dict[str, Any]:
-    return {"dst": dst}
-
-
-def _scatter(src: AxisType, dst: AxisType) -> dict[str, Any]:
-    return {"dim": dst.dim}
-
-
-def _exchange(src: AxisType, dst: AxisType) -> dict[str, Any]:
-    return {"split_dim": dst.dim, "concat_dim": src.dim}
-
-
 def _move_shards(x: X, axis: Axis, *, split_dim: int, concat_dim: int, **dtypes: Any) -> X:
     """Issues an all-to-all, or nothing if both dims are the same one, counted from either end."""
 
@@ -287,11 +271,11 @@ _COLLECTIVES: Final[
         tuple[Callable[..., Any], Callable[[AxisType, AxisType], dict[str, Any]]],
     ]
 ] = {
-    ("S", "S"): (_move_shards, _exchange),
-    ("S", "R"): (all_gather, _gather),
-    ("S", "I"): (all_gather, _gather),
-    ("P", "R"): (all_reduce, _sum),
-    ("P", "I"): (all_reduce, _sum),
-    ("P", "S"): (reduce_scatter, _scatter),
+    ("S", "S"): (_move_shards, lambda src, dst: {"split_dim": dst.dim, "concat_dim": src.dim}),
+    ("S", "R"): (all_gather, lambda src, dst: {"dim": src.dim, "dst": dst}),
+    ("S", "I"): (all_gather, lambda src, dst: {"dim": src.dim, "dst": dst}),
+    ("P", "R"): (all_reduce, lambda src, dst: {"dst": dst}),
+    ("P", "I"): (all_reduce, lambda src, dst: {"dst": dst}),
+    ("P", "S"): (reduce_scatter, lambda src, dst: {"dim": dst.dim}),
 }
 """Collectives between these types, with their arguments; `convert` handles all others."""

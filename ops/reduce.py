@@ -29,7 +29,7 @@ from shardmap_torch.ops.arguments import (
     read_type,
     shown,
 )
-from shardmap_torch.types import AxisType, I, Partial, R, TypeLike, V
+from shardmap_torch.types import I, Partial, R, TypeLike, V
 
 X = TypeVar("X")
 
@@ -212,33 +212,12 @@ def _reduction(
     """Returns the same object for the same arguments, which are checked once."""
     to = read_type("all_reduce", dst, "dst", (R, I))
     _check_source(op, src)
-    extremum = op in ("max", "min")
-    if extremum:
+    if op in ("max", "min"):
         _reject_dtypes(op, *dtypes)
-    total = _total(axes, to, *dtypes)
-    return Extremum(op, total) if extremum else total
-
-
-@memo
-def _total(
-    axes: tuple[str, ...],
-    dst: AxisType,
-    comm_dtype: torch.dtype | None,
-    grad_comm_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-) -> Collective:
-    """Returns the same object for the same arguments: its row and transpose are looked up once."""
-    return check_dtypes(
-        Collective(
-            "all_reduce",
-            Partial,
-            dst,
-            axes,
-            comm_dtype=comm_dtype,
-            grad_comm_dtype=grad_comm_dtype,
-            out_dtype=out_dtype,
-        )
-    )
+        return Extremum(op, collective_of("all_reduce", Partial, to, axes))
+    words = zip(("comm_dtype", "grad_comm_dtype", "out_dtype"), dtypes, strict=True)
+    named = {word: dtype for word, dtype in words if dtype is not None}
+    return check_dtypes(collective_of("all_reduce", Partial, to, axes, **named))
 
 
 def _check_source(op: str, src: TypeLike | None) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,8 @@ from torch.distributed.tensor.experimental import local_map
 
 from benchmarks.peers.problem import FORWARD, GRADIENTS, LEAVES, NUM_RANKS, call_of, leaf, mlp
 from benchmarks.peers.serving import Contestant, serve
-from shardmap_torch import I, Mesh, P, R, all_reduce, convert, device_put, make_mesh, shard_map
+from benchmarks.simulated_mlp import gradients, plain, simulated
+from shardmap_torch import Mesh, P, device_put, make_mesh, shard_map
 
 Cases = dict[tuple[str, str], Contestant]
 
@@ -23,27 +24,11 @@ def identity(*xs: Tensor) -> tuple[Tensor, ...]:
     return xs
 
 
-def plain(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Computes the MLP on one device."""
-    return torch.relu(x @ w1) @ w2
-
-
-def tensor_parallel(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Computes the MLP as a body."""
-    x = convert(x, "tp", src=I, dst=R)
-    return all_reduce(torch.relu(x @ w1) @ w2, "tp", dst=I)
-
-
 def total(values: Tensor | Sequence[Tensor]) -> float:
     """Adds up the magnitudes of results."""
     tensors = [values] if isinstance(values, Tensor) else values
     locals_ = [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
     return sum(float(x.detach().double().abs().sum()) for x in locals_)
-
-
-def gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Takes the gradients of the sum of what a function returns."""
-    return torch.autograd.grad(function(*leaves).sum(), leaves)
 
 
 def calls(mesh: Mesh) -> Cases:
@@ -66,26 +51,19 @@ def calls(mesh: Mesh) -> Cases:
     return cases
 
 
-def simulated(simulate: Literal["vmap", "ranks"]) -> Callable[..., Tensor]:
-    """Makes the MLP on a simulated mesh."""
-    mesh = make_mesh((NUM_RANKS,), ("tp",), kind="simulated", simulate=simulate)
-    in_specs = (P(invariant="tp"), P(None, "tp"), P("tp"))
-    return shard_map(tensor_parallel, mesh=mesh, in_specs=in_specs, out_specs=P())
-
-
 def mlps() -> Cases:
     """The MLP unsharded, and on simulated meshes."""
     operands = [torch.from_numpy(each) for each in mlp()]
     leaves = [each.clone().requires_grad_() for each in operands]
     functions = {
         "torch, unsharded": plain,
-        "ours, vmap": simulated("vmap"),
-        "ours, ranks": simulated("ranks"),
+        "ours, vmap": simulated("vmap", NUM_RANKS),
+        "ours, ranks": simulated("ranks", NUM_RANKS),
     }
     cases: Cases = {}
     for name, each in functions.items():
         cases[FORWARD, name] = Contestant(partial(each, *operands), total)
-        cases[GRADIENTS, name] = Contestant(partial(gradients, each, leaves), total)
+        cases[GRADIENTS, name] = Contestant(partial(gradients, each, *leaves), total)
     return cases
 
 

@@ -33,7 +33,7 @@ class GlooHandle:
             raise transfer_failure(self.envelope, self.rank, self.axis, error) from error
 
 
-class GlooTransport:
+class GlooTransport(TagCounter):
     """Transfers between the ranks of `axis` on a gloo group that nothing else uses.
 
     gloo moves bytes on a thread of its own, so a transfer goes on while this thread multiplies.
@@ -61,11 +61,6 @@ class GlooTransport:
         self.num_ranks = dist.get_world_size(group)
         self.axis = axis
         self._group = group
-        self._tags = TagCounter()
-
-    def reserve_tags(self, count: int) -> int:
-        """Returns the first of `count` tags not in use."""
-        return self._tags.reserve(count)
 
     def send(self, tensor: Tensor, envelope: Envelope) -> GlooHandle:
         """Starts a send to the message's target."""

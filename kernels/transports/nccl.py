@@ -82,9 +82,11 @@ class Issued:
         self.lanes.wait(Lane.COMPUTE, self.mark)
 
 
-@dataclass(slots=True)
-class NcclTransport:
+@dataclass
+class NcclTransport(TagCounter):
     """Transfers between the ranks of `axis` that never block the host.
+
+    Tags identify its calls: NCCL has none.
 
     Attributes:
         rank: This process's position on the axis.
@@ -99,17 +101,12 @@ class NcclTransport:
     axis: str
     lanes: Lanes
     permute: Permute
-    _tags: TagCounter = field(default_factory=TagCounter)
     _announced: dict[tuple[int, int], Arrival] = field(default_factory=dict)
 
     @classmethod
     def over(cls, group: dist.ProcessGroup, axis: str, lanes: Lanes) -> "NcclTransport":
         """Makes one on a group whose point-to-point traffic is the kernels' alone."""
         return cls(dist.get_rank(group), dist.get_world_size(group), axis, lanes, batched(group))
-
-    def reserve_tags(self, count: int) -> int:
-        """Returns the first of `count` unused tags, which here identify calls: NCCL has none."""
-        return self._tags.reserve(count)
 
     def charge(self, flops: float, traffic: float) -> None:
         """Does nothing: real computation takes real time."""

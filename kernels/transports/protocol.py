@@ -126,15 +126,15 @@ def network_of(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 class TagCounter:
-    """Hands out disjoint ranges of tags, starting again where gloo's 32-bit tags would end."""
+    """Base of transports: hands out disjoint ranges of tags.
+
+    Starts again at 0 where gloo's 32-bit tags would end.
+    """
 
     LIMIT = 2**30
+    _next = 0
 
-    def __init__(self) -> None:
-        """Starts at tag 0."""
-        self._next = 0
-
-    def reserve(self, count: int) -> int:
+    def reserve_tags(self, count: int) -> int:
         """Returns the first tag of the next `count`."""
         first = self._next if self._next + count <= self.LIMIT else 0
         self._next = first + count

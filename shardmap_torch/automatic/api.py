@@ -20,6 +20,7 @@ from shardmap_torch.automatic.propagation import (
     without_partial,
 )
 from shardmap_torch.automatic.report import AutoReport
+from shardmap_torch.boundary.matching import is_spec
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.torch_private.engine import FakeTensorMode
@@ -183,7 +184,7 @@ def mark_sharding(x: Tensor, mesh: Mesh | DeviceMesh | None, spec: P | Sequence[
 
 def _read(specs: Tree, tree: Tree, name: str) -> list[P | None]:
     """Returns the spec of every leaf, or raises a SpecError that names every mismatch."""
-    matched = list(broadcast_prefix(specs, tree, name, lambda s: s is None or isinstance(s, P)))
+    matched = list(broadcast_prefix(specs, tree, name, is_spec))
     problems = [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]
     placed = [leaf for leaf in matched if isinstance(leaf, Placed)]
     problems += [

@@ -38,16 +38,14 @@ def issue_all(
     scope: Scope,
     operation: Collective,
     xs: Sequence[Tensor],
-    before: Callable[[Tensor], Tensor] = _unchanged,
     after: Callable[[Tensor], Tensor] = _unchanged,
 ) -> list[Tensor]:
     """Runs one operation that the user's code calls on several tensors; see `issue`.
 
-    `before` and `after` are applied to each of them before it and after it.
+    `after` is applied to each of the results.
     """
     if not _can_bundle(scope.backend, operation, xs):
-        return [after(issue(scope, operation, before(x))) for x in xs]
-    xs = list(map(before, xs))
+        return [after(issue(scope, operation, x)) for x in xs]
     for x in xs:
         scope.on_operation(operation, x)
     return list(map(after, bind_all(scope.backend, operation, xs)))

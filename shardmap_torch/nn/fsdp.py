@@ -1,6 +1,6 @@
 """FSDP: parameters sharded over a data axis, and gathered where they are used."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -315,8 +315,7 @@ def _placed(params: Any, axis: str, specs: Any) -> list[Placed[P]]:
         if not isinstance(leaf, Placed):
             problems.append(str(leaf))
             continue
-        axes = _by_dim(leaf.spec).values()
-        if any(axis in names and names[-1] != axis for names in axes):
+        if any(axis in names and names[-1] != axis for _, names in leaf.spec.sharded_dims):
             problems.append(
                 f"{leaf.path}: {leaf.spec!r} shards by {axis!r} from the outside; gathered alone "
                 "it must be the last of its entry"
@@ -328,8 +327,4 @@ def _placed(params: Any, axis: str, specs: Any) -> list[Placed[P]]:
 
 def _dim_of(spec: P, axis: str) -> int | None:
     """Finds the dim that the axis shards; None where it shards none."""
-    return next((dim for dim, names in _by_dim(spec).items() if axis in names), None)
-
-
-def _by_dim(spec: P) -> Mapping[int, tuple[str, ...]]:
-    return {dim: axes_of(entry) for dim, entry in enumerate(spec.entries) if entry is not None}
+    return next((dim for dim, names in spec.sharded_dims if axis in names), None)

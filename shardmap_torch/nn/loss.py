@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch.errors import LayerError
 from shardmap_torch.nn.chunked_loss import chunked_nats
 from shardmap_torch.nn.core.arguments import check_inner, read_layout, to_replicate
-from shardmap_torch.nn.core.region import PerRank, per_rank
+from shardmap_torch.nn.core.region import PerRank, axes_of, per_rank
 from shardmap_torch.nn.embedding import own_rows
 from shardmap_torch.ops import all_gather, all_reduce, axis_size
 from shardmap_torch.ops.arguments import Axis
@@ -224,7 +224,7 @@ def _reduced(nats: Tensor, kept: Tensor | None, reduction: Reduction, batch_axis
     nats = nats if kept is None else nats.where(kept, 0)
     if reduction == "none":
         return nats
-    total, axes = nats.sum(), (batch_axis,) if isinstance(batch_axis, str) else tuple(batch_axis)
+    total, axes = nats.sum(), axes_of(batch_axis)
     total = all_reduce(total, axes, dst=I) if axes else total
     if reduction == "sum":
         return total

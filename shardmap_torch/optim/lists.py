@@ -5,6 +5,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.torch_private.engine import are_transforms_active, functorch
@@ -79,6 +80,15 @@ def _is_transformed(operands: Sequence[Sequence[Tensor] | Tensor | float]) -> bo
 @constant
 def _has_levels() -> bool:
     return functorch.peek_interpreter_stack() is not None
+
+
+def placed_like(shard: Tensor, x: Tensor) -> Tensor:
+    """Makes a DTensor of this rank's shard if `x` is one, with the placements and shape of `x`."""
+    if not isinstance(x, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
 
 
 def is_number(value: object) -> bool:

@@ -15,7 +15,7 @@ from shardmap_torch.core.tree import Tree, closed, flatten, opened
 from shardmap_torch.errors import OptimizerError, SpecError, show
 from shardmap_torch.ops import all_reduce
 from shardmap_torch.optim.leaves import Leaves, match_leaves
-from shardmap_torch.optim.lists import each, is_number
+from shardmap_torch.optim.lists import each, is_number, placed_like
 from shardmap_torch.spec import P
 from shardmap_torch.types import I
 
@@ -115,7 +115,7 @@ def clip_by_global_norm(
     if len(dtypes) == 1 and not any([isinstance(leaf, DTensor) for leaf in leaves]):
         scaled = each("mul", leaves, scale.to(dtypes.pop()))
     else:
-        scaled = [_scaled(leaf, scale) for leaf in leaves]
+        scaled = [placed_like(_local(leaf) * scale.to(leaf.dtype), leaf) for leaf in leaves]
     clipped: X = closed(tree, structure, scaled)
     return clipped, norm
 
@@ -273,12 +273,3 @@ def _over_ranks(layout: Layout, amount: Tensor, op: Op) -> Tensor:
     mesh, is_sharded = layout
     placements = [Partial(op) if sharded else Replicate() for sharded in is_sharded]
     return DTensor.from_local(amount, mesh, placements, run_check=False).full_tensor()
-
-
-def _scaled(x: Tensor, scale: Tensor) -> Tensor:
-    scaled = _local(x) * scale.to(x.dtype)
-    if not isinstance(x, DTensor):
-        return scaled
-    return DTensor.from_local(
-        scaled, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )

@@ -21,7 +21,7 @@ from shardmap_torch.core.tree import (
     unflatten,
 )
 from shardmap_torch.errors import OptimizerError, listing, show
-from shardmap_torch.optim.lists import Tensors, is_number
+from shardmap_torch.optim.lists import Tensors, is_number, placed_like
 from shardmap_torch.optim.schedules import Rate, rate_at
 from shardmap_torch.spec import P
 from shardmap_torch.spec_patterns import leaf_paths
@@ -125,7 +125,7 @@ class Elementwise(Optimizer):
         ]
         updated = (moved, *moments)
         if not is_plain:
-            updated = tuple([_globals(column, leaves) for column in updated])
+            updated = tuple([list(map(placed_like, column, leaves)) for column in updated])
         trees = [unflatten(structure, column) for column in updated[1:]]
         new = closed(params, structure, updated[0])
         return new, {"step": number, **dict(zip(self.kept, trees, strict=True))}
@@ -238,14 +238,3 @@ def _placed_as(x: Tensor, param: Tensor) -> Tensor:
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, param.device_mesh, run_check=False)
     return x.redistribute(param.device_mesh, param.placements)
-
-
-def _globals(column: Sequence[Tensor], params: Sequence[Tensor]) -> Tensors:
-    return [
-        DTensor.from_local(
-            x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
-        if isinstance(p, DTensor)
-        else x
-        for x, p in zip(column, params, strict=True)
-    ]

@@ -37,10 +37,10 @@ def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.
         >>> [round(rate(torch.tensor(float(step))).item(), 3) for step in (0, 5, 10, 20)]
         [1.0, 0.55, 0.1, 0.1]
     """
-    given = {"peak": peak, "steps": steps, "warmup": warmup, "final": final}
+    numbers = {"peak": peak, "steps": steps, "warmup": warmup, "final": final}
     wrong = [
         f"{word}={show(value)} is no number"
-        for word, value in given.items()
+        for word, value in numbers.items()
         if not is_number(value)
     ]
     if wrong:

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmap_torch.boundary.matching import is_spec
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import (
     Mismatch,
@@ -82,7 +83,7 @@ class _Call:
 
     def _broadcast(self, in_types: Tree, args: tuple[Any, ...]) -> tuple[list[P | None], list[str]]:
         """Returns the spec and the path of every leaf."""
-        matched = list(broadcast_prefix(in_types, args, "argument", _is_spec))
+        matched = list(broadcast_prefix(in_types, args, "argument", is_spec))
         problems = [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]
         placed = [leaf for leaf in matched if isinstance(leaf, Placed)]
         problems += [
@@ -125,7 +126,7 @@ class _Call:
         body.__name__ = self._name
         mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=self._out_types)
         with torch.enable_grad():
-            matched = broadcast_prefix(self._out_types, mapped(*crossing), "result", _is_spec)
+            matched = broadcast_prefix(self._out_types, mapped(*crossing), "result", is_spec)
         results = [y for y in matched if isinstance(y, Placed) and isinstance(y.value, Tensor)]
         values = [(f"{y.path} is {y.spec!r}", y.value.detach()) for y in results]
         return values + self._gradients([y.value for y in results], inputs)
@@ -159,10 +160,6 @@ class _Call:
             differentiable, [x for _, x in inputs_by_claim], cotangents, materialize_grads=True
         )
         return [(claim, g) for (claim, _), g in zip(inputs_by_claim, gradients, strict=True)]
-
-
-def _is_spec(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, P)
 
 
 def _widest(leaf: Any) -> Any:

@@ -55,13 +55,12 @@ class VirtualHandle:
 
 
 @dataclass(slots=True)
-class VirtualTransport:
+class VirtualTransport(TagCounter):
     """One rank's end of a virtual network."""
 
     network: "VirtualNetwork"
     rank: int
     clock: float = 0.0
-    _tags: TagCounter = field(default_factory=TagCounter)
     _order: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -73,10 +72,6 @@ class VirtualTransport:
     def lanes(self) -> Lanes:
         """No streams: a rank's clock is one lane."""
         return HOST_LANES
-
-    def reserve_tags(self, count: int) -> int:
-        """First of `count` tags not in use."""
-        return self._tags.reserve(count)
 
     def send(self, tensor: Tensor, envelope: Envelope) -> VirtualHandle:
         """Issues a send at this rank's time, keeping a copy to compare with at the end."""

@@ -68,9 +68,9 @@ def test_a_group_that_is_not_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tags_of_calls_in_flight_do_not_meet_and_start_again_below_the_limit() -> None:
     tags = TagCounter()
-    assert [tags.reserve(10), tags.reserve(5), tags.reserve(1)] == [0, 10, 15]
-    assert tags.reserve(TagCounter.LIMIT - 16) == 16
-    assert tags.reserve(1) == 0
+    assert [tags.reserve_tags(10), tags.reserve_tags(5), tags.reserve_tags(1)] == [0, 10, 15]
+    assert tags.reserve_tags(TagCounter.LIMIT - 16) == 16
+    assert tags.reserve_tags(1) == 0
 
 
 def virtual() -> VirtualNetwork:
