@@ -170,7 +170,7 @@ def test_swapped_gradients_of_one_shape_are_caught(forget: Forget) -> None:
 def test_summing_cotangents_that_are_whole_is_caught(forget: Forget) -> None:
     forget()
     with (
-        mock.patch.object(autograd, "R", I),  # The backward for R is taken where it is for I.
+        mock.patch.object(autograd, "I", R),  # The backward for R is taken where it is for I.
         pytest.raises(ShardTypeError) as caught,
     ):
         held_in(reduced(I), *WHOLE, *SHAPES)
