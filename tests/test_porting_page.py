@@ -103,7 +103,7 @@ PUBLIC = {
     "JAX": """shard_map psum pmean pmax pmin all_gather psum_scatter all_to_all ppermute pshuffle
         pswapaxes pcast pvary pbroadcast ragged_all_to_all axis_index axis_size make_mesh Mesh
         PartitionSpec with_sharding_constraint device_put reshard fori_loop scan cond typeof
-        """.split(),
+        while_loop map switch associative_scan dynamic_slice dynamic_update_slice""".split(),
 }
 """The public names of each library: of torch those of the installed release."""
 

@@ -21,7 +21,7 @@ therefore varies over the axis, also where it would be equal without groups. It 
 """
 
 from shardmap_torch.lax.cast import pcast, pvary, stop_gradient
-from shardmap_torch.lax.control import cond, fori_loop, scan
+from shardmap_torch.lax.control import cond, fori_loop, switch, while_loop
 from shardmap_torch.lax.extremum import pmax, pmin
 from shardmap_torch.lax.move import (
     all_gather,
@@ -31,10 +31,13 @@ from shardmap_torch.lax.move import (
     pshuffle,
     pswapaxes,
 )
+from shardmap_torch.lax.scans import associative_scan, map, scan
 from shardmap_torch.lax.slicing import (
     dynamic_index_in_dim,
+    dynamic_slice,
     dynamic_slice_in_dim,
     dynamic_update_index_in_dim,
+    dynamic_update_slice,
     dynamic_update_slice_in_dim,
 )
 from shardmap_torch.lax.sum import pmean, psum, psum_scatter
@@ -43,14 +46,18 @@ from shardmap_torch.ops.index import axis_index, axis_size
 __all__ = [
     "all_gather",
     "all_to_all",
+    "associative_scan",
     "axis_index",
     "axis_size",
     "cond",
     "dynamic_index_in_dim",
+    "dynamic_slice",
     "dynamic_slice_in_dim",
     "dynamic_update_index_in_dim",
+    "dynamic_update_slice",
     "dynamic_update_slice_in_dim",
     "fori_loop",
+    "map",
     "pbroadcast",
     "pcast",
     "pmax",
@@ -64,4 +71,6 @@ __all__ = [
     "pvary",
     "scan",
     "stop_gradient",
+    "switch",
+    "while_loop",
 ]

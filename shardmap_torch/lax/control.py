@@ -3,14 +3,17 @@
 Each iteration is unrolled, as Python's own loop is: the checker sees it, and its collectives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.tree import Tree, flatten, unflatten
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.errors import TransformError, show
+from shardmap_torch.types import V
 
 C = TypeVar("C")
 
@@ -45,79 +48,43 @@ def fori_loop(
                 f"fori_loop: {word}={show(bound)} is no Python integer: the number of iterations "
                 "must not depend on data."
             )
-    _require_callable("fori_loop", body_fun=body_fun)
+    require_callable("fori_loop", body_fun=body_fun)
     value = init_val
     for index in range(lower, upper):
         value = body_fun(index, value)
     return value
 
 
-def scan(
-    f: Callable[[C, Any], tuple[C, Any]],
-    init: C,
-    xs: Tree = None,
-    length: int | None = None,
-    reverse: bool = False,
-    unroll: object = 1,
-) -> tuple[C, Any]:
-    """Applies `f(carry, x)` to the entries of `xs` along dim 0, and stacks what it returns beside.
+def while_loop(
+    cond_fun: Callable[[C], bool | Tensor], body_fun: Callable[[C], C], init_val: C
+) -> C:
+    """Applies `body_fun` as long as `cond_fun` of the value holds, and returns the last value.
 
-    Shape: leaves of `xs` have n entries, and those of the second result too. Types: as of `f`.
+    A condition on Python numbers is unrolled. One on a tensor is a branch in each iteration: the
+    checker follows 64 paths at most, so that a number of iterations that depends on data needs a
+    bound in Python numbers, as in `k < 20 and error > 1e-6`. Shape and types: as of `body_fun`.
     Sends what its iterations send.
 
     Args:
-        f: from a carry and an entry to the next carry and a result.
-        init: the first carry, a tensor or a pytree.
-        xs: a tensor or a pytree of tensors; None where only `length` counts.
-        length: number of iterations; needed without `xs`.
-        reverse: whether to begin at the last entry; results stay at the places of their entries.
-        unroll: without effect; all iterations are unrolled.
+        cond_fun: from a value to a bool, or to a tensor of one that is equal on all ranks.
+        body_fun: from a value to the next one.
+        init_val: a tensor or a pytree.
 
     Raises:
-        TransformError: the leaves have different numbers of entries, or there is no length; or `f`
-            is no function, or returns no pair.
+        ShardTypeError: in the check, if ranks may end differently, or after too many iterations.
+        TransformError: the condition is not one value, or an argument is no function.
 
-    Source: `jax.lax.scan`.
+    Source: `jax.lax.while_loop`.
 
     Example:
-        >>> scan(lambda total, x: (total + x, total), torch.tensor(0.0), torch.arange(4.0))
-        (tensor(6.), tensor([0., 0., 1., 3.]))
+        >>> while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, torch.tensor(1.0)))
+        (3, tensor(8.))
     """
-    _require_callable("scan", f=f)
-    if length is not None and not (isinstance(length, int) and length >= 0):
-        raise TransformError(f"scan: length={show(length)} is no number of iterations.")
-    leaves, structure = flatten(xs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-    lengths = {len(leaf) for leaf in tensors} | ({length} if length is not None else set())
-    if len(lengths) != 1 or len(tensors) != len(leaves):
-        raise TransformError(
-            f"scan: the leaves of xs must be tensors with one number of entries, which length= "
-            f"may say; here they have {sorted(lengths)}."
-        )
-    order = range(lengths.pop())
-    carry, found = init, []
-    for at in reversed(order) if reverse else order:
-        entry = unflatten(structure, [x[at] for x in tensors])
-        pair = f(carry, entry)
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TransformError(f"scan: f returns a carry and a result, not {show(pair)}.")
-        carry = pair[0]
-        found.append(pair[1])
-    return carry, _stacked(found[::-1] if reverse else found)
-
-
-def _require_callable(name: str, **functions: object) -> None:
-    for word, function in functions.items():
-        if not callable(function):
-            raise TransformError(f"{name}: {word}={show(function)} is no function.")
-
-
-def _stacked(results: list[Any]) -> Any:
-    """Stacks the leaves of equal trees along a new dim 0."""
-    if not results:
-        return None
-    columns = zip(*(flatten(result)[0] for result in results), strict=True)
-    return unflatten(flatten(results[0])[1], map(torch.stack, columns))
+    require_callable("while_loop", cond_fun=cond_fun, body_fun=body_fun)
+    value = init_val
+    while _holds("while_loop: cond_fun(value)", cond_fun(value)):
+        value = body_fun(value)
+    return value
 
 
 def cond(
@@ -128,9 +95,9 @@ def cond(
 ) -> C:
     """Returns `true_fun(*operands)` where `pred` holds, else `false_fun(*operands)`.
 
-    Only one of them runs. The checker takes both ways, and requires that `pred` is equal on all
-    ranks; `torch.where` selects where ranks differ. Shape and types: as of the functions. Sends
-    what the chosen one sends.
+    Where `pred` is equal on all ranks only one of them runs, and the checker takes both ways. Where
+    it varies each rank runs both, so that collectives in them meet, and `torch.where` selects.
+    Shape and types: as of the functions. Sends what they send.
 
     Args:
         pred: a bool, or a tensor of one.
@@ -139,8 +106,8 @@ def cond(
         operands: their arguments.
 
     Raises:
-        ShardTypeError: in the check, if ranks may branch differently.
-        TransformError: `pred` is not one value, or a branch is no function.
+        TransformError: `pred` is not one value, or a branch is no function; or `pred` varies, and
+            the results are no equal trees.
 
     Source: `jax.lax.cond`.
 
@@ -148,8 +115,77 @@ def cond(
         >>> cond(torch.tensor(True), lambda x: 2 * x, lambda x: x, torch.tensor(3.0))
         tensor(6.)
     """
-    _require_callable("cond", true_fun=true_fun, false_fun=false_fun)
+    require_callable("cond", true_fun=true_fun, false_fun=false_fun)
+    if isinstance(pred, Tensor) and pred.numel() == 1 and _varies(pred):
+        return _selected(pred, true_fun(*operands), false_fun(*operands))
+    return true_fun(*operands) if _holds("cond: pred", pred) else false_fun(*operands)
+
+
+def switch(index: int | Tensor, branches: Sequence[Callable[..., C]], *operands: Any) -> C:
+    """Returns `branches[index](*operands)`; see `cond`.
+
+    An index below 0 is read as 0, and one beyond the last branch as the last. Shape, types and
+    bytes: as `cond`.
+
+    Args:
+        index: an integer, or a tensor of one.
+        branches: functions of the operands.
+        operands: their arguments.
+
+    Raises:
+        TransformError: there is no branch, or one is no function, or `index` is no integer.
+
+    Source: `jax.lax.switch`.
+
+    Example:
+        >>> switch(torch.tensor(1), [lambda x: x, lambda x: 2 * x, lambda x: -x], torch.tensor(3.0))
+        tensor(6.)
+    """
+    if not isinstance(branches, Sequence) or not branches:
+        raise TransformError(f"switch: branches={show(branches)} is no sequence of functions.")
+    require_callable("switch", **{f"branches[{k}]": each for k, each in enumerate(branches)})
+    whole = isinstance(index, int) or (
+        isinstance(index, Tensor) and not index.is_floating_point() and not index.is_complex()
+    )
+    if not whole:
+        raise TransformError(f"switch: index={show(index)} is no integer.")
+    chosen = branches[-1]
+    for position in reversed(range(len(branches) - 1)):
+        chosen = partial(cond, index <= position, branches[position], chosen)
+    return chosen(*operands)
+
+
+def _holds(what: str, pred: object) -> bool:
+    """Reads a condition as a bool."""
     is_one = pred.numel() == 1 if isinstance(pred, Tensor) else isinstance(pred, bool | int | float)
     if not is_one:
-        raise TransformError(f"cond: pred={show(pred)} is neither a bool nor a tensor of one.")
-    return true_fun(*operands) if bool(pred) else false_fun(*operands)
+        raise TransformError(f"{what}={show(pred)} is neither a bool nor a tensor of one.")
+    return bool(pred)
+
+
+def _varies(pred: Tensor) -> bool:
+    """Returns whether the checker found that ranks may have different values."""
+    scope = current_scope()
+    types = None if scope is None else scope.types_of(tuple(sorted(scope.axes)), pred)
+    return types is not None and V in types
+
+
+def _selected(pred: Tensor, chosen: C, other: C) -> C:
+    """Selects each leaf of two equal trees by a condition that varies between ranks."""
+    (leaves, structure), (others, other_structure) = flatten(chosen), flatten(other)
+    if structure != other_structure:
+        raise TransformError(
+            f"cond: the branches return {structure} and {other_structure}; where ranks choose "
+            "differently they must return equal trees."
+        )
+    where = pred.reshape(()).bool()
+    pairs = zip(leaves, others, strict=True)
+    result: C = unflatten(structure, [torch.where(where, one, two) for one, two in pairs])
+    return result
+
+
+def require_callable(name: str, **functions: object) -> None:
+    """Raises an error for the first argument that is no function."""
+    for word, function in functions.items():
+        if not callable(function):
+            raise TransformError(f"{name}: {word}={show(function)} is no function.")

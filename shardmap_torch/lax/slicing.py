@@ -1,10 +1,13 @@
 """Slices at positions that tensors give, by JAX's names."""
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from shardmap_torch.errors import CollectiveError, show, show_shape
-from shardmap_torch.ops.arguments import read_dim, read_tensor
+from shardmap_torch.ops.arguments import read_dim, read_items, read_tensor
 
 Index = int | Tensor
 """A position: a Python integer or a tensor of one."""
@@ -37,6 +40,37 @@ def dynamic_slice_in_dim(
     read_tensor("dynamic_slice_in_dim", operand)
     at = read_dim("dynamic_slice_in_dim", "axis", axis, operand.ndim)
     return operand.index_select(at, _positions(operand, start_index, slice_size, at))
+
+
+def dynamic_slice(
+    operand: Tensor, start_indices: Sequence[Index] | Tensor, slice_sizes: Sequence[int]
+) -> Tensor:
+    """Returns a box of `operand`, one start and size a dim; see `dynamic_slice_in_dim`.
+
+    Shape: `slice_sizes`. Types, backward and bytes: as `dynamic_slice_in_dim`.
+
+    Args:
+        operand: any tensor.
+        start_indices: one integer, or tensor of one, for each dim; or a tensor of them.
+        slice_sizes: one size for each dim.
+
+    Raises:
+        CollectiveError: not one start and size for each dim, or the box is larger than the operand.
+
+    Source: `jax.lax.dynamic_slice`.
+
+    Example:
+        >>> dynamic_slice(torch.arange(12.0).reshape(3, 4), (torch.tensor(1), 0), (2, 2))
+        tensor([[4., 5.],
+                [8., 9.]])
+    """
+    read_tensor("dynamic_slice", operand)
+    starts = _read_each("dynamic_slice", "start_indices", start_indices, operand.ndim)
+    sizes = _read_each("dynamic_slice", "slice_sizes", slice_sizes, operand.ndim)
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        if size != operand.shape[dim]:
+            operand = dynamic_slice_in_dim(operand, start, size, dim)
+    return operand
 
 
 def dynamic_index_in_dim(
@@ -91,18 +125,53 @@ def dynamic_update_slice_in_dim(
         tensor([0., 1., 1., 0.])
     """
     name = "dynamic_update_slice_in_dim"
-    for value in (operand, update):
-        read_tensor(name, value)
+    _read_update(name, operand, update)
     at = read_dim(name, "axis", axis, operand.ndim)
-    sizes = list(zip(update.shape, operand.shape, strict=False))
-    if update.ndim != operand.ndim or any(new > old for new, old in sizes):
-        raise CollectiveError(
-            f"{name}: an update of shape {list(update.shape)} does not lie in an operand of shape "
-            f"{list(operand.shape)}."
-        )
     positions = _positions(operand, start_index, update.shape[at], at)
     across = [-1 if dim == at else 1 for dim in range(operand.ndim)]
     return operand.scatter(at, positions.reshape(across).expand(update.shape), update)
+
+
+def dynamic_update_slice(
+    operand: Tensor, update: Tensor, start_indices: Sequence[Index] | Tensor
+) -> Tensor:
+    """Returns a copy of `operand` with the box `update` written at `start_indices`.
+
+    Shape: that of `operand`. Types, backward and bytes: as `dynamic_update_slice_in_dim`.
+
+    Args:
+        operand: any tensor.
+        update: what is written, of the same dtype and number of dims.
+        start_indices: one integer, or tensor of one, for each dim; or a tensor of them.
+
+    Raises:
+        CollectiveError: not one start for each dim, or the update does not fit in the operand.
+
+    Source: `jax.lax.dynamic_update_slice`.
+
+    Example:
+        >>> dynamic_update_slice(torch.zeros(2, 3), torch.ones(1, 2), (torch.tensor(1), 0))
+        tensor([[0., 0., 0.],
+                [1., 1., 0.]])
+    """
+    name = "dynamic_update_slice"
+    _read_update(name, operand, update)
+    starts = _read_each(name, "start_indices", start_indices, operand.ndim)
+    smaller = [dim for dim in range(operand.ndim) if update.shape[dim] != operand.shape[dim]]
+    return _updated(operand, update, starts, smaller)
+
+
+def _updated(
+    operand: Tensor, update: Tensor, starts: Sequence[Index], dims: Sequence[int]
+) -> Tensor:
+    """Writes along the first of the dims what is there with the others written."""
+    if not dims:
+        return update.clone()
+    dim, rest = dims[0], dims[1:]
+    if rest:
+        there = dynamic_slice_in_dim(operand, starts[dim], update.shape[dim], dim)
+        update = _updated(there, update, starts, rest)
+    return dynamic_update_slice_in_dim(operand, update, starts[dim], dim)
 
 
 def dynamic_update_index_in_dim(operand: Tensor, update: Tensor, index: Index, axis: int) -> Tensor:
@@ -149,3 +218,30 @@ def _positions(operand: Tensor, start: Index, size: int, dim: int) -> Tensor:
     if not isinstance(start, int):
         raise CollectiveError(f"a slice starts at one integer, not at {show(start)}.")
     return min(max(start + length if start < 0 else start, 0), length - size) + steps
+
+
+def _read_update(name: str, operand: Tensor, update: Tensor) -> None:
+    """Raises an error for an update that does not lie in the operand."""
+    for value in (operand, update):
+        read_tensor(name, value)
+    sizes = zip(update.shape, operand.shape, strict=False)
+    if update.ndim != operand.ndim or any(new > old for new, old in sizes):
+        raise CollectiveError(
+            f"{name}: an update of shape {list(update.shape)} does not lie in an operand of shape "
+            f"{list(operand.shape)}."
+        )
+    if update.dtype != operand.dtype:
+        raise CollectiveError(
+            f"{name}: an update of {update.dtype} is not of the operand's dtype, "
+            f"{operand.dtype}; convert it."
+        )
+
+
+def _read_each(name: str, word: str, values: Iterable[Any], num_dims: int) -> tuple[Any, ...]:
+    """Reads one value for each dim."""
+    items = read_items(name, word, values)
+    if len(items) != num_dims:
+        raise CollectiveError(
+            f"{name}: {word} has {len(items)} entries for an operand of {num_dims} dims."
+        )
+    return items

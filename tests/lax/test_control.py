@@ -74,13 +74,39 @@ def test_cond_runs_one_branch_that_all_ranks_choose() -> None:
     x = torch.tensor([1.0, 2.0])
     assert f(x, torch.tensor(True)).item() == 3.0
     assert f(x, torch.tensor(False)).item() == 2.0
+    differing = shard_map(
+        lambda x: lax.cond(x.sum() > 1, lambda x: {"y": -x}, lambda x: {"y": lax.psum(x, "i")}, x),
+        mesh=MESH,
+        in_specs=P("i"),
+        out_specs=P("i"),
+    )
+    assert differing(x)["y"].tolist() == [3.0, -2.0]
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+def test_a_loop_ends_on_all_ranks_alike_within_a_bound(simulate: Any) -> None:
+    mesh = make_mesh((2,), ("i",), kind="simulated", simulate=simulate)
+
+    def halved(x: Tensor, steps: int, axis: str | None) -> Tensor:
+        def goes_on(carry: tuple[int, Tensor]) -> bool | Tensor:
+            k, x = carry
+            size = x.sum() if axis is None else lax.psum(x.sum(), axis)
+            return k < steps and size > 1
+
+        return lax.while_loop(goes_on, lambda c: (c[0] + 1, c[1] / 2), (0, x))[1]
+
+    def run(steps: int, axis: str | None) -> Any:
+        f = shard_map(
+            lambda x: halved(x, steps, axis), mesh=mesh, in_specs=P("i"), out_specs=P("i")
+        )
+        return f(torch.tensor([1.0, 6.0])).tolist()
+
+    assert run(5, "i") == [1 / 8, 6 / 8]
+    assert run(2, "i") == [1 / 4, 6 / 4]
     with pytest.raises(ShardTypeError, match="taking a Python value over axis 'i' of V"):
-        shard_map(
-            lambda x: lax.cond(x.sum() > 1, lambda x: x, lambda x: 2 * x, x),
-            mesh=MESH,
-            in_specs=P("i"),
-            out_specs=P("i"),
-        )(x)
+        run(5, None)
+    with pytest.raises(ShardTypeError, match="more than 64 paths"):
+        run(100, "i")
 
 
 @given(
@@ -120,7 +146,59 @@ def test_a_scan_goes_backwards_and_through_trees() -> None:
     assert lax.scan(lambda c, x: (c, x), 0, torch.ones(0)) == (0, None)
 
 
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(-6, 6)), min_size=2, max_size=2))
+def test_a_box_is_clamped_and_an_update_is_its_inverse(dims: list[tuple[int, int]]) -> None:
+    x = torch.arange(20.0).reshape(4, 5)
+    sizes, starts = zip(*dims, strict=True)
+    firsts = [
+        min(max(at + n if at < 0 else at, 0), n - size)
+        for at, n, size in zip(starts, x.shape, sizes, strict=True)
+    ]
+    box = tuple(slice(at, at + size) for at, size in zip(firsts, sizes, strict=True))
+    for given_ in (starts, torch.tensor(starts)):
+        assert torch.equal(lax.dynamic_slice(x, given_, sizes), x[box])
+        wanted = x.clone()
+        wanted[box] *= -1
+        assert torch.equal(lax.dynamic_update_slice(x, -x[box], given_), wanted)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_of_a_function_that_does_not_commute(length: int, reverse: bool) -> None:
+    xs = torch.arange(4.0 * length).reshape(2, length, 2).sin()
+
+    def affine(left: Any, right: Any) -> Any:
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    found = lax.associative_scan(affine, (xs[..., 0], xs[..., 1]), reverse, axis=1)
+    order = range(length)[::-1] if reverse else range(length)
+    carry: Any = (torch.ones(2), torch.zeros(2))
+    for at in order:
+        carry = affine(carry, (xs[:, at, 0], xs[:, at, 1]))
+        torch.testing.assert_close(tuple(x[:, at] for x in found), carry)
+
+
 WRONG: list[tuple[Any, str]] = [
+    (
+        lambda: lax.while_loop(lambda x: x, lambda x: x, torch.ones(2)),
+        "while_loop: cond_fun(value)=tensor([1., 1.]) is neither a bool nor a tensor of one.",
+    ),
+    (lambda: lax.switch(0.5, [abs], -1), "switch: index=0.5 is no integer."),  # type: ignore[arg-type]
+    (lambda: lax.switch(0, [], -1), "switch: branches=[] is no sequence of functions."),
+    (
+        lambda: lax.associative_scan(torch.add, (torch.ones(2), torch.ones(3))),  # type: ignore[arg-type]
+        "associative_scan: the leaves of elems must have one number of entries along axis; here "
+        "they have [2, 3].",
+    ),
+    (
+        lambda: lax.dynamic_slice(torch.ones(2, 2), (0,), (1, 1)),
+        "dynamic_slice: start_indices has 1 entries for an operand of 2 dims.",
+    ),
+    (
+        lambda: lax.dynamic_update_slice(torch.ones(2), torch.ones(2).double(), (0,)),
+        "dynamic_update_slice: an update of torch.float64 is not of the operand's dtype, "
+        "torch.float32; convert it.",
+    ),
     (
         lambda: lax.fori_loop(cast(Any, torch.tensor(0)), 2, lambda i, x: x, 0),
         "fori_loop: lower=tensor(0) is no Python integer: the number of iterations must not depend "

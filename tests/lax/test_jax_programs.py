@@ -41,7 +41,8 @@ ON_ONE_DEVICE: Final = """blocked_matmul scattered_matmul gathered_matmul batch_
     closed_over_parameters_in_a_nested_function layers_by_scan softmax_over_a_sharded_dim
     layer_norm_over_a_sharded_dim sharded_transpose sum_over_two_axes sums_over_each_of_two_axes
     trees_of_specs mapped_under_vmap per_example_gradients_inside gradient_of_a_gradient
-    a_gathered_invariant_that_meets_what_varies normalized_layers_in_a_scan""".split()
+    a_gathered_invariant_that_meets_what_varies normalized_layers_in_a_scan
+    a_loop_while_a_counter_is_small rows_by_map""".split()
 """Programs that mean the same on one device; global strictness refuses the others."""
 
 NOT_IN_THREADS: Final = ["mapped_under_vmap", "tangents_through_a_map", "gradient_of_a_gradient"]
@@ -52,6 +53,7 @@ QUICK: Final = [
     "loss_with_layers_that_normalize",
     "a_sum_over_two_axes_that_meets_what_varies",
     "closed_over_parameters",
+    "a_branch_for_each_rank",
 ]
 
 

@@ -553,3 +553,99 @@ def sum_of_an_equal_value(n: Any) -> Any:
         return n.lax.psum(w, "i") * x + n.lax.pmean(w * w, "i")
 
     return mapped(n, body, (n.P(), n.P("i")), n.P("i")), ((3,), (8, 3))
+
+
+@step
+def a_loop_while_a_counter_is_small(n: Any) -> Any:
+    def body(a: Any, x: Any) -> Any:
+        def once(carry: Any) -> Any:
+            k, x = carry
+            return k + 1, n.xp.tanh(n.lax.psum_scatter(a @ x, "i", tiled=True)) + 0.1 * k
+
+        return n.lax.while_loop(lambda carry: carry[0] < 3, once, (0, x))[1]
+
+    return mapped(n, body, (n.P(None, "i"), n.P("i")), n.P("i")), ((8, 8), (8, 2))
+
+
+@program
+def rows_by_map(n: Any) -> Any:
+    def body(w: Any, x: Any) -> Any:
+        def row(x: Any) -> Any:
+            return n.lax.psum(n.xp.sin(x * w).sum(), "i"), x * x
+
+        return n.lax.map(row, x)
+
+    specs = (n.P(), n.P(None, "i"))
+    return mapped(n, body, (n.P("i"), n.P(None, "i")), specs), ((8,), (3, 8))
+
+
+@program
+def a_branch_of_three_that_all_ranks_take(n: Any) -> Any:
+    def body(x: Any, k: Any) -> Any:
+        branches = [
+            lambda x: n.lax.psum(x, "i"),
+            lambda x: n.lax.pmean(n.xp.sin(x), "i"),
+            lambda x: n.lax.psum(x * x, "i"),
+        ]
+        return n.lax.switch((k.sum() > 0) * 5, branches, x)
+
+    return mapped(n, body, (n.P("i"), n.P()), n.P()), ((4, 3), (2,))
+
+
+@program
+def a_branch_for_each_rank(n: Any) -> Any:
+    def body(x: Any, w: Any) -> Any:
+        w = n.lax.pcast(w, "i", to="varying")  # in a branch JAX's sum of its gradient would hang
+        branches = [n.xp.sin, lambda x: x * x, lambda x: x @ w]
+        return n.lax.switch(n.lax.axis_index("i"), branches, x)
+
+    return mapped(n, body, (n.P("i"), n.P()), n.P("i")), ((4, 3), (3, 3))
+
+
+@program
+def a_first_and_a_last_rank(n: Any) -> Any:
+    def body(x: Any) -> Any:
+        first = n.lax.axis_index("i") == 0
+        x = n.lax.cond(first, lambda x: 2 * x, lambda x: x, x)
+        return n.lax.psum(n.lax.cond(x.sum() > 0, n.xp.sin, n.xp.cos, x), "i")
+
+    return mapped(n, body, n.P("i"), n.P()), ((8, 3),)
+
+
+@program
+def boxes_at_each_ranks_place(n: Any) -> Any:
+    def body(w: Any, x: Any) -> Any:
+        at = n.lax.axis_index("i")
+        own = n.lax.dynamic_slice(w, (at * 2, at, at * 0), (2, 3, 4))
+        starts = (at * 2, at * 0 - 3, at * 0)
+        placed = n.lax.dynamic_update_slice(n.xp.zeros_like(w), own * x, starts)
+        return n.lax.psum(placed, "i")
+
+    return mapped(n, body, (n.P(), n.P("i")), n.P()), ((8, 6, 4), (8, 3, 4))
+
+
+@program
+def a_recurrence_over_shards(n: Any) -> Any:
+    """A linear recurrence by a scan in each shard, and one over the shards' last entries."""
+
+    def body(a: Any, b: Any) -> Any:
+        def combine(left: Any, right: Any) -> Any:
+            return left[0] * right[0], left[1] * right[0] + right[1]
+
+        scales, values = n.lax.associative_scan(combine, (a, b))
+        lasts = [n.lax.all_gather(x[-1], "i") for x in (scales, values)]
+        _, ends = n.lax.associative_scan(combine, tuple(lasts))
+        ends = n.xp.concatenate([n.xp.zeros_like(ends[:1]), ends[:-1]])
+        before = n.lax.dynamic_index_in_dim(ends, n.lax.axis_index("i"), 0, keepdims=False)
+        return scales * before + values
+
+    return mapped(n, body, (n.P("i"), n.P("i")), n.P("i")), ((12, 3), (12, 3))
+
+
+@program
+def a_scan_from_the_last_entry(n: Any) -> Any:
+    def body(x: Any) -> Any:
+        sums = n.lax.associative_scan(lambda a, b: a + b, x, reverse=True, axis=1)
+        return n.lax.psum(n.xp.sin(sums), "i")
+
+    return mapped(n, body, n.P("i"), n.P()), ((4, 5, 2),)
