@@ -18,7 +18,7 @@ from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of, is_batched, levels
 from shardmap_torch.core.storage import memory_of
-from shardmap_torch.core.tree import map_tensors
+from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.mixing.backend import SharingBackend
 from shardmap_torch.mixing.layouts import evenly, settled
 from shardmap_torch.mixing.values import Place, Share, Unshare
@@ -115,6 +115,14 @@ def _iterator(
     backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Tensor]:
     return iter(_items(backend, func, args, kwargs))
+
+
+def tensors_of_index(index: Any) -> Any:
+    """Makes tensors of an index' lists: torch would make plain ones, unseen, for the backward."""
+    if isinstance(index, tuple):
+        return tuple(map(tensors_of_index, index))
+    is_listed = isinstance(index, list) and all(isinstance(i, int) for i in flatten(index)[0])
+    return torch.tensor(index) if is_listed else index
 
 
 def write_entries(backend: SharingBackend, x: Tensor, index: Any, value: Any) -> None:

@@ -29,6 +29,7 @@ from shardmap_torch.mixing.functions import (
     HANDLERS,
     on_global,
     place_gradients_of_written,
+    tensors_of_index,
     write_by_copy,
     write_entries,
 )
@@ -63,9 +64,11 @@ class _Replicate(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__getitem__":
+            args = args[0], tensors_of_index(args[1])
         leaves, structure = flatten((args, kwargs))
         mixed = {is_dtensor(base_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)}
-        name = getattr(func, "__name__", "")
         is_ours = func is custom_function_call and args[0] is FunctorchForm
         if True not in mixed or is_ours or func in _NOT_MIXED:
             return func(*args, **kwargs)

@@ -27,16 +27,16 @@ def here() -> str:
 class Copies:
     """The views of one run of a body that had to be redistributed, and so are copies.
 
-    The value and the view would differ after a write into either.
+    After a write the value and those of its copies that are still there would differ.
     """
 
     def __init__(self) -> None:
         """Knows of none."""
-        self._known: list[tuple[StorageWeakRef, str]] = []
+        self._groups: list[tuple[str, list[StorageWeakRef]]] = []
 
     def clear(self) -> None:
         """Forgets those of the run before."""
-        self._known.clear()
+        self._groups.clear()
 
     def add(self, what: str, x: Tensor, view: Tensor, *, autograd: bool = False) -> None:
         """Records that `view`, by `what`, has its own memory, unless it shares that of `x`.
@@ -45,18 +45,27 @@ class Copies:
         """
         memory = [_local(each).untyped_storage() for each in (x, view)]
         if autograd or memory[0]._cdata != memory[1]._cdata:
-            self._known += [(StorageWeakRef(each), what) for each in memory]
+            refs = [StorageWeakRef(each) for each in memory]
+            group = next((g for _, g in self._groups if _holds(g, memory[0]._cdata)), None)
+            if group is None:
+                self._groups.append((what, refs))
+            else:
+                group.append(refs[1])
 
     def check_write(self, func: Any, x: Tensor) -> None:
-        """Checks that a write into `x` reaches all that the body can read.
+        """Checks that a write into `x` reaches all that the body can still read.
 
         Raises:
             ShardMapError: it does not: there is a copy of it, or it is one.
         """
-        memory = _local(x).untyped_storage()._cdata if self._known else 0
-        for known, what in self._known:
-            if known.cdata == memory and not known.expired():
+        memory = _local(x).untyped_storage()._cdata if self._groups else 0
+        for what, group in self._groups:
+            if _holds(group, memory) and sum(not each.expired() for each in group) > 1:
                 raise ShardMapError(_explain(func, what))
+
+
+def _holds(group: list[StorageWeakRef], memory: int) -> bool:
+    return any(each.cdata == memory and not each.expired() for each in group)
 
 
 def _local(x: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ def written_rows(x: Tensor) -> Tensor:
     y = x * 1
     y[0] = y[..., 1:2, :].sum(0)
     y[..., 1] = 0.5
+    y[0] = y[1] * 2  # the copy of row 1 is gone when row 0 is written
     return y * Y
 
 
@@ -154,6 +155,7 @@ WITHOUT_RIGHT_RULES: dict[str, Body] = {
     "some parts": lambda x: torch.cat([x.chunk(4)[3], x.split([1, 3])[1], x.unbind(0)[0][None]]),
     "embedding": lambda x: functional.embedding((x[..., 0] > 0).long(), x.flatten(1)),
     "normalized": lambda x: functional.normalize(x, dim=0),
+    "listed entries": lambda x: x[[3, 1, 1]] * x[:, [True, False, True]][1:, :1, [1]],
     "written rows": written_rows,
     "written before a gradient": written_gradient,
     "written in a gradient": written_in_a_gradient,
@@ -212,6 +214,13 @@ def write_after_view(x: Tensor) -> Tensor:
     return y + row
 
 
+def write_after_view_of_view(x: Tensor) -> Tensor:
+    y = x * 1
+    entry = y[0][1]
+    y *= 2
+    return y + entry
+
+
 COPIED = (
     "a view had to be redistributed and is a copy, so that the value and the view could differ "
     "after a write. Use the operation that returns a new value, as torch.where or torch.cat."
@@ -232,6 +241,11 @@ REFUSED: dict[str, tuple[Body, str]] = {
         write_after_view,
         "aten.mul_.Tensor writes into a value of a body with automatic axes, at SITE y *= 2.\n"
         "Before, aten.select.int at SITE row = y[0], " + COPIED,
+    ),
+    "value of a view of a copied view": (
+        write_after_view_of_view,
+        "aten.mul_.Tensor writes into a value of a body with automatic axes, at SITE y *= 2.\n"
+        "Before, aten.select.int at SITE entry = y[0][1], " + COPIED,
     ),
 }
 
