@@ -10,7 +10,7 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
-from shardmap_torch.checker.ir.program import Equation, StorageType, use_of
+from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.torch_private.engine import sequence_number
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten
@@ -197,18 +197,8 @@ def note_region(
 ) -> None:
     """Adds the region to the typed program."""
     site, backward = interpreter.site()
+    fakes = (map(interpreter.fakify, tensors) for tensors in (inputs, outputs))
     read, written = (
-        tuple(
-            use_of("", x, storage_type, storage_type.types)
-            for x, storage_type in _storage_types(interpreter, tensors)
-        )
-        for tensors in (inputs, outputs)
+        tuple([use_of("", x, interpreter.storage_type(x)) for x in xs]) for xs in fakes
     )
     interpreter.add(Equation(f"local_region {name}", read, written, site, backward))
-
-
-def _storage_types(
-    interpreter: Interpreter, tensors: Sequence[Tensor]
-) -> list[tuple[Tensor, StorageType]]:
-    fakes = [interpreter.fakify(tensor) for tensor in tensors]
-    return [(tensor, interpreter.storage_type(tensor)) for tensor in fakes]

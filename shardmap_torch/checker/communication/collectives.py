@@ -121,7 +121,7 @@ class AbstractBackend(WithoutAutomaticAxes):
         storage_type = interpreter.bring(index, types, "")
         site, backward = interpreter.site()
         storage_type.made = Equation(
-            f"axis_index({names!r})", (), (use_of("", index, storage_type, types),), site, backward
+            f"axis_index({names!r})", (), (use_of("", index, storage_type),), site, backward
         )
         interpreter.add(storage_type.made)
         interpreter.observer.on_axis_index(index, axes)
@@ -138,7 +138,7 @@ class AbstractBackend(WithoutAutomaticAxes):
         )
         nbytes = gradient.numel() * gradient.element_size()
         sent = bytes_sent(collective, nbytes, self.mesh.num_ranks(axes))
-        operand = use_of("x", gradient, storage_type, storage_type.types)
+        operand = use_of("x", gradient, storage_type)
         equation = Equation(str(collective), (operand,), (), None, True, collective, sent)
         with interpreter.paused():
             reduced = torch.empty_like(gradient)
@@ -166,7 +166,7 @@ class AbstractBackend(WithoutAutomaticAxes):
         x = interpreter.fakify(x)
         interpreter.copies.reject_stale(interpreter.name, [x])
         storage_type = interpreter.storage_type(x)
-        operand = use_of("x", x, storage_type, storage_type.types)
+        operand = use_of("x", x, storage_type)
         shown = _shown(move, applied)
         equation = Equation(shown, (operand,), (), site, backward, applied, forward=forward)
         types, shape = storage_type.types, tuple(x.shape)

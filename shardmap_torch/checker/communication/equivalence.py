@@ -24,7 +24,7 @@ from shardmap_torch.checker.rules.registry import table_version
 from shardmap_torch.collectives.protocol import Form
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.torch_private.engine import temporarily_clear_interpreter_stack
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import ShardTypeError, show_shape
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
 _SEEDS: Final[Mapping[AxisType, tuple[AxisType, ...]]] = {
@@ -69,10 +69,7 @@ def check_equivalent(
         compare = partial(_compare, interpreter, name, own, composition, likes)
         results.append(_COMPARED.get(key, compare))
     site, backward = interpreter.site()
-    storage_types = [(base, interpreter.storage_type(base)) for base in bases]
-    uses = tuple(
-        use_of("", base, storage_type, storage_type.types) for base, storage_type in storage_types
-    )
+    uses = tuple([use_of("", base, interpreter.storage_type(base)) for base in bases])
     interpreter.add(Equation(name, uses, (), site, backward, compared=results[0]))
 
 
@@ -162,10 +159,7 @@ class _Claim:
             words = ["missing" if each is None else "there" for each in (found, expected)]
             return None if found is expected else (words[0], words[1])
         storage_types = interpreter.storage_type(found), interpreter.storage_type(expected)
-        shown = [
-            str(use_of("", x, storage_type, storage_type.types))
-            for x, storage_type in zip((found, expected), storage_types, strict=True)
-        ]
+        shown = [show_shape(x.dtype, x.shape) for x in (found, expected)]
         if shown[0] != shown[1]:
             return shown[0], shown[1]
         ours, theirs = (map(plain, storage_type.types) for storage_type in storage_types)
@@ -232,7 +226,8 @@ class _Comparison:
     ) -> Sequence[Equation]:
         """Adds claims that the gradients are the same; returns the form's equations for its own."""
         found, expected = zip(*pairs, strict=True)
-        seeds = [self._seed(*pair) for pair in zip(expected, cotangents, strict=True)]
+        bring = partial(self._interpreter.bring_like, label="a cotangent")
+        seeds = list(map(bring, expected, cotangents))
         try:
             theirs = self._gradients(expected, seeds)
         except ShardTypeError:
@@ -245,12 +240,6 @@ class _Comparison:
             ]
             self.claims.append(_Claim(f"the gradient of operand {at}", pair[0], pair[1], alike))
         return equations
-
-    def _seed(self, out: Tensor, types: Types) -> Tensor:
-        with self._interpreter.paused():
-            seed = torch.empty_like(out)
-        self._interpreter.bring(seed, types, "a cotangent")
-        return seed
 
     def _gradients(
         self, outs: Sequence[Tensor], seeds: Sequence[Tensor]

@@ -146,8 +146,7 @@ def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> 
     """Returns the operand with its types at that time: an input, or its producer's result."""
     variable = getattr(producer, "variable", None)
     if isinstance(variable, Tensor):
-        storage_type = interpreter.storage_type(variable)
-        return use_of("", variable, storage_type, storage_type.types)
+        return use_of("", variable, interpreter.storage_type(variable))
     source: Equation | None = interpreter.equation_of(producer)
     return source.results[number] if source is not None and number < len(source.results) else None
 

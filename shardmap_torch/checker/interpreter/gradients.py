@@ -129,7 +129,7 @@ def _handed_over(
         handed_over = gradient.clone()
         copies = [made.storage_type for each in interpreter.equations for made in each.results]
     base = base_of(gradient)
-    use = use_of("gradient", base, storage_type, storage_type.types)
+    use = use_of("gradient", base, storage_type)
     equation = Equation(messages.GRADIENT, (use,), (), place[0], False, place=place)
     for copy in copies:
         copy.types, copy.made = (

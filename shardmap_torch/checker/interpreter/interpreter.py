@@ -1,6 +1,6 @@
 """Interpreter: types every ATen operation of a body, run on fake tensors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,7 @@ from shardmap_torch.checker.rules.infer import (
     Refusal,
     Types,
     branches,
+    each_axis,
     is_real,
     name_arguments,
     named_tensors,
@@ -38,7 +39,7 @@ from shardmap_torch.checker.rules.infer import (
     type_call,
     writes_of,
 )
-from shardmap_torch.checker.rules.lattice import Conflict, add, join, plain
+from shardmap_torch.checker.rules.lattice import Outcome, add, join, plain
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
@@ -58,7 +59,7 @@ from shardmap_torch.core.torch_private.engine import (
 )
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.types import I, K, R, V
+from shardmap_torch.types import AxisType, I, K, R, V
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -347,10 +348,7 @@ class Interpreter(Memory):
         types: Sequence[Types],
     ) -> None:
         read = named_tensors(arguments)
-        operands = []
-        for name, tensor in read:
-            storage_type = self.storage_type(tensor)
-            operands.append(use_of(name, tensor, storage_type, storage_type.types))
+        operands = [use_of(name, tensor, self.storage_type(tensor)) for name, tensor in read]
         tokens = self._alive_tokens([tensor for _, tensor in read])
         tasks = self.tasks_of(use.storage_type for use in operands)
         batched_over = _batched_over(operands, types)
@@ -395,8 +393,7 @@ class Interpreter(Memory):
 
     def _result(self, tensor: Tensor) -> Use:
         self.count(tensor)
-        storage_type = self.storage_type(tensor)
-        return use_of("", tensor, storage_type, storage_type.types)
+        return use_of("", tensor, self.storage_type(tensor))
 
     def _types_written(
         self,
@@ -413,14 +410,7 @@ class Interpreter(Memory):
             return types
         if len(types) == 1 or (row is not None and row.zipped):
             return [types[index % len(types)] for index in range(len(written))]
-        joined = []
-        for axis in range(len(self.axes)):
-            outcome = join([axis_type[axis] for axis_type in types])
-            if isinstance(outcome, Conflict):
-                refusal = Refusal(axis, outcome, outcome.reason)
-                raise messages.refused(self, op, arguments, refusal)
-            joined.append(outcome)
-        return [tuple(joined)] * len(written)
+        return [self._combined(join, op, arguments, types)] * len(written)
 
     def _write(
         self,
@@ -435,7 +425,7 @@ class Interpreter(Memory):
         storage_type = self.storage_type(tensor)
         # Earlier writes of the same operation remain: a list may contain a tensor twice.
         if storage_type.made is equation or not covers_storage(tensor, storage_type.storage):
-            types = self._joined(op, arguments, tensor, storage_type, types)
+            types = self._combined(add, op, arguments, [self.types(tensor), types])
         if not batched_over <= storage_type.batched_over:
             self.needs_ranks()  # vmap cannot write a batched value into an unbatched one
         storage_type.batched_over |= batched_over
@@ -443,22 +433,18 @@ class Interpreter(Memory):
         storage_type.tokens |= tokens
         storage_type.written |= tokens
 
-    def _joined(
+    def _combined(
         self,
+        rule: Callable[[Sequence[AxisType]], Outcome],
         op: OpOverload,
         arguments: Mapping[str, Any],
-        tensor: Tensor,
-        storage_type: StorageType,
-        types: Types,
+        types: Sequence[Types],
     ) -> Types:
-        joined = []
-        for axis, pair in enumerate(zip(self.types(tensor), types, strict=True)):
-            outcome = add(pair)
-            if isinstance(outcome, Conflict):
-                refusal = Refusal(axis, outcome, outcome.reason)
-                raise messages.refused(self, op, arguments, refusal)
-            joined.append(outcome)
-        return tuple(joined)
+        """Returns what a rule of the lattice makes of types that are written into one storage."""
+        outcome = each_axis(rule, types, len(self.axes))
+        if isinstance(outcome, Refusal):
+            raise messages.refused(self, op, arguments, outcome)
+        return outcome
 
     # --------------------------------------------------------------------------- equations
 

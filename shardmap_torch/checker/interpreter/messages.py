@@ -71,9 +71,7 @@ def refused(
     conflict = refusal.conflict
     types = [str(conflict.first)] + ([str(conflict.second)] if conflict.second is not None else [])
     uses = [
-        use_of(
-            label, tensor, interpreter.storage_type(tensor), interpreter.storage_type(tensor).types
-        )
+        use_of(label, tensor, interpreter.storage_type(tensor))
         for label, value in arguments.items()
         for tensor in tensors_of(value)
     ]

@@ -45,10 +45,7 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
         with interpreter.paused():
             return op(**arguments)
     interpreter.needs_ranks()
-    uses = [
-        use_of("", x, interpreter.storage_type(x), interpreter.storage_type(x).types)
-        for x in tensors
-    ]
+    uses = [use_of("", x, interpreter.storage_type(x)) for x in tensors]
     source = (op, *(_identity(use.storage_type, x) for use, x in zip(uses, tensors, strict=True)))
     number, is_new = interpreter.numbers.take(source, _kind(op, tensors))
     if is_new:

@@ -141,6 +141,13 @@ class Memory:
         self.types_by_storage[storage._cdata] = storage_type
         return storage_type
 
+    def bring_like(self, value: Tensor, types: Types, label: str) -> Tensor:
+        """Makes a tensor from outside of the body with the metadata of another."""
+        with self.paused():
+            made = torch.empty_like(value)
+        self.bring(made, types, label)
+        return made
+
     def storage_type(self, tensor: Tensor) -> StorageType:
         """Returns the storage type of a tensor, or of its fake."""
         if type(tensor) is FakeTensor and not self.rows.any:

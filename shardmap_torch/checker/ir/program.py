@@ -151,10 +151,10 @@ class ProgramPath:
     gradients: tuple[tuple[str, Types], ...] = ()
 
 
-def use_of(name: str, tensor: Tensor, storage_type: StorageType, types: Types) -> Use:
+def use_of(name: str, tensor: Tensor, storage_type: StorageType) -> Use:
     """Makes a use of a tensor, with its shape and types now."""
     number = tensor.__dict__.get("_shardmap_number")
-    return Use(name, storage_type, types, tensor.dtype, tuple(tensor.shape), number)
+    return Use(name, storage_type, storage_type.types, tensor.dtype, tuple(tensor.shape), number)
 
 
 _SENT: Final[Mapping[str, Callable[[int], float]]] = {

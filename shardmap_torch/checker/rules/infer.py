@@ -163,7 +163,7 @@ def type_call(
         return [Refusal(None, None, UNKNOWN if row is None or row.refuse is None else row.refuse)]
     if is_in_linear_backward():
         read_there = [read(t) for value in arguments.values() for t in tensors_of(value)]
-        return [_each_axis(join_linearly, read_there, num_axes)]
+        return [each_axis(join_linearly, read_there, num_axes)]
     if row.zipped:
         return _each_position(row, signature, arguments, read, num_axes, drawn)
     if row.results:
@@ -210,9 +210,10 @@ def type_results(
     return outcomes if rounded is None else [rounded]
 
 
-def _each_axis(
+def each_axis(
     join_types: Callable[[Sequence[AxisType]], Outcome], operands: Sequence[Types], num_axes: int
 ) -> Outcomes:
+    """Applies a rule of the lattice to the types of all operands, axis by axis."""
     found: list[AxisType] = []
     for axis in range(num_axes):
         outcome = join_types([types[axis] for types in operands])
@@ -220,10 +221,6 @@ def _each_axis(
             return Refusal(axis, outcome, outcome.reason)
         found.append(outcome)
     return tuple(found)
-
-
-def _is_tensor_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value)
 
 
 def _at(arguments: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -243,7 +240,8 @@ def _each_position(
     drawn: Types | None,
 ) -> list[Outcomes]:
     """Types lists of tensors position by position; of equal positions, as of layers, the first."""
-    counts = [len(value) for value in arguments.values() if _is_tensor_list(value)]
+    lists = [value for value in arguments.values() if isinstance(value, list | tuple)]
+    counts = [len(value) for value in lists if any(isinstance(item, Tensor) for item in value)]
     known: dict[Any, Outcomes] = {}
     found = []
     for index in range(max(counts, default=0)):
@@ -277,11 +275,9 @@ def _outcome(
     random = _draws(row, signature, arguments)
     types: list[AxisType] = []
     for axis in range(num_axes):
-        outcome = _on_axis(
-            [[axis_type[axis] for axis_type in term] for term in terms],
-            [axis_type[axis] for axis_type in others],
-            bool(linear),
-        )
+        rest = [each[axis] for each in others]
+        products = [[each[axis] for each in term] for term in terms]
+        outcome = combine(products, rest) if linear else join(rest)
         if isinstance(outcome, Conflict):
             return Refusal(axis, outcome, outcome.reason)
         if outcome in (V, Partial) and branches(signature, arguments):
@@ -302,12 +298,6 @@ def branches(signature: Signature, arguments: Mapping[str, Any]) -> bool:
     if signature.branches and isinstance(indices, list | tuple):
         return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_of(indices))
     return signature.branches
-
-
-def _on_axis(
-    terms: Sequence[Sequence[AxisType]], others: Sequence[AxisType], linear: bool
-) -> Outcome:
-    return combine(terms, others) if linear else join(others)
 
 
 def _terms(

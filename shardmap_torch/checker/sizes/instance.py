@@ -10,7 +10,7 @@ import torch
 
 from shardmap_torch.checker.guards.replay import Step
 from shardmap_torch.checker.ir.program import Equation, KernelCollective, ProgramPath, Use
-from shardmap_torch.checker.sizes.passing import MARKED, expression, is_symbol
+from shardmap_torch.checker.sizes.passing import MARKED, NUMBERS, expression, is_symbol
 from shardmap_torch.checker.verify.verdict import Verdict
 
 NAMES: Mapping[str, Any] = {"math": math, "torch": torch}
@@ -27,7 +27,10 @@ class Values:
 
     def of(self, value: Any) -> Any:
         """The number that a symbolic one is; any other value as it is."""
-        return self._at(expression(value)) if is_symbol(value) else _constant(value)
+        if is_symbol(value):
+            return self._at(expression(value))
+        kind = NUMBERS.get(type(value))
+        return value if kind is None else kind(value)  # a symbol that has one value
 
     def shape(self, shape: Sequence[Any]) -> tuple[int, ...]:
         """The sizes of a shape."""
@@ -45,12 +48,6 @@ class Values:
                 code = self._codes[text] = compile(text, "<size>", "eval")
             known = self._known[text] = eval(code, {}, self._names)  # of torch's own printer
         return known
-
-
-def _constant(value: Any) -> Any:
-    kinds: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    kind = kinds.get(type(value))
-    return value if kind is None else kind(value)  # a symbol that has one value
 
 
 def instance(general: Verdict, values: Values) -> Verdict:
@@ -88,17 +85,7 @@ def _steps(start: Step, values: Values) -> Step:
 
 def _step(step: Step, values: Values) -> Step:
     shape = None if step.shape is None else torch.Size(values.shape(step.shape))
-    return Step(
-        step.what,
-        shape,
-        step.dtype,
-        step.depth,
-        step.types,
-        step.note,
-        step.site,
-        last=step.last,
-        crossing=step.crossing,
-    )
+    return replace(step, shape=shape, next=[], later={})
 
 
 def _path(path: ProgramPath, values: Values) -> ProgramPath:

@@ -28,7 +28,9 @@ MARKED: Final = re.compile("⟦(.*?)⟧")
 _IS_INSTANCE: Final = isinstance
 _LOCK: Final = threading.RLock()
 _PRINTER: Final = PythonPrinter()
-_NUMBERS: Final = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+NUMBERS: Final = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+"""Types of symbols, and those of the numbers that they stand for."""
+
 _TORCH: Final = tuple(f"{Path(str(m.__file__)).parent}/" for m in (torch, sympy, optree))
 _OWN: Final = tuple(
     f"{Path(__file__).resolve().parents[3] / name}/"
@@ -45,7 +47,7 @@ def expression(symbol: Any) -> str:
 
 def is_symbol(value: Any) -> bool:
     """Returns whether a number depends on a symbol."""
-    return type(value) in _NUMBERS and bool(value.node.expr.free_symbols)
+    return type(value) in NUMBERS and bool(value.node.expr.free_symbols)
 
 
 def _asker() -> str:
@@ -66,16 +68,16 @@ def _text_of(symbol: Any, original: Callable[[Any], str]) -> str:
         return original(symbol)
     if asker.startswith(_OWN) and is_symbol(symbol):
         return f"⟦{expression(symbol)}⟧"
-    return repr(_NUMBERS[type(symbol)](symbol))
+    return repr(NUMBERS[type(symbol)](symbol))
 
 
 def _is_number(symbol: Any, kinds: Any) -> bool:
     """Returns what `isinstance` would say of the number."""
-    return not _asker().startswith(_TORCH) and _IS_INSTANCE(_NUMBERS[type(symbol)](), kinds)
+    return not _asker().startswith(_TORCH) and _IS_INSTANCE(NUMBERS[type(symbol)](), kinds)
 
 
 def _is_instance(value: Any, kinds: Any, /) -> bool:
-    return _IS_INSTANCE(value, kinds) or (type(value) in _NUMBERS and _is_number(value, kinds))
+    return _IS_INSTANCE(value, kinds) or (type(value) in NUMBERS and _is_number(value, kinds))
 
 
 @contextlib.contextmanager
@@ -85,7 +87,7 @@ def passing_for_numbers() -> Iterator[None]:
     What is replaced is the process's: threads wait for each other, so that each restores it.
     """
     with _LOCK:
-        before = {kind: kind.__repr__ for kind in _NUMBERS}
+        before = {kind: kind.__repr__ for kind in NUMBERS}
         for kind, original in before.items():
             kind.__repr__ = _asking(original)  # type: ignore[method-assign]
         # A class cannot get a `__class__` of its own after it has been made.

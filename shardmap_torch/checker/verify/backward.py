@@ -20,6 +20,7 @@ from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
 from shardmap_torch.types import COTANGENT, I, K, R, Z
 
+_COTANGENT: Final = "the cotangent of a result"
 _SUMMED: Final = (R, "summed", "replicate")
 _EQUAL: Final = (I, "equal on all ranks already, and not summed", "invariant")
 
@@ -68,18 +69,14 @@ class PullBack:
             gradients = torch.autograd.grad(
                 [value for value, _ in outputs], [*leaves, *closures], seeds, allow_unused=True
             )
-        found = dict(zip(map(id, leaves), gradients, strict=False))
-        self._commit({position: found.get(id(local)) for position, local in self._locals.items()})
+        of_leaf = dict(zip(map(id, leaves), gradients, strict=False))
+        self._commit({position: of_leaf.get(id(local)) for position, local in self._locals.items()})
         for closure, gradient in zip(closures, gradients[len(leaves) :], strict=True):
             self._check_closure(closure, gradient)
 
     def _seed(self, value: Tensor, spec: P) -> Tensor:
-        interpreter = self._interpreter
-        with interpreter.paused():
-            seed = torch.empty_like(value)
-        types = tuple(seeded_as(spec, axis) for axis in interpreter.axes)
-        interpreter.bring(seed, types, "the cotangent of a result")
-        return seed
+        types = tuple(seeded_as(spec, axis) for axis in self._interpreter.axes)
+        return self._interpreter.bring_like(value, types, _COTANGENT)
 
     def _commit(self, gradients: dict[int, Tensor | None]) -> None:
         """Decides the open axes of the inputs by their gradients."""
@@ -154,13 +151,9 @@ def record_backward(
         return
     seeds = []
     for value in values:
-        with interpreter.paused():
-            seed = torch.empty_like(value)
-        types = tuple(
-            (I if t == K else COTANGENT.get(plain(t), t)) for t in interpreter.types_of(value)
-        )
-        interpreter.bring(seed, types, "the cotangent of a result")
-        seeds.append(seed)
+        have = interpreter.types_of(value)
+        types = tuple(I if t == K else COTANGENT.get(plain(t), t) for t in have)
+        seeds.append(interpreter.bring_like(value, types, _COTANGENT))
     with interpreter.differentiating(seeds):
         torch.autograd.grad(values, leaves, seeds, allow_unused=True)
 

@@ -131,7 +131,7 @@ class Open(Linear):
             for axis, axis_type in interpreter.by_axis(storage_type.types).items()
         )
         site, backward = interpreter.site()
-        operand = use_of("x", interpreter.fakify(x), storage_type, storage_type.types)
+        operand = use_of("x", interpreter.fakify(x), storage_type)
         equation = Equation(self.what, (operand,), (), site, backward)
         with interpreter.paused():
             y = torch.empty_like(interpreter.fakify(x))

@@ -169,13 +169,15 @@ def _detached(call: Call) -> list[Any]:
 def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = EXACT) -> Verdict:
     """Tries JAX's reading of its casts first, and then the one that leaves gradients unsummed."""
     copies = V if strictness == "local" else R
-    readings = Readings(I, copies)
+    first, second = (
+        Round(call, repair, strictness, readings=Readings(uncommitted, copies), sizes=sizes)
+        for uncommitted in (I, R)
+    )
     try:
-        return _casting(Round(call, repair, strictness, readings=readings, sizes=sizes))
+        return _casting(first)
     except ShardTypeError as error:
-        if not readings.asked:
+        if not first.readings.asked:
             raise
-        second = Round(call, repair, strictness, readings=Readings(R, copies), sizes=sizes)
         with suppress(ShardTypeError):
             return _casting(second)
         raise error from None
@@ -208,19 +210,13 @@ def _attempt_as(this: Round) -> Verdict:
     for _ in range(_ROUNDS):
         outcomes = every_path(call.name, partial(go, this))
         if all(outcome.result is None for outcome in outcomes):
-            raise _error_of(outcomes[0])
+            assert outcomes[0].error is not None  # it has no result
+            raise outcomes[0].error
         resolved = resolve(this.call, outcomes)
         if not any(differs(outcome, resolved) for outcome in outcomes):
             return _verdict(this, resolved, outcomes)
         match = with_replicate(this.call, resolved.replicate)
-        this = Round(
-            replace(call, match=match),
-            this.repair,
-            this.strictness,
-            resolved,
-            readings=this.readings,
-            sizes=this.sizes,
-        )
+        this = replace(this, call=replace(call, match=match), resolved=resolved, start=Step())
     raise ShardTypeError(
         f"{call.name}: no types of the inputs and results were found that suit all paths through "
         "the body.\nFix: name the axes of inputs in replicate= or invariant=, or use torch.where."
@@ -229,11 +225,6 @@ def _attempt_as(this: Round) -> Verdict:
 
 _ROUNDS: Final = 4
 """Maximal number of rounds over the paths with the choices they share."""
-
-
-def _error_of(outcome: PathOutcome) -> Exception:
-    assert outcome.error is not None  # it has no result
-    return outcome.error
 
 
 def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -> Verdict:
