@@ -261,7 +261,7 @@ def _globally(
         return ["global: another program than on one device:", *f"{error}".splitlines()]
     regions = [e for e in program.equations if e.name.startswith(REGION) and not e.backward]
     lines = [f"  {region.name}  # {region.site}" for region in regions]
-    lines += [_COUNTED] if verdict.averages else []
+    lines += [_COUNTED] if verdict.traits.averages else []
     promised = ", if these keep what they promise:" if lines else ""
     return [f"global: the same program on one device{promised}", *lines]
 

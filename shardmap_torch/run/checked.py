@@ -127,7 +127,7 @@ class Checked:
             try:
                 late = partial(self._stop, processes, _LATE)
                 applied = verdict.apply(call, late)
-                if verdict.averages:
+                if verdict.traits.averages:
                     applied = replace(applied, function=counting_all(call.name, call.function))
                 if verdict.altered:
                     self._verdicts.forget(key)  # it is about the objects that were changed

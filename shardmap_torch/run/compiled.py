@@ -156,12 +156,12 @@ def _obstacles(verdict: Verdict, mesh: Mesh) -> Iterator[str]:
     """Yields the reasons why a trace would not be the program that was checked."""
     if mesh.kind == "simulated":
         yield from _obstacles_to_batching(verdict, mesh)
-    if verdict.draws:
+    if verdict.traits.draws:
         yield (
             "it draws from torch's default generator, which ranks share by their types when they "
             "run uncompiled only; draw from a key of shardmap_torch.random"
         )
-    if verdict.averages:
+    if verdict.traits.averages:
         yield (
             "it averages a cross entropy over a sharded dim, and uncompiled runs look whether a "
             "target is ignored; take reduction='sum', and divide by the global number of targets"
@@ -189,15 +189,15 @@ def _obstacles_to_batching(verdict: Verdict, mesh: Mesh) -> Iterator[str]:
             'simulate="ranks" runs it in a thread for each rank; make the mesh with '
             'simulate="auto" or "vmap"'
         )
-    if verdict.rank_only:
-        (what, *_) = verdict.rank_only.splitlines()
+    if verdict.traits.rank_only:
+        (what, *_) = verdict.traits.rank_only.splitlines()
         yield f"one batched program drops, or cannot run, {what.removesuffix('.')}"
-    if verdict.rank_only is not None and any(map(_names_dtypes, verdict.program_paths)):
+    if verdict.traits.rank_only is not None and any(map(_names_dtypes, verdict.program_paths)):
         yield (
             "one batched program does not round gradients as comm_dtype and grad_comm_dtype say, "
             "which runs of single ranks do"
         )
-    if verdict.applies_functions:
+    if verdict.traits.applies_functions:
         yield (
             "it applies autograd Functions, or recomputes, and under torch.func.vmap torch.compile "
             "leaves their backward out"

@@ -49,7 +49,7 @@ def uncommitted(
     has. A sum taken in the forward stays one computation, whose backward sums nothing.
     """
     if not function.__module__.startswith(_COMPILED):
-        interpreter.applies_functions = True
+        interpreter.traits.applies_functions = True
     if not is_own(function) or interpreter.is_paused:
         return out
     read = [interpreter.storage_type(x).types for x in args if isinstance(x, FakeTensor)]

@@ -40,7 +40,7 @@ def drawn_types(
     seeded = arguments.get("generator") is None and not interpreter.is_decomposing
     if scope is None or scope.monitor is None or not seeded:
         return None
-    interpreter.draws = True
+    interpreter.traits.draws = True
     own = _own_axes(interpreter, scope, op, arguments)
     types = tuple(V if at in own else K for at in range(len(interpreter.axes)))
     note = scope.monitor.note((DRAW, str(op)))

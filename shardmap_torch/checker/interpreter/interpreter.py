@@ -17,7 +17,7 @@ from shardmap_torch.checker.interpreter.spots import Spots
 from shardmap_torch.checker.interpreter.state import Memory, Token
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
-from shardmap_torch.checker.ir.outcomes import Asserted
+from shardmap_torch.checker.ir.outcomes import Asserted, Traits
 from shardmap_torch.checker.ir.own_functions import name_of_own
 from shardmap_torch.checker.ir.paths import Branches, Failing
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
@@ -105,9 +105,7 @@ class Interpreter(Memory):
         self._failing = Failing(self.numbers.branches, locate)
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
-        self.rank_only: str | None = None
-        self.draws, self.is_decomposing = False, False
-        self.takes_gradients, self.averages, self.applies_functions = False, False, False
+        self.traits, self.is_decomposing = Traits(), False
         self.function: Any = None
         self._made_by: dict[int, Equation] = {}
         self._sequence = 0
@@ -147,18 +145,18 @@ class Interpreter(Memory):
         """Records code that `torch.func.vmap` would reject or, if it says `what`, may drop."""
         if what is not None and not self._paused:
             where = f"{what}.\n  {messages.place(call_site(), False)}" if what else ""
-            self.rank_only = self.rank_only or where
+            self.traits.rank_only = self.traits.rank_only or where
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Types operations in this context without adding them to the program."""
-        branches = self.numbers.branches
-        before = self.equations, self.observer, self.rank_only, self._count, branches.refusal
+        branches, traits = self.numbers.branches, self.traits
+        before = self.equations, self.observer, traits.rank_only, self._count, branches.refusal
         self.equations, self.observer = [], UNOBSERVED
         try:
             yield
         finally:
-            self.equations, self.observer, self.rank_only, self._count, branches.refusal = before
+            self.equations, self.observer, traits.rank_only, self._count, branches.refusal = before
 
     # -------------------------------------------------------------------------- operations
 

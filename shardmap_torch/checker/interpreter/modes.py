@@ -276,7 +276,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     watch(interpreter, outputs)
     if interpreter.goes_on(given_seeds):
         return func(*args, **kwargs)
-    interpreter.takes_gradients = True
+    interpreter.traits.takes_gradients = True
     seeds = tuple(map(partial(gradients.seed, interpreter), outputs, given_seeds))
     given["outputs"], given["grad_outputs"] = outputs, seeds
     in_transform = any(map(functorch.is_functorch_wrapped_tensor, outputs))
@@ -356,7 +356,7 @@ def _fill_fields(
         run(given_seeds)
         return
     seeds = list(map(partial(gradients.seed, interpreter), outputs, given_seeds))
-    interpreter.takes_gradients = True
+    interpreter.traits.takes_gradients = True
     interpreter.needs_ranks("backward")
     with DisableTorchFunction():
         before = [leaf.grad for leaf in leaves]

@@ -1,6 +1,6 @@
 """Outcomes: results of verifying one path through a body, and choices that all paths share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -68,6 +68,38 @@ class Exit:
     origin: str
 
 
+@dataclass
+class Traits:
+    """What runs of a body have to know of it, beside the types of its values.
+
+    Attributes:
+        rank_only: what `torch.func.vmap` drops or lacks and the body uses, or "" where it has it in
+            a form of its own; None if a batched body runs as ranks do.
+        draws: whether it draws from torch's default generator.
+        takes_gradients: whether it takes gradients by itself.
+        averages: whether it averages over shards losses whose targets must not be ignored.
+        applies_functions: whether it applies autograd Functions other than collectives.
+    """
+
+    rank_only: str | None = None
+    draws: bool = False
+    takes_gradients: bool = False
+    averages: bool = False
+    applies_functions: bool = False
+
+    @staticmethod
+    def of_all(paths: "Sequence[Traits]") -> "Traits":
+        """Returns the traits of a body that has those of any of its paths."""
+        rank_only = [each.rank_only for each in paths if each.rank_only is not None]
+        return Traits(
+            max(rank_only, default=None),  # any that says where it is
+            any(each.draws for each in paths),
+            any(each.takes_gradients for each in paths),
+            any(each.averages for each in paths),
+            any(each.applies_functions for each in paths),
+        )
+
+
 @dataclass(frozen=True)
 class PathOutcome:
     """The outcome of verifying one path.
@@ -79,12 +111,8 @@ class PathOutcome:
         outputs: shape, dtype and types of the tensor results.
         exits: their conversions.
         needs: requirements of the gradients of inputs, along open axes.
-        rank_only: what a batched body cannot run, or ""; None if it can run all.
-        draws: whether it draws from torch's default generator.
-        takes_gradients: whether it takes gradients by itself.
+        traits: what else runs have to know of it.
         sharing: the input whose memory a result may have, by their positions.
-        averages: whether it averages over shards losses whose targets must not be ignored.
-        applies_functions: whether it applies autograd Functions other than collectives.
     """
 
     program: ProgramPath
@@ -93,12 +121,8 @@ class PathOutcome:
     outputs: Outputs = field(default_factory=dict)
     exits: Mapping[Where, Exit] = field(default_factory=dict)
     needs: Mapping[Where, Need] = field(default_factory=dict)
-    rank_only: str | None = ""
-    draws: bool = False
-    takes_gradients: bool = False
+    traits: Traits = field(default_factory=lambda: Traits(""))
     sharing: Mapping[int, int] = field(default_factory=dict)
-    averages: bool = False
-    applies_functions: bool = False
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ def _require_same(found: Verdict, exact: Verdict) -> None:
 
 def _flags(verdict: Verdict) -> list[object]:
     refusal = verdict.refusal and str(verdict.refusal)
-    return [verdict.batches, verdict.draws, verdict.takes_gradients, refusal]
+    return [verdict.batches, verdict.traits.draws, verdict.traits.takes_gradients, refusal]
 
 
 def _plain(leaves: Sequence[Any]) -> list[Any]:

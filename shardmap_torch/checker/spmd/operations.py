@@ -135,7 +135,7 @@ class Operations:
         combined = rearranged or self._microbatches.combine(op, arguments, event, read, results)
         found, combined = self._microbatches.complete(special or propagate(step), combined)
         if ignores(step) and any(sharded.means for sharded in found):
-            self._interpreter.averages = True
+            self._interpreter.traits.averages = True
         for index, sharded in enumerate(found):
             number, shape = event.results[index]
             shard = fitted(sharded.dims, tuple(results[index].shape), shape)

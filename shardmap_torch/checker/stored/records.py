@@ -2,18 +2,18 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from typing import Any, Final
 
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.matching import Match
+from shardmap_torch.checker.ir.outcomes import Traits
 from shardmap_torch.checker.stored.encoding import EncodingError, Json, decode, encode
 from shardmap_torch.checker.stored.programs import read_program, write_program
 from shardmap_torch.checker.stored.steps import read_steps, write_steps
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError
-
-_FLAGS: Final = ("draws", "takes_gradients", "averages", "applies_functions")
 
 
 def write_verdict(verdict: Verdict) -> tuple[str, str]:
@@ -34,9 +34,8 @@ def write_verdict(verdict: Verdict) -> tuple[str, str]:
         "result": _write_result(verdict.result),
         "sharing": _write_map(verdict.sharing),
         "start": write_steps(verdict.start),
-        "rank_only": encode(verdict.rank_only),
         "refusal": None if refusal is None else [str(refusal), encode(refusal.findings)],
-        **{name: encode(getattr(verdict, name)) for name in _FLAGS},
+        "traits": encode(astuple(verdict.traits)),
     }
     return _dump(head), _dump(write_program(verdict.program_paths))
 
@@ -61,13 +60,9 @@ def read_verdict(call: Call, head_text: str, program_text: str) -> Verdict:
         _read_map(head["outputs"]),
         lambda: read_program(json.loads(program_text)),
         _read_result(head["result"]),
-        rank_only=decode(head["rank_only"]),
-        draws=bool(head["draws"]),
+        traits=Traits(*decode(head["traits"])),
         sharing=_read_map(head["sharing"]),
         start=read_steps(head["start"]),
-        takes_gradients=bool(head["takes_gradients"]),
-        averages=bool(head["averages"]),
-        applies_functions=bool(head["applies_functions"]),
         refusal=_read_refusal(head["refusal"]),
     )
 

@@ -378,10 +378,6 @@ class _Verification:
             outputs,
             outgoing.exits,
             back.needs,
-            interpreter.rank_only,
-            interpreter.draws,
-            interpreter.takes_gradients,
+            interpreter.traits,
             sharing,
-            interpreter.averages,
-            interpreter.applies_functions,
         )

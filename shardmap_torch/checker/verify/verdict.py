@@ -13,7 +13,7 @@ from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.guards.places import Kept
 from shardmap_torch.checker.guards.replay import End, Replay, Step
-from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved, Where
+from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved, Traits, Where
 from shardmap_torch.checker.ir.own_functions import communicating
 from shardmap_torch.checker.ir.paths import every_path
 from shardmap_torch.checker.ir.program import Equation, ProgramPath
@@ -52,14 +52,9 @@ class Verdict:
         outputs: shape, dtype and types of each of these results, after the conversions.
         make_paths: makes `program_paths`.
         result: what the body returned, its tensors without data.
-        rank_only: what `torch.func.vmap` drops or lacks and the body uses, or "" where it has it in
-            a form of its own; None if a batched body runs as ranks do.
-        draws: whether the body draws from torch's default generator.
+        traits: what else runs have to know of the body.
         sharing: the input whose memory a result may have, by their positions.
         start: the notes of what the body asks of its mesh, with which each run is compared.
-        takes_gradients: whether the body takes gradients by itself.
-        averages: whether the body averages over shards losses whose targets must not be ignored.
-        applies_functions: whether the body applies autograd Functions other than collectives.
         altered: what the body refers to and changes, with the values that it starts from.
         refusal: why results cannot be differentiated, where the body is right without that.
     """
@@ -73,13 +68,9 @@ class Verdict:
     outputs: dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
     make_paths: Callable[[], tuple[ProgramPath, ...]]
     result: Result
-    rank_only: str | None
-    draws: bool
+    traits: Traits
     sharing: dict[int, int]
     start: Step
-    takes_gradients: bool
-    averages: bool
-    applies_functions: bool
     refusal: ShardTypeError | None = None
     altered: tuple[Kept, ...] = ()
 
@@ -103,14 +94,13 @@ class Verdict:
         """
         leaves = call.leaves if self.refusal is None else _detached(call)
         follow = partial(Replay, self.start, late)
-        return call.checked(
-            leaves, self.match, self.exits, follow, self.draws, rank_only=self.rank_only
-        )
+        draws, rank_only = self.traits.draws, self.traits.rank_only
+        return call.checked(leaves, self.match, self.exits, follow, draws, rank_only=rank_only)
 
     @property
     def batches(self) -> bool:
         """True if a batched body can run it."""
-        return self.rank_only is None
+        return self.traits.rank_only is None
 
     @lazy
     def match(self) -> Match:
@@ -155,7 +145,7 @@ def _as_step(call: Call, strictness: Strictness) -> Verdict | None:
         verdict = attempt(replace(call, leaves=_detached(call)), NONE, strictness)
     except Exception:  # the first attempt has the error to show
         return None
-    return verdict if verdict.takes_gradients else None
+    return verdict if verdict.traits.takes_gradients else None
 
 
 def _detached(call: Call) -> list[Any]:
@@ -244,19 +234,10 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         first.outputs,
         partial(tuple, [outcome.program for outcome in outcomes]),
         first.result,
-        _rank_only(outcomes),
-        any(outcome.draws for outcome in outcomes),
+        Traits.of_all([outcome.traits for outcome in outcomes]),
         {at: source for outcome in outcomes for at, source in outcome.sharing.items()},
         this.start,
-        any(outcome.takes_gradients for outcome in outcomes),
-        any(outcome.averages for outcome in outcomes),
-        any(outcome.applies_functions for outcome in outcomes),
     )
-
-
-def _rank_only(outcomes: Sequence[PathOutcome]) -> str | None:
-    found = [outcome.rank_only for outcome in outcomes if outcome.rank_only is not None]
-    return max(found, default=None)  # any that says where it is
 
 
 def _closed_specs(call: Call, replicate: frozenset[Where]) -> tuple[P | None, ...]:
