@@ -25,6 +25,7 @@ from shardmap_torch.checker.ir.rank_only import rank_only_part
 from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
 from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules import distributed_calls
+from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.rules.infer import (
     Refusal,
     Types,
@@ -76,9 +77,7 @@ _LITERAL: Final = torch.ops.aten.lift_fresh.default
 
 _BITS: Final = torch.ops.aten.view.dtype
 _SEED: Final = torch.ops.aten.ones_like.default
-_ONE_DTYPE: Final = frozenset(
-    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
-)
+_ONE_DTYPE: Final = overloads("mm bmm addmm baddbmm mv dot")
 """Operations that reject operands of several dtypes, except on fake tensors."""
 
 

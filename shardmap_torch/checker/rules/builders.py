@@ -30,18 +30,22 @@ def product(*factors: str, unread: tuple[str, ...] = ()) -> Row:
 
 
 def each(row: Row, names: str) -> dict[OpOverload, Row]:
-    """Maps overloads to `row`: each of `names` is an aten `packet.overload`, or `.default` of it.
+    """Maps the overloads of these names to `row`."""
+    return dict.fromkeys(overloads(names), row)
 
-    Overloads that the installed torch does not have are left out: the table serves several
-    versions, and a test compares it with the pinned one.
+
+def overloads(names: str) -> list[OpOverload]:
+    """Returns the overloads of names, each an aten `packet.overload`, or `.default` of it.
+
+    Overloads that the installed torch does not have are left out: tables serve several versions,
+    and a test compares those of rows with the pinned one.
 
     Example:
-        >>> list(each(SELF, "neg sum.dim_IntList"))
+        >>> overloads("neg sum.dim_IntList")
         [<OpOverload(op='aten.neg', overload='default')>, \
 <OpOverload(op='aten.sum', overload='dim_IntList')>]
     """
-    overloads = (_overload(name) for name in names.split())
-    return {op: row for op in overloads if op is not None}
+    return [op for op in map(_overload, names.split()) if op is not None]
 
 
 def argument_of(name: str, *known: str) -> str:

@@ -4,18 +4,11 @@ from collections.abc import Mapping
 from math import isnan
 from typing import Any, Final
 
-import torch
-
+from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.core.torch_private.engine import OpOverload
 
-_IDENTITIES: Final = frozenset(
-    {
-        torch.ops.aten.clone.default,
-        torch.ops.aten.alias.default,
-        torch.ops.aten.contiguous.default,
-    }
-)
+_IDENTITIES: Final = overloads("clone alias contiguous")
 """Operations that one of the programs may lack: shapes decide whether torch copies."""
 
 _RESHAPES: Final = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})

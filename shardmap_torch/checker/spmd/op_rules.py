@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     EACH,
@@ -225,15 +226,6 @@ def _places(
     ]
 
 
-def _overloads(names: str) -> list[OpOverload]:
-    found = []
-    for name in names.split():
-        packet, _, which = name.partition(".")
-        overload = getattr(getattr(aten, packet, None), which or "default", None)
-        found += [overload] if overload is not None else []
-    return found
-
-
 _RULES: Final[Mapping[OpOverload, Rule]] = {
     op: rule
     for rule, names in (
@@ -279,7 +271,7 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (einsum("mk,k->m"), "mv addmv"),
         (einsum("k,k->"), "dot vdot"),
     )
-    for op in _overloads(names)
+    for op in overloads(names)
 }
 
 RULES: Final[Mapping[OpOverload, Rule]] = {**_RULES, **ATTENTION}
@@ -303,7 +295,7 @@ _COUNTED: Final[Collection[tuple[Rule, str]]] = (
 )
 """Arguments that may count the entries that each rank has."""
 
-_COPIES: Final = frozenset(_overloads("clone detach alias lift_fresh"))
+_COPIES: Final = frozenset(overloads("clone detach alias lift_fresh"))
 
 TAKES_STACKS: Final = frozenset(
     op

@@ -29,7 +29,7 @@ from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
 from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
-from shardmap_torch.checker.spmd.ops.losses import ignores
+from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.recorder import Event, Ref
 from shardmap_torch.checker.spmd.sharded import Sharded, Step, is_view
 from shardmap_torch.checker.spmd.state import Notes
@@ -134,7 +134,7 @@ class Operations:
         special = special or self._overwrite(op, arguments, event, shards)
         combined = rearranged or self._microbatches.combine(op, arguments, event, read, results)
         found, combined = self._microbatches.complete(special or propagate(step), combined)
-        if ignores(step) and any(sharded.means for sharded in found):
+        if op in IGNORING and any(sharded.means for sharded in found):
             self._interpreter.traits.averages = True
         for index, sharded in enumerate(found):
             number, shape = event.results[index]

@@ -12,8 +12,7 @@ from fractions import Fraction
 from math import isfinite
 from typing import Any, Final
 
-import torch
-
+from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.spmd.layout import UnrelatedError
 from shardmap_torch.core.torch_private.engine import OpOverload
 
@@ -80,17 +79,8 @@ def reject_scaled(sums: Sums) -> None:
     )
 
 
-_MULTIPLIED: Final = frozenset(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name in ("mul", "mul_")
-    for overload in ("Tensor", "Scalar")
-)
-_DIVIDED: Final = frozenset(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name in ("div", "div_")
-    for overload in ("Tensor", "Scalar")
-)
-_SCALING: Final = _MULTIPLIED | _DIVIDED
+_DIVIDED: Final = overloads("div.Tensor div.Scalar div_.Tensor div_.Scalar")
+_SCALING: Final = overloads("mul.Tensor mul.Scalar mul_.Tensor mul_.Scalar") + _DIVIDED
 
 
 def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:

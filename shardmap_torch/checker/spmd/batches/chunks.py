@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 
+from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.spmd.layout import (
     EACH,
     Dim,
@@ -62,10 +63,7 @@ CHUNKS: Final[Mapping[OpOverload, Callable[[Mapping[str, Any], int], Chunks | No
 """Operations that make chunks, with how their arguments and a dim's length tell which."""
 
 
-VIEWS: Final = frozenset(
-    {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-    | {aten._reshape_alias.default}
-)
+VIEWS: Final = overloads("view _unsafe_view reshape _reshape_alias")
 """Operations that may put microbatches, or the rows of all, in dims of their own."""
 
 

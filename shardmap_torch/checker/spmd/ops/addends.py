@@ -5,10 +5,10 @@ from fractions import Fraction
 from math import prod
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from shardmap_torch.checker.ir.observer import tensors_in
+from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.rules.infer import Refusal, Types, type_results
 from shardmap_torch.checker.spmd.sums import (
     NO_AXES,
@@ -45,11 +45,9 @@ def require_linear(
             reject_scaled(scaled)
 
 
-_ADDING: Final = frozenset(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name in ("add", "add_", "sub", "sub_", "rsub")
-    for overload in ("Tensor", "Scalar")
-    if overload in getattr(torch.ops.aten, name).overloads()
+_ADDING: Final = overloads(
+    "add.Tensor add.Scalar add_.Tensor add_.Scalar sub.Tensor sub.Scalar sub_.Tensor sub_.Scalar"
+    " rsub.Tensor rsub.Scalar"
 )
 
 

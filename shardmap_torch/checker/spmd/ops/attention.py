@@ -8,8 +8,7 @@ the queries' in a row. Positions of queries may be sharded where no causal mask 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import torch
-
+from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,
@@ -119,11 +118,6 @@ def _mask_name(arguments: Mapping[str, Any]) -> str:
     return next((name for name in _MASKS if name in arguments), "")
 
 
-def _overloads(names: str) -> list[OpOverload]:
-    packets = (getattr(torch.ops.aten, name, None) for name in names.split())
-    return [packet.default for packet in packets if packet is not None]
-
-
 _FORWARD: Final = (
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
@@ -132,6 +126,6 @@ _FORWARD: Final = (
 _BACKWARD: Final = " ".join(f"{name}_backward" for name in _FORWARD.split())
 
 ATTENTION: Final[Mapping[OpOverload, Rule]] = {
-    **dict.fromkeys(_overloads(_FORWARD), _attention),
-    **dict.fromkeys(_overloads(_BACKWARD), _attention_backward),
+    **dict.fromkeys(overloads(_FORWARD), _attention),
+    **dict.fromkeys(overloads(_BACKWARD), _attention_backward),
 }

@@ -26,7 +26,7 @@ from shardmap_torch.checker.spmd.layout import (
     distinct,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops.losses import is_average
+from shardmap_torch.checker.spmd.ops.losses import IGNORING, is_average
 from shardmap_torch.checker.spmd.sharded import WRAP, Sharded, Step
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.core.torch_private.engine import (
@@ -178,10 +178,6 @@ def _ask(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, .
         return _answered(op, arguments, size)
 
 
-_LOSSES: Final = (
-    torch.ops.aten.nll_loss_forward.default,
-    torch.ops.aten.nll_loss2d_forward.default,
-)
 _REDUCTION: Final = 3
 """Position of the argument that says how a loss is reduced: 1 averages, and 2 sums."""
 
@@ -194,7 +190,7 @@ def _answered(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | No
     """
     args, kwargs = arguments
     answers = _propagated(op, args, kwargs, size)
-    if answers is None and op in _LOSSES and args[_REDUCTION] == 1:
+    if answers is None and op in IGNORING and args[_REDUCTION] == 1:
         # Since shards may leave out different numbers of entries, torch 2.14 gathers these first.
         # `is_average` and a look at the targets see to that here, where the sum is an average.
         total = (*args[:_REDUCTION], 2, *args[_REDUCTION + 1 :])
