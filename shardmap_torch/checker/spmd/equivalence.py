@@ -30,13 +30,16 @@ from shardmap_torch.checker.ir.observer import (
     Observer,
     made_by,
 )
+from shardmap_torch.checker.rules.infer import named_tensors
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, shown
+from shardmap_torch.checker.spmd.batches.book import Book
 from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
-from shardmap_torch.checker.spmd.operations import Operations, named_tensors
+from shardmap_torch.checker.spmd.operations import Operations
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
+from shardmap_torch.checker.spmd.sharded import Call
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
     NO_AXES,
@@ -78,9 +81,9 @@ class Relation(Observer):
         self._alignment = Alignment(one)
         self._notes = Notes(interpreter, self._alignment, without)
         self._inside: list[Observer] = []
-        self._microbatches = Microbatches(interpreter, self._notes)
+        self._microbatches = Microbatches(Book(interpreter, self._notes))
         self._notes.reject_part = self._microbatches.reject
-        self._gradients = Gradients(self._notes, self._microbatches)
+        self._gradients = Gradients(self._notes, self._microbatches.book)
         self._positions = Positions(self._notes, interpreter.mesh)
         self._intervals = Intervals(self._notes, self._positions)
         self._maxima = Maxima(interpreter, self._notes, bool(without))
@@ -295,7 +298,8 @@ class Relation(Observer):
                     self._notes.copy(source, results[0])
                     self._microbatches.note_copy(source, results[0])
                 elif results:  # else it answers a question about shapes
-                    self._operations.compare(op, event, arguments, results, bool(self.followed))
+                    call = Call(op, arguments, event, results)
+                    self._operations.compare(call, bool(self.followed))
 
     # ------------------------------------------------------------------------------ errors
 

@@ -5,7 +5,8 @@ from typing import Final
 
 from torch import Tensor
 
-from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
+from shardmap_torch.checker.spmd.batches.book import Book
+from shardmap_torch.checker.spmd.batches.part_gradients import note_gradient
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,
@@ -32,9 +33,9 @@ class Gradients:
         has_custom_backward: whether the user's own code has run in this differentiation.
     """
 
-    def __init__(self, notes: Notes, microbatches: Microbatches) -> None:
-        """Reads the layouts of the values from `notes`."""
-        self._notes, self._microbatches = notes, microbatches
+    def __init__(self, notes: Notes, book: Book) -> None:
+        """Reads the layouts of the values from `notes`; `book` is that of microbatches."""
+        self._notes, self._book = notes, book
         self.has_custom_backward = False
 
     def note(
@@ -64,8 +65,8 @@ class Gradients:
                 number, shape = next(found)
                 shard = self._batched_like(shard, operand, gradient, shape)
                 self._note(shard, operand, gradient, number, scale, old)
-                what = (outputs, seeds, operand, gradient, old[0], self.has_custom_backward)
-                self._microbatches.note_gradient(*what)
+                values = (outputs, seeds, operand, gradient, old[0])
+                note_gradient(self._book, *values, self.has_custom_backward)
 
     def _batched_like(
         self, shard: ShardedTensor, operand: Tensor, gradient: Tensor, shape: Shape

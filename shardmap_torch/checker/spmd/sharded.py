@@ -7,8 +7,21 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmap_torch.checker.rules.infer import (
+    Types,
+    named_tensors,
+    signature_of,
+    tensors_of,
+    type_results,
+    writes_of,
+)
+from shardmap_torch.checker.rules.registry import row_of
+from shardmap_torch.checker.spmd.align import differing
 from shardmap_torch.checker.spmd.layout import Dim, Shape, ShardedTensor, Sizes
+from shardmap_torch.checker.spmd.recorder import Event
+from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.torch_private.engine import OpOverload
+from shardmap_torch.types import K, Partial, Z
 
 WRAP: Final = "gather the operands first, or wrap per-rank code in local_region."
 """Advice where an operation cannot be done on shards."""
@@ -42,13 +55,72 @@ class Sharded:
     divided: int = 1
 
 
-@dataclass(frozen=True)
-class Step:
-    """One operation in both programs.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of an operation in the ranks' program, and the same one on one device.
 
     Attributes:
         op: the overload.
-        arguments: the arguments in the ranks' program by name, tensors replaced by their layouts.
+        arguments: its arguments in the ranks' program, by name.
+        event: the call on one device.
+        results: the tensors that it makes, or writes if it returns nothing.
+    """
+
+    op: OpOverload
+    arguments: Mapping[str, Any]
+    event: Event
+    results: Sequence[Tensor]
+
+    @lazy
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [tensor for _, tensor in named_tensors(self.arguments)]
+
+    @lazy
+    def written(self) -> list[Tensor]:
+        """The tensors that it writes."""
+        names = writes_of(self.op, self.arguments)
+        return [tensor for name in names for tensor in tensors_of(self.arguments[name])]
+
+    @lazy
+    def read(self) -> list[Tensor]:
+        """The tensors among the arguments whose values matter."""
+        row = row_of(self.op)
+        unread = set(row.unread) if row is not None and not row.results else set()
+        unread |= signature_of(self.op).outs
+        return [tensor for name, tensor in named_tensors(self.arguments) if name not in unread]
+
+    def is_linear(
+        self, is_addend: Callable[[Tensor], bool], is_zero: Callable[[Tensor], bool]
+    ) -> bool:
+        """Returns whether it is linear in these addends; zeros are addends of any sum."""
+
+        def types_of(x: Tensor) -> Types:
+            return (Partial,) if is_addend(x) else (Z,) if is_zero(x) else (K,)
+
+        outcomes = type_results(self.op, self.arguments, self.results, types_of, 1)
+        return all(outcome == (Partial,) for outcome in outcomes)
+
+    @property
+    def shapes(self) -> list[tuple[Shape, Shape]]:
+        """The shapes of the results in both programs."""
+        pairs = zip(self.results, self.event.results, strict=True)
+        return [(tuple(tensor.shape), shape) for tensor, (_, shape) in pairs]
+
+    @property
+    def differing(self) -> dict[str, Any]:
+        """The non-tensor arguments that differ on one device, with their values there."""
+        plain = {n: x for n, x in self.arguments.items() if not any(True for _ in tensors_of(x))}
+        return differing(plain, self.event)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation in both programs, tensors replaced by their layouts.
+
+    Attributes:
+        op: the overload.
+        arguments: the arguments in the ranks' program by name.
         unsharded_arguments: the other arguments on one device, where they differ.
         tensors: the tensors that these layouts belong to, in order.
         results: shapes of each result in both programs.

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.program import StorageType
 from shardmap_torch.checker.ir.sizes import exact
+from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.spmd.align import Alignment
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -100,6 +101,23 @@ class Notes:
                 f"{what} has values of several ranks along a dim of its own", STACKED
             )
         return shard
+
+    def layouts(self, value: Any, there: Any, name: str, takes_stacks: bool = False) -> Any:
+        """Returns an argument with layouts in place of its tensors.
+
+        Raises:
+            UnrelatedError: one is no shard of what stands there on one device.
+        """
+        if isinstance(value, Tensor):
+            if not isinstance(there, Ref):
+                raise UnrelatedError(f"{name} is no tensor on one device")
+            return self.find(value, there, name, takes_stacks)
+        if isinstance(value, list | tuple) and any(True for _ in tensors_of(value)):
+            if not isinstance(there, tuple) or len(there) != len(value):
+                raise UnrelatedError(f"{name} has another length on one device")
+            pairs = zip(value, there, strict=True)
+            return [self.layouts(item, ref, name, takes_stacks) for item, ref in pairs]
+        return value
 
     def find_any(self, tensor: Tensor) -> ShardedTensor | None:
         """Returns the layout of a tensor as a shard of any one-device tensor, or None."""

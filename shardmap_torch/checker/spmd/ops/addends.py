@@ -1,48 +1,25 @@
 """Linear operations on multiples, and sums of addends and of values equal on all ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import prod
-from typing import Any, Final
+from typing import Final
 
-from torch import Tensor
-
-from shardmap_torch.checker.ir.observer import tensors_in
 from shardmap_torch.checker.rules.builders import overloads
-from shardmap_torch.checker.rules.infer import Refusal, Types, type_results
-from shardmap_torch.checker.spmd.sums import (
-    NO_AXES,
-    Axes,
-    Sums,
-    common_scale,
-    is_factor,
-    reject_scaled,
-)
-from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.types import K, Partial, Z
+from shardmap_torch.checker.spmd.sharded import Call
+from shardmap_torch.checker.spmd.state import Notes
+from shardmap_torch.checker.spmd.sums import NO_AXES, Sums, common_scale, is_factor, reject_scaled
 
 
-def require_linear(
-    op: OpOverload,
-    arguments: Mapping[str, Any],
-    results: Sequence[Tensor],
-    sums_of: Callable[[Tensor], Sums],
-) -> None:
+def require_linear(call: Call, notes: Notes) -> None:
     """Requires that an operation is linear in the operands that have a factor.
 
     Raises:
         UnrelatedError: it is not linear in them.
     """
-
-    def seen(x: Tensor) -> Types:
-        if sums_of(x).scale != 1:
-            return (Partial,)
-        return (Z,) if sums_of(x).zero else (K,)
-
-    scaled = common_scale([sums_of(x) for value in arguments.values() for x in tensors_in(value)])
-    for outcome in type_results(op, arguments, results, seen, 1):
-        if isinstance(outcome, Refusal) or outcome != (Partial,):
-            reject_scaled(scaled)
+    scaled = common_scale([notes.sums(x) for x in call.tensors])
+    if not call.is_linear(lambda x: notes.sums(x).scale != 1, lambda x: notes.sums(x).zero):
+        reject_scaled(scaled)
 
 
 _ADDING: Final = overloads(
@@ -51,36 +28,27 @@ _ADDING: Final = overloads(
 )
 
 
-def as_addends(
-    op: OpOverload,
-    arguments: Mapping[str, Any],
-    results: Sequence[Tensor],
-    sums_of: Callable[[Tensor], Sums],
-    is_sharded: Callable[[Tensor, Axes], bool],
-    sizes: Mapping[str, int],
-) -> Sums | None:
+def as_addends(call: Call, notes: Notes) -> Sums | None:
     """Returns what a sum is of which some operands are equal on all ranks, and others addends.
 
     Each rank adds the equal ones, so that they add up to as many times their value as there are
     ranks. That is right where the addends add up to that multiple too, as means of parts do: the
     mean over the ranks of `x.mean() + c`. None where the multiples differ, or for no sum.
     """
-    tensors = [x for value in arguments.values() for x in tensors_in(value)]
-    known = [sums_of(x) for x in tensors]
+    known = [notes.sums(x) for x in call.tensors]
     axes = frozenset(axis for each in known for axis in each.partial)
-    copies = prod(sizes[axis] for axis in axes)
+    copies = prod(notes.sizes[axis] for axis in axes)
     scales = {each.scale * (1 if each.partial else copies) for each in known if not each.zero}
-    equal = [x for x, each in zip(tensors, known, strict=True) if each.partial != axes]
-    has_number = op in _ADDING and is_factor(arguments.get("other"))
+    equal = [x for x, each in zip(call.tensors, known, strict=True) if each.partial != axes]
+    has_number = call.op in _ADDING and is_factor(call.arguments.get("other"))
     if has_number:
         scales.add(Fraction(copies))
-        arguments = {**arguments, "other": 0}
+        call = replace(call, arguments={**call.arguments, "other": 0})
     if not axes or len(scales) != 1 or not (equal or has_number):
         return None
-    if any(sums_of(x).partial or is_sharded(x, axes) for x in equal):
+    if any(notes.sums(x).partial or notes.is_sharded(x, axes) for x in equal):
         return None
-    outcomes = type_results(op, arguments, results, lambda x: (Partial,), 1)
-    if any(outcome != (Partial,) for outcome in outcomes):
+    if not call.is_linear(lambda x: True, lambda x: False):
         return None
     cause = next((each.cause for each in known if each.cause), "")
     means = NO_AXES.union(*(each.means for each in known))

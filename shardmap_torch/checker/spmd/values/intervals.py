@@ -6,22 +6,15 @@ one on one device where the mask is true, and the mask makes it an addend of it.
 done with masks, with ids counted from a rank's first one, and with what is looked up by them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
-
 from torch import Tensor
 
-from shardmap_torch.checker.ir.observer import tensors_in
-from shardmap_torch.checker.rules.infer import writes_of
+from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.spmd.layout import UnrelatedError
-from shardmap_torch.checker.spmd.recorder import Event, Ref
-from shardmap_torch.checker.spmd.sharded import Sharded
+from shardmap_torch.checker.spmd.sharded import Call, Sharded
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.values.part_rules import COPIES, RULES, STARTS, Outcome
-from shardmap_torch.checker.spmd.values.parts import Call, KnownParts
+from shardmap_torch.checker.spmd.values.parts import KnownParts, PartCall
 from shardmap_torch.checker.spmd.values.positions import Positions, name_of
-from shardmap_torch.core.torch_private.engine import OpOverload
 
 
 class Intervals:
@@ -36,51 +29,40 @@ class Intervals:
         if not bool(numbers.any()):
             self._known.put_zeros(made)
 
-    def lay_out(
-        self, op: OpOverload, arguments: Mapping[str, Any], event: Event, results: Sequence[Tensor]
-    ) -> list[Sharded] | None:
+    def lay_out(self, call: Call) -> list[Sharded] | None:
         """Lays out what is about a part of all ids, or summed over parts; None for any other."""
-        outcome = self._outcome(op, arguments, event, results)
-        for name in writes_of(op, arguments):
-            for x in tensors_in(arguments[name]):
-                self._known.drop(x)
+        outcome = self._outcome(call)
+        for x in call.written:
+            self._known.drop(x)
         if outcome is None:
             return None
         part, sharded = outcome
         if part is not None:
-            self._known.put(results[0], part)
+            self._known.put(call.results[0], part)
         return sharded
 
-    def _outcome(
-        self, op: OpOverload, arguments: Mapping[str, Any], event: Event, results: Sequence[Tensor]
-    ) -> Outcome:
+    def _outcome(self, call: Call) -> Outcome:
         """Applies the rule of an operation, if its operands are known."""
-        name = name_of(op)
+        name, arguments, num_results = name_of(call.op), call.arguments, len(call.results)
         parts = {
             key: part
             for key, x in (arguments.items() if self._known else ())
             if isinstance(x, Tensor) and (part := self._known.part_of(x))
         }
-        call = Call(op, arguments, event, results, parts, {})
         rule = RULES.get(name)
-        indices = tensors_in(arguments.get("indices")) if self._known else ()
+        indices = tensors_of(arguments.get("indices")) if self._known else ()
         indexed = any(self._known.part_of(x) for x in indices)
-        if not (parts or indexed or name in STARTS) or rule is None or len(results) != 1:
-            if name in COPIES and isinstance(arguments.get("self"), Tensor) and len(results) == 1:
+        if not (parts or indexed or name in STARTS) or rule is None or num_results != 1:
+            if name in COPIES and isinstance(arguments.get("self"), Tensor) and num_results == 1:
                 self._known.follow_copy(call)
             return None
         if name not in STARTS and not self._known.are_finished(call):
             return None
+        there = call.event.arguments
         try:
-            refs = event.arguments
-            shards = {key: self._shards(x, refs.get(key)) for key, x in arguments.items()}
+            shards = {k: self._notes.layouts(x, there.get(k), k) for k, x in arguments.items()}
         except UnrelatedError:
             return None
-        return rule(self._known, replace(call, shards=shards))
-
-    def _shards(self, value: Any, ref: Any) -> Any:
-        if isinstance(value, Tensor) and isinstance(ref, Ref):
-            return self._notes.find(value, ref, "")
-        if isinstance(value, list | tuple) and tensors_in(value):
-            return [self._shards(*each) for each in zip(value, ref, strict=True)]
-        return value
+        return rule(
+            self._known, PartCall(call.op, arguments, call.event, call.results, parts, shards)
+        )

@@ -18,8 +18,7 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.ir.observer import tensors_in
-from shardmap_torch.checker.rules.infer import writes_of
+from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.spmd.layout import (
     Dim,
     Shape,
@@ -28,12 +27,12 @@ from shardmap_torch.checker.spmd.layout import (
     axes_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.recorder import Event, Ref
+from shardmap_torch.checker.spmd.recorder import Event, Ref, memory_of
+from shardmap_torch.checker.spmd.sharded import Call
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import is_factor
 from shardmap_torch.checker.spmd.values.positions import name_of
 from shardmap_torch.checker.spmd.values.rows import by_rows, followed, rows_of, without_rows
-from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     OpOverload,
@@ -79,21 +78,18 @@ class Maxima:
         self._known: dict[int, Degree] = {}
         self._written: dict[int, Degree] = {}
 
-    def begin(self, result: Tensor, number: int, shape: Shape, operands: Sequence[Any]) -> None:
-        """Follows a maximum from here on.
-
-        Args:
-            result: the maximum.
-            number: its number on one device.
-            shape: its shape there.
-            operands: what it is taken of, and what that is on one device.
+    def begin(self, call: Call, index: int) -> None:
+        """Follows the maximum that is this result of a call, if gradients flow through it.
 
         Raises:
             UnrelatedError: it is a maximum of what depends on another one.
         """
-        origin = self._interpreter.storage_type(result).origin()
-        if self._strict or forward_level() >= 0 or any(self._found(*each) for each in operands):
+        if not any(map(self._flows, call.tensors)):
+            return
+        origin = self._interpreter.storage_type(call.results[index]).origin()
+        if self._strict or forward_level() >= 0 or self._touched(call):
             raise _refusal(origin)
+        number, shape = call.event.results[index]
         self._known[number] = Degree(SHIFT, Fraction(1), rows_of(shape), origin, number)
 
     def reject(self, value: Any, ref: Any, flowing: bool = False) -> None:
@@ -116,23 +112,25 @@ class Maxima:
         for tensor, found in self._found(value, event.arguments["x"]):  # without grad mode
             self._note(event, replace(found, form=OTHER) if self._is_leaf(tensor) else found)
 
-    def follow(self, op: OpOverload, event: Event, arguments: Mapping[str, Any]) -> None:
+    def follow(self, call: Call) -> None:
         """Follows the results of an operation."""
-        if not self._known:
-            return
-        found = {name: self._found(x, event.arguments.get(name)) for name, x in arguments.items()}
-        touched = [pair for pairs in found.values() for pair in pairs]
+        touched = self._touched(call) if self._known else []
         if not touched:
             return
         other = replace(touched[0][1], form=OTHER)
-        for name in writes_of(op, arguments):
-            self._written |= dict.fromkeys(map(_storage, tensors_in(arguments[name])), other)
+        self._written |= dict.fromkeys(map(memory_of, call.written), other)
         if any(self._depends(tensor) for tensor, _ in touched):
-            made = self._made(op, event, arguments, touched)
+            made = self._made(call, touched)
             if made is None or made.degree:
-                self._note(event, made or other)
-        elif not any(map(self._flows, tensors_in([*arguments.values()]))):
-            self._note(event, other)  # else it is a constant in a step that autograd sees
+                self._note(call.event, made or other)
+        elif not any(map(self._flows, call.tensors)):
+            self._note(call.event, other)  # else it is a constant in a step that autograd sees
+
+    def _touched(self, call: Call) -> list[tuple[Tensor, Degree]]:
+        """Returns the tensors among the arguments of a call that depend on a maximum."""
+        there = call.event.arguments
+        arguments = call.arguments.items()
+        return [pair for name, x in arguments for pair in self._found(x, there.get(name))]
 
     def _note(self, event: Event, found: Degree) -> None:
         for number, _ in event.results:  # of memory that is known nothing new is made
@@ -145,7 +143,7 @@ class Maxima:
             return [found for each in pairs for found in self._found(*each)]
         if not (self._known and isinstance(value, Tensor) and isinstance(ref, Ref)):
             return []
-        found = self._written.get(_storage(value)) or self._known.get(self._notes.canonical(ref))
+        found = self._written.get(memory_of(value)) or self._known.get(self._notes.canonical(ref))
         return [] if found is None else [(value, found)]
 
     def _flows(self, tensor: Tensor) -> bool:
@@ -161,32 +159,27 @@ class Maxima:
         with DisableTorchFunction():
             return base.requires_grad and base.grad_fn is None
 
-    def _made(
-        self,
-        op: OpOverload,
-        event: Event,
-        arguments: Mapping[str, Any],
-        touched: Sequence[tuple[Tensor, Degree]],
-    ) -> Degree | None:
+    def _made(self, call: Call, touched: Sequence[tuple[Tensor, Degree]]) -> Degree | None:
         """Returns how the result depends on the maximum; None if as another function."""
         depending = {id(tensor): found for tensor, found in touched if self._depends(tensor)}
         first, *more = depending.values()
         forms = {first.form, *(each.form for each in more)}
         maxima = {first.maximum, *(each.maximum for each in more)}
-        if OTHER in forms or len(maxima) > 1 or len(event.results) > 1:
+        if OTHER in forms or len(maxima) > 1 or len(call.event.results) > 1:
             return None
         given: dict[str, Any] = {}
-        for name, there in event.arguments.items():
-            value = arguments.get(name)
+        for name, there in call.event.arguments.items():
+            value = call.arguments.get(name)
             given[name] = there
             if isinstance(there, Ref) and isinstance(value, Tensor):
                 shape = self._notes.find(value, there, name).global_shape
                 given[name] = depending.get(id(value)) or without_rows(shape)
-            elif tensors_in(value):
+            elif any(True for _ in tensors_of(value)):
                 return None
-        ((_, shape),) = event.results
-        form = _form(op, given)
-        rows = None if form is None else _rows(op, given, shape, first.rows)
+        ((_, shape),) = call.event.results
+        rule = _FORMS.get(name_of(call.op))
+        form = None if rule is None else rule(given)
+        rows = None if form is None else _rows(call.op, given, shape, first.rows)
         if form is None or rows is None:
             return None
         return replace(first, form=form[0], degree=form[1], rows=rows)
@@ -199,10 +192,6 @@ def _refusal(origin: str) -> UnrelatedError:
         "detach what it is taken of, if it needs no gradient, as x.detach().amax(); a softmax, "
         "e / all_reduce(e.sum()) with e = exp(x - m), may have it.",
     )
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(base_of(tensor).untyped_storage()._cdata)
 
 
 # ------------------------------------------------------------------------------------ rows
@@ -245,12 +234,6 @@ def _gathered(given: Given, shape: Shape) -> tuple[Dim, ...] | None:
 
 
 # ----------------------------------------------------------------------------------- forms
-
-
-def _form(op: OpOverload, given: Given) -> Form | None:
-    """Returns the form and the degree of a result; None for other functions of the maximum."""
-    rule = _FORMS.get(name_of(op))
-    return None if rule is None else rule(given)
 
 
 def _kept(given: Given) -> Form | None:

@@ -7,22 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
-from shardmap_torch.checker.rules.infer import writes_of
 from shardmap_torch.checker.spmd.layout import ShardedTensor, axes_of, unsharded
 from shardmap_torch.checker.spmd.sharded import Sharded
 from shardmap_torch.checker.spmd.values.parts import (
     LOOKED_UP,
     MASK,
     OFFSET,
-    Call,
     KnownParts,
     Part,
+    PartCall,
 )
 from shardmap_torch.checker.spmd.values.positions import Affine, Pair
 from shardmap_torch.checker.spmd.values.rows import by_rows, rows_of, without_rows
 
 Outcome: TypeAlias = tuple[Part | None, list[Sharded]] | None
-Rule: TypeAlias = Callable[[KnownParts, Call], Outcome]
+Rule: TypeAlias = Callable[[KnownParts, PartCall], Outcome]
 
 # ------------------------------------------------------------------------------------ masks
 
@@ -30,7 +29,7 @@ Rule: TypeAlias = Callable[[KnownParts, Call], Outcome]
 def _compared(lower: bool, closed: bool) -> Rule:
     """Makes the rule of a comparison of ids with a bound, or of offsets with a number."""
 
-    def rule(known: KnownParts, call: Call) -> Outcome:
+    def rule(known: KnownParts, call: PartCall) -> Outcome:
         there = call.event.arguments
         for ids, other, is_lower in (("self", "other", lower), ("other", "self", not lower)):
             bound = known.bound(call.arguments[other], there[other])
@@ -55,7 +54,7 @@ def _compared(lower: bool, closed: bool) -> Rule:
     return rule
 
 
-def _both(known: KnownParts, call: Call) -> Outcome:
+def _both(known: KnownParts, call: PartCall) -> Outcome:
     """Intersects all ids on one side of a bound with those on the other side of another."""
     x, y = call.parts.get("self"), call.parts.get("other")
     if x is None or y is None or not _are_masks(x, y) or x.ids != y.ids:
@@ -69,7 +68,7 @@ def _both(known: KnownParts, call: Call) -> Outcome:
     return replace(lower, upper=upper.upper), dims
 
 
-def _either(known: KnownParts, call: Call) -> Outcome:
+def _either(known: KnownParts, call: PartCall) -> Outcome:
     """Unites them: the ids that are on the other side of neither."""
     both = _both(known, replace(call, parts={k: _not(x) for k, x in call.parts.items()}))
     return None if both is None or both[0] is None else (_not(both[0]), both[1])
@@ -85,7 +84,7 @@ def _not(x: Part) -> Part:
     return replace(x, lower=x.upper, upper=x.lower)
 
 
-def _negated(known: KnownParts, call: Call) -> Outcome:
+def _negated(known: KnownParts, call: PartCall) -> Outcome:
     x, dims = call.parts["self"], known.dims(call)
     return None if x.form != MASK or dims is None else (_not(x), dims)
 
@@ -93,7 +92,7 @@ def _negated(known: KnownParts, call: Call) -> Outcome:
 # ------------------------------------------------------------------------------ other steps
 
 
-def _counted(known: KnownParts, call: Call) -> Outcome:
+def _counted(known: KnownParts, call: PartCall) -> Outcome:
     """Counts ids from a rank's first one."""
     there = call.event.arguments
     number = known.ids_of(call.arguments["self"], there["self"])
@@ -107,7 +106,7 @@ def _counted(known: KnownParts, call: Call) -> Outcome:
     return Part(OFFSET, number, rows, bound, None), [Sharded(shard.dims)]
 
 
-def _kept(known: KnownParts, call: Call) -> Outcome:
+def _kept(known: KnownParts, call: PartCall) -> Outcome:
     x, dims = call.parts.get("self"), known.dims(call)
     rows = None if x is None else call.rows(x)
     if x is None or dims is None or rows is None:
@@ -115,22 +114,22 @@ def _kept(known: KnownParts, call: Call) -> Outcome:
     return replace(x, rows=rows), dims
 
 
-def _pointwise(known: KnownParts, call: Call) -> Outcome:
+def _pointwise(known: KnownParts, call: PartCall) -> Outcome:
     """Scales or shifts entries that are right for some ids: the others stay finite."""
     first, *more = call.parts.values() or [None]
     if first is None or any(x.form != LOOKED_UP or not x.is_about(first) for x in (first, *more)):
         return None
-    if writes_of(call.op, call.arguments) or not known.are_finished(call):
+    if call.written or not known.are_finished(call):
         return None
     dims, rows = known.dims(call), call.rows(first)
     return None if dims is None or rows is None else (replace(first, rows=rows), dims)
 
 
-def _divided(known: KnownParts, call: Call) -> Outcome:
+def _divided(known: KnownParts, call: PartCall) -> Outcome:
     return None if "other" in call.parts else _pointwise(known, call)
 
 
-def _clamped(known: KnownParts, call: Call) -> Outcome:
+def _clamped(known: KnownParts, call: PartCall) -> Outcome:
     """Limits ids that are counted from a rank's first one to those of its part."""
     x, there = call.parts.get("self"), call.event.arguments
     first = known.bound(call.arguments.get("min"), there.get("min"))
@@ -145,7 +144,7 @@ def _clamped(known: KnownParts, call: Call) -> Outcome:
     return replace(x, upper=upper), [Sharded(call.shards["self"].dims)]
 
 
-def _multiplied(known: KnownParts, call: Call) -> Outcome:
+def _multiplied(known: KnownParts, call: PartCall) -> Outcome:
     for target, mask in (("self", "other"), ("other", "self")):
         part = call.parts.get(mask)
         if part is not None and part.form == MASK:
@@ -153,7 +152,7 @@ def _multiplied(known: KnownParts, call: Call) -> Outcome:
     return _pointwise(known, call)
 
 
-def _chosen(known: KnownParts, call: Call) -> Outcome:
+def _chosen(known: KnownParts, call: PartCall) -> Outcome:
     mask = call.parts.get("condition")
     if mask is None:
         return _pointwise(known, call)
@@ -161,11 +160,11 @@ def _chosen(known: KnownParts, call: Call) -> Outcome:
     return _masked(known, call, target, "condition", mask.inside, call.arguments[other])
 
 
-def _filled(known: KnownParts, call: Call) -> Outcome:
+def _filled(known: KnownParts, call: PartCall) -> Outcome:
     return _masked(known, call, "self", "mask", False, call.arguments["value"])
 
 
-def _written(known: KnownParts, call: Call) -> Outcome:
+def _written(known: KnownParts, call: PartCall) -> Outcome:
     """Does `x[mask] = value`, where the mask is about the first dims."""
     x, there = call.parts.get("self"), call.event.arguments
     masks = [index for index in call.arguments["indices"] if index is not None]
@@ -183,7 +182,7 @@ def _written(known: KnownParts, call: Call) -> Outcome:
 
 
 def _masked(
-    known: KnownParts, call: Call, target: str, mask: str, inside: bool, fill: Any
+    known: KnownParts, call: PartCall, target: str, mask: str, inside: bool, fill: Any
 ) -> Outcome:
     """Keeps the entries of some ids, and puts a value in place of all others."""
     x, by = call.parts.get(target), call.parts.get(mask)
@@ -197,7 +196,7 @@ def _masked(
 
 def _selected(
     known: KnownParts,
-    call: Call,
+    call: PartCall,
     x: Part,
     mask: Part,
     inside: bool,
@@ -224,7 +223,7 @@ def _selected(
 def _looked_up(table: str, index: str) -> Rule:
     """Makes the rule of an operation that picks entries of a table of which ranks have shards."""
 
-    def rule(known: KnownParts, call: Call) -> Outcome:
+    def rule(known: KnownParts, call: PartCall) -> Outcome:
         x, place = call.shards[table], known.index_of(call.arguments[index])
         if place is None or table in call.parts or _counts_otherwise(call.arguments):
             return None
@@ -261,7 +260,7 @@ def _gathered(x: ShardedTensor, at: int) -> ShardedTensor:
 
 
 def _rows_of_lookup(
-    call: Call, x: ShardedTensor, at: int, part: Part, index: str
+    call: PartCall, x: ShardedTensor, at: int, part: Part, index: str
 ) -> ShardedTensor | None:
     shape = call.event.results[0][1]
     if call.name == "index.Tensor":

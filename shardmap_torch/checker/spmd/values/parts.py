@@ -1,18 +1,16 @@
 """Values about a rank's part of all ids: masks of it, ids counted from its first, lookups."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.ir.observer import tensors_in
-from shardmap_torch.checker.spmd.align import differing
 from shardmap_torch.checker.spmd.layout import Dim, ShardedTensor, UnrelatedError, axes_of
 from shardmap_torch.checker.spmd.op_rules import propagate
-from shardmap_torch.checker.spmd.recorder import Event, Ref, TensorMap
-from shardmap_torch.checker.spmd.sharded import Sharded, Step
+from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
+from shardmap_torch.checker.spmd.sharded import Call, Sharded, Step
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums
 from shardmap_torch.checker.spmd.values.positions import (
@@ -24,7 +22,6 @@ from shardmap_torch.checker.spmd.values.positions import (
     resolved,
 )
 from shardmap_torch.checker.spmd.values.rows import followed, without_rows
-from shardmap_torch.core.torch_private.engine import OpOverload
 
 Arguments: TypeAlias = Mapping[str, Any]
 
@@ -63,14 +60,15 @@ class Part:
         return (self.ids, self.lower, self.upper) == (other.ids, other.lower, other.upper)
 
 
-@dataclass(frozen=True)
-class Call:
-    """An operation on parts, in both programs."""
+@dataclass(frozen=True, eq=False)
+class PartCall(Call):
+    """An operation on parts, in both programs.
 
-    op: OpOverload
-    arguments: Mapping[str, Any]
-    event: Event
-    results: Sequence[Tensor]
+    Attributes:
+        parts: what is known of its arguments.
+        shards: their layouts.
+    """
+
     parts: Mapping[str, Part]
     shards: Mapping[str, Any]
 
@@ -124,7 +122,7 @@ class KnownParts:
         x, (result, *_) = call.arguments["self"], call.results
         if self._zeros.get(x):
             self.put_zeros(result)
-        if call.name == "clone" and not x.is_floating_point():
+        if name_of(call.op) == "clone" and not x.is_floating_point():
             number = self.ids_of(x, call.event.arguments.get("self"))
             if number is not None:
                 self._copies.put(result, number)
@@ -132,7 +130,7 @@ class KnownParts:
     def are_finished(self, call: Call) -> bool:
         """Returns whether all operands but parts are what they are on one device."""
         try:
-            for x in tensors_in([*call.arguments.values()]):
+            for x in call.tensors:
                 if self._parts.get(x) is None:
                     self._notes.reject_unfinished(x)
                 if self._notes.sums(x).partial:
@@ -197,17 +195,12 @@ class KnownParts:
             return self._zeros.get(value) is not None or self._notes.sums(value).zero
         return (is_whole(value) and value == 0) or (isinstance(value, float) and value == 0)
 
-    def dims(self, call: Call, replaced: Arguments = _AS_IT_IS) -> list[Sharded] | None:
+    def dims(self, call: PartCall, replaced: Arguments = _AS_IT_IS) -> list[Sharded] | None:
         """Lays out a result by the operation's own rule; None if that refuses it."""
-        plain = {name: x for name, x in call.arguments.items() if not tensors_in(x)}
-        tensors = tensors_in([*call.arguments.values()])
-        shape = tuple(call.results[0].shape)
+        shards, sizes = {**call.shards, **replaced}, self._notes.sizes
         try:
             return propagate(
-                Step(
-                    *(call.op, {**call.shards, **replaced}, differing(plain, call.event), tensors),
-                    *([(shape, call.event.results[0][1])], self._notes.sizes),
-                )
+                Step(call.op, shards, call.differing, call.tensors, call.shapes, sizes)
             )
         except UnrelatedError:
             return None

@@ -16,8 +16,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.ir.observer import tensors_in
-from shardmap_torch.checker.rules.infer import writes_of
 from shardmap_torch.checker.spmd.layout import (
     Dim,
     Shape,
@@ -28,8 +26,8 @@ from shardmap_torch.checker.spmd.layout import (
     step_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.recorder import Event, Ref, TensorMap
-from shardmap_torch.checker.spmd.sharded import Sharded
+from shardmap_torch.checker.spmd.recorder import Ref, TensorMap, memory_of
+from shardmap_torch.checker.spmd.sharded import Call, Sharded
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.torch_private.engine import OpOverload
@@ -232,36 +230,33 @@ class Positions:
                 strides[1] *= self._mesh.shape[axis]
         self._pairs.put(index, Pair(Affine((), 0, (), here), Affine((), 0, (), there)))
 
-    def lay_out(
-        self, op: OpOverload, arguments: Mapping[str, Any], event: Event, results: Sequence[Tensor]
-    ) -> list[Sharded] | None:
+    def lay_out(self, call: Call) -> list[Sharded] | None:
         """Lays out a result that is affine in both programs; None for any other.
 
         What is no shard of the numbers on one device is laid out as each rank's own.
         """
-        written = writes_of(op, arguments)
-        if written:
-            self._written |= {_storage(x) for name in written for x in tensors_in(arguments[name])}
+        if call.written:
+            self._written |= set(map(memory_of, call.written))
             return None
-        rule = _RULES.get(name_of(op))
-        if rule is None or len(results) != 1 or results[0].dtype not in _EXACT:
+        rule = _RULES.get(name_of(call.op))
+        if rule is None or len(call.results) != 1 or call.results[0].dtype not in _EXACT:
             return None
-        given = self._given(arguments, event)
+        given = self._given(call)
         if given is None:
             return None
-        shapes = tuple(base_of(results[0]).shape), event.results[0][1]
+        shapes = tuple(base_of(call.results[0]).shape), call.event.results[0][1]
         here, there = rule(given[0], shapes[0]), rule(given[1], shapes[1])
         if here is None or there is None or len(here.shape) != len(there.shape):
             return None
-        return self._laid_out(Pair(here, there), results[0])
+        return self._laid_out(Pair(here, there), call.results[0])
 
-    def _given(self, arguments: Mapping[str, Any], event: Event) -> tuple[Given, Given] | None:
+    def _given(self, call: Call) -> tuple[Given, Given] | None:
         """Returns the arguments in both programs; None where a tensor is not affine."""
-        here, there = dict(arguments), {**event.arguments}
-        for name, value in arguments.items():
+        here, there = dict(call.arguments), {**call.event.arguments}
+        for name, value in call.arguments.items():
             if not isinstance(value, Tensor):
                 continue
-            pair, ref = self.pair_of(value), event.arguments.get(name)
+            pair, ref = self.pair_of(value), call.event.arguments.get(name)
             if pair is None or not isinstance(ref, Ref):
                 return None
             try:
@@ -277,7 +272,7 @@ class Positions:
 
     def is_written(self, tensor: Tensor) -> bool:
         """Returns whether something has been written into the memory of a tensor."""
-        return _storage(tensor) in self._written
+        return memory_of(tensor) in self._written
 
     def _laid_out(self, pair: Pair, result: Tensor) -> list[Sharded] | None:
         dims = resolved(pair, self._notes.sizes)
@@ -361,7 +356,3 @@ def name_of(op: OpOverload) -> str:
     """Returns the name of an ATen overload, as in "add.Tensor", without "default"."""
     packet, _, overload = str(op).removeprefix("aten.").partition(".")
     return packet if overload == "default" else f"{packet}.{overload}"
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(base_of(tensor).untyped_storage()._cdata)

@@ -1,0 +1,98 @@
+"""Gradients of microbatches, which may be added to one that was there before."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from shardmap_torch.checker.spmd.batches.book import ADD_UP, Book
+from shardmap_torch.checker.spmd.batches.parts import Entry, Part, State, shown, united
+from shardmap_torch.checker.spmd.layout import UnrelatedError
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
+
+
+def note_gradient(
+    book: Book,
+    outputs: Sequence[Tensor],
+    seeds: Sequence[Tensor | None],
+    operand: Tensor,
+    gradient: Tensor,
+    before: Tensor | None,
+    has_custom_backward: bool,
+) -> None:
+    """Notes a gradient, which may be added to one that was there before.
+
+    Raises:
+        UnrelatedError: it is added to another expression, or to that of the same microbatches.
+    """
+    if not book.is_active:
+        return
+    old = None if before is None else book.part_of(before)
+    parts, own = [book.part_of(x) for x in outputs], book.part_of(operand)
+    first = next((part for part in (*parts, own) if part is not None), None)
+    if first is not None and has_custom_backward:
+        raise UnrelatedError(
+            f"it is a gradient of {shown(first)}, and code of your own has worked on it",
+            "apply it to the sum of all microbatches.",
+        )
+    skeletons = tuple(_skeleton(book, x, operand) for x in outputs)
+    expression = book.number(("gradient", tuple(map(book.expression_of, outputs)), skeletons))
+    part = None
+    if first is not None:
+        is_seeded = any(seed is not None for seed in seeds)
+        part = replace(_part(first, parts, own, is_seeded), expression=expression)
+    if before is not None and (old is not None or part is not None):
+        part = united(old, part)
+        if part is None:
+            raise UnrelatedError(
+                "it is added to a gradient in .grad that is not the same expression of other "
+                "microbatches",
+                ADD_UP,
+            )
+    book.forget_written([gradient])
+    book.put(gradient, Entry(expression, None) if part is None else book.sum_entry(part))
+
+
+def _part(first: Part, parts: Sequence[Part | None], own: Part | None, is_seeded: bool) -> Part:
+    """Returns what a gradient is of the microbatches of its loss and of its value."""
+    known = all(
+        each is not None and each.group == first.group and each.indices == first.indices
+        for each in (*parts, own or first)
+    )
+    if not known or len(first.indices) > 1:
+        raise UnrelatedError(
+            "it is the gradient of a loss of several microbatches",
+            "take the gradient of each by itself, and add these up.",
+        )
+    additive = all(each is not None and each.state == "additive" for each in parts)
+    plain = additive and not is_seeded
+    state: State = "additive" if plain else "mixed"
+    if own is not None:
+        state = "rows" if plain and own.state == "rows" else "mixed"
+    return replace(first, state=state)
+
+
+def _skeleton(book: Book, output: Tensor, operand: Tensor) -> int:
+    """Returns a number of the graph from an output to an operand, which equal graphs share."""
+    with book.interpreter.paused(), DisableTorchFunction():
+        root, (target, number) = output.grad_fn, get_gradient_edge(operand)[:2]
+    labels: dict[Node, int] = {}
+    stack = [] if root is None else [root]
+    while stack:
+        node = stack[-1]
+        if node in labels:
+            stack.pop()
+            continue
+        missing = [n for n, _ in node.next_functions if n is not None and n not in labels]
+        if missing:
+            stack += missing
+            continue
+        edges = tuple(
+            "operand"
+            if (child, at) == (target, number)
+            else (-1 if child is None else labels[child], at)
+            for child, at in node.next_functions
+        )
+        labels[stack.pop()] = book.number((node.name(), edges))
+    return labels.get(root, -1) if root is not None else -1

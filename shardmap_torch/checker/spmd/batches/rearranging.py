@@ -1,0 +1,147 @@
+"""Operations that divide rows into microbatches, or put these together again."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.ir.sizes import exact
+from shardmap_torch.checker.spmd.batches.book import Book
+from shardmap_torch.checker.spmd.batches.chunks import CHUNKS, VIEWS, divided, undivided
+from shardmap_torch.checker.spmd.batches.parts import ALL, Entry, Part, Rearranged
+from shardmap_torch.checker.spmd.layout import (
+    EACH,
+    ShardedTensor,
+    UnrelatedError,
+    axes_of,
+    reshape,
+    unsharded,
+)
+from shardmap_torch.checker.spmd.sharded import Call, Sharded, Step
+from shardmap_torch.core.torch_private.engine import OpOverload
+
+aten = torch.ops.aten
+
+
+def rearrange(book: Book, step: Step, call: Call) -> Rearranged | None:
+    """Lays out microbatches, or the rows of all; None where an operation makes neither.
+
+    Raises:
+        UnrelatedError: it divides a microbatch again.
+    """
+    rule = _RULES.get(step.op)
+    return None if rule is None else rule(book, step, call)
+
+
+def _chunks_of(book: Book, step: Step, call: Call) -> Rearranged | None:
+    x = step.arguments["self"]
+    dim = call.arguments["dim"] % len(x.dims)
+    axes = axes_of(x.dims[dim])
+    leading = x.dims[dim][: len(axes)]
+    if not axes or EACH in axes or axes_of(leading) != axes:
+        return None
+    here = CHUNKS[step.op](call.arguments, x.local[dim])
+    there = CHUNKS[step.op](call.event.arguments, x.global_shape[dim])
+    if here is None or there is None or here.key != there.key or here.size == there.size:
+        return None
+    expression = book.number(("chunk", _begin(book, call.arguments["self"]), dim, here.count))
+    dims = (*x.dims[:dim], (*leading, *unsharded(here.size)), *x.dims[dim + 1 :])
+    parts = [Part(here.count, axes, frozenset({i}), expression, "rows") for i in here.indices]
+    return Rearranged([Sharded(dims)] * len(parts), [Entry(expression, p) for p in parts])
+
+
+def _viewed(book: Book, step: Step, call: Call) -> Rearranged | None:
+    """Lays out a view that divides a dim, or has the rows of all microbatches in one."""
+    tensor, ((local, there),) = call.arguments["self"], step.results
+    x, part = step.arguments["self"], book.part_of(tensor)
+    if part is not None and EACH in x.axes and part.state == "rows":
+        dims = reshape(x, there)
+        joined = tuple(undivided(dim, part.axes) for dim in dims)
+        rows = Entry(book.number(("rows", book.expression_of(tensor))), None)
+        return Rearranged([Sharded(joined)], [rows]) if joined != dims else None
+    found = divided(x, local, there)
+    if found is None:
+        return None
+    dim = next(n for n, each in enumerate(found) if EACH in axes_of(each))
+    expression = book.number(("divided", _begin(book, tensor), *map(exact, local)))
+    part = Part(local[dim], axes_of(x.dims[dim]), ALL, expression, "rows")
+    return Rearranged([Sharded(found)], [Entry(expression, part)])
+
+
+def _begin(book: Book, x: Tensor) -> int:
+    """Returns the expression of what is divided."""
+    if book.part_of(x) is not None:
+        raise UnrelatedError(
+            "it divides a microbatch again", "divide the batch once, into all microbatches."
+        )
+    book.is_active = True
+    expression = book.expression_of(x)
+    book.put(x, Entry(expression, None))
+    return expression
+
+
+def _all_in_order(book: Book, tensors: Sequence[Tensor]) -> tuple[Part, ShardedTensor] | None:
+    """Returns what these are, if they are the same expression of all microbatches in order."""
+    parts = [book.part_of(x) for x in tensors]
+    first, shard = parts[0], book.notes.find_any(tensors[0])
+    if first is None or shard is None or first.indices == ALL:
+        return None
+    expected = [replace(first, indices=frozenset({i})) for i in range(first.count)]
+    if parts != expected or not all(book.are_alike(tensors[0], x) for x in tensors):
+        return None
+    return first, shard
+
+
+def _concatenated(book: Book, step: Step, call: Call) -> Rearranged | None:
+    found = _all_in_order(book, call.arguments["tensors"]) if book.is_active else None
+    if found is None or found[0].state != "rows":
+        return None
+    first, x = found
+    dim = call.arguments["dim"] % len(x.dims)
+    digits = x.dims[dim]
+    leading = digits[: len(first.axes)]
+    if axes_of(leading) != first.axes or axes_of(digits) != first.axes:
+        return None
+    rest = unsharded(x.local[dim] * first.count)
+    dims = (*x.dims[:dim], (*leading, *rest), *x.dims[dim + 1 :])
+    return Rearranged([Sharded(dims)], [Entry(book.number(("rows", first.expression, dim)), None)])
+
+
+def _stacked(book: Book, step: Step, call: Call) -> Rearranged | None:
+    found = _all_in_order(book, call.arguments["tensors"]) if book.is_active else None
+    if found is None:
+        return None
+    first, x = found
+    dim = call.arguments["dim"] % (len(x.dims) + 1)
+    expression = book.number(("stack", first.expression, dim))
+    part = replace(first, indices=ALL, expression=expression)
+    dims = (*x.dims[:dim], ((EACH, first.count),), *x.dims[dim:])
+    return Rearranged([Sharded(dims)], [Entry(expression, part)])
+
+
+def _taken(book: Book, step: Step, call: Call) -> Rearranged | None:
+    """Lays out microbatches that lie along a dim, each by itself."""
+    x, part = step.arguments["self"], book.part_of(call.arguments["self"])
+    dim = call.arguments["dim"] % max(len(x.dims), 1)
+    index = call.arguments.get("index")
+    if part is None or x.dims[dim] != ((EACH, part.count),):
+        return None
+    if index != call.event.arguments.get("index"):
+        return None
+    indices = [*range(part.count)] if index is None else [index % part.count]
+    expression = book.number(("entry", part.expression, dim))
+    each = Sharded((*x.dims[:dim], *x.dims[dim + 1 :]))
+    parts = [replace(part, indices=frozenset({i}), expression=expression) for i in indices]
+    return Rearranged([each] * len(parts), [Entry(expression, one) for one in parts])
+
+
+_RULES: Final[Mapping[OpOverload, Callable[[Book, Step, Call], Rearranged | None]]] = {
+    **dict.fromkeys(CHUNKS, _chunks_of),
+    **dict.fromkeys(VIEWS, _viewed),
+    aten.cat.default: _concatenated,
+    aten.stack.default: _stacked,
+    aten.select.int: _taken,
+    aten.unbind.int: _taken,
+}
