@@ -241,7 +241,8 @@ def _reopened(ctx: Any) -> "_Context":
     if isinstance(ctx, CtxWithSavedTensors):
         backend = _AfterBody(scope.backend.mesh, scope.backend.axis_markers, markers)
         backend.function = ctx.shardmap_function.__name__
-        object.__setattr__(own, "shardmap_scope", Scope(backend, scope.axes, scope.monitor))
+        bound = Scope(backend, scope.axes, scope.monitor, reruns=scope.reruns)
+        object.__setattr__(own, "shardmap_scope", bound)
     return own
 
 

@@ -240,7 +240,8 @@ def rebound(scope: Scope | None, markers: Sequence[Tensor]) -> Scope | None:
     if scope is None or not isinstance(scope.backend, BatchedBackend):
         return scope
     named = dict(zip(scope.backend.axis_markers, markers, strict=True))
-    return Scope(BatchedBackend(scope.backend.mesh, named), scope.axes, scope.monitor)
+    backend = BatchedBackend(scope.backend.mesh, named)
+    return Scope(backend, scope.axes, scope.monitor, reruns=scope.reruns)
 
 
 class _StackRunner:

@@ -208,23 +208,20 @@ class Monitor(Protocol):
         """Observes the end of an inner function, and returns the casts of its results."""
         ...
 
-    def fork(self, what: object) -> "Monitor":
-        """Returns a monitor for code that starts here and will run again in a backward.
-
-        Until then the fork observes the same operations as this one.
-        """
-        ...
-
-    def rerun(self, key: Hashable) -> "Monitor | None":
-        """Returns, on a fork, the monitor of one such run; None for code that was not checked.
-
-        `key` distinguishes runs that may differ from one backward to the next.
-        """
+    def fork(self, what: object) -> "Reruns":
+        """Observes the start of code that will run again in a backward."""
         ...
 
     def end(self, leaves: Sequence[object] = ()) -> None:
         """Observes the end of the code, with these results."""
         ...
+
+
+Reruns: TypeAlias = Callable[[Hashable], Monitor | None]
+"""Returns the monitor of code that runs again in a backward; None for code that was not checked.
+
+Its argument distinguishes runs that may differ from one backward to the next.
+"""
 
 
 class Drawing(Protocol):

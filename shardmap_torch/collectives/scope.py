@@ -11,7 +11,14 @@ from typing import Final
 
 from torch import Tensor
 
-from shardmap_torch.collectives.protocol import Backend, Drawing, LaterDrawing, Monitor, is_checker
+from shardmap_torch.collectives.protocol import (
+    Backend,
+    Drawing,
+    LaterDrawing,
+    Monitor,
+    Reruns,
+    is_checker,
+)
 from shardmap_torch.core.torch_private.engine import current_autograd_node, current_graph_task_id
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.types import AxisType, I, V
@@ -28,12 +35,14 @@ class Scope:
         axes: bound in it.
         monitor: compares it with the checked program; None if it is not checked.
         drawing: seeds its random draws; None if it draws nothing, or is not checked.
+        reruns: has the monitors of its runs in a backward, on a scope that `fork` returned.
     """
 
     backend: Backend
     axes: frozenset[str]
     monitor: Monitor | None = None
     drawing: Drawing | None = None
+    reruns: Reruns | None = None
 
     def on_operation(self, what: object, x: Tensor | None = None) -> None:
         """Reports an operation to the monitor, if there is one."""
@@ -68,15 +77,15 @@ class Scope:
         if self.monitor is None:
             return self
         drawing = None if self.drawing is None else self.drawing.fork()
-        return Scope(self.backend, self.axes, self.monitor.fork(what), drawing)
+        return Scope(self.backend, self.axes, self.monitor, drawing, self.monitor.fork(what))
 
     def rerun(self, key: Hashable) -> "Scope":
         """Returns the scope of one such run, on a scope that `fork` returned."""
-        if self.monitor is None:
+        if self.reruns is None:
             return self
         drawing: LaterDrawing | None = self.drawing  # type: ignore[assignment]  # by `fork`
         later = None if drawing is None else drawing.rerun(key)
-        return Scope(self.backend, self.axes, self.monitor.rerun(key), later)
+        return Scope(self.backend, self.axes, self.reruns(key), later)
 
     def end(self) -> None:
         """Ends a run that `rerun` began."""

@@ -22,7 +22,7 @@ from shardmap_torch.checker.guards.replay import TYPE, Step
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
+from shardmap_torch.collectives.protocol import Casts, Edge, Note, Reruns
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import FakeTensorMode
@@ -265,19 +265,19 @@ class Trace:
         self._take(what)
         return self._at.crossing.collectives
 
-    def fork(self, what: object) -> Monitor:
+    def fork(self, what: object) -> Reruns:
         """Follows on; code that runs again asks for nothing that only the checker knows."""
         self._take(what)
-        return self
-
-    def rerun(self, key: Hashable) -> Monitor | None:
-        """None: what runs again is traced with what it belongs to."""
-        return None
+        return _traced_with_its_forward
 
     def end(self, leaves: Sequence[object] = ()) -> None:
         """Requires that the program may end here."""
         if not self._at.last:
             _reject_different(self._cannot)
+
+
+def _traced_with_its_forward(key: Hashable) -> None:
+    """Returns no monitor: what runs again is traced with what it belongs to."""
 
 
 @constant

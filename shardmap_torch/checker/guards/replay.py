@@ -8,6 +8,7 @@ record is a tree: code with several paths has one branch for each.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Final, NoReturn
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter.state import kept
 from shardmap_torch.checker.ir.outcomes import Crossing
-from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
+from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note, Reruns
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import FakeTensor
@@ -87,43 +88,6 @@ def show(what: object, shape: torch.Size | None, dtype: torch.dtype | None) -> s
     if shape is None:
         return str(what)
     return f"{what} of {show_shape(dtype, shape)}"
-
-
-class Fork:
-    """Monitor of code that will run again in a backward; until then it forwards to its origin."""
-
-    def __init__(self, origin: Monitor, monitor_of: Callable[[Hashable], "Monitor | None"]) -> None:
-        """Keeps `monitor_of`, which returns the monitor of a later run, by its key."""
-        self._origin, self._monitor_of = origin, monitor_of
-
-    @property
-    def depth(self) -> float:
-        return self._origin.depth
-
-    def on_operation(self, what: object, x: Tensor | None) -> None:
-        self._origin.on_operation(what, x)
-
-    def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
-        return self._origin.types_of(axes, x)
-
-    def note(self, what: object) -> Note:
-        return self._origin.note(what)
-
-    def enter(self, what: object, edge: Edge) -> Casts:
-        return self._origin.enter(what, edge)
-
-    def leave(self, what: object, edge: Edge) -> Casts:
-        return self._origin.leave(what, edge)
-
-    def fork(self, what: object) -> Monitor:
-        return self._origin.fork(what)
-
-    def rerun(self, key: Hashable) -> Monitor | None:
-        """Returns the monitor of the code when it runs again."""
-        return self._monitor_of(key)
-
-    def end(self, leaves: Sequence[object] = ()) -> None:
-        self._origin.end(leaves)
 
 
 @dataclass(frozen=True)
@@ -228,11 +192,10 @@ class Replay:
         self.on_operation(what, None)
         return self._at.crossing.collectives
 
-    def fork(self, what: object) -> Monitor:
+    def fork(self, what: object) -> Reruns:
         """Goes on; code that runs again is compared with its own record."""
         self.on_operation(what, None)
-        later = self._at.later
-        return Fork(self, lambda kind: self._again(later, kind))
+        return partial(self._again, self._at.later)
 
     def _again(self, later: Mapping[Hashable, Step], kind: Hashable) -> Monitor | None:
         if kind in later:
@@ -240,10 +203,6 @@ class Replay:
         # A backward that the checker has not seen, for other inputs or outputs, may do less.
         alike = [start for known, start in later.items() if _same_code(known, kind)]
         return _Part(alike[0], self._late, self._late) if alike else None
-
-    def rerun(self, key: Hashable) -> Monitor | None:
-        """Returns None: only forks run again."""
-        return None
 
     def end(self, leaves: Sequence[object] = ()) -> None:
         """Requires that the program may end here, with results that have data."""

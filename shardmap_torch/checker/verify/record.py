@@ -6,11 +6,11 @@ from functools import partial
 from torch import Tensor
 
 from shardmap_torch.checker.guards.places import look
-from shardmap_torch.checker.guards.replay import TYPE, Fork, Step
+from shardmap_torch.checker.guards.replay import TYPE, Step
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.verify.nested import Inner
 from shardmap_torch.collectives.operations import is_rounded_by
-from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note
+from shardmap_torch.collectives.protocol import Casts, Edge, Note, Reruns
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import AxisType
@@ -71,17 +71,13 @@ class Recording:
         self.on_operation(what, None)
         return self._inner.leave(edge, self._at.crossing)
 
-    def fork(self, what: object) -> Monitor:
+    def fork(self, what: object) -> Reruns:
         """Notes that some code will run again; runs of different kinds have separate notes."""
         self.on_operation(what, None)
-        return Fork(self, partial(self._later, self._at.later))
+        return partial(self._later, self._at.later)
 
     def _later(self, later: dict[Hashable, Step], axis_type: Hashable) -> "Recording":
         return Recording(self._interpreter, later.setdefault(axis_type, Step()), self._inner)
-
-    def rerun(self, key: Hashable) -> Monitor | None:
-        """Returns None: only forked code runs again."""
-        return None
 
     def end(self, leaves: Sequence[object] = ()) -> None:
         """Notes that the code may end here."""
