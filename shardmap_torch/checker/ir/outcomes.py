@@ -70,7 +70,7 @@ class Exit:
 
 @dataclass
 class Traits:
-    """What runs of a body have to know of it, beside the types of its values.
+    """Facts about a body that its runs have to know, beside the types of its values.
 
     Attributes:
         rank_only: what `torch.func.vmap` drops or lacks and the body uses, or "" where it has it in

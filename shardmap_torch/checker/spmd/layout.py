@@ -76,6 +76,25 @@ class UnrelatedError(Exception):
         self.reason, self.fix = reason, fix
 
 
+def size_of_one_rank(what: str = "the size of an operand") -> UnrelatedError:
+    """Makes the error of equal entries of which it is not known how they are sharded."""
+    return UnrelatedError(f"{what} is that of one rank, and matches no sharding yet")
+
+
+def reject_bias(partial: frozenset[str]) -> None:
+    """Refuses to add a bias to what is a pending sum over some axes.
+
+    Raises:
+        UnrelatedError: there are some.
+    """
+    if partial:
+        raise UnrelatedError(
+            f"it adds a bias to a pending sum over {min(partial)!r}: the bias would be counted "
+            "once per rank",
+            f"add the bias after the all_reduce over {min(partial)!r}.",
+        )
+
+
 def unsharded(size: int) -> Dim:
     """Returns an unsharded dim."""
     return () if size == 1 else ((None, size),)
@@ -201,9 +220,8 @@ def fitted(dims: Sequence[Dim], local: Shape, global_shape: Shape) -> ShardedTen
     twice = [axis for axis in axes if axes.count(axis) > 1]
     if twice:
         raise UnrelatedError(
-            f"{twice[0]!r} shards two dims of the result, of which the ranks then have blocks "
-            "on the "
-            "diagonal only",
+            f"{twice[0]!r} shards two dims of the result, of which the ranks then have blocks on "
+            "the diagonal only",
             f"gather one operand over {twice[0]!r} first; wrap code that goes from block to block, "
             "as a ring does, in local_region(f, in_types, out_types).",
         )
@@ -242,9 +260,8 @@ def agreed(dims: Sequence[Dim], what: str) -> Dim:
         raise UnrelatedError(
             f"{what} is {in_words(first)} in one operand and {in_words(second)} in another"
             + ("" if axes_of(first) != axes_of(second) else ", in another way"),
-            "shard the operand that is not sharded, with convert(x, axis, src=R, dst=V, "
-            "dim=...), or "
-            "gather the other.",
+            "shard the operand that is not sharded, with convert(x, axis, src=R, dst=V, dim=...), "
+            "or gather the other.",
         )
     return types.pop() if types else (ANY if dims else ())
 
@@ -268,7 +285,7 @@ def reshape(x: ShardedTensor, global_shape: Shape) -> tuple[Dim, ...]:
     if ANY in x.dims or 0 in global_shape:
         if x.global_shape == global_shape or (not x.axes and ANY not in x.dims):
             return x.dims if x.global_shape == global_shape else tuple(map(unsharded, global_shape))
-        raise UnrelatedError("its operand's size is that of one rank, and matches no sharding yet")
+        raise size_of_one_rank("its operand's size")
     digits = merged(_joined([digit for dim in x.dims for digit in dim]))
     return tuple(_take(size, digits, x, global_shape) for size in global_shape)
 
@@ -300,17 +317,14 @@ def _take(size: int, digits: list[Digit], x: ShardedTensor, global_shape: Shape)
             digits.insert(0, (None, base // size))
             size = 1
         else:
+            blocked = axis or next((name for name, _ in digits if name is not None), "nothing")
             raise UnrelatedError(
-                f"what {_blocked(axis, digits)!r} shards does not stay together when the "
+                f"what {blocked!r} shards does not stay together when the "
                 f"{'x'.join(map(str, x.global_shape))} entries on one device are laid out as "
                 f"{'x'.join(map(str, global_shape))}",
                 "keep the sharded dim, or make it the first of those that are split off it.",
             )
     return tuple(digits_taken)
-
-
-def _blocked(axis: str | None, digits: Sequence[Digit]) -> str:
-    return axis or next((name for name, _ in digits if name is not None), "nothing")
 
 
 def merged(digits: Iterator[Digit] | Sequence[Digit]) -> list[Digit]:

@@ -22,7 +22,9 @@ from shardmap_torch.checker.spmd.layout import (
     broadcast,
     expand_dims,
     fill,
+    reject_bias,
     reshape,
+    size_of_one_rank,
     step_of,
     unsharded,
 )
@@ -192,17 +194,11 @@ def einsum(equation: str) -> Rule:
         partial = frozenset(axis for dim in summed for axis in axes_of(dim))
         adjacent = step.shards[: -len(operands)]
         if adjacent and ANY in found[0]:
-            raise UnrelatedError(
-                "the size of an operand is that of one rank, and matches no sharding yet"
-            )
+            raise size_of_one_rank()
         if adjacent and broadcast([*adjacent, _like(found[0])], len(found[0])) != found[0]:
             raise UnrelatedError("the addend is sharded differently from the product")
-        if adjacent and partial:
-            raise UnrelatedError(
-                f"it adds a bias to a pending sum over {min(partial)!r}: "
-                "the bias would be counted once per rank",
-                f"add the bias after the all_reduce over {min(partial)!r}.",
-            )
+        if adjacent:
+            reject_bias(partial)
         return [Sharded(dims_, partial) for dims_ in found]
 
     return rule

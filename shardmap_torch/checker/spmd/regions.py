@@ -25,6 +25,7 @@ from shardmap_torch.checker.spmd.layout import (
     fitted,
     in_words,
     merged,
+    size_of_one_rank,
     step_of,
 )
 from shardmap_torch.checker.spmd.ops.movements import moved
@@ -33,7 +34,6 @@ from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums, reject_scaled
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.errors import SpecError
 from shardmap_torch.spec import P
 
 Axes = frozenset[str]
@@ -158,30 +158,6 @@ class AxesRelation(Relation):
         super().__init__(interpreter, steps, without=axes)
         self._axes = axes
 
-    def on_argument(self, tensor: Tensor, spec: P) -> None:
-        """Lays out an argument as its spec says, over the axes that are compared."""
-        _require_leading(self._interpreter.name, spec, self._axes)
-        super().on_argument(tensor, spec)
-
-    def on_result(self, path: str, value: Tensor, spec: P) -> None:
-        """Requires that a result is sharded as its spec says over these axes."""
-        _require_leading(self._interpreter.name, spec, self._axes)
-        super().on_result(path, value, spec)
-
-    def _follow_region(
-        self, inputs: Sequence[Tensor], refs: Sequence[Ref], specs: Sequence[P], axes: Axes
-    ) -> Observer:
-        for spec in specs:
-            _require_leading(self._interpreter.name, spec, self._axes)
-        return super()._follow_region(inputs, refs, specs, axes)
-
-    def _place_results(
-        self, inside: Observer, places: Sequence[tuple[Tensor, tuple[int, Shape], P]]
-    ) -> None:
-        for _, _, spec in places:
-            _require_leading(self._interpreter.name, spec, self._axes)
-        super()._place_results(inside, places)
-
     def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
         """Moves data over the axes that are not compared, which leaves others' shards together."""
         others = collective is not None and not self._axes.issuperset(collective.axes)
@@ -245,28 +221,13 @@ class RegionRelation(AxesRelation):
         for have, want in zip(inner.dims, self._outer.dims(spec, shape), strict=True):
             own = [digit for digit in want if digit[0] is not None]
             if have == ANY and own:
-                raise UnrelatedError("its size is that of one rank, and matches no sharding yet")
+                raise size_of_one_rank("its size")
             dims.append(ANY if have == ANY else tuple(merged([*own, *have])))
         return fitted(dims, tuple(tensor.shape), shape)
 
     def partial(self, tensor: Tensor) -> Axes:
         """Returns the axes over which a result is a pending sum that its type does not name."""
         return self._notes.sums(tensor).partial
-
-
-def _require_leading(name: str, spec: P, axes: Axes) -> None:
-    """Requires that axes which are not compared come first where several shard one dim.
-
-    Raises:
-        SpecError: shards over the others would be no shards of a rank's part.
-    """
-    for dim, entry in spec.sharded_dims:
-        is_free = [axis in axes for axis in entry]
-        if is_free != sorted(is_free, reverse=True):
-            raise SpecError(
-                f"{name}: {spec!r} shards dim {dim} over {', '.join(map(repr, entry))}: with "
-                "check= by axis, those that are 'local' come first."
-            )
 
 
 def _rest(number: int, have: Dim, want: Dim, axes: Axes, spec: P) -> Dim:

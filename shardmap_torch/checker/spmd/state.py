@@ -25,6 +25,7 @@ from shardmap_torch.checker.spmd.layout import (
 from shardmap_torch.checker.spmd.ops.advice import OTHER, STACKED, UNSEEN, spec_advice
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sums import NO_AXES, Axes, Sums, reject_scaled
+from shardmap_torch.errors import SpecError
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, Z
 
@@ -39,11 +40,9 @@ class _Note:
 class Notes:
     """The layout of each tensor, and the pending sums of each storage, which views share."""
 
-    def __init__(
-        self, interpreter: Interpreter, alignment: Alignment, without: Axes = NO_AXES
-    ) -> None:
+    def __init__(self, interpreter: Interpreter, alignment: Alignment, without: Axes) -> None:
         """Starts with nothing known; the axes `without` are left out."""
-        self._interpreter, self._alignment = interpreter, alignment
+        self._interpreter, self._alignment, self._without = interpreter, alignment, without
         self.sizes: Mapping[str, int] = {
             axis: interpreter.mesh.shape[axis]
             for axis in interpreter.mesh.axis_names
@@ -75,11 +74,9 @@ class Notes:
 
     def place(self, tensor: Tensor, number: int, global_shape: Shape, spec: P) -> None:
         """Notes that a tensor is sharded by a spec."""
-        self.note(
-            tensor,
-            number,
-            fitted(self.dims(spec, global_shape), tuple(tensor.shape), global_shape),
-        )
+        self._require_leading(spec)
+        dims = self.dims(spec, global_shape)
+        self.note(tensor, number, fitted(dims, tuple(tensor.shape), global_shape))
         self.set_sums(tensor, Sums(spec.partial))
 
     def find(
@@ -130,6 +127,7 @@ class Notes:
         Raises:
             UnrelatedError: it is not.
         """
+        self._require_leading(spec)
         shard = self.find(tensor, ref, "it")
         self.reject_unfinished(tensor)
         self._require_sums(tensor, spec)
@@ -156,6 +154,21 @@ class Notes:
             raise UnrelatedError(
                 f"over {min(want - have)!r} it is not a pending sum, as {spec!r} promises"
             )
+
+    def _require_leading(self, spec: P) -> None:
+        """Requires that axes which are left out come first where several shard one dim.
+
+        Raises:
+            SpecError: shards over the others would be no shards of a rank's part.
+        """
+        for dim, entry in spec.sharded_dims:
+            is_free = [axis in self._without for axis in entry]
+            if is_free != sorted(is_free, reverse=True):
+                raise SpecError(
+                    f"{self._interpreter.name}: {spec!r} shards dim {dim} over "
+                    f"{', '.join(map(repr, entry))}: with check= by axis, those that are 'local' "
+                    "come first."
+                )
 
     def dims(self, spec: P, global_shape: Shape) -> tuple[Dim, ...]:
         """Returns how a spec shards each dim, without axes of one rank."""

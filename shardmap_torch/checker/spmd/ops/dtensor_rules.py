@@ -24,6 +24,7 @@ from shardmap_torch.checker.spmd.layout import (
     ShardedTensor,
     UnrelatedError,
     distinct,
+    size_of_one_rank,
     unsharded,
 )
 from shardmap_torch.checker.spmd.ops.losses import IGNORING, is_average
@@ -63,9 +64,7 @@ def by_dtensor(step: Step) -> list[Sharded]:
     bases = {axis: base for x in shards for dim in x.dims for axis, base in dim}
     axes = sorted({axis for x in shards for axis in x.axes}, key=[*step.sizes, EACH].index)
     if any(ANY in x.dims for x in shards):
-        raise UnrelatedError(
-            "the size of an operand is that of one rank, and matches no sharding yet"
-        )
+        raise size_of_one_rank()
     op = _asked_about(step) if axes else step.op
     dims: list[list[Dim]] = [list(map(unsharded, global_shape)) for _, global_shape in step.results]
     partial: list[set[str]] = [set() for _ in step.results]

@@ -13,6 +13,7 @@ from shardmap_torch.checker.spmd.layout import (
     axes_of,
     in_words,
     merged,
+    size_of_one_rank,
     unsharded,
 )
 from shardmap_torch.collectives.operations import Collective
@@ -46,7 +47,7 @@ def _gathered(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequenc
     if not collective.tiled:
         return [*x.dims[:at], unsharded(shape[at]), *x.dims[at:]]
     if x.dims[at] == ANY:
-        raise UnrelatedError("its size is that of one rank, and matches no sharding yet")
+        raise size_of_one_rank("its size")
     count = shape[at] // max(x.global_shape[at], 1)
     return [*x.dims[:at], tuple(merged([(None, count), *x.dims[at]])), *x.dims[at + 1 :]]
 

@@ -12,7 +12,9 @@ from shardmap_torch.checker.spmd.layout import (
     axes_of,
     counted,
     merged,
+    reject_bias,
     reshape,
+    size_of_one_rank,
     step_of,
     unsharded,
 )
@@ -35,47 +37,36 @@ def convolve(step: Step) -> list[Sharded]:
     x, weight, bias = (step.arguments[name] for name in ("input", "weight", "bias"))
     if any(map(_is_shared, [*x.dims[2:], *weight.dims[2:]])):
         raise UnrelatedError("the kernel goes over a dim that is sharded", _HALO)
-    group = (
-        step.arguments["groups"],
-        step.unsharded_arguments.get("groups", step.arguments["groups"]),
-    )
-    x_group, x_inner = _grouped(x, 1, group)
-    group_dim, first = _grouped(weight, 0, group)
+    x_group, x_inner = _grouped(x, 1, step, "groups")
+    group_dim, first = _grouped(weight, 0, step, "groups")
     outside, inside = (
         (weight.dims[1], first) if step.arguments["transposed"] else (first, weight.dims[1])
     )
     group_dim = agreed([x_group, group_dim], "the dim of groups")
     contracted = agreed([x_inner, inside], "the dim of input channels")
     if ANY in (contracted, group_dim, outside, x.dims[0]):
-        raise UnrelatedError(_UNKNOWN_SIZE)
+        raise size_of_one_rank()
     channels = tuple(merged([*group_dim, *outside]))
     partial = frozenset(axes_of(contracted))
     if isinstance(bias, ShardedTensor):
         agreed([channels, bias.dims[0]], "the dim of output channels")
-        if partial:
-            raise UnrelatedError(
-                f"it adds a bias to a pending sum over {min(partial)!r}: "
-                "the bias would be counted once per rank",
-                f"add the bias after the all_reduce over {min(partial)!r}.",
-            )
+        reject_bias(partial)
     positions = [unsharded(size) for size in step.results[0][1][2:]]
     return [Sharded((x.dims[0], channels, *positions), partial)]
-
-
-_UNKNOWN_SIZE = "the size of an operand is that of one rank, and matches no sharding yet"
 
 
 def _is_shared(dim: Dim) -> bool:
     return dim == ANY or bool(axes_of(dim))
 
 
-def _grouped(x: ShardedTensor, dim: int, group: tuple[int, int]) -> tuple[Dim, Dim]:
-    """Splits channels into groups and what is in one; `group` counts them on a rank and in all.
+def _grouped(x: ShardedTensor, dim: int, step: Step, count: str) -> tuple[Dim, Dim]:
+    """Splits channels into groups and what is in one; the argument `count` is their number.
 
     Raises:
         UnrelatedError: a rank has not so many groups.
     """
-    num_local, num_groups = group
+    num_local = step.arguments[count]
+    num_groups = step.unsharded_arguments.get(count, num_local)
     dims = reshape(x.part([dim]), (num_groups, x.global_shape[dim] // num_groups))
     if ANY in dims:
         return ANY, ANY
@@ -101,24 +92,27 @@ def group_norm(step: Step) -> list[Sharded]:
     """
     x = step.arguments["input"]
     if ANY in x.dims:
-        raise UnrelatedError(_UNKNOWN_SIZE)
+        raise size_of_one_rank()
     if any(map(_is_shared, x.dims[2:])):
         raise UnrelatedError("it takes a mean over a dim that is sharded", WRAP)
-    group = step.arguments["group"], step.unsharded_arguments.get("group", step.arguments["group"])
-    groups, inner = _grouped(x, 1, group)
+    groups, inner = _grouped(x, 1, step, "group")
     if axes_of(inner):
         raise UnrelatedError(
             "it takes a mean over channels of one group, which are sharded", GATHER
         )
-    for name in ("weight", "bias"):
-        each = step.arguments[name]
-        if isinstance(each, ShardedTensor) and each.dims != (x.dims[1],):
-            raise UnrelatedError(f"its {name} is not sharded like the channels", _SHARD)
+    _require_like_channels(step, x.dims[1], ("weight", "bias"))
     statistics = Sharded((x.dims[0], groups))
     return [Sharded(x.dims), statistics, statistics]
 
 
-_SHARD = "shard it like the channels, with P or with convert(x, axis, src=R, dst=V, dim=0)."
+def _require_like_channels(step: Step, channels: Dim, names: Sequence[str]) -> None:
+    for name in names:
+        each = step.arguments.get(name)
+        if isinstance(each, ShardedTensor) and each.dims != (channels,):
+            raise UnrelatedError(
+                f"its {name} is not sharded like the channels",
+                "shard it like the channels, with P or with convert(x, axis, src=R, dst=V, dim=0).",
+            )
 
 
 def batch_norm(step: Step) -> list[Sharded]:
@@ -129,14 +123,11 @@ def batch_norm(step: Step) -> list[Sharded]:
     """
     x = step.arguments["input"]
     if ANY in x.dims:
-        raise UnrelatedError(_UNKNOWN_SIZE)
+        raise size_of_one_rank()
     others = [dim for at, dim in enumerate(x.dims) if at != 1]
     if step.arguments["training"] and any(map(_is_shared, others)):
         raise UnrelatedError("it takes a mean over a dim that is sharded", WRAP)
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        each = step.arguments.get(name)
-        if isinstance(each, ShardedTensor) and each.dims != (x.dims[1],):
-            raise UnrelatedError(f"its {name} is not sharded like the channels", _SHARD)
+    _require_like_channels(step, x.dims[1], ("weight", "bias", "running_mean", "running_var"))
     saved = [
         (x.dims[1] if global_shape != (0,) else unsharded(0),)
         for _, global_shape in step.results[1:]
@@ -171,7 +162,7 @@ def embed_bags(step: Step) -> list[Sharded]:
     bags = _bags(indices, offsets, step)
     ((_, result), *others) = step.results
     if len(bags) > 1 and bags != unsharded(result[0]) and not axes_of(bags):
-        raise UnrelatedError(_UNKNOWN_SIZE)
+        raise size_of_one_rank()
     # What it notes for its backward must not be used for anything else.
     notes: list[Sequence[Dim]] = [[counted(1)] * len(global_shape) for _, global_shape in others]
     return [Sharded((bags, weight.dims[1])), *(Sharded(tuple(dims)) for dims in notes)]

@@ -16,6 +16,7 @@ from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
     axes_of,
     is_stacked,
+    size_of_one_rank,
 )
 from shardmap_torch.checker.spmd.ops.advice import STACKED
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
@@ -68,9 +69,7 @@ def add(step: Step) -> list[Sharded]:
     (x,) = step.shards
     over = _over(step, x)
     if any(x.dims[dim] == ANY for dim in over):
-        raise UnrelatedError(
-            "the size of an operand is that of one rank, and matches no sharding yet"
-        )
+        raise size_of_one_rank()
     inside = [axis for dim in over for axis, _ in x.dims[dim]]
     if (BLOCK in inside) != (BLOCKS in inside):
         raise UnrelatedError(_ALONE, STACKED)
