@@ -103,8 +103,7 @@ def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
         if expected.kind == "S" and not shards:
             raise CollectiveError(
                 f"assert_type: {expected} over {axis!r} cannot be distinguished from V: shards "
-                "are tracked "
-                "only with check='global'. Use V."
+                "are tracked only with check='global'. Use V."
             )
         storage_type = interpreter.storage_type(interpreter.fakify(x))
         is_shard = expected.kind == "S" and interpreter.mesh.shape[axis] == 1  # all of it

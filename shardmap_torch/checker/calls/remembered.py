@@ -12,13 +12,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.calls.fake_results import (
-    PLAIN,
-    Result,
-    described,
-    is_simple,
-    make,
-)
+from shardmap_torch.checker.calls.fake_results import PLAIN, Result, described, is_simple, make
 from shardmap_torch.checker.rules.infer import Types, is_real, signature_of, tensors_of
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.torch_private.engine import (

@@ -63,7 +63,7 @@ def uncommitted(
             return value
         types = interpreter.storage_type(value).types
         own = tuple(K if at in open_axes and have == I else have for at, have in enumerate(types))
-        return value if own == types else _retyped(interpreter, value, own)
+        return interpreter.retyped(value, own)
 
     return tuple(map(reopened, out)) if isinstance(out, tuple) else reopened(out)
 
@@ -113,7 +113,7 @@ def _as_addend(interpreter: "Interpreter", gradient: Any, operand: Use | None) -
         R if have == I and axis_type.varies else have
         for have, axis_type in zip(types, operand.types, strict=True)
     )
-    return gradient if own == types else _retyped(interpreter, gradient, own)
+    return interpreter.retyped(gradient, own)
 
 
 def _as_own(interpreter: "Interpreter", gradient: Any, cotangents: Sequence[Types]) -> Any:
@@ -132,14 +132,7 @@ def _as_own(interpreter: "Interpreter", gradient: Any, cotangents: Sequence[Type
         else axis_type
         for at, axis_type in enumerate(types)
     )
-    return gradient if own == types else _retyped(interpreter, gradient, own)
-
-
-def _retyped(interpreter: "Interpreter", gradient: Tensor, types: Types) -> Tensor:
-    """Copies a gradient, whose memory others may share, to give it types of its own."""
-    gradient = gradient.clone()
-    interpreter.storage_type(base_of(gradient)).types = types
-    return gradient
+    return interpreter.retyped(gradient, own)
 
 
 def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> Use | None:

@@ -50,10 +50,7 @@ def seed(interpreter: Interpreter, output: Tensor, cotangent: Tensor | None) -> 
             )
     # The cotangents of a varying value are each rank's own, even if they are equal.
     own = tuple(V if plain(k) == V else c for k, c in zip(have, cotangents, strict=True))
-    if own != cotangents:
-        cotangent = cotangent.clone()
-        interpreter.storage_type(cotangent).types = own
-    return cotangent
+    return interpreter.retyped(cotangent, own)
 
 
 def check_gradient(interpreter: Interpreter, operand: Tensor, gradient: Tensor | None) -> None:

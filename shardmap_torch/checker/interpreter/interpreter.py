@@ -218,28 +218,20 @@ class Interpreter(Memory):
             names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
             head = f"{_name(op)} of {names}: torch multiplies tensors of one dtype only."
             raise messages.error(self, head, [], "cast one of them.")
-        out = self._run_fake(op, args, kwargs, key)
-        if any(made.layout is not torch.strided for _, made in _results(out)):
-            head = f"{_name(op)} gives a tensor that is not strided, and no other ones are typed."
-            raise messages.error(self, head, [], "compute with strided tensors.")
-        return out
-
-    def _run_fake(
-        self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key | None
-    ) -> Any:
         try:
-            return run_fake(self.fake, key, op, args, kwargs)
+            out = run_fake(self.fake, key, op, args, kwargs)
         except (
             DataDependentOutputException,
             DynamicOutputShapeException,
             UnsupportedOperatorException,
         ) as error:
-            raise messages.error(
-                self,
-                f"{_name(op)} cannot be interpreted without data ({type(error).__name__}).",
-                [],
-                "use an operation whose result has a known shape, or check=False.",
-            ) from error
+            head = f"{_name(op)} cannot be interpreted without data ({type(error).__name__})."
+            advice = "use an operation whose result has a known shape, or check=False."
+            raise messages.error(self, head, [], advice) from error
+        if any(made.layout is not torch.strided for _, made in _results(out)):
+            head = f"{_name(op)} gives a tensor that is not strided, and no other ones are typed."
+            raise messages.error(self, head, [], "compute with strided tensors.")
+        return out
 
     def _lift(self, op: OpOverload, literal: Tensor) -> Any:
         """Types a tensor made of Python numbers in the body as K."""

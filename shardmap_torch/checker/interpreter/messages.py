@@ -55,6 +55,7 @@ def error(
 
 
 def place(at: Site | None, backward: bool) -> str:
+    """Says where a step is, by its line or that of its forward."""
     if backward:
         return "in the backward" if at is None else f"in the backward of {at}"
     return "in the body" if at is None else f"at {at}"
@@ -351,6 +352,3 @@ def gradient_advice(axis_type: AxisType, axis: str) -> str:
             "its spec, which sums the gradient."
         )
     return ""
-
-
-__all__ = ["Collective", "chain_of", "cotangent", "error", "refused", "seeded", "source"]

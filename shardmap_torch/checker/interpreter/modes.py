@@ -153,8 +153,7 @@ def _unknown(name: str, func: HigherOrderOperator) -> ShardTypeError:
     return ShardTypeError(
         f"{name}: {func} is called at {call_site()}, and operators that call functions are not "
         "interpreted.\nFix: branch on x.item(), of which both branches are checked, write the "
-        "loop in "
-        "Python, or use torch.where."
+        "loop in Python, or use torch.where."
     )
 
 

@@ -153,21 +153,13 @@ def _bool(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
     return bool(value)
 
 
+_TAKES: Final = ((float, "", ".long()"), (int, ".double()", ""), (bool, ".double()", ".long()"))
 _FLOAT: Final[Mapping[type, str]] = {
-    number_type: f"write {number} in place of float(x), and x.f().item() in place of math.f(x)"
-    for number_type, number in (
-        (float, "x.item()"),
-        (int, "x.double().item()"),
-        (bool, "x.double().item()"),
-    )
+    own: f"write x{cast}.item() in place of float(x), and x.f().item() in place of math.f(x)"
+    for own, cast, _ in _TAKES
 }
 _INT: Final[Mapping[type, str]] = {
-    number_type: f"write {number} in place of int(x)"
-    for number_type, number in (
-        (float, "x.long().item()"),
-        (int, "x.item()"),
-        (bool, "x.long().item()"),
-    )
+    own: f"write x{cast}.item() in place of int(x)" for own, _, cast in _TAKES
 }
 """Repairs, by the Python type of the tensor's numbers."""
 

@@ -148,6 +148,14 @@ class Memory:
         self.bring(made, types, label)
         return made
 
+    def retyped(self, tensor: Tensor, types: Types) -> Tensor:
+        """Returns a tensor with these types: itself, or a copy, whose memory no others share."""
+        if self.storage_type(tensor).types == types:
+            return tensor
+        copy = tensor.clone()
+        self.storage_type(copy).types = types
+        return copy
+
     def storage_type(self, tensor: Tensor) -> StorageType:
         """Returns the storage type of a tensor, or of its fake."""
         if type(tensor) is FakeTensor and not self.rows.any:

@@ -5,14 +5,15 @@ is not known. A write into the row is written back into `x`, and after any other
 the row is stale: reading it is refused.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-from shardmap_torch.checker.ir.program import Equation, StorageType
+from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.ir.symbolic import Numbers
-from shardmap_torch.checker.rewrites.selections import Selections
+from shardmap_torch.checker.rewrites import selections
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
@@ -23,21 +24,14 @@ _READ_AGAIN: Final = (
 )
 
 
-class Host(Protocol):
+class Host(selections.Host, Protocol):
     """An interpreter, as the functions of this package see it."""
 
-    name: str
     numbers: Numbers
     rows: "Rows"
 
-    def needs_ranks(self, what: str = "") -> None:
-        """Records that `torch.func.vmap` cannot run the body as ranks do."""
-
-    def storage_type(self, tensor: Tensor) -> StorageType:
-        """Returns the type of a tensor's storage."""
-
-    def base(self, tensor: Tensor) -> Tensor:
-        """Returns the fake of a tensor, without transforms."""
+    def paused(self) -> AbstractContextManager[None]:
+        """Ignores operations in a context."""
 
     def flows(self, tensor: Tensor) -> bool:
         """Returns whether a gradient flows through a tensor."""
@@ -63,7 +57,7 @@ class Rows:
         self._rows: list[_Row] = []
         self._taken: list[tuple[Tensor, Tensor, Any]] = []
         self._stale: set[int] = set()
-        self.selections = Selections()
+        self.selections = selections.Selections()
 
     @property
     def any(self) -> bool:
@@ -92,7 +86,7 @@ class Rows:
     def is_taken(self, out: Any, source: Tensor, index: Any) -> bool:
         """Returns whether `source[index] = out` writes what is there, as `x[i] += 1` ends with."""
         return any(
-            out is row and index is same and _memory(source) == _memory(of)
+            out is row and index is same and memory_of(source) == memory_of(of)
             for row, of, same in self._taken
         )
 
@@ -111,10 +105,10 @@ class Rows:
             if self._is_stale(each.source) or (
                 host.storage_type(each.source).made is not each.of_source
             ):
-                self._stale.add(_memory(each.row))
+                self._stale.add(memory_of(each.row))
 
     def _is_stale(self, tensor: Tensor) -> bool:
-        return _memory(tensor) in self._stale
+        return memory_of(tensor) in self._stale
 
 
 def reject_stale(name: str, stale: str | None) -> None:
@@ -126,6 +120,7 @@ def reject_stale(name: str, stale: str | None) -> None:
         )
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """Returns a number of a tensor's memory, which tensors that share it have in common."""
     with DisableTorchFunction():
         return int(base_of(tensor).untyped_storage()._cdata)

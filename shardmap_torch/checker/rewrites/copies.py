@@ -6,13 +6,12 @@ it, the other is stale, and reading it is refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.ir.program import StorageType
-from shardmap_torch.checker.rewrites.aliases import reject_stale
+from shardmap_torch.checker.rewrites.aliases import Host, memory_of, reject_stale
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
@@ -34,16 +33,6 @@ MAY_COPY: Final = frozenset(
 
 _Side: TypeAlias = object
 """Tensors that certainly share memory: a storage's address, or a mark of some of its views."""
-
-
-class _Host(Protocol):
-    name: str
-
-    def storage_type(self, tensor: Tensor) -> StorageType:
-        """Returns the type of a tensor's storage."""
-
-    def paused(self) -> Any:
-        """Ignores operations in a context."""
 
 
 class Copies:
@@ -73,7 +62,7 @@ class Copies:
             if any(_side(base_of(x)) in self._stale for x in read):
                 reject_stale(name, _READ_AGAIN)
 
-    def relate(self, host: _Host, source: Tensor, out: Tensor) -> Tensor:
+    def relate(self, host: Host, source: Tensor, out: Tensor) -> Tensor:
         """Notes that a result of `MAY_COPY` may share memory with its operand; returns it.
 
         Nothing may be written into inputs and closures, so that it does not matter for them.
@@ -97,7 +86,7 @@ class Copies:
 
     def follow(
         self,
-        host: _Host,
+        host: Host,
         arguments: Mapping[str, Any],
         written: Sequence[Tensor],
         out: Any,
@@ -111,21 +100,16 @@ class Copies:
             self.reject_stale(host.name, read)
         for side in {_side(x) for x in written}:
             self._stale |= self._related.get(side, {side}) - {side}
-        views = {_memory(x): x.__dict__["_shardmap_side"] for x in read if is_marked(x)}
+        views = {memory_of(x): x.__dict__["_shardmap_side"] for x in read if is_marked(x)}
         for y in tensors_of(out) if views else ():
-            if _memory(y) in views:
-                y._shardmap_side = views[_memory(y)]  # type: ignore[attr-defined]  # ours
+            if memory_of(y) in views:
+                y._shardmap_side = views[memory_of(y)]  # type: ignore[attr-defined]  # ours
 
 
 def _side(tensor: Tensor) -> _Side:
-    return tensor.__dict__.get("_shardmap_side") or _memory(tensor)
+    return tensor.__dict__.get("_shardmap_side") or memory_of(tensor)
 
 
 def is_marked(tensor: Tensor) -> bool:
     """Returns whether a tensor is on a side of its own, beside others with its storage."""
     return "_shardmap_side" in tensor.__dict__
-
-
-def _memory(tensor: Tensor) -> int:
-    with DisableTorchFunction():
-        return int(tensor.untyped_storage()._cdata)

@@ -24,7 +24,9 @@ from shardmap_torch.core.source_location import call_site
 from shardmap_torch.errors import ShardTypeError
 
 
-class _Host(Protocol):
+class Host(Protocol):
+    """An interpreter, as selections see it."""
+
     name: str
 
     def needs_ranks(self, what: str = "") -> None:
@@ -88,7 +90,7 @@ class Selections:
         if base.untyped_storage()._cdata in self._memory:
             refuse(name, "what it selects is used")
 
-    def select(self, host: _Host, x: Tensor, mask: Tensor, dim: int | None = None) -> Any:
+    def select(self, host: Host, x: Tensor, mask: Tensor, dim: int | None = None) -> Any:
         """Selects what a mask says; NotImplemented where torch is to say what is wrong."""
         if not 0 < mask.ndim <= x.ndim or x.shape[: mask.ndim] != mask.shape:
             return NotImplemented
@@ -97,7 +99,7 @@ class Selections:
         host.needs_ranks()  # torch.func.vmap has no sizes that differ
         return self._stand(_Selected(x, mask.clone(), _token(host, mask), mask, dim))
 
-    def positions(self, host: _Host, mask: Tensor, as_tuple: bool = False) -> Any:
+    def positions(self, host: Host, mask: Tensor, as_tuple: bool = False) -> Any:
         """Returns the positions of a mask's entries, as `nonzero` does."""
         if mask.dtype != torch.bool or not mask.ndim or not (as_tuple or mask.ndim == 1):
             return NotImplemented
@@ -113,7 +115,7 @@ class Selections:
         """Returns whether some of these arguments stand for selections."""
         return self.any and any(id(x) in self._known for value in args for x in tensors_of(value))
 
-    def replacing(self, host: _Host, func: Any, args: Any, kwargs: Any) -> Any:
+    def replacing(self, host: Host, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns what to call in place of a function; itself if it gets no selection."""
         if not (self.any and self.are_in((*args, *kwargs.values()))):
             return func
@@ -124,7 +126,7 @@ class Selections:
 
         return call
 
-    def _call(self, host: _Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call(self, host: Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if func is Tensor.__setitem__:
             return self._written(host, *args)
@@ -149,7 +151,7 @@ class Selections:
         return found
 
     def _of_one(
-        self, host: _Host, own: _Selected, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, host: Host, own: _Selected, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Calls what is about a selection itself; NotImplemented for other functions."""
         name = getattr(func, "__name__", "")
@@ -166,7 +168,7 @@ class Selections:
         return NotImplemented
 
     def _changed(
-        self, host: _Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, host: Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Changes what a mask selects in place, as `x[mask] *= 2` does before it writes it."""
         name = func.__name__
@@ -179,7 +181,7 @@ class Selections:
         func(*given, **named)  # the memory is its own
         return args[0]
 
-    def _written(self, host: _Host, x: Tensor, index: Any, value: Any) -> None:
+    def _written(self, host: Host, x: Tensor, index: Any, value: Any) -> None:
         """Does `y[mask] = f(x[mask])`: where the mask is true."""
         own = self._of(value) if isinstance(value, Tensor) else None
         if own is None or not isinstance(index, Tensor) or self._of(x) or self._of(index):
@@ -192,7 +194,7 @@ class Selections:
         x.copy_(torch.where(mask, own.full, x))
 
     def _given(
-        self, host: _Host, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, host: Host, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[_Selected, tuple[list[Any], dict[str, Any]]]:
         """Returns a selection among arguments, and the arguments with all entries in its place."""
         values = [*args, *kwargs.values()]
@@ -231,7 +233,7 @@ class Selections:
         count = own.mask.sum() * prod(own.full.shape[each] for each in rest)
         return torch.div(total, count)
 
-    def _loss(self, host: _Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _loss(self, host: Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Computes a loss of all entries, and reduces that of the selected ones."""
         name, given = (
             func.__name__,
@@ -257,7 +259,7 @@ class Selections:
             return total
         return total / (counted.sum() * prod(loss.shape[one.mask.ndim :]))
 
-    def _indexed(self, host: _Host, x: Tensor, given: Sequence[Any]) -> Any:
+    def _indexed(self, host: Host, x: Tensor, given: Sequence[Any]) -> Any:
         """Selects entries at the positions that `nonzero` has found."""
         parts = given[0] if isinstance(given[0], tuple) else given[0:1]
         if len(given) == 2 and given[0] == 0:  # index_select
@@ -305,7 +307,7 @@ def refuse(name: str, what: str) -> NoReturn:
     )
 
 
-def _token(host: _Host, mask: Tensor) -> Any:
+def _token(host: Host, mask: Tensor) -> Any:
     """Returns what equal masks share: the same entries of memory that nothing was written to."""
     base = host.base(mask)
     made = host.storage_type(base)

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.ir.sizes import Sizes
-from shardmap_torch.checker.sizes.instance import NAMES, Values, instance
+from shardmap_torch.checker.sizes.instance import NAMES, Values, verdict_at
 from shardmap_torch.checker.sizes.passing import MARKED, passing_for_numbers
 from shardmap_torch.checker.sizes.slots import Slot
 from shardmap_torch.checker.verify.verdict import Verdict
@@ -88,9 +88,8 @@ class General:
         """Returns the verdict for sizes that it covers."""
         values = self._values(numbers)
         assert values is not None  # it covers them
-        return instance(
-            self.verdict, Values(self.codes, dict(zip(self.names, values, strict=True)))
-        )
+        symbols = dict(zip(self.names, values, strict=True))
+        return verdict_at(self.verdict, Values(self.codes, symbols))
 
     def _values(self, numbers: Numbers) -> list[int] | None:
         if any(numbers[slot] != number for slot, number in self.fixed.items()):

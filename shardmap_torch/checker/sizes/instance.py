@@ -50,7 +50,7 @@ class Values:
         return known
 
 
-def instance(general: Verdict, values: Values) -> Verdict:
+def verdict_at(general: Verdict, values: Values) -> Verdict:
     """The verdict at the values of one call."""
     leaves = [values.of(leaf) for leaf in general.result.leaves]
     outputs = {

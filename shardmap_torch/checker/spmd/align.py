@@ -1,7 +1,6 @@
 """Aligns the ranks' program with the one-device program: the same steps in the same order."""
 
 from collections.abc import Mapping
-from math import isnan
 from typing import Any, Final
 
 from shardmap_torch.checker.rules.builders import overloads
@@ -94,7 +93,7 @@ def shown(event: Event | None) -> str:
 
 
 def equal(value: Any, other: Any) -> bool:
-    """Returns whether two arguments that are no tensors are the same.
+    """Returns whether two arguments or results that are no tensors are the same.
 
     Example:
         >>> equal([1, None], (1, None)), equal(1, 1.0), equal(float("nan"), float("nan"))
@@ -106,8 +105,8 @@ def equal(value: Any, other: Any) -> bool:
             and len(value) == len(other)
             and all(map(equal, value, other))
         )
-    if isinstance(value, float) and isnan(value):
-        return isinstance(other, float) and isnan(other)
+    if isinstance(value, float | complex) and value != value:
+        return type(value) is type(other) and bool(other != other)
     return value is other or (type(value) is type(other) and bool(value == other))
 
 

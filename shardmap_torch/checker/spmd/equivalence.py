@@ -31,7 +31,7 @@ from shardmap_torch.checker.ir.observer import (
     made_by,
 )
 from shardmap_torch.checker.rules.infer import named_tensors
-from shardmap_torch.checker.spmd.align import Alignment, PartedError, shown
+from shardmap_torch.checker.spmd.align import Alignment, PartedError, equal, shown
 from shardmap_torch.checker.spmd.batches.book import Book
 from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
@@ -41,11 +41,7 @@ from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import Call
 from shardmap_torch.checker.spmd.state import Notes
-from shardmap_torch.checker.spmd.sums import (
-    NO_AXES,
-    Sums,
-    reject_scaled,
-)
+from shardmap_torch.checker.spmd.sums import NO_AXES, Sums, reject_scaled
 from shardmap_torch.checker.spmd.values.intervals import Intervals
 from shardmap_torch.checker.spmd.values.maxima import Maxima
 from shardmap_torch.checker.spmd.values.positions import Positions
@@ -53,10 +49,7 @@ from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import dims_of
-from shardmap_torch.core.torch_private.engine import (
-    OpOverload,
-    disable_current_modes,
-)
+from shardmap_torch.core.torch_private.engine import OpOverload, disable_current_modes
 from shardmap_torch.errors import show_shape
 from shardmap_torch.spec import P
 
@@ -274,7 +267,7 @@ class Relation(Observer):
     def on_python_result(self, path: str, value: object) -> None:
         """Requires that a Python result equals the one on one device."""
         there = self._one.returns.get(path)
-        if isinstance(value, bool | int | float | complex | str) and not _same(value, there):
+        if isinstance(value, bool | int | float | complex | str) and not equal(value, there):
             raise messages.error(
                 self._interpreter,
                 f"check='global': {RESULT} {path} is {value!r} on a rank and {there!r} on one "
@@ -340,10 +333,6 @@ class Relation(Observer):
 
 def _named(name: str, tensors: Sequence[Tensor | None]) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for tensor in tensors if tensor is not None]
-
-
-def _same(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and (value == other or (value != value and other != other))
 
 
 def _without(sums: Sums, digits_taken: frozenset[str]) -> Sums:

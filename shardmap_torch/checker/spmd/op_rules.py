@@ -29,17 +29,10 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.ops import indexing, networks, stacks
+from shardmap_torch.checker.spmd.ops.advice import NUMBER
 from shardmap_torch.checker.spmd.ops.attention import ATTENTION
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
-from shardmap_torch.checker.spmd.sharded import (
-    GATHER,
-    NUMBER,
-    WRAP,
-    Rule,
-    Sharded,
-    Step,
-    shards_of,
-)
+from shardmap_torch.checker.spmd.sharded import GATHER, WRAP, Rule, Sharded, Step, shards_of
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 aten = torch.ops.aten

@@ -29,12 +29,6 @@ WRAP: Final = "gather the operands first, or wrap per-rank code in local_region.
 GATHER: Final = "gather it first, with all_gather."
 """Advice where a dim must be unsharded."""
 
-NUMBER: Final = (
-    "a number that depends on local shapes must be right on one device too: multiply sizes by "
-    "axis_size(axis)."
-)
-"""Advice where an argument is another number on one device."""
-
 
 @dataclass(frozen=True)
 class Sharded:

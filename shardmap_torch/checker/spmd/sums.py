@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.spmd.layout import UnrelatedError
+from shardmap_torch.checker.spmd.ops.advice import NUMBER
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 Axes = frozenset[str]
@@ -72,11 +73,7 @@ def reject_scaled(sums: Sums) -> None:
             f"over {axis!r} it is the {what}, from {sums.cause}",
             f"all_reduce it over {axis!r} with op='mean' first.",
         )
-    raise UnrelatedError(
-        f"it is {sums.scale} times that value, because of {sums.cause}",
-        "a number that depends on local shapes must be right on one device too: multiply "
-        "sizes by axis_size(axis).",
-    )
+    raise UnrelatedError(f"it is {sums.scale} times that value, because of {sums.cause}", NUMBER)
 
 
 _DIVIDED: Final = overloads("div.Tensor div.Scalar div_.Tensor div_.Scalar")

@@ -9,16 +9,8 @@ _STEADY: Final = frozenset(
         *("itertools", "collections", "collections.abc", "_collections", "_collections_abc"),
         *("dataclasses", "typing", "types", "enum", "abc", "_abc", "copy", "string", "numbers"),
         *("fractions", "contextlib", "_contextvars", "contextvars", "heapq", "bisect", "textwrap"),
-        *(
-            "typing_extensions",
-            "re",
-            "__future__",
-            "copyreg",
-            "array",
-            "warnings",
-            "_warnings",
-            "weakref",
-        ),
+        *("typing_extensions", "re", "__future__", "copyreg", "array", "warnings", "_warnings"),
+        "weakref",
     }
 )
 """Modules of Python and of others that ask for nothing but their arguments."""
@@ -26,14 +18,8 @@ _STEADY: Final = frozenset(
 _STEADY_PACKAGES: Final = ("torch", "shardmap_torch", "optree")
 
 _PROCESS_PACKAGES: Final = (
-    *(
-        "torch.distributed",
-        "torch.backends",
-        "torch.cuda",
-        "torch.xpu",
-        "torch.mps",
-        "torch.random",
-    ),
+    *("torch.distributed", "torch.backends", "torch.cuda", "torch.xpu", "torch.mps"),
+    "torch.random",
     *("torch.utils.data", "torch.hub", "torch.library", "torch._library", "torch.multiprocessing"),
     *("torch.serialization", "torch.accelerator", "torch.version", "torch.cpu", "torch._dynamo"),
     *("shardmap_torch.control", "shardmap_torch.saving", "shardmap_torch.placing"),

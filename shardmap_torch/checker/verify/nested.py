@@ -91,8 +91,8 @@ class Inner:
                 raise ShardTypeError(
                     f"{self._interpreter.name}: {what} crosses over {where[1]!r} differently on "
                     "different paths: its gradient is complete on one path and a sum over the "
-                    "ranks on another, "
-                    "or the types of results differ, and a run cannot tell which path it takes.\n"
+                    "ranks on another, or the types of results differ, and a run cannot tell which "
+                    "path it takes.\n"
                     f"Fix: name {where[1]!r} in replicate= or invariant= of its spec, or convert "
                     "a result to I before it leaves."
                 )

@@ -14,14 +14,7 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.insertions import to_spec
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.outcomes import Cast, Exit, Resolved, Where
-from shardmap_torch.checker.ir.repairs import (
-    Insert,
-    Repair,
-    applied,
-    nested,
-    note_reached,
-    propose,
-)
+from shardmap_torch.checker.ir.repairs import Insert, Repair, applied, nested, note_reached, propose
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.checker.verify.boundary_types import promised
@@ -86,7 +79,7 @@ class Uncommitted:
 def casts_to(
     interpreter: Interpreter, path: str, spec: P, axis: str, axis_type: AxisType, value: Tensor
 ) -> tuple[Cast, ...] | str:
-    """Returns the conversions from the body's type to the promised one, or the problem."""
+    """Returns the conversions from the body's type to the promised one, or the mismatch."""
     found = _EXITS.get((plain(axis_type).kind, promised(spec, axis).kind))
     if found is not None:
         return found
@@ -106,7 +99,7 @@ def casts_to(
 
 
 @dataclass(frozen=True)
-class Problem:
+class ResultMismatch:
     """A result whose type along one axis is not the one that its spec promises.
 
     Attributes:
@@ -115,7 +108,7 @@ class Problem:
         axis: the axis along which it is wrong.
         is_sum: whether it is a pending sum; else it varies.
         origin: the step that it comes from.
-        text: the problem in words.
+        text: the mismatch in words.
     """
 
     path: str
@@ -127,14 +120,14 @@ class Problem:
 
 
 _SHOWN: Final = 3
-"""Maximal number of results with the same problem that a message names."""
+"""Maximal number of results with the same mismatch that a message names."""
 
 
-def grouped(problems: Sequence[Problem]) -> Iterator[str]:
+def mismatch_paragraphs(mismatches: Sequence[ResultMismatch]) -> Iterator[str]:
     """Yields the paragraphs of a message: one for each cause, whatever the number of results."""
-    causes: dict[tuple[str, bool], list[Problem]] = {}
-    for problem in problems:
-        causes.setdefault((problem.axis, problem.is_sum), []).append(problem)
+    causes: dict[tuple[str, bool], list[ResultMismatch]] = {}
+    for mismatch in mismatches:
+        causes.setdefault((mismatch.axis, mismatch.is_sum), []).append(mismatch)
     for (axis, is_sum), group in causes.items():
         if len(group) == 1:
             yield group[0].text
@@ -185,7 +178,7 @@ class Exits:
         Raises:
             ShardTypeError: names all that do not match, and where they come from.
         """
-        problems: list[Problem] = []
+        mismatches: list[ResultMismatch] = []
         wrong: dict[int, list[str]] = {}
         repair_results(self._call, self._backend, self._repair, result)
         for position in result.match.crossing:
@@ -201,15 +194,15 @@ class Exits:
                 found = casts_to(self._interpreter, path, spec, axis, axis_type, value)
                 if isinstance(found, str):
                     origin = self._interpreter.storage_type(value).origin()
-                    problem = Problem(path, spec, axis, axis_type == Partial, origin, found)
-                    problems.append(problem)
+                    mismatch = ResultMismatch(path, spec, axis, axis_type == Partial, origin, found)
+                    mismatches.append(mismatch)
                     wrong.setdefault(position, []).append(axis)
                 else:
                     self.exits[position, axis] = self._exit((position, axis), found, spec, value)
-        if problems:
+        if mismatches:
             head = f"{self._call.name}: the result does not match out_specs:"
-            error = ShardTypeError("\n".join([head, *grouped(problems)]))
-            error.findings = tuple(problem.text for problem in problems)
+            error = ShardTypeError("\n".join([head, *mismatch_paragraphs(mismatches)]))
+            error.findings = tuple(mismatch.text for mismatch in mismatches)
             raise self._proposed(error, result, [*wrong], [self._summed(result, wrong)])
         for position in result.match.crossing:
             spec, path = result.match.spec(position), result.match.paths[position]

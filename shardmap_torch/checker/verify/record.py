@@ -49,8 +49,7 @@ class Recording:
             unlike = ShardTypeError(
                 f"{interpreter.name}: the value at {call_site()} is {list(self._at.types)} over "
                 f"{list(axes)} on one path through the body and {list(found)} on another, and "
-                "a run "
-                "cannot tell which path it takes. Pass the type as src=."
+                "a run cannot tell which path it takes. Pass the type as src=."
             )
             interpreter.numbers.branches.fail(unlike)
         self._at.types = found

@@ -12,6 +12,12 @@ UNSEEN: Final = (
 )
 """Advice for values of which nothing is known."""
 
+NUMBER: Final = (
+    "a number that depends on local shapes must be right on one device too: multiply sizes by "
+    "axis_size(axis)."
+)
+"""Advice where an argument, or a factor, is another number on one device."""
+
 OTHER: Final = (
     "compute it from the same operands there: where a local size decides, as in "
     "a if x.shape[0] < 8 else b, compare x.shape[0] * axis_size(axis); or wrap per-rank code in "

@@ -17,8 +17,9 @@ from shardmap_torch.checker.spmd.layout import (
     step_of,
     unsharded,
 )
+from shardmap_torch.checker.spmd.ops.advice import NUMBER
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
-from shardmap_torch.checker.spmd.sharded import GATHER, NUMBER, WRAP, Sharded, Step, shards_of
+from shardmap_torch.checker.spmd.sharded import GATHER, WRAP, Sharded, Step, shards_of
 
 
 def count(step: Step) -> list[Sharded]:

@@ -12,9 +12,10 @@ from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.spmd.layout import UnrelatedError
 from shardmap_torch.checker.spmd.sharded import Call, Sharded
 from shardmap_torch.checker.spmd.state import Notes
-from shardmap_torch.checker.spmd.values.part_rules import COPIES, RULES, STARTS, Outcome
+from shardmap_torch.checker.spmd.values.part_rules import RULES, STARTS, Outcome
 from shardmap_torch.checker.spmd.values.parts import KnownParts, PartCall
 from shardmap_torch.checker.spmd.values.positions import Positions, name_of
+from shardmap_torch.checker.spmd.values.rows import COPIES
 
 
 class Intervals:

@@ -32,12 +32,8 @@ from shardmap_torch.checker.spmd.sharded import Call
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import is_factor
 from shardmap_torch.checker.spmd.values.positions import name_of
-from shardmap_torch.checker.spmd.values.rows import by_rows, followed, rows_of, without_rows
-from shardmap_torch.core.torch_private.engine import (
-    DisableTorchFunction,
-    OpOverload,
-    forward_level,
-)
+from shardmap_torch.checker.spmd.values.rows import COPIES, by_rows, followed, rows_of, without_rows
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction, OpOverload, forward_level
 
 SHIFT: Final = "shift"
 SCALE: Final = "scale"
@@ -303,10 +299,7 @@ def _filled(given: Given) -> Form | None:
     return _kept(given) if fill == (0 if x.form == SCALE else -inf) else None
 
 
-_KEPT: Final = (
-    "view _unsafe_view reshape _reshape_alias unsqueeze squeeze squeeze.dim squeeze.dims permute t"
-    " transpose.int expand clone alias detach _to_copy slice.Tensor select.int gather mean.dim mean"
-).split()
+_KEPT: Final = (*COPIES, "select.int", "gather", "mean.dim", "mean")
 _ROWS: Final = {
     **dict.fromkeys(("sum", "sum.dim_IntList", "mean", "mean.dim"), _reduced),
     "gather": _gathered,

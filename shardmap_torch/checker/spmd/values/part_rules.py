@@ -18,7 +18,7 @@ from shardmap_torch.checker.spmd.values.parts import (
     PartCall,
 )
 from shardmap_torch.checker.spmd.values.positions import Affine, Pair
-from shardmap_torch.checker.spmd.values.rows import by_rows, rows_of, without_rows
+from shardmap_torch.checker.spmd.values.rows import COPIES, by_rows, rows_of, without_rows
 
 Outcome: TypeAlias = tuple[Part | None, list[Sharded]] | None
 Rule: TypeAlias = Callable[[KnownParts, PartCall], Outcome]
@@ -275,11 +275,6 @@ def _rows_of_lookup(
     dims = part.rows.dims if call.name == "gather" else dims
     return by_rows(dims, shape) if len(dims) == len(shape) else None
 
-
-COPIES: Final = (
-    "view _unsafe_view reshape _reshape_alias unsqueeze squeeze squeeze.dim squeeze.dims permute t"
-    " transpose.int expand clone alias detach _to_copy slice.Tensor"
-).split()
 
 _COMPARISONS: Final = {
     f"{name}.{overload}": _compared(lower, closed)

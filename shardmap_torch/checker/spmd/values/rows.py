@@ -7,7 +7,7 @@ device, so that collectives are of no account.
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -20,6 +20,12 @@ from shardmap_torch.checker.spmd.layout import (
 from shardmap_torch.checker.spmd.op_rules import propagate
 from shardmap_torch.checker.spmd.sharded import Step
 from shardmap_torch.core.torch_private.engine import OpOverload
+
+COPIES: Final = (
+    "view _unsafe_view reshape _reshape_alias unsqueeze squeeze squeeze.dim squeeze.dims permute t"
+    " transpose.int expand clone alias detach _to_copy slice.Tensor"
+).split()
+"""Names of operations whose results have entries of their operand, unchanged."""
 
 
 def rows_of(shape: Shape) -> ShardedTensor:
