@@ -140,12 +140,12 @@ def _placed(name: str, types: Tree, value: Any, what: str) -> tuple[list[Tensor]
     return [leaf.value for leaf in crossing], [finest_spec(leaf.spec) for leaf in crossing]
 
 
-_ALLOWED: Mapping[str, frozenset[AxisType]] = {
-    "S": frozenset({V, K, Z}),
-    "P": frozenset({V, Partial, Z}),
-    "I": frozenset({I, R, K, Z}),
+_PROMISES: Mapping[str, tuple[frozenset[AxisType], str]] = {
+    "S": (frozenset({V, K, Z}), "shards."),
+    "P": (frozenset({V, Partial, Z}), "a pending sum."),
 }
-"""Local types of a result that is sharded over an axis, a sum over it, or neither."""
+_EQUAL: tuple[frozenset[AxisType], str] = (frozenset({I, R, K, Z}), "one value on all ranks.")
+"""Local types of a result that is sharded over an axis, a sum over it, or neither, in words."""
 
 
 def _named_axes(types: Sequence[Any]) -> frozenset[str]:
@@ -172,24 +172,18 @@ def _check_result(
     tensor = interpreter.fakify(tensor)
     promised = spec.types
     for axis, axis_type in interpreter.by_axis(interpreter.storage_type(tensor).types).items():
-        expected = promised[axis].kind if axis in promised else "I"
-        if axis not in axes:
+        if axis not in axes or interpreter.mesh.shape[axis] == 1:
             continue
-        if interpreter.mesh.shape[axis] > 1 and plain(axis_type) not in _ALLOWED.get(
-            expected, _ALLOWED["I"]
-        ):
+        expected, what = _PROMISES.get(promised[axis].kind if axis in promised else "I", _EQUAL)
+        if plain(axis_type) not in expected:
             wrong = messages.error(
                 interpreter,
                 f"local_region {name}: over {axis!r} a result is {axis_type}, and {spec!r} "
-                "promises " + _promise(expected),
+                f"promises {what}",
                 [f"  it is from {interpreter.storage_type(tensor).origin()}"],
                 f"shard it over {axis!r} in out_types, or name {axis!r} in its partial=.",
             )
             interpreter.numbers.branches.fail(wrong)
-
-
-def _promise(expected: str) -> str:
-    return {"S": "shards.", "P": "a pending sum."}.get(expected, "one value on all ranks.")
 
 
 def note_region(

@@ -46,13 +46,10 @@ SHARING: Final = frozenset({"same", "slice", "mask"})
 class AbstractBackend(WithoutAutomaticAxes):
     """Backend that types collectives; their results have the right shape and no data."""
 
-    def __init__(
-        self, interpreter: Interpreter, repair: Repair = NONE, readings: Readings | None = None
-    ) -> None:
+    def __init__(self, interpreter: Interpreter, repair: Repair, readings: Readings) -> None:
         """Makes one for an interpretation; `repair` is applied to its collectives."""
         self.mesh: Mesh = interpreter.mesh
-        self._readings = Readings() if readings is None else readings
-        self._interpreter, self._repair = interpreter, repair
+        self._interpreter, self._repair, self._readings = interpreter, repair, readings
         self._places = Places()
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:

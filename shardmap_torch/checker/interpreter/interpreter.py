@@ -85,12 +85,7 @@ class Interpreter(Memory):
     """One interpretation of one body: records its equations, and the types of its tensors."""
 
     def __init__(
-        self,
-        name: str,
-        mesh: Mesh,
-        branches: Branches | None = None,
-        repair: Repair = NONE,
-        env: "ShapeEnv | None" = None,
+        self, name: str, mesh: Mesh, branches: Branches, repair: Repair, env: "ShapeEnv | None"
     ) -> None:
         """Starts an interpretation of the body `name`, on the path of `branches`.
 
@@ -98,10 +93,10 @@ class Interpreter(Memory):
         """
         super().__init__(name, mesh.axis_names, env)
         self.mesh, self.repair = mesh, repair
-        self.numbers = Numbers(branches if branches is not None else Branches(name))
+        self.numbers = Numbers(branches)
         self.spots = None if repair is NONE else Spots(self, repair)
         locate = None if self.spots is None else self.spots.locate
-        self._failing = Failing(self.numbers.branches, locate)
+        self._failing = Failing(branches, locate)
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
         self.traits, self.is_decomposing = Traits(), False
@@ -115,7 +110,7 @@ class Interpreter(Memory):
     def is_special(self) -> bool:
         """Returns whether calls depend on more here than their operands: few bodies get there."""
         is_symbolic = self.fake.shape_env is not None or self.numbers.any
-        return self._paused or is_symbolic or self.rows.any or self.copies.are_stale
+        return self.is_paused or is_symbolic or self.rows.any or self.copies.are_stale
 
     def located(self, error: ShardTypeError, gradient: StorageType) -> ShardTypeError:
         """Attaches to the error of a gradient what could be inserted where it comes from."""
@@ -142,7 +137,7 @@ class Interpreter(Memory):
 
     def needs_ranks(self, what: str | None = "") -> None:
         """Records code that `torch.func.vmap` would reject or, if it says `what`, may drop."""
-        if what is not None and not self._paused:
+        if what is not None and not self.is_paused:
             where = f"{what}.\n  {messages.place(call_site(), False)}" if what else ""
             self.traits.rank_only = self.traits.rank_only or where
 
@@ -168,11 +163,11 @@ class Interpreter(Memory):
     ) -> Any:
         """Types one ATen operation, and runs it on fake tensors; `found` is from `recall.find`."""
         forget_written(op, args, kwargs)
-        if self._paused or op.namespace in _SILENT or op in _SIZES:
+        if self.is_paused or op.namespace in _SILENT or op in _SIZES:
             return op(*args, **kwargs)
         if op.namespace in distributed_calls.NAMESPACES:
             self.numbers.branches.fail(distributed_calls.refused(self.name, op))
-        if not self._running and running_backward() != NO_BACKWARD:
+        if not self.running and running_backward() != NO_BACKWARD:
             raise ShardTypeError(
                 f"{self.name}: a backward was started that the checker did not see start. Use "
                 "torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
@@ -289,7 +284,7 @@ class Interpreter(Memory):
             rounded = rounding(op, arguments, [tensor for _, tensor in made], types)
             if rounded is not None:
                 raise messages.refused(self, op, arguments, rounded)
-        return self._as_seed(arguments["self"], types) if op is _SEED and self._running else types
+        return self._as_seed(arguments["self"], types) if op is _SEED and self.running else types
 
     def _as_seed(self, value: Tensor, types: Sequence[Types]) -> list[Types]:
         """Types the cotangent from which a backward inside of a custom backward starts.

@@ -129,7 +129,7 @@ def repeat(
     site, backward = None, False
     if running_backward() == NO_BACKWARD:
         site = interpreter.site()[0]
-    elif not interpreter.is_running or is_in_linear_backward():
+    elif not interpreter.running or is_in_linear_backward():
         return NotImplemented
     else:
         if interpreter.observer is not UNOBSERVED:

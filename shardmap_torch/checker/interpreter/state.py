@@ -85,9 +85,14 @@ def kept(does: str) -> ShardTypeError:
 
 
 class Memory:
-    """The types of all tensors of one interpretation, which views of one storage share."""
+    """The types of all tensors of one interpretation, which views of one storage share.
 
-    def __init__(self, name: str, axes: Sequence[str], env: "ShapeEnv | None" = None) -> None:
+    Attributes:
+        is_paused: whether the code that runs now is not the body's.
+        running: the backwards that the checker has started, and that run.
+    """
+
+    def __init__(self, name: str, axes: Sequence[str], env: "ShapeEnv | None") -> None:
         """Starts without tensors; `name` is that of the body in errors."""
         self.name, self.axes = name, axes
         self.fake = fake_mode(env)
@@ -97,13 +102,13 @@ class Memory:
         self.rows, self.copies = Rows(), Copies()
         self.types_by_storage: dict[int, StorageType] = {}
         self.remembered = Remembered(self.fake)
-        self._paused = False
+        self.is_paused = False
         self._thread = threading.get_ident()
         self._applies = False
         self._ending: frozenset[int] = frozenset()
         self._differentiated: set[int] = set()
         self._by_level: dict[int, Token] = {}
-        self._running: list[int] = []
+        self.running: list[int] = []
         # State of the user's own code that autograd runs; see `user_code`.
         self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()
@@ -111,24 +116,14 @@ class Memory:
         self.has_hooks = False
         self._num_tasks = 0
 
-    @property
-    def is_running(self) -> bool:
-        """Returns whether a backward that the checker has started runs."""
-        return bool(self._running)
-
-    @property
-    def is_paused(self) -> bool:
-        """Returns whether the code that runs now is not the body's."""
-        return self._paused
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Ignores operations in this context: they are not the body's."""
-        before, self._paused = self._paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self.is_paused = before
 
     def bring(
         self, tensor: Tensor, types: Types, label: str, read_only: str | None = None
@@ -325,11 +320,11 @@ class Memory:
         storage_types = [self.storage_type(seed) for seed in seeds if seed is not None]
         for storage_type in storage_types:
             storage_type.tasks |= {task}
-        self._running.append(task)
+        self.running.append(task)
         try:
             yield
         finally:
-            self._running.remove(task)
+            self.running.remove(task)
             for storage_type in storage_types:
                 storage_type.tasks -= {task}
 
@@ -345,17 +340,17 @@ class Memory:
 
     def is_cotangent(self, storage_type: StorageType) -> bool:
         """Returns whether a value descends from the cotangents of a backward that runs."""
-        return not storage_type.tasks.isdisjoint(self._running)
+        return not storage_type.tasks.isdisjoint(self.running)
 
     def tasks_of(self, storage_types: Iterable[StorageType]) -> frozenset[int]:
         """Returns the running differentiations from whose cotangents the storages descend."""
-        if not self._running:
+        if not self.running:
             return frozenset()
         return frozenset(
             task
             for storage_type in storage_types
             for task in storage_type.tasks
-            if task in self._running
+            if task in self.running
         )
 
     # -------------------------------------------------------------------- fakes of closures

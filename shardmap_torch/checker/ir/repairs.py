@@ -135,7 +135,8 @@ def both(first: Repair, second: Repair) -> Repair:
         >>> both(Repair("a", replicate={0: "tp"}), Repair("b", replicate={1: "tp"})).text
         'a, and b'
     """
-    kept = [each for each in first.parts or (first,) if not _is_changed(each, second)]
+    changed = second.collectives.keys()
+    kept = [each for each in first.parts or (first,) if not each.collectives.keys() & changed]
     again = [part for part in kept if part.inserted.keys() & second.inserted.keys()]
     if again:  # applied to one tensor, one after the other
         ((spot, chain),) = second.inserted.items()
@@ -152,10 +153,6 @@ def both(first: Repair, second: Repair) -> Repair:
         _joined([part.inserted for part in parts]),
         parts,
     )
-
-
-def _is_changed(part: Repair, later: Repair) -> bool:
-    return bool(part.collectives.keys() & later.collectives.keys())
 
 
 def _joined(parts: Sequence[Mapping[Any, Sequence[Any]]]) -> dict[Any, tuple[Any, ...]]:

@@ -4,7 +4,7 @@ On processes such a call ends in an operator, which is replaced here. On other m
 stand-in, which calls the typed collectives itself: see `ops.groups`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -41,24 +41,16 @@ def _all_reduce(tensors: list[Tensor], group: Any, op: Any, *rest: Any) -> _Read
     return _Read(_name_of(group), tensors, lambda axes: axes.allreduce(tensors, op.op()))
 
 
-def _all_gather(output: Tensor, x: Tensor, group: Any, *rest: Any) -> _Read:
-    tensors = [output, x]
-    return _Read(_name_of(group), tensors, lambda axes: axes.all_gather_single(output, x))
+def _into(name: str, options: Callable[..., Sequence[Any]]) -> Callable[..., _Read]:
+    """Makes the reader of an operator that writes into its first tensor."""
 
+    def read(output: Tensor, x: Tensor, group: Any, *rest: Any) -> _Read:
+        def call(axes: AxisGroup) -> Any:
+            return getattr(axes, name)(output, x, *options(*rest))
 
-def _reduce_scatter(output: Tensor, x: Tensor, group: Any, op: Any, *rest: Any) -> _Read:
-    return _Read(
-        _name_of(group),
-        [output, x],
-        lambda axes: axes.reduce_scatter_single(output, x, op.op()),
-    )
+        return _Read(_name_of(group), [output, x], call)
 
-
-def _all_to_all(output: Tensor, x: Tensor, group: Any, *sizes: Any) -> _Read:
-    tensors = [output, x]
-    return _Read(
-        _name_of(group), tensors, lambda axes: axes.all_to_all_single(output, x, *sizes[:2])
-    )
+    return read
 
 
 def _functional(name: str) -> tuple[Callable[..., _Read], str]:
@@ -74,9 +66,12 @@ def _functional(name: str) -> tuple[Callable[..., _Read], str]:
 _TYPED: Final[Mapping[str, tuple[Callable[..., _Read], str]]] = MappingProxyType(
     {
         "c10d::allreduce_": (_all_reduce, "all_reduce"),
-        "c10d::_allgather_base_": (_all_gather, "all_gather"),
-        "c10d::_reduce_scatter_base_": (_reduce_scatter, "reduce_scatter"),
-        "c10d::alltoall_base_": (_all_to_all, "all_to_all"),
+        "c10d::_allgather_base_": (_into("all_gather_single", lambda *_: ()), "all_gather"),
+        "c10d::_reduce_scatter_base_": (
+            _into("reduce_scatter_single", lambda op, *_: [op.op()]),
+            "reduce_scatter",
+        ),
+        "c10d::alltoall_base_": (_into("all_to_all_single", lambda *s: s[:2]), "all_to_all"),
         **{f"_c10d_functional::{name}": _functional(name) for name in FUNCTIONAL},
     }
 )

@@ -309,11 +309,12 @@ def _terms(
         yield from ([_types(item, read, num_axes)] for item in values[0] if item is not None)
     elif values:
         # A finite number as a factor leaves zeros what they are.
-        factors = [value for value in values if not _is_factor(value)] or values
+        factors = [value for value in values if not is_factor(value)] or values
         yield [_types(value, read, num_axes) for value in factors]
 
 
-def _is_factor(value: Any) -> bool:
+def is_factor(value: Any) -> bool:
+    """Returns whether a value is a finite number other than 0."""
     return type(value) in (int, float) and value != 0 and isfinite(value)
 
 

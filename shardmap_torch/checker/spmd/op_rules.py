@@ -58,7 +58,7 @@ def propagate(step: Step) -> list[Sharded]:
 
 def _reject_counted(step: Step, rule: Rule) -> None:
     """Refuses positions that each rank counts by itself, but where they pick its own entries."""
-    if step.op in _COPIES or rule is indexing.unsqueeze:
+    if rule in (stacks.copy, indexing.unsqueeze):
         return
     for name, value in step.arguments.items():
         counts = any(step_of(dim) is not None for x in shards_of(value) for dim in x.dims)
@@ -283,8 +283,6 @@ _COUNTED: Final[Collection[tuple[Rule, str]]] = (
     (networks.embed_bags, "offsets"),
 )
 """Arguments that may count the entries that each rank has."""
-
-_COPIES: Final = frozenset(overloads("clone detach alias lift_fresh"))
 
 TAKES_STACKS: Final = frozenset(
     op

@@ -9,10 +9,10 @@ its own. The gradient of a multiple is that multiple of the gradient.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import isfinite
 from typing import Any, Final
 
 from shardmap_torch.checker.rules.builders import overloads
+from shardmap_torch.checker.rules.infer import is_factor
 from shardmap_torch.checker.spmd.layout import UnrelatedError
 from shardmap_torch.checker.spmd.ops.advice import NUMBER
 from shardmap_torch.core.torch_private.engine import OpOverload
@@ -102,11 +102,6 @@ def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:
 _LARGEST: Final = 1 << 20
 _ROUNDING: Final = Fraction(1, 1 << 50)
 """Two divisions of floating-point numbers, and their quotient, are nearer than this."""
-
-
-def is_factor(value: Any) -> bool:
-    """Returns whether a value is a finite number other than 0."""
-    return type(value) in (int, float) and isfinite(value) and value != 0
 
 
 def common_scale(sums: Sequence[Sums]) -> Sums:

@@ -99,7 +99,8 @@ def _write_result(result: Result) -> Json:
 
 def _read_result(content: Json) -> Result:
     leaves = [decode(leaf) for leaf in content["leaves"]]
-    return Result(leaves, Match(*decode(content["match"])), _read_structure(content["tree"]))
+    structure = flatten(_read_tree(content["tree"]))[1]
+    return Result(leaves, Match(*decode(content["match"])), structure)
 
 
 def _write_structure(structure: Structure, count: int) -> Json:
@@ -109,10 +110,6 @@ def _write_structure(structure: Structure, count: int) -> Json:
     if flatten(_read_tree(content))[1] != structure:
         raise EncodingError("a result of a type of its own")
     return content
-
-
-def _read_structure(content: Json) -> Structure:
-    return flatten(_read_tree(content))[1]
 
 
 def _write_tree(tree: Tree) -> Json:

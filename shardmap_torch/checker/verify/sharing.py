@@ -3,7 +3,7 @@
 from typing import Final
 
 from shardmap_torch.checker.communication.collectives import SHARING
-from shardmap_torch.checker.ir.program import Equation, StorageType
+from shardmap_torch.checker.ir.program import StorageType
 
 _COPIES: Final = frozenset({"clone"})
 """Operations that copy here and may return their operand at run time: `contiguous`, `reshape`."""
@@ -16,12 +16,9 @@ def input_sharing(result: StorageType) -> int | None:
     """
     while result.leaf is None:
         made = result.made
-        if made is None or not _may_share(made):
+        collective = None if made is None else made.collective
+        is_view = collective is not None and collective.move in SHARING
+        if made is None or not (is_view or made.name in _COPIES):
             return None
         result = made.operands[0].storage_type
     return result.leaf
-
-
-def _may_share(equation: Equation) -> bool:
-    collective = equation.collective
-    return equation.name in _COPIES or (collective is not None and collective.move in SHARING)

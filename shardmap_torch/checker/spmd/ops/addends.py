@@ -6,9 +6,10 @@ from math import prod
 from typing import Final
 
 from shardmap_torch.checker.rules.builders import overloads
+from shardmap_torch.checker.rules.infer import is_factor
 from shardmap_torch.checker.spmd.sharded import Call
 from shardmap_torch.checker.spmd.state import Notes
-from shardmap_torch.checker.spmd.sums import NO_AXES, Sums, common_scale, is_factor, reject_scaled
+from shardmap_torch.checker.spmd.sums import NO_AXES, Sums, common_scale, reject_scaled
 
 
 def require_linear(call: Call, notes: Notes) -> None:

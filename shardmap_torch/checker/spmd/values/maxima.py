@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.rules.infer import tensors_of
+from shardmap_torch.checker.rules.infer import is_factor, tensors_of
 from shardmap_torch.checker.spmd.layout import (
     Dim,
     Shape,
@@ -30,7 +30,6 @@ from shardmap_torch.checker.spmd.layout import (
 from shardmap_torch.checker.spmd.recorder import Event, Ref, memory_of
 from shardmap_torch.checker.spmd.sharded import Call
 from shardmap_torch.checker.spmd.state import Notes
-from shardmap_torch.checker.spmd.sums import is_factor
 from shardmap_torch.checker.spmd.values.positions import name_of
 from shardmap_torch.checker.spmd.values.rows import COPIES, by_rows, followed, rows_of, without_rows
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction, OpOverload, forward_level

@@ -136,7 +136,7 @@ def _clamped(known: KnownParts, call: PartCall) -> Outcome:
     last = known.bound(call.arguments.get("max"), there.get("max"))
     if x is None or x.form != OFFSET or x.upper is not None or x.lower is None:
         return _pointwise(known, call)
-    if last is None or first != Pair(Affine((), 0, (), {}), Affine((), 0, (), {})):
+    if last is None or first != Pair(Affine.single(0), Affine.single(0)):
         return None
     upper = last.plus(x.lower).scalar(1)
     if known.dim_between(x.lower, upper) is None:
@@ -232,7 +232,7 @@ def _looked_up(table: str, index: str) -> Rule:
             at = call.arguments["dim"] % max(len(x.dims), 1) if "dim" in call.arguments else at
         if part.form != OFFSET or part.lower is None or not x.dims:
             return None
-        size = Pair(Affine((), x.local[at], (), {}), Affine((), x.global_shape[at], (), {}))
+        size = Pair(Affine.single(x.local[at]), Affine.single(x.global_shape[at]))
         upper = part.lower.plus(size)
         if known.dim_between(part.lower, upper) != x.dims[at] or part.upper != upper:
             return None

@@ -165,7 +165,7 @@ class KnownParts:
     def bound(self, x: Any, there: Any = None) -> Pair | None:
         """Returns a single number in both programs that is known; None for anything else."""
         if is_whole(x) and is_whole(there):
-            return Pair(Affine((), x, (), {}), Affine((), there, (), {}))
+            return Pair(Affine.single(x), Affine.single(there))
         pair = self._positions.pair_of(x) if isinstance(x, Tensor) else None
         if pair is None or any(size != 1 for size in (*pair.here.shape, *pair.there.shape)):
             return None

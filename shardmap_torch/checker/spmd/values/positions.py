@@ -52,6 +52,11 @@ class Affine:
     steps: tuple[int, ...]
     axes: Mapping[str, int]
 
+    @staticmethod
+    def single(base: int, axes: Mapping[str, int] | None = None) -> "Affine":
+        """Returns a single number, without the axes along which it is the same."""
+        return Affine((), base, (), {axis: by for axis, by in (axes or {}).items() if by != 0})
+
     def times(self, factor: int) -> "Affine":
         """Multiplies all numbers."""
         steps = tuple(factor * step for step in self.steps)
@@ -127,7 +132,7 @@ def _product(given: Given, shape: Shape) -> Affine | None:
         return None
     for one, other in ((x, y), (y, x)):
         if not (any(other.steps) or any(other.axes.values())):
-            return one.plus(_zero(), shape).times(other.base)
+            return one.plus(Affine.single(0), shape).times(other.base)
     return None
 
 
@@ -147,21 +152,13 @@ def _reshaped(given: Given, shape: Shape) -> Affine | None:
 
 def _expanded(given: Given, shape: Shape) -> Affine | None:
     x: Affine = given["self"]
-    return x.plus(_zero(), shape)
-
-
-def _zero() -> Affine:
-    return Affine((), 0, (), {})
-
-
-def _scalar(base: int, axes: Mapping[str, int]) -> Affine:
-    return Affine((), base, (), {axis: each for axis, each in axes.items() if each != 0})
+    return x.plus(Affine.single(0), shape)
 
 
 def _number(value: Any) -> Affine | None:
     if isinstance(value, Affine):
         return value
-    return Affine((), value, (), {}) if is_whole(value) else None
+    return Affine.single(value) if is_whole(value) else None
 
 
 def is_whole(value: Any) -> bool:
@@ -195,7 +192,8 @@ class Pair:
 
     def scalar(self, by: int = 0) -> "Pair":
         """Returns a single number, and `by` more."""
-        return Pair(*(_scalar(each.base + by, each.axes) for each in (self.here, self.there)))
+        both = (self.here, self.there)
+        return Pair(*(Affine.single(each.base + by, each.axes) for each in both))
 
     def plus(self, other: "Pair") -> "Pair":
         """Adds single numbers."""
@@ -228,7 +226,7 @@ class Positions:
             if axis not in self._notes.sizes:  # both programs have its ranks
                 there[axis] = strides[1]
                 strides[1] *= self._mesh.shape[axis]
-        self._pairs.put(index, Pair(Affine((), 0, (), here), Affine((), 0, (), there)))
+        self._pairs.put(index, Pair(Affine.single(0, here), Affine.single(0, there)))
 
     def lay_out(self, call: Call) -> list[Sharded] | None:
         """Lays out a result that is affine in both programs; None for any other.
