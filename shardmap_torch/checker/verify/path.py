@@ -51,8 +51,8 @@ Strictness: TypeAlias = Literal["local", "global"] | frozenset[str]
 
 
 @dataclass(frozen=True)
-class Round:
-    """The choices with which all paths through a body are verified.
+class Request:
+    """A call whose paths are all verified with the same choices.
 
     Attributes:
         call: the call, with some open axes of its inputs resolved.
@@ -73,19 +73,19 @@ class Round:
     sizes: Sizes = EXACT
 
 
-def go(this: Round, branches: Branches) -> PathOutcome:
+def verify_path(request: Request, branches: Branches) -> PathOutcome:
     """Verifies one path, a second time with another type of K results if the first fails."""
-    is_local = this.strictness == "local"
-    one = None if is_local else _on_one_device(this, branches.again())
-    records = Records(lambda axes: _record_regions(this, branches.again(), axes))
+    is_local = request.strictness == "local"
+    one = None if is_local else _on_one_device(request, branches.again())
+    records = Records(lambda axes: _record_regions(request, branches.again(), axes))
     try:
         try:
-            return _verify(this, branches, K, one, records)
+            return _verify(request, branches, K, one, records)
         except _RetryError as retry:
             try:
                 # A result that is K is seeded as P where I does not type.
                 branches.start()
-                return _verify(this, branches, R, one, records)
+                return _verify(request, branches, R, one, records)
             except ShardTypeError:
                 raise retry.error from None
     except ShardTypeError as error:
@@ -96,7 +96,7 @@ def go(this: Round, branches: Branches) -> PathOutcome:
 
 
 def _verify(
-    this: Round,
+    request: Request,
     branches: Branches,
     uncommitted: AxisType,
     one: OneDevice | None,
@@ -105,52 +105,52 @@ def _verify(
     """Verifies once, after what regions need has been recorded."""
     while True:
         try:
-            return _Verification(this, branches, uncommitted, one, records).run()
+            return _Verification(request, branches, uncommitted, one, records).run()
         except RecordNeededError as needed:
             records.add(needed.axes)
             branches.start()
 
 
-def _on_one_device(this: Round, branches: Branches) -> OneDevice:
+def _on_one_device(request: Request, branches: Branches) -> OneDevice:
     """Interprets the same path where every axis that is compared has one rank."""
     steps = Recorder()
-    verification, failure = _record(this, branches, steps, _uncompared(this))
+    verification, failure = _record(request, branches, steps, _uncompared(request))
     return OneDevice(steps, branches.taken, verification.numbers, failure, verification.runs)
 
 
-def _uncompared(this: Round) -> frozenset[str]:
+def _uncompared(request: Request) -> frozenset[str]:
     """Returns the axes over which strictness is local.
 
     Raises:
         SpecError: strictness names an axis that the mesh lacks.
     """
-    if isinstance(this.strictness, str):
+    if isinstance(request.strictness, str):
         return frozenset()
-    mesh = this.call.mesh
-    unknown = sorted(this.strictness - set(mesh.shape))
+    mesh = request.call.mesh
+    unknown = sorted(request.strictness - set(mesh.shape))
     if unknown:
-        raise SpecError(f"{this.call.name}: check= names no axis {unknown[0]!r} in the {mesh}.")
-    return frozenset(mesh.axis_names) - set(mesh.finest(sorted(this.strictness)))
+        raise SpecError(f"{request.call.name}: check= names no axis {unknown[0]!r} in the {mesh}.")
+    return frozenset(mesh.axis_names) - set(mesh.finest(sorted(request.strictness)))
 
 
 def _record_regions(
-    this: Round, branches: Branches, axes: frozenset[str]
+    request: Request, branches: Branches, axes: frozenset[str]
 ) -> tuple[RegionRecorder, Exception | None]:
     """Interprets the path where only `axes` have several ranks, and records its regions."""
     regions = RegionRecorder()
-    _, failure = _record(this, branches, regions, axes)
+    _, failure = _record(request, branches, regions, axes)
     return regions, failure
 
 
 def _record(
-    this: Round, branches: Branches, observer: Observer, axes: frozenset[str]
+    request: Request, branches: Branches, observer: Observer, axes: frozenset[str]
 ) -> tuple["_Verification", Exception | None]:
     """Shows an observer the forward where all axes but these have one rank."""
-    full = this.call.mesh
+    full = request.call.mesh
     sizes = tuple(full.shape[axis] if axis in axes else 1 for axis in full.axis_names)
     mesh = full.resized(sizes)
-    call = replace(this.call, mesh=mesh)
-    alone = Round(call, this.repair, "local", readings=this.readings, sizes=this.sizes)
+    call = replace(request.call, mesh=mesh)
+    alone = Request(call, request.repair, "local", readings=request.readings, sizes=request.sizes)
     verification = _Verification(alone, branches, K, None)
     try:
         verification.record(observer)
@@ -194,17 +194,17 @@ class _Verification:
 
     def __init__(
         self,
-        this: Round,
+        request: Request,
         branches: Branches,
         uncommitted: AxisType,
         one: OneDevice | None,
         records: Records | None = None,
     ) -> None:
-        call = this.call
-        self._this, self._call = this, call
+        call = request.call
+        self._request, self._call = request, call
         self._branches, self._one = branches, one
-        env = this.sizes.env
-        self._interpreter = Interpreter(call.name, call.mesh, branches, this.repair, env)
+        env = request.sizes.env
+        self._interpreter = Interpreter(call.name, call.mesh, branches, request.repair, env)
         self._interpreter.body = call.function  # for messages
         self._uncommitted = Uncommitted(self._interpreter, uncommitted)
         self._inner = Inner(self._interpreter, self._uncommitted)
@@ -212,13 +212,13 @@ class _Verification:
         if one is not None and spots is not None:
             spots.all_runs = one.runs
         if one is not None and records is not None and one.failure is None:
-            axes = _uncompared(this)
+            axes = _uncompared(request)
             self._interpreter.observer = (
                 AxesRelation(self._interpreter, one.steps, axes)
                 if axes
                 else ProgramRelation(self._interpreter, one.steps, records)
             )
-        self._backend = AbstractBackend(self._interpreter, this.repair, this.readings)
+        self._backend = AbstractBackend(self._interpreter, request.repair, request.readings)
 
     @property
     def numbers(self) -> Sequence[str]:
@@ -233,9 +233,9 @@ class _Verification:
 
     def run(self) -> PathOutcome:
         """Interprets forward and backward."""
-        this, interpreter, backend = self._this, self._interpreter, self._backend
+        request, interpreter, backend = self._request, self._interpreter, self._backend
         outgoing = Exits(
-            this.call, interpreter, backend, this.resolved, this.repair, self._uncommitted
+            request.call, interpreter, backend, request.resolved, request.repair, self._uncommitted
         )
         with self._entered() as locals_:
             try:
@@ -246,7 +246,7 @@ class _Verification:
             with DisableTorchFunction():  # the boundary asks and casts, not the body
                 outgoing.leave(result)
             interpreter.observer = observer  # the user's own backwards are compared
-            back = PullBack(this.call, interpreter, backend, locals_)
+            back = PullBack(request.call, interpreter, backend, locals_)
             try:
                 back.run(result)
                 self._branches.require()
@@ -267,7 +267,7 @@ class _Verification:
         self._interpreter.observer = steps
         with self._entered() as locals_:
             result = self._run_body(locals_)
-            repair_results(self._call, self._backend, self._this.repair, result)
+            repair_results(self._call, self._backend, self._request.repair, result)
             for position in result.match.crossing:
                 value = self._interpreter.fakify(result.leaves[position])
                 steps.on_result(result.match.paths[position], value, result.match.spec(position))
@@ -280,7 +280,7 @@ class _Verification:
                     record_backward(self._interpreter, outputs, list(locals_.values()))
 
     def _run_body(self, locals_: Mapping[int, Tensor]) -> Result:
-        recording = Recording(self._interpreter, self._this.start, self._inner)
+        recording = Recording(self._interpreter, self._request.start, self._inner)
         call = replace(self._call, follow=lambda: recording)
         result = run_body(call, self._backend, list(locals_.values()))
         self._branches.require()
@@ -292,7 +292,7 @@ class _Verification:
         call, interpreter = self._call, self._interpreter
         # Outside of the modes: arguments may be those of a transform.
         fakes = [
-            _Like.of(call.leaves[position], self._this.sizes.of(call.leaves, position))
+            _Like.of(call.leaves[position], self._request.sizes.of(call.leaves, position))
             for position in call.crossing
         ]
         grad = any(like.grad for like in fakes) or torch.is_grad_enabled()
@@ -333,7 +333,7 @@ class _Verification:
         shown = []
         with DisableTorchFunction():  # which would refuse arguments of a transform outside
             for at in sharded[:_SHOWN]:
-                shape, spec = self._this.sizes.of(call.leaves, at), call.match.spec(at)
+                shape, spec = self._request.sizes.of(call.leaves, at), call.match.spec(at)
                 sizes = f"{list(local_shape(shape, spec, call.mesh))} there, of {list(shape)}"
                 shown.append(f"{call.match.paths[at]} is {sizes} by {spec!r}")
         error.add_note(f"In the body of {call.name} tensors are shards: {'; '.join(shown)}.")

@@ -22,7 +22,7 @@ from shardmap_torch.checker.ir.repairs import NONE, Repair, makers_of_equal, sho
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
-from shardmap_torch.checker.verify.path import Round, Strictness, go
+from shardmap_torch.checker.verify.path import Request, Strictness, verify_path
 from shardmap_torch.checker.verify.search import search
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Readings
@@ -160,7 +160,7 @@ def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = E
     """Tries JAX's reading of its casts first, and then the one that leaves gradients unsummed."""
     copies = V if strictness == "local" else R
     first, second = (
-        Round(call, repair, strictness, readings=Readings(uncommitted, copies), sizes=sizes)
+        Request(call, repair, strictness, readings=Readings(uncommitted, copies), sizes=sizes)
         for uncommitted in (I, R)
     )
     try:
@@ -173,12 +173,12 @@ def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = E
         raise error from None
 
 
-def _casting(this: Round) -> Verdict:
+def _casting(request: Request) -> Verdict:
     """Casts equal results of `lax` where they meet what varies, as JAX does, a call at a time."""
-    readings, first = this.readings, None
+    readings, first = request.readings, None
     while True:
         try:
-            return _attempt_as(this)
+            return _attempt_as(request)
         except ShardTypeError as error:
             if first is None or _OF_R.search(str(error)) is None:
                 first = error
@@ -188,25 +188,25 @@ def _casting(this: Round) -> Verdict:
                 raise first from None
         readings.cast |= more
         readings.results.clear()
-        this = replace(this, start=Step())
+        request = replace(request, start=Step())
 
 
 _OF_R: Final = re.compile(r"\b(is|and) R\b|, R, from")
 """Finds in an error the type R, which may come from a cast that the user has not written."""
 
 
-def _attempt_as(this: Round) -> Verdict:
-    call = this.call
+def _attempt_as(request: Request) -> Verdict:
+    call = request.call
     for _ in range(_ROUNDS):
-        outcomes = every_path(call.name, partial(go, this))
+        outcomes = every_path(call.name, partial(verify_path, request))
         if all(outcome.result is None for outcome in outcomes):
             assert outcomes[0].error is not None  # it has no result
             raise outcomes[0].error
-        resolved = resolve(this.call, outcomes)
+        resolved = resolve(request.call, outcomes)
         if not any(differs(outcome, resolved) for outcome in outcomes):
-            return _verdict(this, resolved, outcomes)
-        match = with_replicate(this.call, resolved.replicate)
-        this = replace(this, call=replace(call, match=match), resolved=resolved, start=Step())
+            return _verdict(request, resolved, outcomes)
+        match = with_replicate(request.call, resolved.replicate)
+        request = replace(request, call=replace(call, match=match), resolved=resolved, start=Step())
     raise ShardTypeError(
         f"{call.name}: no types of the inputs and results were found that suit all paths through "
         "the body.\nFix: name the axes of inputs in replicate= or invariant=, or use torch.where."
@@ -217,8 +217,8 @@ _ROUNDS: Final = 4
 """Maximal number of rounds over the paths with the choices they share."""
 
 
-def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -> Verdict:
-    call = this.call
+def _verdict(request: Request, resolved: Resolved, outcomes: Sequence[PathOutcome]) -> Verdict:
+    call = request.call
     first = next(outcome for outcome in outcomes if outcome.result is not None)
     assert first.result is not None  # by the filter
     exits: dict[int, Casts] = {position: () for position in first.result.match.crossing}
@@ -236,7 +236,7 @@ def _verdict(this: Round, resolved: Resolved, outcomes: Sequence[PathOutcome]) -
         first.result,
         Traits.of_all([outcome.traits for outcome in outcomes]),
         {at: source for outcome in outcomes for at, source in outcome.sharing.items()},
-        this.start,
+        request.start,
     )
 
 
