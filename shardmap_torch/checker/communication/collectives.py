@@ -13,7 +13,7 @@ from shardmap_torch.checker.communication.equivalence import check_equivalent
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import seeing
-from shardmap_torch.checker.ir.program import Equation, StorageType, bytes_sent, use_of
+from shardmap_torch.checker.ir.program import Equation, bytes_sent, use_of
 from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair, axes_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVES
@@ -182,7 +182,8 @@ class AbstractBackend(WithoutAutomaticAxes):
         result = interpreter.make(y, types, equation, [x])
         result.batched_over = self._batched_over(move, collective, result.batched_over)
         if move in SHARING and not backward:
-            self._make_read_only(storage_type, result, shown)
+            for each in (result, storage_type):  # one memory at run time, with two types
+                each.freeze(f"shares its memory with another value through {shown}")
         interpreter.add(equation)
         interpreter.observer.on_collective(move, applied, x, y)
         return y
@@ -235,12 +236,6 @@ class AbstractBackend(WithoutAutomaticAxes):
                 dst = V
             result.append(dst)
         return tuple(result)
-
-    def _make_read_only(self, source: StorageType, result: StorageType, shown: str) -> None:
-        """Makes operand and result read-only: they share memory at run time, with two types."""
-        why = f"shares its memory with another value through {shown}"
-        result.read_only = result.read_only or why
-        source.read_only = source.read_only or why
 
 
 def _shown(move: str, collective: Collective | None) -> str:

@@ -170,11 +170,9 @@ class _Claim:
             ", ".join(sorted(through[id(storage_type)])) or "no collective"
             for storage_type in storage_types
         ]
-        return (
-            None
-            if dependencies[0] == dependencies[1]
-            else (f"made by {dependencies[0]}", f"by {dependencies[1]}")
-        )
+        if dependencies[0] == dependencies[1]:
+            return None
+        return f"made by {dependencies[0]}", f"by {dependencies[1]}"
 
 
 def _defect(interpreter: Interpreter, name: str, what: str) -> ShardTypeError:

@@ -155,18 +155,14 @@ def _wrong(
 ) -> ShardTypeError:
     applied = interpreter.equation_of(node)
     site = applied.site if applied is not None else None
-    found = ShardTypeError(
-        "\n".join(
-            [
-                f"{interpreter.name}: over {axis!r}, an operand of {name} is I and its backward "
-                f"gives it a gradient that is {have}: {messages.wrong(I, have)}.",
-                f"  at {site}",
-                f"  the operand is {operand}, from {operand.storage_type.origin()}",
-                f"  the gradient is from {storage_type.origin()}",
-                f"Fix: give it the operand as R, with convert(x, {axis!r}, src=I, dst=R), or sum "
-                "the gradient in the backward of a shardmap_torch.Function.",
-            ]
-        )
+    wrong = ShardTypeError(
+        f"{interpreter.name}: over {axis!r}, an operand of {name} is I and its backward gives it a "
+        f"gradient that is {have}: {messages.wrong(I, have)}.\n"
+        f"  at {site}\n"
+        f"  the operand is {operand}, from {operand.storage_type.origin()}\n"
+        f"  the gradient is from {storage_type.origin()}\n"
+        f"Fix: give it the operand as R, with convert(x, {axis!r}, src=I, dst=R), or sum the "
+        "gradient in the backward of a shardmap_torch.Function."
     )
     at = interpreter.axes.index(axis)
-    return propose(found, list(messages.repairs_to(interpreter, operand.storage_type, at, R)))
+    return propose(wrong, list(messages.repairs_to(interpreter, operand.storage_type, at, R)))

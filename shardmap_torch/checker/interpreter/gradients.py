@@ -129,10 +129,8 @@ def _handed_over(
     use = use_of("gradient", base, storage_type)
     equation = Equation(messages.GRADIENT, (use,), (), place[0], False, place=place)
     for copy in copies:
-        copy.types, copy.made = (
-            _summed(interpreter.storage_type(operand).types, copy.types),
-            equation,
-        )
+        copy.types = _summed(interpreter.storage_type(operand).types, copy.types)
+        copy.made = equation
     interpreter.make(base_of(handed_over), types, equation, [base])
     interpreter.add(equation)
     return handed_over

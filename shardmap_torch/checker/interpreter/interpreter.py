@@ -292,13 +292,8 @@ class Interpreter(Memory):
         The mode of torch functions, which does that in the body, is not active there; see
         `gradients.seed`.
         """
-        own = self.storage_type(value).types
-        return [
-            tuple(
-                V if plain(k) == V else axis_type
-                for k, axis_type in zip(own, types[0], strict=True)
-            )
-        ]
+        pairs = zip(self.storage_type(value).types, types[0], strict=True)
+        return [tuple([V if plain(own) == V else axis_type for own, axis_type in pairs])]
 
     def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> bool:
         """Requires that a Python value, or a shape, read from tensors is equal on all ranks.

@@ -87,18 +87,11 @@ def refused(
     rejection = error(interpreter, head, lines, advice)
     if gradients:
         return propose(rejection, [*_summing(gradients, axis)])
-    mixed = [use.storage_type for use in uses if use.types[refusal.axis] == I] * (
-        conflict.reason == MIXED
-    )
+    mixed = [use.storage_type for use in uses if use.types[refusal.axis] == I]
+    mixed = mixed if conflict.reason == MIXED else []
     of_equal(rejection, (culprit(each, refusal.axis, axis).made for each in mixed))
-    return propose(
-        rejection,
-        [
-            r
-            for storage_type in mixed
-            for r in repairs_to(interpreter, storage_type, refusal.axis, R)
-        ],
-    )
+    repairs = [repair for x in mixed for repair in repairs_to(interpreter, x, refusal.axis, R)]
+    return propose(rejection, repairs)
 
 
 GRADIENT: Final = "a gradient"
@@ -303,11 +296,8 @@ def seeded(interpreter: "Interpreter", axis: int, storage_type: StorageType) -> 
 
 def _became(storage_type: StorageType, axis: int, name: str) -> list[str]:
     first = culprit(storage_type, axis, name)
-    return (
-        []
-        if first is storage_type
-        else [f"  it is {storage_type.types[axis]} because of {first.origin()}"]
-    )
+    because = f"  it is {storage_type.types[axis]} because of {first.origin()}"
+    return [] if first is storage_type else [because]
 
 
 def cotangent(

@@ -53,6 +53,10 @@ class StorageType:
     batched_over: frozenset[int] = frozenset()
     numbers: str = ""
 
+    def freeze(self, why: str) -> None:
+        """Makes it read-only; `why` counts unless it was so before."""
+        self.read_only = self.read_only or why
+
     def origin(self) -> str:
         """Describes the origin of the value."""
         if self.made is None:
@@ -173,8 +177,5 @@ def bytes_sent(collective: Collective, nbytes: int, num_ranks: int) -> int:
 
 def show_types(types: Types, axes: Sequence[str]) -> str:
     """Formats it as `{dp: V, tp: R}`."""
-    return (
-        "{"
-        + ", ".join(f"{axis}: {axis_type}" for axis, axis_type in zip(axes, types, strict=True))
-        + "}"
-    )
+    words = [f"{axis}: {axis_type}" for axis, axis_type in zip(axes, types, strict=True)]
+    return f"{{{', '.join(words)}}}"

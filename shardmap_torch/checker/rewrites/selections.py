@@ -204,10 +204,8 @@ class Selections:
         for x in values:
             if isinstance(x, Tensor) and self._of(x) is None and x.ndim > found[0].num_rest:
                 refuse(host.name, f"{name} combines what it selects with all entries of another")
-        return found[0], (
-            [self._all(x) for x in args],
-            {key: self._all(x) for key, x in kwargs.items()},
-        )
+        named = {key: self._all(x) for key, x in kwargs.items()}
+        return found[0], ([self._all(x) for x in args], named)
 
     def _all(self, value: Any) -> Any:
         own = self._of(value) if isinstance(value, Tensor) else None
@@ -235,10 +233,8 @@ class Selections:
 
     def _loss(self, host: Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Computes a loss of all entries, and reduces that of the selected ones."""
-        name, given = (
-            func.__name__,
-            {**dict(zip(("input", "target"), args, strict=False)), **kwargs},
-        )
+        name = func.__name__
+        given = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
         reduction, ignored = given.pop("reduction", "mean"), given.get("ignore_index", -100)
         others = [given.pop(each, None) for each in _OTHERS]
         if len(args) > 2 or any(isinstance(each, Tensor) or each for each in others):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -28,6 +28,8 @@ from shardmap_torch.checker.spmd.sums import NO_AXES, Axes, Sums, reject_scaled
 from shardmap_torch.errors import SpecError
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, Z
+
+_COPY: Final = "is a copy in one of the ranks' and the one-device program"
 
 
 @dataclass
@@ -220,13 +222,13 @@ class Notes:
         self._book.put(copy, _Note(dict(known.shards)))
         self._sums[self._storage(copy)] = self.sums(source)
         for tensor in (source, copy):
-            _make_read_only(self._interpreter.storage_type(tensor))
+            self._interpreter.storage_type(tensor).freeze(_COPY)
 
     def make_copies_read_only(self) -> None:
         """Makes tensors read-only that one program alone has copied: writes would differ."""
         for number in self._alignment.newly_same():
             if number in self._where:
-                _make_read_only(self._where[number])
+                self._where[number].freeze(_COPY)
 
     # ------------------------------------------------------------------------------- sums
 
@@ -288,9 +290,3 @@ class Notes:
 
 def _place(strides: Sequence[int], shard: ShardedTensor, at: int) -> Hashable:
     return tuple(map(exact, (strides[at], shard.local[at], shard.global_shape[at])))
-
-
-def _make_read_only(storage_type: StorageType) -> None:
-    storage_type.read_only = (
-        storage_type.read_only or "is a copy in one of the ranks' and the one-device program"
-    )

@@ -137,7 +137,7 @@ class Open(Linear):
             y = torch.empty_like(interpreter.fakify(x))
         made = interpreter.make(y, types, equation, [x])
         for each in (made, storage_type):
-            each.read_only = each.read_only or f"is the {self.what}"
+            each.freeze(f"is the {self.what}")
         interpreter.add(equation)
         interpreter.observer.on_collective(
             "same", Collective("convert", I, R, self.open_axes), x, y

@@ -344,9 +344,9 @@ def _digits(pair: Pair, at: int, axes: Mapping[str, int], sizes: Sizes) -> Dim |
         if each != weight:
             return None
         weight *= base
-    return (
-        tuple(merged([(axis, base) for _, base, axis in digits[::-1]])) if weight == all_ else None
-    )
+    if weight != all_:
+        return None
+    return tuple(merged([(axis, base) for _, base, axis in digits[::-1]]))
 
 
 @cache
