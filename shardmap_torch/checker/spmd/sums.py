@@ -84,6 +84,7 @@ def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:
     """Returns the factor between an operation by a number and by another on one device, or None.
 
     Example:
+        >>> import torch
         >>> factor_of(torch.ops.aten.div.Tensor, 4, 12)  # by a local size
         Fraction(3, 1)
     """
