@@ -1,7 +1,7 @@
 """The backward derived from a body: gradients of inputs and closures, against their types."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
 from shardmap_torch.core.closures import about_closure, name_in
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.spec import P
 from shardmap_torch.types import COTANGENT, I, K, R, Z
 
-_COTANGENT: Final = "the cotangent of a result"
 _SUMMED: Final = (R, "summed", "replicate")
 _EQUAL: Final = (I, "equal on all ranks already, and not summed", "invariant")
 
@@ -52,33 +50,17 @@ class PullBack:
         Raises:
             ShardTypeError: a gradient is not what its value needs.
         """
-        interpreter, locals_ = self._interpreter, self._locals.values()
-        with DisableTorchFunction():
-            outputs = [
-                (result.leaves[i], result.match.spec(i))
-                for i in result.match.crossing
-                if result.leaves[i].requires_grad
-            ]
-            leaves = [x for x in locals_ if x.requires_grad]
-            closures = [x for x in interpreter.closures.values() if x.requires_grad]
-        if not outputs or not (leaves or closures):
-            self._commit({})
-            return
-        seeds = [self._seed(value, spec) for value, spec in outputs]
-        with interpreter.differentiating(seeds):
-            gradients = torch.autograd.grad(
-                [value for value, _ in outputs], [*leaves, *closures], seeds, allow_unused=True
-            )
-        of_leaf = dict(zip(map(id, leaves), gradients, strict=False))
-        self._commit({position: of_leaf.get(id(local)) for position, local in self._locals.items()})
-        for closure, gradient in zip(closures, gradients[len(leaves) :], strict=True):
-            self._check_closure(closure, gradient)
+        interpreter, outputs = self._interpreter, []
+        for position in result.match.crossing:
+            spec = result.match.spec(position)
+            types = tuple(seeded_as(spec, axis) for axis in interpreter.axes)
+            outputs.append((result.leaves[position], types))
+        found = _differentiate(interpreter, outputs, self._locals.values())
+        self._commit({position: found.get(id(local)) for position, local in self._locals.items()})
+        for closure in interpreter.closures.values():
+            self._check_closure(closure, found.get(id(closure)))
 
-    def _seed(self, value: Tensor, spec: P) -> Tensor:
-        types = tuple(seeded_as(spec, axis) for axis in self._interpreter.axes)
-        return self._interpreter.bring_like(value, types, _COTANGENT)
-
-    def _commit(self, gradients: dict[int, Tensor | None]) -> None:
+    def _commit(self, gradients: Mapping[int, Tensor | None]) -> None:
         """Decides the open axes of the inputs by their gradients."""
         call, interpreter = self._call, self._interpreter
         for position in call.crossing:
@@ -142,20 +124,36 @@ class PullBack:
 
 
 def record_backward(
-    interpreter: Interpreter, results: Sequence[Any], inputs: Sequence[Tensor]
+    interpreter: Interpreter, results: Iterable[Tensor], inputs: Iterable[Tensor]
 ) -> None:
     """Runs the derived backward for its observers, if the user's own code runs in it."""
-    values = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
-    leaves = [x for x in (*inputs, *interpreter.closures.values()) if x.requires_grad]
-    if not values or not leaves:
-        return
-    seeds = []
-    for value in values:
+    outputs = []
+    for value in results:
         have = interpreter.types_of(value)
-        types = tuple(I if t == K else COTANGENT.get(plain(t), t) for t in have)
-        seeds.append(interpreter.bring_like(value, types, _COTANGENT))
+        outputs.append((value, tuple(I if t == K else COTANGENT.get(plain(t), t) for t in have)))
+    _differentiate(interpreter, outputs, inputs)
+
+
+def _differentiate(
+    interpreter: Interpreter, outputs: Iterable[tuple[Tensor, Types]], inputs: Iterable[Tensor]
+) -> Mapping[int, Tensor | None]:
+    """Runs the backward of a body; returns gradients by the identity of inputs and closures.
+
+    Args:
+        interpreter: interprets the body.
+        outputs: its results, and the types of their cotangents.
+        inputs: as the body got them.
+    """
+    with DisableTorchFunction():
+        live = [(value, types) for value, types in outputs if value.requires_grad]
+        leaves = [x for x in (*inputs, *interpreter.closures.values()) if x.requires_grad]
+    if not live or not leaves:
+        return {}
+    seeds = [interpreter.bring_like(*output, "the cotangent of a result") for output in live]
     with interpreter.differentiating(seeds):
-        torch.autograd.grad(values, leaves, seeds, allow_unused=True)
+        values = [value for value, _ in live]
+        gradients = torch.autograd.grad(values, leaves, seeds, allow_unused=True)
+    return dict(zip(map(id, leaves), gradients, strict=True))
 
 
 def _by_call(closure: Tensor) -> str:

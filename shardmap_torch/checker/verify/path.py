@@ -277,7 +277,7 @@ class _Verification:
             outputs = [result.leaves[position] for position in result.match.crossing]
             if self._interpreter.has_hooks or any(True for _ in own_nodes(outputs)):
                 with suppress(ShardTypeError):  # types are judged where there are ranks
-                    record_backward(self._interpreter, outputs, list(locals_.values()))
+                    record_backward(self._interpreter, outputs, locals_.values())
 
     def _run_body(self, locals_: Mapping[int, Tensor]) -> Result:
         recording = Recording(self._interpreter, self._request.start, self._inner)
