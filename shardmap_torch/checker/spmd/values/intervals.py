@@ -28,7 +28,7 @@ class Intervals:
     def note_literal(self, made: Tensor, numbers: Tensor) -> None:
         """Notes a tensor made of Python numbers."""
         if not bool(numbers.any()):
-            self._known.put_zeros(made)
+            self._known.zeros.put(made, True)
 
     def lay_out(self, call: Call) -> list[Sharded] | None:
         """Lays out what is about a part of all ids, or summed over parts; None for any other."""
@@ -39,7 +39,7 @@ class Intervals:
             return None
         part, sharded = outcome
         if part is not None:
-            self._known.put(call.results[0], part)
+            self._known.parts.put(call.results[0], part)
         return sharded
 
     def _outcome(self, call: Call) -> Outcome:
@@ -47,12 +47,12 @@ class Intervals:
         name, arguments, num_results = name_of(call.op), call.arguments, len(call.results)
         parts = {
             key: part
-            for key, x in (arguments.items() if self._known else ())
-            if isinstance(x, Tensor) and (part := self._known.part_of(x))
+            for key, x in (arguments.items() if self._known.parts else ())
+            if isinstance(x, Tensor) and (part := self._known.parts.get(x))
         }
         rule = RULES.get(name)
-        indices = tensors_of(arguments.get("indices")) if self._known else ()
-        indexed = any(self._known.part_of(x) for x in indices)
+        indices = tensors_of(arguments.get("indices")) if self._known.parts else ()
+        indexed = any(self._known.parts.get(x) for x in indices)
         if not (parts or indexed or name in STARTS) or rule is None or num_results != 1:
             if name in COPIES and isinstance(arguments.get("self"), Tensor) and num_results == 1:
                 self._known.follow_copy(call)

@@ -168,7 +168,7 @@ def _written(known: KnownParts, call: PartCall) -> Outcome:
     """Does `x[mask] = value`, where the mask is about the first dims."""
     x, there = call.parts.get("self"), call.event.arguments
     masks = [index for index in call.arguments["indices"] if index is not None]
-    mask = known.part_of(masks[0]) if len(masks) == 1 else None
+    mask = known.parts.get(masks[0]) if len(masks) == 1 else None
     if x is None or mask is None or call.arguments.get("accumulate") or there.get("accumulate"):
         return None
     at = [index is not None for index in call.arguments["indices"]].index(True)

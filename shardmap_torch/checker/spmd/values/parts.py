@@ -91,37 +91,30 @@ class PartCall(Call):
 
 
 class KnownParts:
-    """The values that are about a rank's part of all ids, and what rules ask of them."""
+    """The values that are about a rank's part of all ids, and what rules ask of them.
+
+    Attributes:
+        parts: what tensors are about.
+        zeros: the tensors that are zero.
+    """
 
     def __init__(self, notes: Notes, positions: Positions) -> None:
         """Knows of none; bounds are among `positions`."""
         self._notes, self._positions = notes, positions
-        self._parts: TensorMap[Part] = TensorMap()
-        self._zeros: TensorMap[bool] = TensorMap()
+        self.parts: TensorMap[Part] = TensorMap()
+        self.zeros: TensorMap[bool] = TensorMap()
         self._copies: TensorMap[int] = TensorMap()
-
-    def __bool__(self) -> bool:
-        """Returns whether any value is about a part."""
-        return bool(self._parts)
-
-    def put(self, x: Tensor, part: Part) -> None:
-        """Notes what a tensor is about."""
-        self._parts.put(x, part)
-
-    def put_zeros(self, x: Tensor) -> None:
-        """Notes that a tensor is zero."""
-        self._zeros.put(x, True)
 
     def drop(self, x: Tensor) -> None:
         """Forgets what a tensor is, since it is written."""
-        self._parts.drop(x)
-        self._zeros.drop(x)
+        self.parts.drop(x)
+        self.zeros.drop(x)
 
     def follow_copy(self, call: Call) -> None:
         """Notes copies of ids, and views of zeros."""
         x, (result, *_) = call.arguments["self"], call.results
-        if self._zeros.get(x):
-            self.put_zeros(result)
+        if self.zeros.get(x):
+            self.zeros.put(result, True)
         if name_of(call.op) == "clone" and not x.is_floating_point():
             number = self.ids_of(x, call.event.arguments.get("self"))
             if number is not None:
@@ -131,7 +124,7 @@ class KnownParts:
         """Returns whether all operands but parts are what they are on one device."""
         try:
             for x in call.tensors:
-                if self._parts.get(x) is None:
+                if self.parts.get(x) is None:
                     self._notes.reject_unfinished(x)
                 if self._notes.sums(x).partial:
                     return False
@@ -139,17 +132,13 @@ class KnownParts:
             return False
         return True
 
-    def part_of(self, x: Tensor) -> Part | None:
-        """Returns what is known of a tensor."""
-        return self._parts.get(x)
-
     def index_of(self, index: Any) -> tuple[int, Part] | None:
         """Returns which index is about a part of all ids, if one is and none is a mask."""
         indices = [index] if isinstance(index, Tensor) else index or ()
         parts = [
             (at, part)
             for at, x in enumerate(indices)
-            if isinstance(x, Tensor) and (part := self._parts.get(x))
+            if isinstance(x, Tensor) and (part := self.parts.get(x))
         ]
         masks = any(isinstance(x, Tensor) and x.dtype not in _INTEGERS for x in indices)
         return parts[0] if len(parts) == 1 and not masks else None
@@ -158,7 +147,7 @@ class KnownParts:
         """Returns the number of ids that are finished; None for anything else."""
         if not isinstance(x, Tensor) or not isinstance(ref, Ref) or x.dtype not in _INTEGERS:
             return None
-        if self._notes.sums(x) != Sums() or self._positions.is_written(x) or self._parts.get(x):
+        if self._notes.sums(x) != Sums() or self._positions.is_written(x) or self.parts.get(x):
             return None
         return self._copies.get(x) or self._notes.canonical(ref)
 
@@ -192,7 +181,7 @@ class KnownParts:
     def is_zero(self, value: Any) -> bool:
         """Returns whether it is 0, or a tensor of zeros."""
         if isinstance(value, Tensor):
-            return self._zeros.get(value) is not None or self._notes.sums(value).zero
+            return self.zeros.get(value) is not None or self._notes.sums(value).zero
         return (is_whole(value) and value == 0) or (isinstance(value, float) and value == 0)
 
     def dims(self, call: PartCall, replaced: Arguments = _AS_IT_IS) -> list[Sharded] | None:
