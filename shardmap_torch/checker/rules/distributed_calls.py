@@ -20,42 +20,30 @@ NAMESPACES: Final = frozenset(
 
 _GROUP: Final = ", or pass it group=axis_group(mesh, axis), with which it is typed"
 _FUNCTIONAL: Final = "_functional_collectives.py"
-_TAKES_GROUP: Final = (
-    "all_reduce",
-    "allreduce",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "_allgather_base",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "_reduce_scatter_base",
-    "all_to_all_single",
-    "alltoall_base",
+_TAKES_GROUP: Final = frozenset(
+    "all_reduce allreduce all_gather_into_tensor all_gather_single _allgather_base"
+    " reduce_scatter_tensor reduce_scatter_single _reduce_scatter_base all_to_all_single"
+    " alltoall_base".split()
 )
 _WAITING: Final = "leave it out: typed collectives wait for one another"
 _POINT: Final = "use shardmap_torch.ppermute or shift, which all ranks of an axis call"
 
 _INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
     {
-        **{name: "use shardmap_torch.all_reduce" for name in ("all_reduce", "allreduce", "reduce")},
-        **{
-            name: "use shardmap_torch.all_gather"
-            for name in ("all_gather", "allgather", "_allgather_base", "gather")
-        },
-        **{
-            name: "use shardmap_torch.reduce_scatter"
-            for name in ("reduce_scatter", "_reduce_scatter_base")
-        },
-        **{name: "use shardmap_torch.all_to_all" for name in ("all_to_all", "alltoall")},
-        "broadcast": "use shardmap_torch.broadcast",
-        "scatter": "use shardmap_torch.broadcast, and convert(x, axis, src=R, dst=V, dim=0)",
-        **{
-            name: _POINT
-            for name in ("send", "recv", "isend", "irecv", "batch_isend_irecv", "P2POp", "permute")
-        },
-        **{name: _WAITING for name in ("barrier", "monitored_barrier", "wait_tensor")},
-        "get_rank": "use shardmap_torch.axis_index",
-        "get_world_size": "use shardmap_torch.axis_size",
+        name: advice
+        for advice, names in (
+            ("use shardmap_torch.all_reduce", "all_reduce allreduce reduce"),
+            ("use shardmap_torch.all_gather", "all_gather allgather _allgather_base gather"),
+            ("use shardmap_torch.reduce_scatter", "reduce_scatter _reduce_scatter_base"),
+            ("use shardmap_torch.all_to_all", "all_to_all alltoall"),
+            ("use shardmap_torch.broadcast", "broadcast"),
+            ("use shardmap_torch.broadcast, and convert(x, axis, src=R, dst=V, dim=0)", "scatter"),
+            (_POINT, "send recv isend irecv batch_isend_irecv P2POp permute"),
+            (_WAITING, "barrier monitored_barrier wait_tensor"),
+            ("use shardmap_torch.axis_index", "get_rank"),
+            ("use shardmap_torch.axis_size", "get_world_size"),
+        )
+        for name in names.split()
     }
 )
 """Advice by a prefix of the function's or operator's name; the longest match counts."""

@@ -229,11 +229,8 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (indexing.unsqueeze, "unsqueeze"),
         (_reshaped, "squeeze.dims view_copy"),
         (_expanded, "expand"),
-        (
-            _filled,
-            "zeros ones full empty.memory_format scalar_tensor new_zeros new_ones",
-        ),
-        (_filled, "new_full new_empty _efficientzerotensor"),
+        (_filled, "zeros ones full empty.memory_format scalar_tensor new_zeros new_ones new_full"),
+        (_filled, "new_empty _efficientzerotensor"),
         (_permuted, "permute t transpose.int"),
         (_joined, "cat"),
         (_stacked, "stack"),

@@ -265,13 +265,7 @@ _LINK: Final = "_lru_list_elem"
 """Name of the type of links between results of a cache that has a limit."""
 
 _DESCRIPTORS: Final = frozenset(
-    {
-        "getset_descriptor",
-        "member_descriptor",
-        "method_descriptor",
-        "wrapper_descriptor",
-        "classmethod_descriptor",
-    }
+    f"{kind}_descriptor" for kind in ("getset", "member", "method", "wrapper", "classmethod")
 )
 
 
