@@ -60,8 +60,11 @@ class Degree:
 
 
 Form: TypeAlias = tuple[str, Fraction]
-Given: TypeAlias = Mapping[str, Any]
+Arguments: TypeAlias = Mapping[str, Any]
 """Arguments by name: `Degree` for values that depend on the maximum, layouts for other tensors."""
+
+Rule: TypeAlias = Callable[[Arguments], Form | None]
+"""Returns the form and the degree of a result; None for other functions of the maximum."""
 
 
 class Maxima:
@@ -162,19 +165,19 @@ class Maxima:
         maxima = {first.maximum, *(each.maximum for each in more)}
         if OTHER in forms or len(maxima) > 1 or len(call.event.results) > 1:
             return None
-        given: dict[str, Any] = {}
+        args: dict[str, Any] = {}
         for name, there in call.event.arguments.items():
             value = call.arguments.get(name)
-            given[name] = there
+            args[name] = there
             if isinstance(there, Ref) and isinstance(value, Tensor):
                 shape = self._notes.find(value, there, name).global_shape
-                given[name] = depending.get(id(value)) or without_rows(shape)
+                args[name] = depending.get(id(value)) or without_rows(shape)
             elif any(True for _ in tensors_of(value)):
                 return None
         ((_, shape),) = call.event.results
         rule = _FORMS.get(name_of(call.op))
-        form = None if rule is None else rule(given)
-        rows = None if form is None else _rows(call.op, given, shape, first.rows)
+        form = None if rule is None else rule(args)
+        rows = None if form is None else _rows(call.op, args, shape, first.rows)
         if form is None or rows is None:
             return None
         return replace(first, form=form[0], degree=form[1], rows=rows)
@@ -192,35 +195,37 @@ def _refusal(origin: str) -> UnrelatedError:
 # ------------------------------------------------------------------------------------ rows
 
 
-def _rows(op: OpOverload, given: Given, shape: Shape, like: ShardedTensor) -> ShardedTensor | None:
+def _rows(
+    op: OpOverload, args: Arguments, shape: Shape, like: ShardedTensor
+) -> ShardedTensor | None:
     """Lays out a result by rows of the maximum; None if its entries depend on several rows."""
     special = _ROWS.get(name_of(op))
     if special is not None:
-        dims = special(given, shape)
+        dims = special(args, shape)
         return None if dims is None else by_rows(dims, shape)
-    layouts = {k: x.rows if isinstance(x, Degree) else x for k, x in given.items()}
+    layouts = {k: x.rows if isinstance(x, Degree) else x for k, x in args.items()}
     return followed(op, layouts, shape, like)
 
 
-def _reduced(given: Given, shape: Shape) -> tuple[Dim, ...] | None:
-    rows = given["self"].rows
+def _reduced(args: Arguments, shape: Shape) -> tuple[Dim, ...] | None:
+    rows = args["self"].rows
     rank = len(rows.dims)
-    over = given.get("dim")
+    over = args.get("dim")
     over = [over] if isinstance(over, int) else over
     gone = {dim % rank for dim in over} if over else {*range(rank)}
     if any(axes_of(rows.dims[dim]) for dim in gone):
         return None
-    kept = () if given.get("keepdim") else None
+    kept = () if args.get("keepdim") else None
     left = [kept if dim in gone else each for dim, each in enumerate(rows.dims)]
     return tuple(dim for dim in left if dim is not None)
 
 
-def _gathered(given: Given, shape: Shape) -> tuple[Dim, ...] | None:
+def _gathered(args: Arguments, shape: Shape) -> tuple[Dim, ...] | None:
     """Entries of the same rows; those at the end may be left out."""
-    x = given["self"]
+    x = args["self"]
     if not isinstance(x, Degree) or not shape:
         return None
-    dim = given["dim"] % len(shape)
+    dim = args["dim"] % len(shape)
     dims = [unsharded(n) if at == dim else x.rows.dims[at] for at, n in enumerate(shape)]
     sizes = zip(shape, x.rows.global_shape, strict=True)
     if axes_of(x.rows.dims[dim]) or any(a != b for at, (a, b) in enumerate(sizes) if at != dim):
@@ -231,29 +236,29 @@ def _gathered(given: Given, shape: Shape) -> tuple[Dim, ...] | None:
 # ----------------------------------------------------------------------------------- forms
 
 
-def _kept(given: Given) -> Form | None:
-    x = given["self"]
-    others = [name for name, value in given.items() if isinstance(value, Degree)]
+def _kept(args: Arguments) -> Form | None:
+    x = args["self"]
+    others = [name for name, value in args.items() if isinstance(value, Degree)]
     return (x.form, x.degree) if others == ["self"] else None
 
 
-def _power(form: str, made: str, factor: Fraction) -> Callable[[Given], Form | None]:
+def _power(form: str, made: str, factor: Fraction) -> Rule:
     """Makes the rule of a function that gives another form, or a power of the same."""
 
-    def rule(given: Given) -> Form | None:
-        x = given["self"]
+    def rule(args: Arguments) -> Form | None:
+        x = args["self"]
         return (made, x.degree * factor) if x.form == form else None
 
     return rule
 
 
-def _negative(given: Given) -> Form | None:
-    x = given["self"]
+def _negative(args: Arguments) -> Form | None:
+    x = args["self"]
     return x.form, -x.degree if x.form == SHIFT else x.degree
 
 
-def _sum(given: Given) -> Form | None:
-    x, y, alpha = given["self"], given["other"], given.get("alpha", 1)
+def _sum(args: Arguments) -> Form | None:
+    x, y, alpha = args["self"], args["other"], args.get("alpha", 1)
     found = [each for each in (x, y) if isinstance(each, Degree)]
     if any(each.form == SCALE for each in found):
         same = len(found) == 2 and found[0].degree == found[1].degree
@@ -265,15 +270,15 @@ def _sum(given: Given) -> Form | None:
     return SHIFT, of_x + Fraction(alpha) * of_y
 
 
-def _difference(given: Given) -> Form | None:
-    return _sum({**given, "alpha": -given.get("alpha", 1)})
+def _difference(args: Arguments) -> Form | None:
+    return _sum({**args, "alpha": -args.get("alpha", 1)})
 
 
-def _multiplied(first: str, second: str, sign: int = 1) -> Callable[[Given], Form | None]:
+def _multiplied(first: str, second: str, sign: int = 1) -> Rule:
     """Makes the rule of a product, or with -1 of a quotient; of numbers, or of matrices."""
 
-    def rule(given: Given) -> Form | None:
-        x, y = given[first], given[second]
+    def rule(args: Arguments) -> Form | None:
+        x, y = args[first], args[second]
         if isinstance(x, Degree) and x.form == SHIFT and is_factor(y):
             return SHIFT, x.degree * Fraction(y) ** sign
         found = [each for each in (x, y) if isinstance(each, Degree)]
@@ -285,17 +290,17 @@ def _multiplied(first: str, second: str, sign: int = 1) -> Callable[[Given], For
     return rule
 
 
-def _total(given: Given) -> Form | None:
-    return _kept(given) if given["self"].form == SCALE else None
+def _total(args: Arguments) -> Form | None:
+    return _kept(args) if args["self"].form == SCALE else None
 
 
-def _filled(given: Given) -> Form | None:
+def _filled(args: Arguments) -> Form | None:
     """Entries in place of which there is what does not depend on the maximum in that form."""
-    fill = given.get("value", given.get("other"))
-    x = given["self"]
+    fill = args.get("value", args.get("other"))
+    x = args["self"]
     if not isinstance(x, Degree):
         return None
-    return _kept(given) if fill == (0 if x.form == SCALE else -inf) else None
+    return _kept(args) if fill == (0 if x.form == SCALE else -inf) else None
 
 
 _KEPT: Final = (*COPIES, "select.int", "gather", "mean.dim", "mean")
@@ -304,7 +309,7 @@ _ROWS: Final = {
     "gather": _gathered,
 }
 
-_FORMS: Final[Mapping[str, Callable[[Given], Form | None]]] = {
+_FORMS: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(_KEPT, _kept),
     **dict.fromkeys(("sum", "sum.dim_IntList"), _total),
     "exp": _power(SHIFT, SCALE, Fraction(1)),

@@ -98,36 +98,36 @@ class Affine:
         return None if runs else Affine(shape, self.base, tuple(steps), self.axes)
 
 
-Given = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 """The arguments of an operation in one of the programs, tensors replaced by `Affine`."""
 
 
-def _counted_from(given: Given, shape: Shape) -> Affine | None:
-    start, step = given.get("start"), given.get("step")
+def _counted_from(args: Arguments, shape: Shape) -> Affine | None:
+    start, step = args.get("start"), args.get("step")
     start, step = 0 if start is None else start, 1 if step is None else step
     if not (is_whole(start) and is_whole(step)):
         return None
     return Affine(shape, start, (step if shape[0] != 1 else 0,), {})
 
 
-def _sum(given: Given, shape: Shape) -> Affine | None:
-    alpha = given.get("alpha", 1)
-    x, y = _number(given["self"]), _number(given["other"])
+def _sum(args: Arguments, shape: Shape) -> Affine | None:
+    alpha = args.get("alpha", 1)
+    x, y = _number(args["self"]), _number(args["other"])
     if x is None or y is None or not is_whole(alpha):
         return None
     return x.plus(y.times(alpha), shape)
 
 
-def _difference(given: Given, shape: Shape) -> Affine | None:
-    return _sum({**given, "alpha": -given.get("alpha", 1)}, shape)
+def _difference(args: Arguments, shape: Shape) -> Affine | None:
+    return _sum({**args, "alpha": -args.get("alpha", 1)}, shape)
 
 
-def _reverse_difference(given: Given, shape: Shape) -> Affine | None:
-    return _difference({**given, "self": given["other"], "other": given["self"]}, shape)
+def _reverse_difference(args: Arguments, shape: Shape) -> Affine | None:
+    return _difference({**args, "self": args["other"], "other": args["self"]}, shape)
 
 
-def _product(given: Given, shape: Shape) -> Affine | None:
-    x, y = _number(given["self"]), _number(given["other"])
+def _product(args: Arguments, shape: Shape) -> Affine | None:
+    x, y = _number(args["self"]), _number(args["other"])
     if x is None or y is None:
         return None
     for one, other in ((x, y), (y, x)):
@@ -136,22 +136,22 @@ def _product(given: Given, shape: Shape) -> Affine | None:
     return None
 
 
-def _negative(given: Given, shape: Shape) -> Affine | None:
-    x: Affine = given["self"]
+def _negative(args: Arguments, shape: Shape) -> Affine | None:
+    x: Affine = args["self"]
     return x.times(-1)
 
 
-def _same(given: Given, shape: Shape) -> Affine | None:
-    return _number(given["self"])  # a vmap copies numbers into tensors
+def _same(args: Arguments, shape: Shape) -> Affine | None:
+    return _number(args["self"])  # a vmap copies numbers into tensors
 
 
-def _reshaped(given: Given, shape: Shape) -> Affine | None:
-    x: Affine = given["self"]
+def _reshaped(args: Arguments, shape: Shape) -> Affine | None:
+    x: Affine = args["self"]
     return x.reshaped(shape)
 
 
-def _expanded(given: Given, shape: Shape) -> Affine | None:
-    x: Affine = given["self"]
+def _expanded(args: Arguments, shape: Shape) -> Affine | None:
+    x: Affine = args["self"]
     return x.plus(Affine.single(0), shape)
 
 
@@ -166,7 +166,7 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
-_RULES: Final[Mapping[str, Callable[[Given, Shape], Affine | None]]] = {
+_RULES: Final[Mapping[str, Callable[[Arguments, Shape], Affine | None]]] = {
     **dict.fromkeys(("arange", "arange.start", "arange.start_step"), _counted_from),
     **dict.fromkeys(("add.Tensor", "add.Scalar"), _sum),
     **dict.fromkeys(("sub.Tensor", "sub.Scalar"), _difference),
@@ -239,16 +239,16 @@ class Positions:
         rule = _RULES.get(name_of(call.op))
         if rule is None or len(call.results) != 1 or call.results[0].dtype not in _EXACT:
             return None
-        given = self._given(call)
-        if given is None:
+        args = self._in_both(call)
+        if args is None:
             return None
         shapes = tuple(base_of(call.results[0]).shape), call.event.results[0][1]
-        here, there = rule(given[0], shapes[0]), rule(given[1], shapes[1])
+        here, there = rule(args[0], shapes[0]), rule(args[1], shapes[1])
         if here is None or there is None or len(here.shape) != len(there.shape):
             return None
         return self._laid_out(Pair(here, there), call.results[0])
 
-    def _given(self, call: Call) -> tuple[Given, Given] | None:
+    def _in_both(self, call: Call) -> tuple[Arguments, Arguments] | None:
         """Returns the arguments in both programs; None where a tensor is not affine."""
         here, there = dict(call.arguments), {**call.event.arguments}
         for name, value in call.arguments.items():

@@ -49,19 +49,19 @@ def by_rows(dims: tuple[Dim, ...], shape: Shape) -> ShardedTensor:
 
 
 def followed(
-    op: OpOverload, given: Mapping[str, Any], shape: Shape, like: ShardedTensor
+    op: OpOverload, args: Mapping[str, Any], shape: Shape, like: ShardedTensor
 ) -> ShardedTensor | None:
     """Returns the layout of a result, by all rows of `like`; None if entries depend on several.
 
     Args:
         op: the overload.
-        given: its arguments on one device by name, layouts in place of tensors.
+        args: its arguments on one device by name, layouts in place of tensors.
         shape: the shape of the result.
         like: the layout of an operand.
     """
     sizes = {axis: base for dim in like.dims for axis, base in dim if axis is not None}
     try:
-        (found,) = propagate(Step(op, given, {}, [], [(shape, shape)], sizes))
+        (found,) = propagate(Step(op, args, {}, [], [(shape, shape)], sizes))
     except UnrelatedError:
         return None
     if found.partial or found.pending:
