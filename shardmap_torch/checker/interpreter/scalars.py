@@ -149,8 +149,7 @@ def _taken(interpreter: "Interpreter", tensor: Tensor) -> Any:
 
 
 def _bool(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
-    value = _item(interpreter, func, args, kwargs)
-    return bool(value)
+    return bool(_item(interpreter, func, args, kwargs))
 
 
 _TAKES: Final = ((float, "", ".long()"), (int, ".double()", ""), (bool, ".double()", ".long()"))

@@ -39,12 +39,7 @@ class _Guarded:
     """Replaces the generator in the module `torch.random` while bodies are interpreted."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-        self.users = 0
-
-    @property
-    def generator(self) -> torch.Generator:
-        return self._generator
+        self.generator, self.users = generator, 0
 
     def __getattr__(self, name: str) -> Any:
         if name in _ASKS and _NAMES.stack and is_user(sys._getframe(1).f_back):
@@ -53,7 +48,7 @@ class _Guarded:
                 "process has of its own, and it would count as equal on all ranks.\n"
                 "Fix: pass it as an argument, or draw from a key of shardmap_torch.random."
             )
-        return getattr(self._generator, name)
+        return getattr(self.generator, name)
 
 
 def is_user(frame: FrameType | None) -> bool:

@@ -43,19 +43,19 @@ LINEAR: Final = merged(
 )
 
 # Not linear: the row only says that one position does not read another.
-POSITIONS: Final = merged(
-    each(_PLAIN, "_foreach_abs _foreach_acos _foreach_asin _foreach_atan _foreach_ceil"),
-    each(_PLAIN, "_foreach_cos _foreach_cosh _foreach_erf _foreach_erfc _foreach_exp"),
-    each(_PLAIN, "_foreach_expm1 _foreach_floor _foreach_frac _foreach_lgamma _foreach_log"),
-    each(_PLAIN, "_foreach_log10 _foreach_log1p _foreach_log2 _foreach_max _foreach_reciprocal"),
-    each(_PLAIN, "_foreach_round _foreach_rsqrt _foreach_sigmoid _foreach_sign _foreach_sin"),
-    each(_PLAIN, "_foreach_sinh _foreach_sqrt _foreach_tan _foreach_tanh _foreach_trunc"),
-    each(_PLAIN, "_foreach_clamp_max.List _foreach_clamp_max.Scalar _foreach_clamp_max.ScalarList"),
-    each(_PLAIN, "_foreach_clamp_min.List _foreach_clamp_min.Scalar _foreach_clamp_min.ScalarList"),
-    each(_PLAIN, "_foreach_maximum.List _foreach_maximum.Scalar _foreach_maximum.ScalarList"),
-    each(_PLAIN, "_foreach_minimum.List _foreach_minimum.Scalar _foreach_minimum.ScalarList"),
-    each(_PLAIN, "_foreach_pow.List _foreach_pow.Scalar _foreach_pow.ScalarList"),
-    each(_PLAIN, "_foreach_pow.ScalarAndTensor _foreach_norm.Scalar _foreach_powsum.Scalar"),
+POSITIONS: Final = each(
+    _PLAIN,
+    " ".join(
+        f"_foreach_{name}"
+        for name in (
+            "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p"
+            " log2 max reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc"
+            " clamp_max.List clamp_max.Scalar clamp_max.ScalarList clamp_min.List clamp_min.Scalar"
+            " clamp_min.ScalarList maximum.List maximum.Scalar maximum.ScalarList minimum.List"
+            " minimum.Scalar minimum.ScalarList pow.List pow.Scalar pow.ScalarList"
+            " pow.ScalarAndTensor norm.Scalar powsum.Scalar"
+        ).split()
+    ),
 )
 
 FUSED: Final = merged(

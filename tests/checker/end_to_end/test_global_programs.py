@@ -11,9 +11,9 @@ import torch
 
 from shardmap_torch import I, P, R
 from shardmap_torch.checker.spmd import op_rules
-from shardmap_torch.checker.spmd.layout import UnrelatedError, axes_of, merged
+from shardmap_torch.checker.spmd.layout import Dim, UnrelatedError, axes_of, merged
 from shardmap_torch.checker.spmd.ops import collective_rules
-from shardmap_torch.checker.spmd.ops.collective_rules import Move, State
+from shardmap_torch.checker.spmd.ops.collective_rules import Move
 from tests.checker.support.global_programs import (
     FOREIGN,
     Program,
@@ -87,33 +87,40 @@ def test_a_collective_that_means_nothing_on_one_device_is_refused(name: str) -> 
         assert Program((2, 3), (spec, P()), steps).exits(drawn_inputs(0)) is None
 
 
-def _lenient_sum(move: Move) -> State:
-    return move.x.dims, move.partial - set(move.axes)
+def _same_dims(move: Move) -> tuple[Dim, ...]:
+    return move.x.dims
 
 
-def _untouched(move: Move) -> State:
-    return move.x.dims, move.partial
+def _lenient_sum(move: Move) -> frozenset[str]:
+    return move.partial - set(move.axes)
 
 
-def _in_any_order(move: Move) -> State:
+def _still_pending(move: Move) -> frozenset[str]:
+    return move.partial
+
+
+def _in_any_order(move: Move) -> tuple[Dim, ...]:
     """Puts a dim together whatever the order in which the axes shard it."""
     dim = move.collective.dim
     joined = tuple((None if axis in move.axes else axis, n) for axis, n in move.x.dims[dim])
     if not set(move.axes) <= set(axes_of(move.x.dims[dim])):
         raise UnrelatedError("it is not sharded")
-    return (*move.x.dims[:dim], tuple(merged(joined)), *move.x.dims[dim + 1 :]), move.partial
+    return (*move.x.dims[:dim], tuple(merged(joined)), *move.x.dims[dim + 1 :])
 
 
-def _moves(**wrong: Callable[[Move], State]) -> tuple[Any, str, Any]:
+_UNTOUCHED: Final = (_same_dims, _still_pending)
+
+
+def _moves(**wrong: tuple[Callable[[Move], Any], Callable[[Move], Any]]) -> tuple[Any, str, Any]:
     return collective_rules, "_MOVES", {**collective_rules._MOVES, **wrong}
 
 
 aten = torch.ops.aten
 WRONG: Final[Mapping[str, tuple[Any, str, Any]]] = {
-    "a sum of what is no sum": _moves(sum=_lenient_sum),
-    "shards of other ranks": _moves(permute=_untouched, broadcast=_untouched),
-    "parts put together in another order": _moves(gather=_in_any_order),
-    "a maximum of shards": _moves(max=_lenient_sum),
+    "a sum of what is no sum": _moves(sum=(_same_dims, _lenient_sum)),
+    "shards of other ranks": _moves(permute=_UNTOUCHED, broadcast=_UNTOUCHED),
+    "parts put together in another order": _moves(gather=(_in_any_order, _still_pending)),
+    "a maximum of shards": _moves(max=(_same_dims, _lenient_sum)),
     "softmax of a shard": (op_rules, "RULES", {**op_rules.RULES, aten._softmax.default: kept}),
 }
 

@@ -72,11 +72,22 @@ def after(name: str, move: Move) -> State:
         return stacks.gathered(move.x, move.axes, move.partial, collective.dim, move.sizes)
     if not collective.tiled:
         raise UnrelatedError("it takes a dim with one entry per rank", _WRAP)
-    return _MOVES.get(name, _per_rank)(move)
+    if name not in _MOVES:
+        raise UnrelatedError("ranks get the values of other ranks' shards", _WRAP)
+    dims_after, sums_after = _MOVES[name]
+    return dims_after(move), sums_after(move)
 
 
-def _sum(move: Move) -> State:
-    return move.x.dims, _taken(move)
+def _kept(move: Move) -> tuple[Dim, ...]:
+    return move.x.dims
+
+
+def _still(move: Move) -> frozenset[str]:
+    return move.partial
+
+
+def _added(move: Move) -> frozenset[str]:
+    return move.partial | set(move.axes)
 
 
 def _taken(move: Move) -> frozenset[str]:
@@ -94,19 +105,15 @@ def _taken(move: Move) -> frozenset[str]:
     return move.partial - set(move.axes)
 
 
-def _gather(move: Move) -> State:
-    return _joined(move, move.collective.dim), move.partial
+def _gathered(move: Move) -> tuple[Dim, ...]:
+    return _joined(move, move.collective.dim)
 
 
-def _slice(move: Move) -> State:
-    return _parted(move, move.collective.dim, move.x.dims), move.partial
+def _sliced(move: Move) -> tuple[Dim, ...]:
+    return _parted(move, move.collective.dim, move.x.dims)
 
 
-def _sum_scatter(move: Move) -> State:
-    return _parted(move, move.collective.dim, move.x.dims), _taken(move)
-
-
-def _exchange(move: Move) -> State:
+def _exchanged(move: Move) -> tuple[Dim, ...]:
     dim, dims = move.collective.dim, move.x.dims
     if dim == move.collective.concat_dim:
         found = exchanged(dims[dim], move.axes, move.sizes)
@@ -117,20 +124,11 @@ def _exchange(move: Move) -> State:
                 f"{in_words(dims[dim])}",
                 f"shard that dim, split along another, or {_WRAP}",
             )
-        return (*dims[:dim], found, *dims[dim + 1 :]), move.partial
-    joined = _joined(move, move.collective.concat_dim)
-    return _parted(move, move.collective.dim, joined), move.partial
+        return (*dims[:dim], found, *dims[dim + 1 :])
+    return _parted(move, dim, _joined(move, move.collective.concat_dim))
 
 
-def _pad(move: Move) -> State:
-    return _joined(move, move.collective.dim), move.partial | set(move.axes)
-
-
-def _mask(move: Move) -> State:
-    return move.x.dims, move.partial | set(move.axes)
-
-
-def _same(move: Move) -> State:
+def _same(move: Move) -> tuple[Dim, ...]:
     collective = move.collective
     is_sum = collective.src.kind == "V" and set(move.axes) <= move.partial
     if collective.name == "reinterpret" and not is_sum:
@@ -138,14 +136,10 @@ def _same(move: Move) -> State:
             "it keeps the bits and changes the meaning, so that the value is another one",
             f"{_USE.get(collective.src.kind, 'use convert')}, or {_WRAP}",
         )
-    return move.x.dims, move.partial
+    return move.x.dims
 
 
-def _per_rank(move: Move) -> State:
-    raise UnrelatedError("ranks get the values of other ranks' shards", _WRAP)
-
-
-def _extremum(move: Move) -> State:
+def _extremum(move: Move) -> tuple[Dim, ...]:
     """Types an extremum over ranks: it finishes one that each rank has taken over its shard."""
     if move.partial:
         over = ", ".join(map(repr, sorted(move.partial)))
@@ -157,7 +151,7 @@ def _extremum(move: Move) -> State:
         raise UnrelatedError(
             "it is a maximum or minimum over shards", f"take that of each shard first, or {_WRAP}"
         )
-    return move.x.dims, move.partial
+    return move.x.dims
 
 
 def exchanged(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
@@ -209,17 +203,20 @@ def _parted(move: Move, dim: int, dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
     return (*dims[:dim], found, *dims[dim + 1 :])
 
 
-_MOVES: Final[Mapping[str, Callable[[Move], State]]] = MappingProxyType(
+_MOVES: Final[
+    Mapping[str, tuple[Callable[[Move], tuple[Dim, ...]], Callable[[Move], frozenset[str]]]]
+] = MappingProxyType(
     {
-        "sum": _sum,
-        "max": _extremum,
-        "min": _extremum,
-        "gather": _gather,
-        "slice": _slice,
-        "pad": _pad,
-        "sum_scatter": _sum_scatter,
-        "exchange": _exchange,
-        "mask": _mask,
-        "same": _same,
+        "sum": (_kept, _taken),
+        "max": (_extremum, _still),
+        "min": (_extremum, _still),
+        "gather": (_gathered, _still),
+        "slice": (_sliced, _still),
+        "pad": (_gathered, _added),
+        "sum_scatter": (_sliced, _taken),
+        "exchange": (_exchanged, _still),
+        "mask": (_kept, _added),
+        "same": (_same, _still),
     }
 )
+"""Rules of movements of data: the shards of the dims after it, and the pending sums."""

@@ -1,8 +1,8 @@
 """Layouts over some axes after collectives over others, along which both programs have ranks."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -25,19 +25,16 @@ def moved(move: str, collective: Collective, x: ShardedTensor, shape: Shape) -> 
     Raises:
         UnrelatedError: it moves what the other axes shard apart.
     """
-    found: Sequence[Dim] = _MOVED.get(move, _unknown)(collective, x, shape)
-    return found
-
-
-def _kept(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
-    return x.dims
-
-
-def _unknown(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
-    raise UnrelatedError(
-        "beside axes that the region does not name, nothing is known of what it moves",
-        "name all axes in the types of the region.",
-    )
+    names = _ALONG.get(move)
+    if names is None:
+        raise UnrelatedError(
+            "beside axes that the region does not name, nothing is known of what it moves",
+            "name all axes in the types of the region.",
+        )
+    if move == "gather":
+        return _gathered(collective, x, shape)
+    dims = {getattr(collective, name) for name in names}
+    return _along(collective, dims, x, shape) if dims else x.dims
 
 
 def _gathered(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
@@ -50,14 +47,6 @@ def _gathered(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequenc
         raise size_of_one_rank("its size")
     count = shape[at] // max(x.global_shape[at], 1)
     return [*x.dims[:at], tuple(merged([(None, count), *x.dims[at]])), *x.dims[at + 1 :]]
-
-
-def _rearranged(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
-    return _along(collective, {collective.dim}, x, shape)
-
-
-def _exchanged(collective: Collective, x: ShardedTensor, shape: Shape) -> Sequence[Dim]:
-    return _along(collective, {collective.dim, collective.concat_dim}, x, shape)
 
 
 def _along(
@@ -78,13 +67,12 @@ def _require_even(collective: Collective) -> None:
         raise UnrelatedError("its sizes may be uneven, and ranks hold padding")
 
 
-_MOVED: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+_ALONG: Final[Mapping[str, Sequence[str]]] = MappingProxyType(
     {
-        "gather": _gathered,
-        "exchange": _exchanged,
-        **dict.fromkeys(("sum_scatter", "slice", "pad"), _rearranged),
-        **dict.fromkeys(("sum", "max", "min", "permute", "broadcast"), _kept),
-        **dict.fromkeys(("mask", "sum_mask", "same"), _kept),
+        "exchange": ("dim", "concat_dim"),
+        **dict.fromkeys(("gather", "sum_scatter", "slice", "pad"), ("dim",)),
+        **dict.fromkeys(("sum", "max", "min", "permute", "broadcast"), ()),
+        **dict.fromkeys(("mask", "sum_mask", "same"), ()),
     }
 )
-"""Changes of the layout over other axes; others are refused, as an exchange by numbers of rows."""
+"""Dims along which collectives go; others are refused, as an exchange by numbers of rows."""
