@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -166,19 +166,13 @@ class _RetryError(Exception):
         self.error = error
 
 
-@dataclass(frozen=True)
-class _Like:
+class _Like(NamedTuple):
     """The metadata kept of an argument."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     grad: bool
-
-    @staticmethod
-    def of(leaf: Tensor, shape: tuple[int, ...]) -> "_Like":
-        grad = can_receive_gradient(leaf) and is_real(leaf.dtype)
-        return _Like(shape, leaf.dtype, leaf.device, grad)
 
 
 _SHOWN: Final = 3
@@ -291,16 +285,16 @@ class _Verification:
         """Yields the inputs as the body gets them, by position."""
         call, interpreter = self._call, self._interpreter
         # Outside of the modes: arguments may be those of a transform.
-        fakes = [
-            _Like.of(call.leaves[position], self._request.sizes.of(call.leaves, position))
-            for position in call.crossing
-        ]
-        grad = any(like.grad for like in fakes) or torch.is_grad_enabled()
+        likes: dict[int, _Like] = {}
+        for at in call.crossing:
+            leaf, shape = call.leaves[at], self._request.sizes.of(call.leaves, at)
+            grad = can_receive_gradient(leaf) and is_real(leaf.dtype)
+            likes[at] = _Like(shape, leaf.dtype, leaf.device, grad)
+        grad = any(like.grad for like in likes.values()) or torch.is_grad_enabled()
         with torch.set_grad_enabled(grad), interpreting(interpreter):
             with DisableTorchFunction():
                 entered = {
-                    position: self._enter(position, like)
-                    for position, like in zip(call.crossing, fakes, strict=True)
+                    position: self._enter(position, like) for position, like in likes.items()
                 }
             yield entered
 
