@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.guards.cache_key import Signature, parts, signature
+from shardmap_torch.checker.guards.cache_key import Signature, signature, split
 from shardmap_torch.checker.guards.captured_state import Surroundings
 from shardmap_torch.checker.guards.places import looking
 from shardmap_torch.checker.guards.replay import Departure, Difference
@@ -180,7 +180,7 @@ class Checked:
         if derived is not None:
             return derived
         numbers = self._history.structural(key, call)
-        self._changing.checked(self._calls, parts(key, call, self._surroundings), numbers)
+        self._changing.checked(self._calls, split(key, call, self._surroundings), numbers)
         verdict = self._verify(call)
         self._changing.resized(self._history.add(key, call, verdict))
         return verdict

@@ -35,7 +35,7 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
 
 
 @dataclass(frozen=True)
-class Parts:
+class SplitSignature:
     """A signature split into its values and the rest.
 
     Attributes:
@@ -48,9 +48,9 @@ class Parts:
     values: Mapping[Hashable, tuple[str, Any]]
 
 
-def parts(key: Signature, call: Call, surroundings: Surroundings) -> Parts:
+def split(key: Signature, call: Call, surroundings: Surroundings) -> SplitSignature:
     """Splits the latest signature into parts."""
     match, values, *rest, _ = key
     named = zip((match.paths[position] for position in match.static), values, strict=True)
     arguments = {path: (path, value) for path, value in named}
-    return Parts((match, *rest), {**arguments, **surroundings.values()})
+    return SplitSignature((match, *rest), {**arguments, **surroundings.values()})

@@ -35,7 +35,7 @@ EXACT: Final = Sizes()
 """All sizes are numbers."""
 
 
-def exact(size: int | torch.SymInt) -> object:
+def hashable_size(size: int | torch.SymInt) -> object:
     """A size that can be hashed: of a symbol its expression, which is equal where it is the same.
 
     Sizes that are equal for some values of the symbols only are not equal then.

@@ -70,7 +70,7 @@ def write_range(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> Any:
         )
     target = x[tuple(others)]
     after = any(part is Ellipsis for part in others[:place])
-    dim = target.ndim - _made(others[place:]) if after else _made(others[:place])
+    dim = target.ndim - _count_dims(others[place:]) if after else _count_dims(others[:place])
     _write_between(host, target, dim, parts[place], value)
     return None
 
@@ -79,7 +79,7 @@ def _is_other(part: Any) -> bool:
     return part is not None and part is not Ellipsis and type(part) not in (int, slice)
 
 
-def _made(parts: Sequence[Any]) -> int:
+def _count_dims(parts: Sequence[Any]) -> int:
     """Counts the result's dims that these parts give; none is a tensor or an ellipsis."""
     return len([part for part in parts if part is None or isinstance(part, slice)])
 

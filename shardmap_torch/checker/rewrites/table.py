@@ -1,4 +1,4 @@
-"""Every function that is interpreted as others, by what torch functions show of it."""
+"""The table of torch functions that are interpreted as others, and small ones of these."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.calls.remembered import PLACE
 from shardmap_torch.checker.ir.observer import Observer
-from shardmap_torch.checker.ir.sizes import exact
+from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.spmd.layout import Shape
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
@@ -62,8 +62,11 @@ class TensorMap(Generic[X]):
             stride: tuple[object, ...] = base.stride()
             offset: object = base.storage_offset()
             if base._has_symbolic_sizes_strides:
-                shape, stride = tuple(map(exact, base.shape)), tuple(map(exact, base.stride()))
-                offset = exact(base.storage_offset())
+                shape, stride = (
+                    tuple(map(hashable_size, base.shape)),
+                    tuple(map(hashable_size, base.stride())),
+                )
+                offset = hashable_size(base.storage_offset())
             key = (
                 base.untyped_storage()._cdata,
                 offset,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.program import StorageType
-from shardmap_torch.checker.ir.sizes import exact
+from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.spmd.align import Alignment
 from shardmap_torch.checker.spmd.layout import (
@@ -289,4 +289,4 @@ class Notes:
 
 
 def _place(strides: Sequence[int], shard: ShardedTensor, at: int) -> Hashable:
-    return tuple(map(exact, (strides[at], shard.local[at], shard.global_shape[at])))
+    return tuple(map(hashable_size, (strides[at], shard.local[at], shard.global_shape[at])))

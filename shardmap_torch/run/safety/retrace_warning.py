@@ -8,7 +8,7 @@ from numbers import Number
 from types import CodeType
 from typing import Any, Final
 
-from shardmap_torch.checker.guards.cache_key import Parts
+from shardmap_torch.checker.guards.cache_key import SplitSignature
 from shardmap_torch.checker.sizes.history import Recheck
 from shardmap_torch.checker.sizes.slots import Slot
 from shardmap_torch.core.source_location import call_site
@@ -41,13 +41,15 @@ class Changing:
         self._name = name
         self._warned = False
         self._number = 0
-        self._last: Parts | None = None
+        self._last: SplitSignature | None = None
         self._series: Mapping[Hashable, _Series] = {}
         self._resized = False
         self._slots: Sequence[Slot] = ()
         self._sizes: tuple[int, ...] = ()
 
-    def checked(self, number: int, parts: Parts, structural: Collection[str] = frozenset()) -> None:
+    def checked(
+        self, number: int, parts: SplitSignature, structural: Collection[str] = frozenset()
+    ) -> None:
         """Records that the call of that number, counting all calls, had to be checked.
 
         `structural` names numbers that decide what the program does.

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.ir.sizes import exact
+from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.spmd.batches.book import Book
 from shardmap_torch.checker.spmd.batches.chunks import CHUNKS, VIEWS, divided, undivided
 from shardmap_torch.checker.spmd.batches.parts import ALL, Entry, Part, Rearranged
@@ -65,7 +65,7 @@ def _viewed(book: Book, step: Step, call: Call) -> Rearranged | None:
     if found is None:
         return None
     dim = next(n for n, each in enumerate(found) if EACH in axes_of(each))
-    expression = book.number(("divided", _begin(book, tensor), *map(exact, local)))
+    expression = book.number(("divided", _begin(book, tensor), *map(hashable_size, local)))
     part = Part(local[dim], axes_of(x.dims[dim]), ALL, expression, "rows")
     return Rearranged([Sharded(found)], [Entry(expression, part)])
 

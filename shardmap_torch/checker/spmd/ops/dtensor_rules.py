@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from shardmap_torch.checker.calls.fake_results import fake_mode
-from shardmap_torch.checker.ir.sizes import exact
+from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.rules.infer import signature_of, writes_of
 from shardmap_torch.checker.rules.registry import functional
 from shardmap_torch.checker.spmd.layout import (
@@ -115,7 +115,7 @@ def _laid_out(step: Step) -> Step:
 
 
 def _shapes(x: ShardedTensor) -> Hashable:
-    return tuple(map(exact, x.local)), tuple(map(exact, x.global_shape))
+    return tuple(map(hashable_size, x.local)), tuple(map(hashable_size, x.global_shape))
 
 
 def _extremum(answer: str) -> str:
