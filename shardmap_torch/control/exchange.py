@@ -154,7 +154,7 @@ class Comparison:
                 if len(self._got) == _MESSAGE.size:
                     self._take(self._got)
         except TimeoutError:
-            now, late = monotonic(), RuntimeError(f"nothing has come within {self._timeout}")
+            now, late = monotonic(), RuntimeError(f"not all ranks have come within {self._timeout}")
             self._end = self._end or now - seconds + self._timeout.total_seconds()
             if now >= self._end:
                 self._fail(late)
