@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from shardmap_torch.autodiff.batched import ranks_of
 from shardmap_torch.backends.vmap import markers_of
+from shardmap_torch.checker.adjoint import adjoint_of_ranks
 from shardmap_torch.collectives.autograd import is_transformed, reject_second_derivative
 from shardmap_torch.collectives.protocol import Note, is_checker
 from shardmap_torch.collectives.scope import current_scope
@@ -309,7 +311,13 @@ def _gradients(call: _Call) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor
         outs, aux = call.run(leaves)
         return outs[0], aux
 
-    gradients, (value, aux) = torch.func.grad_and_value(run, has_aux=True)(call.leaves)
+    ranks = ranks_of(current_scope(), note, call.leaves)
+    if ranks is not None:
+        value, aux, gradients = ranks.gradients(run, call.leaves)
+        return [value], aux, gradients
+    with adjoint_of_ranks(note) as write_types:
+        gradients, (value, aux) = torch.func.grad_and_value(run, has_aux=True)(call.leaves)
+        write_types((*gradients, value))
     _write(note, (value, *aux, *gradients))
     return [value], aux, _placed(gradients, call.leaves)
 

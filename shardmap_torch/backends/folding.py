@@ -181,6 +181,12 @@ def sum_of(operation: Any, x: Tensor) -> Tensor | None:
     return _ACTIVE.stack[-1].sum_of(operation, x) if _ACTIVE.stack else None
 
 
+def finish() -> None:
+    """Computes the product that waits on this thread, if one does."""
+    if _ACTIVE.stack:
+        _ACTIVE.stack[-1].finish()
+
+
 def _is_plain(a: Tensor, b: Tensor) -> bool:
     return (
         a.dtype == b.dtype

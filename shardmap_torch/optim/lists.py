@@ -1,12 +1,14 @@
 """Element-wise arithmetic on lists of tensors, by torch's fused `_foreach` operators."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.torch_private.engine import are_transforms_active, functorch
 
@@ -31,8 +33,7 @@ def each(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: flo
     if not lists[0]:
         return []
     if not _is_transformed(operands):
-        fused: Any = getattr(torch, f"_foreach_{name}")
-        return list(fused(*operands, **scalars))
+        return list(_fused(f"_foreach_{name}", operands, scalars))
     single: Any = getattr(torch, name)
     return [
         single(*(o[i] if isinstance(o, list) else o for o in operands), **scalars)
@@ -49,9 +50,16 @@ def each_own(
     """
     if not own or _is_transformed((own, *operands)):
         return each(name, own, *operands, **scalars)
-    fused: Any = getattr(torch, f"_foreach_{name}_")
-    fused(own, *operands, **scalars)
+    _fused(f"_foreach_{name}_", (own, *operands), scalars)
     return own
+
+
+def _fused(name: str, operands: Sequence[Any], scalars: Mapping[str, float]) -> Any:
+    """Calls a fused operator; the checker is told that batched bodies do without."""
+    fused: Any = getattr(torch, name)
+    interpreter = None if torch.compiler.is_dynamo_compiling() else current_interpreter()
+    with nullcontext() if interpreter is None else interpreter.batching():
+        return fused(*operands, **scalars)
 
 
 def as_number(scalar: Tensor | float) -> Tensor | float:

@@ -142,6 +142,15 @@ class Interpreter(Memory):
             self.traits.rank_only = self.traits.rank_only or where
 
     @contextmanager
+    def batching(self) -> Iterator[None]:
+        """Types operations in this context in place of those that a batched body has there."""
+        before = self.rank_only
+        try:
+            yield
+        finally:
+            self.rank_only = before
+
+    @contextmanager
     def aside(self) -> Iterator[None]:
         """Types operations in this context without adding them to the program."""
         branches, traits = self.numbers.branches, self.traits

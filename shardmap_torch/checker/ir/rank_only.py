@@ -61,7 +61,7 @@ def has_saving_hooks() -> bool:
 def rank_only_part(op: OpOverload, arguments: Mapping[str, Any]) -> str | None:
     """Returns what a message calls an operator that no batched body can call, or hooks on it.
 
-    "" for fused lists: torch refuses them itself, and under vmap `optim` does without.
+    "" for fused lists: torch refuses them itself.
     """
     indices = arguments.get("indices")
     masks = indices if isinstance(indices, list | tuple) else ()
