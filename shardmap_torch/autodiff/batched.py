@@ -103,7 +103,9 @@ class Ranks:
 
 def ranks_of(scope: Scope | None, note: Note | None, leaves: Sequence[Tensor]) -> Ranks | None:
     """Returns the levels of a batched body that autograd may differentiate; None elsewhere."""
-    if note is None or not note.types or scope is None or torch.compiler.is_dynamo_compiling():
+    if scope is None or note is None or note.value or not note.types:
+        return None
+    if torch.compiler.is_dynamo_compiling():
         return None
     axes = scope.backend.mesh.axis_names
     levels = _levels(scope)
@@ -118,9 +120,7 @@ def ranks_of(scope: Scope | None, note: Note | None, leaves: Sequence[Tensor]) -
         return frozenset(level for axis, level in levels.items() if plain(row[axis]) in types)
 
     batched, summed = [frozenset(dims_of(x)[1]) for x in leaves], where(len(leaves), _APART)
-    apart = tuple(
-        where(at, _APART) | (own & where(at, _NO)) for at, own in enumerate(batched)
-    )
+    apart = tuple(where(at, _APART) | (own & where(at, _NO)) for at, own in enumerate(batched))
     if any(own - found for own, found in zip(batched, apart, strict=True)):
         return None
     by_level = sorted((level, axis) for axis, level in levels.items())

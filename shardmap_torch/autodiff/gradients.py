@@ -2,9 +2,9 @@
 
 `torch.func.grad` opens a functorch level, under which an autograd Function, as each collective is,
 costs about ten times as much. Where no level is active, and no second derivative can follow, plain
-autograd on detached leaves gives the same: that is how a train step runs on a process group. All
-else (a batched body, the checker, nested transforms, inputs that are differentiated from outside)
-goes through `torch.func`.
+autograd on detached leaves gives the same: that is how a train step runs on a process group. In a
+batched body it differentiates the program of all ranks; see `batched`. All else (the checker,
+nested transforms, inputs that are differentiated from outside) goes through `torch.func`.
 """
 
 from collections.abc import Callable, Sequence

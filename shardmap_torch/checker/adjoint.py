@@ -1,7 +1,8 @@
-"""What a check finds out about gradients in a body that a batched run needs to know."""
+"""Types of gradients in a body, noted by a check for batched runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 from torch import Tensor
 
@@ -9,7 +10,10 @@ from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.collectives.protocol import Note
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.types import I, R
+from shardmap_torch.types import I, R, Z
+
+_NEVER: Final = (Z,)
+"""Noted where they are not, or differ from path to path; fewer than those of one value."""
 
 
 @contextmanager
@@ -17,24 +21,22 @@ def adjoint_of_ranks(note: Note | None) -> Iterator[Callable[[Sequence[Tensor]],
     """Gives what notes the types of gradients and of the value that is differentiated.
 
     It notes them where the gradients that are computed in this context, by the transposes of the
-    collectives, are also the derivative of the program of all ranks; elsewhere, and outside of a
-    check, it notes nothing.
+    collectives, are also the derivative of the program of all ranks.
     """
     interpreter = current_interpreter()
     start = 0 if interpreter is None else len(interpreter.equations)
 
     def write(values: Sequence[Tensor]) -> None:
-        if interpreter is None or note is None or note.value:
+        if interpreter is None or note is None:
             return
-        made = interpreter.equations[start:]
-        if interpreter.applies_functions or not all(map(_is_derivative, made)):
-            note.value, note.types = True, ()
-            return
-        rows = [interpreter.storage_type(interpreter.fakify(base_of(x))).types for x in values]
-        found = tuple(axis_type for row in rows for axis_type in row)
-        if note.types not in ((), found):  # on another path, which looks the same to a run
-            note.value, found = True, ()
-        note.types = found
+        found = _NEVER
+        if not interpreter.applies_functions and all(
+            map(_is_derivative, interpreter.equations[start:])
+        ):
+            fakes = [interpreter.fakify(base_of(x)) for x in values]
+            found = tuple(each for x in fakes for each in interpreter.storage_type(x).types)
+        # Paths that look the same to a run share the note.
+        note.types = found if note.types in ((), found) else _NEVER
 
     yield write
 

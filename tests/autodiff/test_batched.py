@@ -188,3 +188,17 @@ def test_what_a_function_returns_beside_its_loss_is_equal_on_ranks_as_before() -
     )
     for actual, wanted in zip(f(X, W, S), by_rank(X, W, S), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_that_is_differentiated_from_outside_leads_there() -> None:
+    def body(x: Tensor, w: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        found = grad(lambda w: sharded(x, w, s))(w.detach())
+        return value_and_grad(sharded)(x, w, s)[0], per_rank(found)
+
+    specs = P(), P(AXES)
+    outcomes = []
+    for mesh in (BATCHED, BY_RANK):
+        x = X.clone().requires_grad_()
+        value, found = shard_map(body, mesh=mesh, in_specs=SPECS, out_specs=specs)(x, W, S)
+        outcomes.append(torch.autograd.grad(value + found.sin().sum(), x)[0])
+    torch.testing.assert_close(*outcomes, rtol=1e-12, atol=1e-12)
