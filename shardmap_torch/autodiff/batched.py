@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends import folding
-from shardmap_torch.backends.vmap import markers_of
+from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.protocol import Note
 from shardmap_torch.collectives.scope import Scope
@@ -130,14 +130,15 @@ def ranks_of(scope: Scope | None, note: Note | None, leaves: Sequence[Tensor]) -
 
 def _levels(scope: Scope) -> dict[str, int] | None:
     """Returns the level of each axis that is bound; None if others are open, or none is."""
-    markers = markers_of(scope)
+    backend = scope.backend
+    markers = backend.axis_markers if isinstance(backend, BatchedBackend) else {}
     stack = functorch.get_interpreter_stack() or ()
     if not markers or forward_level() >= 0 or len(stack) != len(markers):
         return None
     if any(each.key() != TransformType.Vmap for each in stack):
         return None
-    found = [list(dims_of(marker)[1]) for marker in markers]
+    found = [list(dims_of(marker)[1]) for marker in markers.values()]
     levels = {each.level() for each in stack}
     if any(len(own) != 1 for own in found) or {own[0] for own in found} != levels:
         return None
-    return {axis: own[0] for axis, own in zip(scope.backend.axis_markers, found, strict=True)}
+    return {axis: own for axis, (own,) in zip(markers, found, strict=True)}

@@ -10,9 +10,9 @@ from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.collectives.protocol import Note
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.types import I, R, Z
+from shardmap_torch.types import AxisType, I, R, Z
 
-_NEVER: Final = (Z,)
+_NEVER: Final[tuple[AxisType, ...]] = (Z,)
 """Noted where they are not, or differ from path to path; fewer than those of one value."""
 
 
@@ -30,7 +30,7 @@ def adjoint_of_ranks(note: Note | None) -> Iterator[Callable[[Sequence[Tensor]],
         if interpreter is None or note is None:
             return
         found = _NEVER
-        if not interpreter.applies_functions and all(
+        if not interpreter.traits.applies_functions and all(
             map(_is_derivative, interpreter.equations[start:])
         ):
             fakes = [interpreter.fakify(base_of(x)) for x in values]

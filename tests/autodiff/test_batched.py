@@ -1,7 +1,6 @@
 """Gradients in batched bodies: each rank's own, as it computes them by itself."""
 
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -113,7 +112,8 @@ def rounded(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
 def nested(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
     """A second derivative, whose first one is taken in the function that is differentiated."""
     inner = all_reduce(grad(sharded, argnums=1)(x, w, s), "dp", dst=I)
-    return all_reduce(inner.square().sum(), "tp", dst=I)
+    y: Tensor = all_reduce(inner.square().sum(), "tp", dst=I)
+    return y
 
 
 BY_AUTOGRAD = (
@@ -143,7 +143,7 @@ def differentiated(loss: Loss, names: str, mesh: Mesh) -> Callable[..., tuple[Te
     return shard_map(body, mesh=mesh, in_specs=SPECS, out_specs=P(AXES))
 
 
-@pytest.mark.parametrize(("loss", "names"), (*BY_AUTOGRAD, *BY_TRANSFORM))
+@pytest.mark.parametrize(("loss", "names"), [*BY_AUTOGRAD, *BY_TRANSFORM])
 def test_each_rank_of_a_batched_body_has_the_gradients_that_it_has_alone(
     loss: Loss, names: str
 ) -> None:
@@ -153,7 +153,7 @@ def test_each_rank_of_a_batched_body_has_the_gradients_that_it_has_alone(
         torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("loss", "names"), (*BY_AUTOGRAD, *BY_TRANSFORM))
+@pytest.mark.parametrize(("loss", "names"), [*BY_AUTOGRAD, *BY_TRANSFORM])
 def test_torch_func_differentiates_only_what_autograd_would_not_alike(
     loss: Loss, names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +177,8 @@ def test_what_a_function_returns_beside_its_loss_is_equal_on_ranks_as_before() -
 
         def second(s: Tensor) -> Tensor:
             h = convert(s.sum(), "tp", src=I, dst=R) * once
-            return all_reduce(h.square().sum(), "tp", dst=I)
+            y: Tensor = all_reduce(h.square().sum(), "tp", dst=I)
+            return y
 
         value, gradient = value_and_grad(second)(s)
         return once, value, gradient, per_rank(found), per_rank(gradient)

@@ -144,11 +144,11 @@ class Interpreter(Memory):
     @contextmanager
     def batching(self) -> Iterator[None]:
         """Types operations in this context in place of those that a batched body has there."""
-        before = self.rank_only
+        before = self.traits.rank_only
         try:
             yield
         finally:
-            self.rank_only = before
+            self.traits.rank_only = before
 
     @contextmanager
     def aside(self) -> Iterator[None]:
