@@ -266,9 +266,9 @@ class Walk(References):
 
     def _enter_builtin(self, value: Any) -> Hashable:
         owner = getattr(value, "__self__", None)
-        if owner is None or isinstance(owner, type | ModuleType):
+        if owner is None or isinstance(owner, ModuleType):
             return self._keep(value)
-        self._pending.append(owner)
+        self._pending.append(owner)  # a class too, as of `Function.apply` in torch 2.14
         return str(value.__name__)
 
     def _enter_memory(self, value: memoryview) -> Hashable:

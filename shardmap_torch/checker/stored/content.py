@@ -113,7 +113,7 @@ class _ContentWalk(Walk):
         owner = value.__self__
         if owner is None or isinstance(owner, ModuleType):
             require(value.__module__ or "", value.__name__)
-        elif not isinstance(owner, type):
+        else:
             self._pending.append(owner)
         kind = text(owner) if isinstance(owner, type) else ""
         return value.__module__, kind, value.__qualname__

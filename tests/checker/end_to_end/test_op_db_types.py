@@ -29,6 +29,7 @@ from tests.checker.support.fuzz_all import (
 )
 from tests.checker.support.page import DOCUMENT
 from tests.support.fuzzing import sized
+from tests.support.release import IS_PINNED
 
 pytestmark = pytest.mark.usefixtures("quiet")
 RUNNABLE: Final = [info for info in op_db if runs_here(info)]
@@ -165,7 +166,8 @@ def test_refused_operand_types_are_reported_as_refused() -> None:
 def test_the_coverage_page_is_of_all_operators_and_holds_the_floors() -> None:
     page = DOCUMENT.read_text().split("\n## ")[0]
     rows = re.findall(r"^\| `(.+)` \| (\w+(?: run)?) \|", page, flags=re.MULTILINE)
-    assert sorted(name for name, _ in rows) == sorted(name_of(info) for info in op_db)
+    if IS_PINNED:  # the page is written by `make fuzz`, with that one
+        assert sorted(name for name, _ in rows) == sorted(name_of(info) for info in op_db)
     share = re.search(r"differentiable operators \d+ \(([\d.]+) %\) are accepted", page)
     assert share is not None
     assert float(share.group(1)) >= 95

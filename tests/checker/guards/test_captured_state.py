@@ -96,6 +96,22 @@ def test_what_a_body_closes_over_is_part_of_the_signature(kind: str) -> None:
         f(X)
 
 
+def test_the_class_of_a_builtin_method_is_part_of_the_signature() -> None:
+    """`Function.apply` of torch 2.14 is one, of the user's class."""
+
+    class Flags(dict[str, bool]):
+        reduce = True
+
+    make = Flags.fromkeys
+    f, checks = count_checks(lambda x: all_reduce(x * (2 if make(()).reduce else 3), "i", dst=I))
+    f(X)
+    f(X)
+    assert len(checks) == 1
+    Flags.reduce = False
+    f(X)
+    assert len(checks) == 2
+
+
 def test_the_arguments_of_a_partial_and_the_object_of_a_method_are_part_of_the_signature() -> None:
     class Model:
         reduce = True
