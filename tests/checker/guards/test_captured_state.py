@@ -102,7 +102,7 @@ def test_the_class_of_a_builtin_method_is_part_of_the_signature() -> None:
     class Flags(dict[str, bool]):
         reduce = True
 
-    make = Flags.fromkeys
+    make: Any = Flags.fromkeys
     f, checks = count_checks(lambda x: all_reduce(x * (2 if make(()).reduce else 3), "i", dst=I))
     f(X)
     f(X)
