@@ -5,6 +5,7 @@ A look-up compares identities. The walk is repeated only if one has changed.
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 from torch import Tensor
@@ -15,6 +16,9 @@ _COSTLY: Final = 20_000
 """Number of values that each call compares without a warning; they take about 1 ms."""
 _VERSIONS: Final = 16
 """Number of states whose versions are kept."""
+
+_METADATA: Final = attrgetter("requires_grad", "dtype", "shape")
+"""Gets what may change of a tensor in place."""
 
 
 class Surroundings:
@@ -43,7 +47,7 @@ class Surroundings:
             walk = self._walk = Walk(self._function)
             self._version = self._version_of(walk)
             self._warn_of_cost(walk)
-        return self._version, tuple([tensor.requires_grad for tensor in walk.tensors])
+        return self._version, tuple(map(_METADATA, walk.tensors))
 
     def snapshot(self) -> Walk | None:
         """Returns the state found by the latest `key`."""

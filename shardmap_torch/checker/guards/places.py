@@ -118,10 +118,7 @@ def variable(owner: "ContextVar[Any]") -> Place:
 
 def buffer(owner: Any) -> Place:
     """Returns the place of the bytes of an array, of 64 MiB at most."""
-    return Place(lambda: content_of(owner, _MOST), lambda x: _write(owner, x), eq)
-
-
-_MOST: Final = 1 << 26
+    return Place(lambda: content_of(owner), lambda x: _write(owner, x), eq)
 
 
 def _write(owner: Any, value: bytes) -> None:

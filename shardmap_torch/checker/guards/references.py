@@ -6,14 +6,14 @@ A comparison is of identities, in C: some 50 ns for each value that is referred 
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from itertools import repeat
+from itertools import chain, repeat
 from operator import eq, getitem, is_
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.guards.changing import Objects, content_of, gives_other_values
+from shardmap_torch.checker.guards.changing import Objects, gives_other_values, state_of
 from shardmap_torch.checker.guards.places import (
     CONTAINERS,
     Place,
@@ -50,11 +50,13 @@ class References:
         self._entries = _Parts()
         self._attributes = _Parts()
         self._sizes = _Parts()
+        self._tables: list[Table] = []
+        self._keys: list[Any] = []
         self._typed: list[Any] = []
         self._types: list[type] = []
         self._sets: list[tuple[Collection[Any], tuple[Any, ...]]] = []
         self._calls: list[tuple[Callable[[], Any], Any]] = []
-        self._contents: list[tuple[Any, bytes]] = []
+        self._contents: list[tuple[Any, tuple[str, bytes]]] = []
         self._names: dict[str, None] = {}
         self._missing: dict[tuple[int, str], Table] = {}
         self._variables: dict[int, str] = {}
@@ -64,8 +66,9 @@ class References:
 
     @property
     def size(self) -> int:
-        """Number of values that `holds` compares."""
-        return len(self._entries.owners) + len(self._attributes.owners)
+        """Number of values that `holds` compares; 250 bytes of an array cost as much as one."""
+        content = sum(len(was) for _, (_, was) in self._contents)
+        return len(self._entries.owners) + len(self._attributes.owners) + content // 250
 
     def holds(self) -> bool:
         """Returns whether nothing has changed since the walk."""
@@ -73,6 +76,7 @@ class References:
         try:
             return (
                 all(map(eq, map(len, sizes.owners), sizes.values))
+                and all(map(is_, chain.from_iterable(self._tables), self._keys))
                 and all(map(is_, map(getitem, entries.owners, entries.names), entries.values))
                 and all(
                     map(
@@ -83,11 +87,11 @@ class References:
                 )
                 and (not self._typed or all(map(is_, map(type, self._typed), self._types)))
                 and (not self._sets or all(all(map(is_, items, was)) for items, was in self._sets))
-                and (not self._calls or all(call() is was for call, was in self._calls))
+                and (not self._calls or all(_is_still(call(), was) for call, was in self._calls))
                 and (not self._contents or not self._changed_contents())
                 and not any([name in table for (_, name), table in self._missing.items()])
             )
-        except LookupError:
+        except (LookupError, RuntimeError):  # as of a dict that another thread changes
             return False
 
     def changes(self) -> Sequence[str]:
@@ -109,7 +113,7 @@ class References:
         return list(dict.fromkeys(found)) or ["what it refers to"]
 
     def _changed_contents(self) -> list[Any]:
-        return [value for value, was in self._contents if content_of(value) != was]
+        return [value for value, was in self._contents if state_of(value) != was]
 
     def places(self) -> Iterator[Place]:
         """Yields what could be changed and put back; not a cache of functools, nor iterators."""
@@ -131,7 +135,7 @@ class References:
             if table is not sys.modules:
                 yield slot(table, name, False)
         yield from map(variable, self._read_variables)
-        yield from (buffer(value) for value, was in self._contents if was)
+        yield from (buffer(value) for value, (_, content) in self._contents if content)
 
     def states(self) -> Iterator[tuple[str, Place]]:
         """Yields names and places of states that only checks compare."""
@@ -139,7 +143,6 @@ class References:
             place = state(value)
             if place is not None:
                 yield self.label(value), place
-        yield from ((self.label(value), buffer(value)) for value, was in self._contents if not was)
         if "environ" in self._names or "getenv" in self._names:
             yield "the environment", environment()
 
@@ -181,6 +184,18 @@ class _Parts:
         self.owners.append(owner)
         self.names.append(name)
         self.values.append(value)
+
+
+def value_of(variable: "ContextVar[Any]") -> Any:
+    """Returns what a context variable has, or its default."""
+    try:
+        return variable.get()
+    except LookupError:
+        return ABSENT
+
+
+def _is_still(value: Any, was: Any) -> bool:
+    return value is was or (type(value) is int and type(was) is int and value == was)
 
 
 def _same_items(items: Collection[Any], was: tuple[Any, ...]) -> bool:

@@ -4,20 +4,27 @@ No value is skipped because there are many: too many are an error, and objects t
 declares constant are not entered.
 """
 
+import abc
+import builtins
 import functools
 import gc
+import logging
+import operator
+import os
 import sys
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import count
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     MappingProxyType,
+    MethodDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
@@ -31,14 +38,14 @@ from shardmap_torch.checker.guards.changing import (
     CHANGING_MODULES,
     DICT_VIEWS,
     Objects,
-    content_of,
     has_objects,
     is_array,
+    state_of,
 )
 from shardmap_torch.checker.guards.code_names import names_of
 from shardmap_torch.checker.guards.constants import is_constant
-from shardmap_torch.checker.guards.libraries import STANDARD, is_library, root_of
-from shardmap_torch.checker.guards.references import ABSENT, PLAIN, References, Table
+from shardmap_torch.checker.guards.libraries import STANDARD, is_library, is_library_name, root_of
+from shardmap_torch.checker.guards.references import ABSENT, PLAIN, References, Table, value_of
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import ShardTypeError
 
@@ -49,8 +56,23 @@ _HIDDEN: Final = ("fget", "__func__", "func", "__wrapped__")
 """Attributes of built-in objects that refer to the user's function that they call."""
 _DYNAMIC: Final = frozenset({"globals", "eval", "exec"})
 """Builtins by which code may read any global of its module."""
-_IMPORTING: Final = frozenset({"import_module", "__import__"})
-"""Functions by which code may import a module that its strings name."""
+_IMPORTING: Final = frozenset({"import_module", "__import__", "modules"})
+"""Names by which code may get a module that its strings name."""
+_READING: Final = frozenset({"getattr", "vars", "__dict__", "attrgetter", "getmembers"})
+"""Names by which code may read attributes that its strings name, or any."""
+_SELF_NAMES: Final = frozenset({"__name__", "__qualname__", "__doc__", "__annotations__"})
+"""Attributes of functions and classes that are compared where some code names them."""
+_OF_CLASS: Final = ("__doc__", "__annotations__")  # a class has them in its dict, or lacks them
+_OPERATORS: Final = (
+    *("__add__", "__sub__", "__mul__", "__matmul__", "__truediv__", "__pow__", "__neg__"),
+    *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__getitem__", "__setitem__"),
+    *("__iadd__", "__isub__", "__imul__", "__eq__", "__lt__", "__gt__", "__bool__"),
+)
+"""Names of functions of tensors that code calls without naming them."""
+_SIGNED: Final = (float, complex)  # 0.0 equals -0.0
+_CODE: Final = (
+    *(FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorType, type, ModuleType),
+)
 
 
 class Walk(References):
@@ -67,9 +89,14 @@ class Walk(References):
         """Walks from a function on."""
         super().__init__()
         self._modules: list[Table] = []
+        self._named: list[Any] = []
+        self._called: set[tuple[type, str]] = set()
+        self._library_code: list[Any] = []
+        self._reads_any = False
         self._read: set[tuple[int, str]] = set()
         self._pending: list[Any] = [function]
         self.found = tuple(self._follow(function))
+        self.found += tuple(map(self._keep, self._library_code))
 
     def _follow(self, function: Callable[..., Any]) -> Iterator[Hashable]:
         places: dict[int, int] = {}
@@ -82,14 +109,15 @@ class Walk(References):
                 raise _too_much(function)
             value = self._pending.pop()
             if isinstance(value, PLAIN) and is_library(type(value)):
-                yield type(value), value
+                yield type(value), repr(value) if type(value) in _SIGNED else value
             elif type(value) is Tensor or isinstance(value, nn.Parameter):
+                yield type(value), places.setdefault(id(value), place)
                 self.tensors.append(value)
                 if value.is_nested or value.layout != torch.strided:  # such have no strides
                     yield self._keep(value)
                     continue
                 yield value.shape, value.stride(), value.dtype, value.device, self._level(value)
-                yield self._enter_table(value.__dict__)
+                yield value.is_conj(), value.is_neg(), self._enter_table(value.__dict__)
             elif id(value) in places:
                 yield places[id(value)]
             else:
@@ -115,8 +143,18 @@ class Walk(References):
             self._enter_attribute(value, "args")
         if not is_library(type(value)):
             return self._enter_object(value)
-        holder = root_of(type(value)) in STANDARD and hasattr(value, "__dict__")
-        return self._keep(value), self._enter_table(vars(value)) if holder else None
+        return self._enter_library_object(value)
+
+    def _enter_library_object(self, value: Any) -> Hashable:
+        """Enters what Python's own objects have; of others, what any code may read by its name."""
+        own = getattr(value, "__dict__", None)
+        if root_of(type(value)) not in STANDARD:
+            self._modules += [] if own is None else [own]
+            return self._keep(value)
+        if own is None and not hasattr(value, "__next__"):  # made in C, or with slots
+            parts = gc.get_referents(value)
+            self._pending += [part for part in parts if not isinstance(part, type | ModuleType)]
+        return self._keep(value), None if own is None else self._enter_table(own)
 
     def _keep(self, value: Any) -> Hashable:
         self.opaque.append(value)
@@ -125,16 +163,23 @@ class Walk(References):
     def _enter_function(self, function: FunctionType) -> Hashable:
         if is_library(function):
             return self._keep(function)
+        self._named.append(function)
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._enter_attribute(function, name)
         for name, storage_type in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
             self._variables[id(storage_type)] = name
-            self._enter_attribute(storage_type, "cell_contents")
+            self._enter_cell(storage_type)
         self._enter_table(function.__dict__)
         self._enter_names(function.__globals__, function.__code__)
         return function.__code__
+
+    def _enter_cell(self, cell: CellType) -> None:
+        if _is_empty(cell):
+            self._enter_call(lambda: _is_empty(cell))
+        else:
+            self._enter_attribute(cell, "cell_contents")
 
     def _enter_names(self, table: Table, code: CodeType) -> None:
         """Enters the globals of some code, and the attributes that it may read of modules."""
@@ -146,8 +191,10 @@ class Walk(References):
             new = [text for text in texts if text.isidentifier()]
             known = named or [n for n in table if not n.startswith("__")]
             globals_ = (*globals_, *dict.fromkeys((*known, *new)))
-        if "getattr" in globals_:
+        if not _READING.isdisjoint((*globals_, *attributes)):
             attributes = (*attributes, *texts)
+            self._reads_any = self._reads_any or not any(map(str.isidentifier, texts))
+            self._names |= dict.fromkeys(texts)
         if not _IMPORTING.isdisjoint(attributes):
             imports = (*imports, *texts)
         tables = [(table, globals_)]
@@ -155,20 +202,32 @@ class Walk(References):
             (vars(module), tuple(name for name in attributes if name in vars(module)))
             for module in self._imported(imports, table)
         ]
-        seen = {id(table)}
+        seen = set[int]()
         while tables:
             table, names = tables.pop()
             for name in names:
                 value = self._enter_name(table, name)
-                below = vars(value) if isinstance(value, ModuleType) else {}
-                if below and not is_library(value) and id(below) not in seen:
-                    seen.add(id(below))
+                is_class = isinstance(value, type) and is_library(value)
+                below: Table = vars(value) if is_class or isinstance(value, ModuleType) else {}
+                if below and id(value) not in seen:
+                    seen.add(id(value))
                     tables.append((below, tuple(n for n in attributes if n in below)))
 
     def _enter_modules(self) -> None:
-        """Enters what any code may read of modules that it gets by closures or attributes."""
+        """Enters what any code may read of modules that it gets by closures or attributes.
+
+        Also the functions of torch's classes that it may call, which somebody may replace.
+        """
+        for owner in self._named:
+            for name in _SELF_NAMES.intersection(self._names):
+                if not (isinstance(owner, type) and name in _OF_CLASS):
+                    self._enter_attribute(owner, name)
+        for name in (*_OPERATORS, *self._names):
+            if hasattr(Tensor, name) and (Tensor, name) not in self._called:
+                self._enter_function_of(Tensor, name)
+        self._named = []
         for table in self._modules:
-            for name in self._names:
+            for name in table if self._reads_any else ("__getattr__", *self._names):
                 if name in table and (id(table), name) not in self._read:
                     self._read.add((id(table), name))
                     self._enter_name(table, name)
@@ -180,16 +239,26 @@ class Walk(References):
                 if full not in sys.modules:
                     self._missing[id(sys.modules), full] = sys.modules
                 elif not is_library(sys.modules[full]):
+                    self._entries.add(sys.modules, full, sys.modules[full])
                     yield sys.modules[full]
 
     def _enter_name(self, table: Table, name: str) -> Any:
         """Enters a global; a missing one is recorded, since it may later hide a builtin."""
         if name not in table:
             self._missing[id(table), name] = table
-            return None
+            table = vars(builtins)
+            if name not in table:
+                return None
         value = table[name]
         self._entries.add(table, name, value)
-        self._pending.append(value)
+        if value is os.getenv:
+            self._pending.append(os.environ)
+        builtin = isinstance(value, BuiltinFunctionType)
+        is_code = builtin or (isinstance(value, _CODE) and is_library(value))
+        if is_code and is_library_name(table.get("__name__", table.get("__module__"))):
+            self._note_library_code(value)
+        elif value is not sys.modules:
+            self._pending.append(value)
         return value
 
     def _enter_attribute(self, owner: Any, name: str) -> None:
@@ -208,12 +277,37 @@ class Walk(References):
                 self._enter_attribute(value, _mangled(base, name))
         return self._enter_table(getattr(value, "__dict__", {}))
 
+    def _enter_layer(self, value: nn.Module) -> Hashable:
+        """Enters a module of torch or of the user, and the hooks of all modules."""
+        for name in ("forward", "__call__") if is_library(type(value)) else ():
+            if (type(value), name) not in self._called:
+                self._enter_function_of(type(value), name)
+        hooks = vars(nn.modules.module).items()
+        self._pending += [each for name, each in hooks if name.startswith("_global_")]
+        return self._enter_object(value)
+
+    def _enter_function_of(self, owner: type, name: str) -> None:
+        self._called.add((owner, name))
+        value = getattr(owner, name)
+        if getattr(owner, name) is value:  # not one that is made when it is asked for
+            self._attributes.add(owner, name, value)
+            self._note_library_code(value)
+
+    def _note_library_code(self, value: Any) -> None:
+        """Keeps a function that code takes from a library: another may come to its place."""
+        self._library_code.append(value)
+
     def _enter_plain(self, value: Any) -> Hashable:
-        return value  # type: ignore[no-any-return]  # a number or text of a user's own kind
+        """Returns what a number or text of a user's own kind shows, which may equal others."""
+        kind: Any = next(kind for kind in PLAIN if isinstance(value, kind))
+        return kind.__repr__(value)  # type: ignore[no-any-return]
 
     def _enter_class(self, value: type) -> Hashable:
         if is_library(value):
             return self._keep(value)
+        self._named.append(value)
+        if isinstance(value, abc.ABCMeta):  # others may be registered as its subclasses
+            self._enter_call(abc.get_cache_token)
         self._pending += [*value.__bases__, type(value)]
         self._attributes.add(value, "__bases__", value.__bases__)
         table = vars(value)
@@ -225,8 +319,9 @@ class Walk(References):
         return None
 
     def _enter_partial(self, value: "partial[Any]") -> Hashable:
-        self._pending += [value.func, value.args, value.keywords]
-        return None
+        for name in ("func", "args", "keywords"):
+            self._enter_attribute(value, name)
+        return self._enter_table(vars(value))
 
     def _enter_cache(self, value: Any) -> Hashable:
         """Enters a cached function and its cached results."""
@@ -237,7 +332,7 @@ class Walk(References):
                 self._sizes.add(part, None, len(part))
                 self._caches.add(id(part))
                 self._pending += part.values()
-        return self._enter_descriptor(value)
+        return self._enter_descriptor(value), self._enter_table(vars(value))
 
     def _enter_call(self, call: Callable[[], Any]) -> Hashable:
         value = call()
@@ -247,7 +342,7 @@ class Walk(References):
 
     def _enter_variable(self, value: "ContextVar[Any]") -> Hashable:
         self._read_variables.append(value)
-        return self._keep(value), self._enter_call(lambda: value.get(ABSENT))
+        return self._keep(value), self._enter_call(lambda: value_of(value))
 
     def _enter_descriptor(self, value: Any) -> Hashable:
         self._pending += [getattr(value, name, None) for name in _HIDDEN]
@@ -285,21 +380,50 @@ class Walk(References):
     def _enter_content(self, value: Any) -> Hashable:
         if has_objects(value):
             return self._keep(value), self._enter_set(Objects(value))
-        self._contents.append((value, content_of(value)))
-        return self._keep(value), self._contents[-1][1]
+        state, more = state_of(value), getattr(value, "__dict__", {})
+        self._contents.append((value, state))
+        return self._keep(value), state, self._enter_table(more)
 
     def _enter_set(self, value: Collection[Any]) -> Hashable:
         self._sizes.add(value, None, len(value))
         self._sets.append((value, tuple(value)))
         self._pending += value
-        return len(value)
+        return len(value), getattr(value, "maxlen", None)
+
+    def _enter_default(self, value: "defaultdict[Any, Any]") -> Hashable:
+        self._enter_attribute(value, "default_factory")
+        return self._enter_table(value)
+
+    def _enter_getter(self, value: "operator.attrgetter[Any]") -> Hashable:
+        names = value.__reduce__()[1]
+        self._names |= dict.fromkeys(part for name in names for part in name.split("."))
+        return names
+
+    def _enter_logger(self, value: logging.Logger) -> Hashable:
+        for owner, name in ((value, "level"), (value, "disabled"), (value.manager, "disable")):
+            self._enter_attribute(owner, name)
+        self._enter_attribute(value, "parent")
+        return self._keep(value)
 
     def _enter_table(self, table: Table) -> Hashable:
         self._sizes.add(table, None, len(table))
+        if table:
+            self._tables.append(table)
+            self._keys += table
         for name, value in table.items():
             self._entries.add(table, name, value)
         self._pending += table.values()
-        return tuple(table)
+        words = tuple([key if type(key) is str else None for key in table])
+        self._pending += [key for key, word in zip(table, words, strict=True) if word is None]
+        return words
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - asked whether it has some
+    except ValueError:
+        return True
+    return False
 
 
 def _mangled(cls: type, name: str) -> str:
@@ -334,14 +458,17 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[Walk, Any], Hashable]], ...]] = (
     (PLAIN, Walk._enter_plain),
     (tuple | list, Walk._enter_sequence),
     (set | frozenset | deque, Walk._enter_set),
+    (defaultdict, Walk._enter_default),
     (dict, Walk._enter_table),
     (type, Walk._enter_class),
     ((*DICT_VIEWS, MappingProxyType), Walk._enter_view),
     ((BuiltinFunctionType, MethodWrapperType), Walk._enter_builtin),
     (memoryview, Walk._enter_memory),
-    (nn.Module, Walk._enter_object),
-    (Tensor, Walk._keep),
+    (nn.Module, Walk._enter_layer),
+    (Tensor, Walk._enter_object),
     (ModuleType, Walk._enter_module),
+    (operator.attrgetter, Walk._enter_getter),
+    (logging.Logger, Walk._enter_logger),
 )
 """Functions that enter an object, by its type; the first match counts."""
 

@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import optree
 import torch
 
+from shardmap_torch.checker.guards.switches import switches
 from shardmap_torch.checker.ir.rank_only import is_keeping
 from shardmap_torch.checker.rules.registry import table_version
 from shardmap_torch.checker.stored.content import UnstableError
@@ -38,7 +39,7 @@ def circumstances() -> list[str]:
     for is_active, what in _active():
         if is_active:
             raise UnstableError(what)
-    return [f"format {FORMAT}", *versions(), *_switches(), *_variables()]
+    return [f"format {FORMAT}", *versions(), f"{switches()} {_machine()}", *_variables()]
 
 
 def _active() -> Iterator[tuple[bool, str]]:
@@ -87,36 +88,11 @@ def _own_source() -> str:
     return total.hexdigest()
 
 
-def _switches() -> Iterator[str]:
-    """Yields the switches of torch that decide which operators its functions call."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    yield f"""{
-        [
-            torch.get_default_dtype(),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_anomaly_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.get_float32_matmul_precision(),
-            torch.is_autocast_cache_enabled(),
-            torch.cuda.is_available(),
-            torch.cuda.device_count(),
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
-            cudnn.enabled,
-            cudnn.benchmark,
-            cudnn.deterministic,
-            cudnn.allow_tf32,
-            cuda.matmul.allow_tf32,
-            torch.backends.mkldnn.enabled,
-        ]
-    }"""
-    for device in ("cpu", "cuda", "xpu", "mps"):
-        if torch.is_autocast_enabled(device):
-            yield f"autocast {device} {torch.get_autocast_dtype(device)}"
+def _machine() -> tuple[Any, ...]:
+    """Returns what is there to compute with, and how precisely it does."""
+    cuda, backends = torch.cuda, torch.backends
+    tf32 = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
+    return cuda.is_available(), cuda.device_count(), *tf32, backends.mkldnn.enabled
 
 
 def _variables() -> Iterator[str]:

@@ -12,7 +12,7 @@ import functools
 import gc
 import hashlib
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from enum import Enum
@@ -22,6 +22,7 @@ from types import (
     FunctionType,
     GenericAlias,
     ModuleType,
+    NotImplementedType,
     SimpleNamespace,
 )
 from typing import Any, Final, Generic, Protocol
@@ -129,7 +130,8 @@ class _ContentWalk(Walk):
             elif part is not vars(value):
                 results = (each for each in part.values() if type(each).__name__ != _LINK)
                 self._pending += [*part.keys(), *results]
-        return value.cache_info().currsize, self._enter_descriptor(value)
+        state = value.cache_info().currsize, self._enter_descriptor(value)
+        return state, self._enter_table(vars(value))
 
     def _enter_named_module(self, value: ModuleType) -> Hashable:
         if is_library(value):
@@ -143,13 +145,13 @@ class _ContentWalk(Walk):
     def _enter_own_class(self, value: type) -> Hashable:
         if is_library(value):
             return self._keep(value)
+        self._named.append(value)
         self._pending += [*value.__bases__, type(value)]
         # The text that dataclasses write has sets in the order of this process.
         return self._enter_table({k: x for k, x in vars(value).items() if k != "__doc__"})
 
-    def _enter_default(self, value: "defaultdict[Any, Any]") -> Hashable:
-        self._pending.append(value.default_factory)
-        return self._enter_table(value)
+    def _note_library_code(self, value: Any) -> None:
+        """Leaves out what a library's version tells; `patches` finds what has been replaced."""
 
     def _enter_operator(self, value: OpOverload | OpOverloadPacket) -> Hashable:
         name = str(value)
@@ -361,13 +363,13 @@ def structure_text(structure: Structure) -> str:
 
 _ENTRIES: Final[tuple[tuple[Any, Callable[[_ContentWalk, Any], Hashable]], ...]] = (
     (P | AxisType | Mesh | torch.memory_format | torch.layout, _ContentWalk._enter_repr),
+    (NotImplementedType, _ContentWalk._enter_repr),
     (ModuleType, _ContentWalk._enter_named_module),
     (type, _ContentWalk._enter_own_class),
     (torch.Tensor, _ContentWalk._enter_tensor),
     (BuiltinFunctionType, _ContentWalk._enter_builtin),
     (functools._lru_cache_wrapper, _ContentWalk._enter_results),
     (set | frozenset, _ContentWalk._enter_sorted),
-    (defaultdict, _ContentWalk._enter_default),
     (optree.PyTreeSpec, lambda walk, value: structure_text(value)),
     (Memo, lambda walk, value: "memo"),  # what this package remembers, of the same arguments
     (SimpleNamespace, lambda walk, value: walk._enter_table(vars(value))),

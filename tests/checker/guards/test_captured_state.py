@@ -18,13 +18,18 @@ from torch import Tensor, nn
 from shardmap_torch import (
     I,
     P,
+    Partial,
     ShardTypeError,
+    V,
     all_reduce,
     assume_constant,
+    check_program,
     make_mesh,
+    reinterpret,
     shard_map,
 )
 from shardmap_torch.checker.guards import walk
+from tests.checker.support.states import STATES
 
 MESH = make_mesh((2,), ("i",), kind="simulated", simulate="ranks")
 X = torch.ones(2)
@@ -425,6 +430,29 @@ def test_what_code_refers_to_is_followed(way: str, monkeypatch: pytest.MonkeyPat
     # Checked, and with the repair that is proposed: locally, on one device, and against it. By a
     # stale verdict both ranks would run.
     assert list(runs) == [False] * 4
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_verdict_does_not_outlive_a_change_of_state(kind: str) -> None:
+    """The collectives stay as they are, so that no run could tell."""
+    undo: list[Callable[[], object]] = []
+    read, change = STATES[kind].script(undo)
+
+    def body(x: Tensor) -> Tensor:
+        addend = reinterpret(x, "i", src=V, dst=Partial)
+        return all_reduce(addend if read() else addend.relu(), "i", dst=I)
+
+    f, checks = count_checks(body)
+    try:
+        for _ in range(3):
+            check_program(f, X)
+        assert len(checks) == 1
+        change()
+        with pytest.raises(ShardTypeError, match="relu over axis 'i' of Partial"):
+            check_program(f, X)
+    finally:
+        for each in undo:
+            each()
 
 
 def test_another_tensor_of_the_same_kind_needs_no_check() -> None:

@@ -4,6 +4,7 @@ The flags here are hidden: nothing that the checker can see from outside of the 
 """
 
 import contextvars
+import ctypes
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from tests.support.pool import Gloo
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("way", default="sum")
 TEXT = StringIO("sum")
+MEMORY = ctypes.create_unicode_buffer("sum", 16)
 
 
 def rewrite(text: str) -> None:
@@ -47,7 +49,7 @@ def rewrite(text: str) -> None:
 
 @dataclass(frozen=True)
 class Hidden:
-    """A place that the checker does not follow."""
+    """A place that a run may find changed, though the checker does not follow each of them."""
 
     get: Callable[[], str]
     put: Callable[[str], Any]
@@ -59,13 +61,17 @@ PLACES = {
         lambda way: os.environ.__setitem__("SHARDMAP_WAY", way),
     ),
     "a context variable": Hidden(VARIABLE.get, VARIABLE.set),
+    "memory of C": Hidden(
+        lambda: MEMORY.value,
+        lambda way: setattr(MEMORY, "value", way),
+    ),
     "an object in C": Hidden(TEXT.getvalue, rewrite),
     "an attribute of a library": Hidden(
         lambda: getattr(torch.nn.functional, "shardmap_way", "sum"),
         lambda way: setattr(torch.nn.functional, "shardmap_way", way),
     ),
 }
-FLAG = PLACES["the environment"]
+FLAG = PLACES["memory of C"]  # never followed
 
 
 @pytest.fixture(autouse=True)
@@ -174,11 +180,10 @@ def test_ways_that_a_run_cannot_tell_apart_must_ask_for_the_same_type(gloo: Gloo
 
 def unsteady(mesh: Mesh) -> None:
     reset()
-    flag = PLACES["an attribute of a library"]  # the environment would be put back
 
     def body(x: Tensor) -> Tensor:
-        flag.put("twice" if flag.get() == "sum" else "sum")
-        return reduced(x.sum(), flag.get())
+        FLAG.put("twice" if FLAG.get() == "sum" else "sum")
+        return reduced(x.sum(), FLAG.get())
 
     f = shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P())
     with pytest.raises(ShardTypeError) as error:

@@ -24,12 +24,16 @@ from shardmap_torch import (
     I,
     Mesh,
     P,
+    Partial,
     ShapeDtype,
     ShardTypeError,
+    V,
     all_reduce,
+    check_program,
     checkpoint,
     grad,
     make_mesh,
+    reinterpret,
     shard_map,
     trace,
 )
@@ -39,6 +43,7 @@ from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.run import checked
 from shardmap_torch.run.safety.purity import verify_purely
 from tests.checker.support.restarts import as_started, imported
+from tests.checker.support.states import STATES, State
 from tests.support.pool import Gloo
 
 ABSTRACT = make_mesh((2, 4), ("dp", "tp"), kind="abstract")
@@ -331,17 +336,55 @@ def test_a_run_that_departs_from_a_loaded_verdict_is_checked_and_the_file_droppe
         found: Tensor = mapped(x)
         return found
 
-    monkeypatch.setattr(torch.nn.functional, "shardmap_way", ["sum"], raising=False)
+    monkeypatch.setattr(torch.nn.functional.softmax, "way", ["sum"], raising=False)
     assert run() == 4
-    monkeypatch.setattr(torch.nn.functional, "shardmap_way", ["max"], raising=False)
+    monkeypatch.setattr(torch.nn.functional.softmax, "way", ["max"], raising=False)
     assert run() == 2
     assert checks == ["hidden_way"] * 2
     assert not list((tmp_path / "verdicts").iterdir())
 
 
 def hidden_way(x: Tensor) -> Tensor:
-    way: Any = torch.nn.functional.shardmap_way[0]  # type: ignore[attr-defined]
+    way: Any = torch.nn.functional.softmax.way[0]  # type: ignore[attr-defined]
     return all_reduce(x.sum(), "tp", dst=I, op=way)
+
+
+@pytest.mark.filterwarnings("ignore:SHARDMAP_CACHE")
+def test_a_stored_verdict_does_not_outlive_a_change_of_state(checks: list[str]) -> None:
+    """A process stores verdicts on scripts; another finds each as it was, a third changed."""
+    found = dict.fromkeys(STATES, 0)
+    for is_changed in (False, False, True):
+        for kind, state in STATES.items():
+            undo: list[Callable[[], object]] = []
+            try:
+                found[kind] += _is_accepted(state, is_changed, undo)
+            finally:
+                for each in undo:
+                    each()
+    assert [kind for kind, times in found.items() if times != 2] == []
+    again = len(checks) - 2 * len(STATES)  # by the second process, of what is not stored
+    assert again == _NOT_STORED
+
+
+_NOT_STORED: int = 45
+"""Number of states that have no content that is the same in every process."""
+
+
+def _is_accepted(state: State, is_changed: bool, undo: list[Callable[[], object]]) -> bool:
+    read, change = state.script(undo)
+
+    def body(x: Tensor) -> Tensor:
+        addend = reinterpret(x, "tp", src=V, dst=Partial)
+        return all_reduce(addend if read() else addend.relu(), "tp", dst=I)
+
+    if is_changed:
+        change()
+    mapped = shard_map(body, mesh=ABSTRACT, in_specs=P("tp"), out_specs=P())
+    try:
+        check_program(mapped, ShapeDtype((4, 3)))
+    except ShardTypeError:
+        return False
+    return True
 
 
 def test_one_of_several_checks_and_the_others_wait_for_it(

@@ -1,0 +1,33 @@
+"""Switches of torch that decide what its functions do, or that code may ask for."""
+
+from typing import Any, Final
+
+import torch
+
+from shardmap_torch.core.torch_private.engine import function_mode_stack
+
+_DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
+
+
+def switches() -> tuple[Any, ...]:
+    """Returns the values of the switches that can change while a process runs."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device() if function_mode_stack() else None,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.is_autocast_cache_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        tuple([(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]),
+    )
