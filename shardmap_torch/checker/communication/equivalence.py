@@ -64,7 +64,10 @@ def check_equivalent(
     results = []
     for flowing in _flowing([interpreter.levels(base) for base in bases]):
         pairs = zip(bases, flowing, strict=True)
-        likes = tuple(_Like.of(base, interpreter.types(base), flows) for base, flows in pairs)
+        likes = tuple(
+            _Like(x.shape, x.stride(), x.dtype, x.device, interpreter.types(x), flows)
+            for x, flows in pairs
+        )
         key = (what, mesh.axis_names, mesh.axis_sizes, likes, table_version())
         compare = partial(_compare, interpreter, name, own, composition, likes)
         results.append(_COMPARED.get(key, compare))
@@ -94,10 +97,6 @@ class _Like:
     device: torch.device
     types: Types
     flows: bool
-
-    @staticmethod
-    def of(base: Tensor, types: Types, flows: bool) -> "_Like":
-        return _Like(base.shape, base.stride(), base.dtype, base.device, types, flows)
 
     def leaf(self, interpreter: Interpreter) -> Tensor:
         with interpreter.paused():

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.user_code import enter_backward, leave_backward
 from shardmap_torch.checker.ir.own_functions import is_own, own_nodes
-from shardmap_torch.checker.ir.program import Equation, Use, use_of
+from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import propose
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
@@ -92,11 +92,9 @@ def _check(
         if gradient is None or operand is None or operand.shape != tuple(gradient.shape):
             continue
         storage_type = interpreter.storage_type(base_of(gradient))
-        for axis, axis_type, have in zip(
-            interpreter.axes, operand.types, storage_type.types, strict=True
-        ):
-            if axis_type == I and have.varies:
-                raise _wrong(interpreter, node, name, axis, operand, have, storage_type)
+        for at, pair in enumerate(zip(operand.types, storage_type.types, strict=True)):
+            if pair[0] == I and pair[1].varies:
+                raise _wrong(interpreter, node, name, at, operand, storage_type)
     leave_backward(interpreter, node, name, gradients)
     return gradients
 
@@ -148,12 +146,15 @@ def _wrong(
     interpreter: "Interpreter",
     node: Node,
     name: str,
-    axis: str,
+    at: int,
     operand: Use,
-    have: Any,
-    storage_type: Any,
+    storage_type: StorageType,
 ) -> ShardTypeError:
-    applied = interpreter.equation_of(node)
+    axis, have, applied = (
+        interpreter.axes[at],
+        storage_type.types[at],
+        interpreter.equation_of(node),
+    )
     site = applied.site if applied is not None else None
     wrong = ShardTypeError(
         f"{interpreter.name}: over {axis!r}, an operand of {name} is I and its backward gives it a "
@@ -164,5 +165,4 @@ def _wrong(
         f"Fix: give it the operand as R, with convert(x, {axis!r}, src=I, dst=R), or sum the "
         "gradient in the backward of a shardmap_torch.Function."
     )
-    at = interpreter.axes.index(axis)
     return propose(wrong, list(messages.repairs_to(interpreter, operand.storage_type, at, R)))

@@ -236,22 +236,17 @@ def _require_same(found: Verdict, exact: Verdict) -> None:
     """Requires that a verdict is, at sizes that were checked as they are, the one found there."""
     texts = [f"{program_of(verdict)}" for verdict in (found, exact)]
     facts = [
-        (v.specs, v.crossing, v.exits, v.outputs, *_flags(v), _plain(v.result.leaves))
+        (
+            *(v.specs, v.crossing, v.exits, v.outputs),
+            *(v.batches, v.traits.draws, v.traits.takes_gradients, v.refusal and str(v.refusal)),
+            [(type(leaf), leaf) for leaf in v.result.leaves],
+        )
         for v in (found, exact)
     ]
     if texts[0] != texts[1] or facts[0] != facts[1] or MARKED.search(texts[0]):
         raise NotGeneralError("at some size it is another program")
     if not _alike(found, exact):
         raise NotGeneralError("at some size it asks something else of its mesh")
-
-
-def _flags(verdict: Verdict) -> list[object]:
-    refusal = verdict.refusal and str(verdict.refusal)
-    return [verdict.batches, verdict.traits.draws, verdict.traits.takes_gradients, refusal]
-
-
-def _plain(leaves: Sequence[Any]) -> list[Any]:
-    return [(type(leaf), leaf) for leaf in leaves]
 
 
 def _alike(found: Verdict, exact: Verdict) -> bool:

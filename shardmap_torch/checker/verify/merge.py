@@ -23,7 +23,9 @@ def resolve(call: Call, outcomes: Sequence[PathOutcome]) -> Resolved:
     """
     returning = [outcome for outcome in outcomes if outcome.result is not None]
     for outcome in returning[1:]:
-        _require_alike(call, returning[0], outcome)
+        shown = [_describe(each) for each in (returning[0], outcome)]
+        if shown[0] != shown[1]:
+            raise _conflict(call, "return different results", [returning[0], outcome], shown)
     replicate = {
         where
         for outcome in outcomes
@@ -57,12 +59,6 @@ def with_replicate(call: Call, where: frozenset[Where]) -> Match:
             partial=spec.partial,
         )
     return Match(call.match.paths, tuple(specs), call.match.crossing)
-
-
-def _require_alike(call: Call, first: PathOutcome, other: PathOutcome) -> None:
-    shown = [_describe(outcome) for outcome in (first, other)]
-    if shown[0] != shown[1]:
-        raise _conflict(call, "return different results", [first, other], shown)
 
 
 def _describe(outcome: PathOutcome) -> str:

@@ -12,7 +12,7 @@ from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.insertions import to_spec
-from shardmap_torch.checker.ir.observer import UNOBSERVED
+from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.outcomes import Cast, Exit, Resolved, Where
 from shardmap_torch.checker.ir.repairs import Insert, Repair, applied, nested, note_reached, propose
 from shardmap_torch.checker.rules.infer import Types
@@ -210,17 +210,12 @@ class Exits:
                 self._interpreter.observer.on_result(path, result.leaves[position], spec)
             except ShardTypeError as error:
                 raise self._proposed(error, result, [position], []) from None
-        self._return_values(result)
+        report_values(self._interpreter.observer, result)
         self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
         for (position, axis), exit_ in self.exits.items():
             casts = [Collective(name, src, dst, (axis,)) for name, src, dst in exit_.casts]
             value = apply(self._backend, casts, result.leaves[position])
             result.leaves[position] = value  # type: ignore[index]
-
-    def _return_values(self, result: Result) -> None:
-        for path, leaf in zip(result.match.paths, result.leaves, strict=True):
-            if not isinstance(leaf, Tensor):
-                self._interpreter.observer.on_python_result(path, leaf)
 
     def _exit(self, where: Where, found: tuple[Cast, ...], spec: P, value: Tensor) -> Exit:
         """Returns the conversions, or those that all paths share if they are right as well."""
@@ -269,6 +264,13 @@ class Exits:
             text = f"return {', '.join(names[:_SHOWN])}{more}"
             repairs.append(Repair(text, exits=exits))
         return propose(error, repairs)
+
+
+def report_values(observer: Observer, result: Result) -> None:
+    """Shows an observer the results that are no tensors."""
+    for path, leaf in zip(result.match.paths, result.leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            observer.on_python_result(path, leaf)
 
 
 def repair_results(call: Call, backend: AbstractBackend, repair: Repair, result: Result) -> None:

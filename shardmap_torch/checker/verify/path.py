@@ -36,7 +36,7 @@ from shardmap_torch.checker.verify.backward import PullBack, record_backward
 from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape, local_shape
 from shardmap_torch.checker.verify.merge import is_raised_by_body
 from shardmap_torch.checker.verify.nested import Inner
-from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, repair_results
+from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, repair_results, report_values
 from shardmap_torch.checker.verify.record import Recording
 from shardmap_torch.checker.verify.reference import OneDevice
 from shardmap_torch.checker.verify.sharing import input_sharing
@@ -265,9 +265,7 @@ class _Verification:
             for position in result.match.crossing:
                 value = self._interpreter.fakify(result.leaves[position])
                 steps.on_result(result.match.paths[position], value, result.match.spec(position))
-            for path, leaf in zip(result.match.paths, result.leaves, strict=True):
-                if not isinstance(leaf, Tensor):
-                    steps.on_python_result(path, leaf)
+            report_values(steps, result)
             outputs = [result.leaves[position] for position in result.match.crossing]
             if self._interpreter.has_hooks or any(True for _ in own_nodes(outputs)):
                 with suppress(ShardTypeError):  # types are judged where there are ranks

@@ -65,10 +65,10 @@ def _laid_out(step: Step) -> tuple[tuple[Dim, ...], Dim, Dim]:
         agreed([x.dims[dim] for x in (query, key, value)], f"batch dim {dim}")
         for dim in range(len(query.dims) - 3)
     ]
-    for x, what in ((query, "features"), (key, "features"), (value, "features")):
-        _reject_sharded(x.dims[-1], what)
-    for x, what in ((key, "positions of keys"), (value, "positions of values")):
-        _reject_sharded(x.dims[-2], what)
+    for x in (query, key, value):
+        _reject_sharded(x.dims[-1], "features")
+    _reject_sharded(key.dims[-2], "positions of keys")
+    _reject_sharded(value.dims[-2], "positions of values")
     rows = query.dims[-2]
     if step.arguments.get("is_causal"):
         _reject_sharded(rows, "positions of queries, which a causal mask counts")

@@ -57,8 +57,8 @@ def write(step: Step) -> list[Sharded]:
     """Lays out `x[:, ids] = values`, which leaves the layout of `x` as it is."""
     x, indices, values = (step.arguments[name] for name in ("self", "indices", "values"))
     places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
-    if _is_mask(step):
-        return _masked(step)
+    if any(x.dtype in (torch.bool, torch.uint8) for x in step.tensors_of("indices")):
+        return _masked(x, shards_of(indices)[0], values, places)
     found = _resolved(x, indices)
     rank = max(len(index.global_shape) for index in found)
     own = [
@@ -112,15 +112,11 @@ def _at(dims: Sequence[Dim], index: int) -> Dim | None:
     return dims[index] if len(dims) >= -index else None
 
 
-def _is_mask(step: Step) -> bool:
-    return any(x.dtype in (torch.bool, torch.uint8) for x in step.tensors_of("indices"))
-
-
-def _masked(step: Step) -> list[Sharded]:
+def _masked(
+    x: ShardedTensor, mask: ShardedTensor, values: ShardedTensor, places: Sequence[int]
+) -> list[Sharded]:
     """One value wherever a mask is true, which is sharded like what is written."""
-    x, indices, values = (step.arguments[name] for name in ("self", "indices", "values"))
-    places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
-    (at, *more), mask = places, shards_of(indices)[0]
+    at, *more = places
     if more or values.global_shape not in ((), (1,)):
         raise UnrelatedError(
             "where a mask is true it writes values of which each rank has as many as it needs",
