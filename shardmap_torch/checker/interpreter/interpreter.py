@@ -255,12 +255,10 @@ class Interpreter(Memory):
         self, tensor: Tensor, types: Types, equation: Equation, operands: Sequence[Tensor]
     ) -> StorageType:
         """Types a new tensor that an equation computes from its operands."""
-        tasks = self.tasks_of(map(self.storage_type, operands))
-        tokens = self._alive_tokens(operands)
+        read = list(map(self.storage_type, operands))
+        tasks, tokens = self.tasks_of(read), self.tokens_of(operands, read)
         storage = tensor.untyped_storage()
-        batched_over = frozenset[int]().union(
-            *(self.storage_type(x).batched_over for x in operands)
-        )
+        batched_over = frozenset[int]().union(*(each.batched_over for each in read))
         storage_type = StorageType(
             types, equation, "", storage, tasks=tasks, batched_over=batched_over
         )
@@ -337,8 +335,9 @@ class Interpreter(Memory):
     ) -> None:
         read = named_tensors(arguments)
         operands = [use_of(name, tensor, self.storage_type(tensor)) for name, tensor in read]
-        tokens = self._alive_tokens([tensor for _, tensor in read])
-        tasks = self.tasks_of(use.storage_type for use in operands)
+        storage_types = [use.storage_type for use in operands]
+        tokens = self.tokens_of([tensor for _, tensor in read], storage_types)
+        tasks = self.tasks_of(storage_types)
         batched_over = _batched_over(operands, types)
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)

@@ -240,10 +240,6 @@ class Memory:
                     found = found | tokens if found else tokens
         return frozenset([token for token in found if token.alive]) if found else found
 
-    def _alive_tokens(self, tensors: Iterable[Tensor]) -> frozenset[Token]:
-        found = frozenset[Token]().union(*map(self._tokens, tensors))
-        return frozenset(token for token in found if token.alive) if found else found
-
     def _token(self, wrapped: Tensor) -> Token:
         """Returns the token of the transform that an operand belongs to.
 
