@@ -24,6 +24,8 @@ class Book:
     """The expression that each tensor is, and the part that it is of some microbatches.
 
     Attributes:
+        interpreter: interprets the ranks' program.
+        notes: its layouts.
         is_active: whether some dim has been divided; until then nothing is kept.
     """
 
