@@ -92,10 +92,10 @@ class Operations:
         special = positions or (rearranged.sharded if rearranged is not None else None)
         special = special or self._overwrite(call, step.arguments)
         combined = rearranged or self._microbatches.combine(call)
-        found, combined = self._microbatches.complete(special or propagate(step), combined)
-        if op in IGNORING and any(sharded.means for sharded in found):
+        layouts, combined = self._microbatches.complete(special or propagate(step), combined)
+        if op in IGNORING and any(sharded.means for sharded in layouts):
             self._interpreter.traits.averages = True
-        for index, sharded in enumerate(found):
+        for index, sharded in enumerate(layouts):
             self._finish(call, index, sharded, summed)
             if any(axis_type in EXTREMA for _, axis_type in sharded.pending):
                 self._maxima.begin(call, index)

@@ -66,7 +66,7 @@ class Microbatches:
         return Combined(made, tuple(parts), is_linear=is_linear)
 
     def complete(
-        self, found: list[Sharded], combined: Combined | Rearranged | None
+        self, layouts: list[Sharded], combined: Combined | Rearranged | None
     ) -> tuple[list[Sharded], Combined | Rearranged | None]:
         """Takes sums over all microbatches for what they are: no rank has another addend of them.
 
@@ -74,13 +74,13 @@ class Microbatches:
             UnrelatedError: an extremum is taken over microbatches.
         """
         if not isinstance(combined, Combined):
-            return found, combined
-        if any(axis == EACH for each in found for axis, _ in each.pending):
+            return layouts, combined
+        if any(axis == EACH for each in layouts for axis, _ in each.pending):
             raise UnrelatedError("it takes a maximum or minimum over microbatches", ADD_UP)
-        sums = frozenset(n for n, each in enumerate(found) if EACH in each.partial)
+        sums = frozenset(n for n, each in enumerate(layouts) if EACH in each.partial)
         if not sums:
-            return found, combined
-        rest = [replace(x, partial=x.partial - {EACH}, means=x.means - {EACH}) for x in found]
+            return layouts, combined
+        rest = [replace(x, partial=x.partial - {EACH}, means=x.means - {EACH}) for x in layouts]
         return rest, replace(combined, finished=sums)
 
     def note(self, call: Call, combined: Combined | Rearranged | None) -> None:
