@@ -25,7 +25,7 @@ from shardmap_torch.kernels.transports.nccl import NcclTransport
 from shardmap_torch.kernels.transports.protocol import Transport, network_of
 from shardmap_torch.kernels.transports.staged import StagedTransport
 from shardmap_torch.kernels.transports.streams import CudaLanes
-from shardmap_torch.mesh import Mesh
+from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -188,7 +188,7 @@ def place_of(backend: Backend) -> Backend | Mesh | None:
     On processes that is the backend, in eager code without modes; on simulated ranks, where nothing
     ever overlaps, the mesh.
     """
-    if backend.mesh.kind == "simulated":
+    if backend.mesh.kind not in PROCESS_KINDS:
         return None if is_checker(backend) else backend.mesh
     is_ordinary = (
         not torch.compiler.is_compiling()

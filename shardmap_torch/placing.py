@@ -18,7 +18,7 @@ from shardmap_torch.core.tree import (
     unflatten,
 )
 from shardmap_torch.errors import SpecError, listing
-from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.spec import P
 
@@ -90,12 +90,11 @@ def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
     """
     on = as_mesh(mesh)
     leaves = list(broadcast_prefix(specs, tree, "tree", is_spec))
-    runtime = runtime_of(on)
-    if not runtime.is_distributed:
+    if on.kind not in PROCESS_KINDS:
         check_inputs("from_local", on, on.axis_names, leaves, infers=True)
         return tree
-    placed = _check_local(on, leaves)
-    return _replace(tree, placed, lambda leaf: runtime.join(on, spec_of(leaf), leaf.value))
+    placed, join = _check_local(on, leaves), runtime_of(on).join
+    return _replace(tree, placed, lambda leaf: join(on, spec_of(leaf), leaf.value))
 
 
 def full(tree: X) -> X:

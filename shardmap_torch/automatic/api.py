@@ -26,7 +26,7 @@ from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.torch_private.engine import FakeTensorMode
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten, map_leaves
 from shardmap_torch.errors import MeshError, SpecError, listing, show
-from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.mixing.run import mark
 from shardmap_torch.placing import device_put
 from shardmap_torch.spec import Entry, P
@@ -98,7 +98,7 @@ class Auto(Generic[A, Y]):
         if mesh.kind == "abstract":
             raise MeshError(f"{self._name}: an abstract mesh has no data; use .report(...).")
         placed: Any = device_put(args, mesh, self._in_specs, as_dtensor=True)
-        if mesh.kind != "process_group":
+        if mesh.kind not in PROCESS_KINDS:
             result = self._function(*placed, **kwargs)
             _read(self._out_specs, result, self._name)
             return result

@@ -2,6 +2,15 @@
 
 from shardmap_torch.mesh.current import as_mesh, current_mesh, use_mesh
 from shardmap_torch.mesh.make import make_mesh
-from shardmap_torch.mesh.mesh import Kind, Mesh, Strategy
+from shardmap_torch.mesh.mesh import PROCESS_KINDS, Kind, Mesh, Strategy
 
-__all__ = ["Kind", "Mesh", "Strategy", "as_mesh", "current_mesh", "make_mesh", "use_mesh"]
+__all__ = [
+    "PROCESS_KINDS",
+    "Kind",
+    "Mesh",
+    "Strategy",
+    "as_mesh",
+    "current_mesh",
+    "make_mesh",
+    "use_mesh",
+]

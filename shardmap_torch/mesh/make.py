@@ -27,7 +27,7 @@ from shardmap_torch.control.start import current
 from shardmap_torch.core.torch_private.engine import set_timeout
 from shardmap_torch.core.views import refined
 from shardmap_torch.errors import MeshError, show
-from shardmap_torch.mesh.mesh import Debug, Kind, Mesh, Strategy
+from shardmap_torch.mesh.mesh import PROCESS_KINDS, Debug, Kind, Mesh, Strategy
 
 
 def make_mesh(
@@ -104,7 +104,7 @@ def make_mesh(
     if not isinstance(kind, str) or kind not in get_args(Kind):
         raise MeshError(f"kind={show(kind)} is none of {', '.join(get_args(Kind))}.")
     chosen = _read_device(device)
-    if kind != "process_group":
+    if kind not in PROCESS_KINDS:
         return Mesh(names, sizes, kind, chosen, simulate, aliases=aliases)
     chosen = start_process_group(chosen, limit)
     agree_on_layout(names, sizes, limit)

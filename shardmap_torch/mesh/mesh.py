@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -17,6 +17,9 @@ from shardmap_torch.errors import MeshError
 from shardmap_torch.mesh.grid import Grid
 
 Kind: TypeAlias = Literal["simulated", "process_group", "abstract"]
+PROCESS_KINDS: Final[frozenset[Kind]] = frozenset({"process_group"})
+"""The kinds whose ranks are processes, which have groups and must agree on each call."""
+
 Strategy: TypeAlias = Literal["auto", "vmap", "ranks"]
 
 Debug: TypeAlias = Literal["collectives"]

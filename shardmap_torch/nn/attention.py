@@ -9,6 +9,7 @@ from torch.nn import functional
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.errors import LayerError
+from shardmap_torch.mesh import PROCESS_KINDS
 from shardmap_torch.nn.core.arguments import check_shards
 from shardmap_torch.nn.core.region import PerRank, per_rank
 from shardmap_torch.ops import axis_index
@@ -140,7 +141,7 @@ def _has_kernel() -> bool:
     scope = current_scope()
     if scope is None or is_checker(scope.backend):
         return True
-    return scope.backend.mesh.kind != "simulated"
+    return scope.backend.mesh.kind in PROCESS_KINDS
 
 
 def _visible_keys(

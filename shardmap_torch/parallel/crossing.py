@@ -17,7 +17,7 @@ from shardmap_torch.core.tree import (
     unflatten,
 )
 from shardmap_torch.errors import SpecError, listing, show
-from shardmap_torch.mesh import Mesh
+from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.parallel.layouts import normalized, spec_of
 from shardmap_torch.parallel.plan import Plan
 from shardmap_torch.parallel.styles import (
@@ -72,7 +72,7 @@ class Inputs:
 
     def enter(self, tree: Tree, specs: Tree) -> Tree:
         """Makes DTensors of plain tensors that are this rank's shards by the plan."""
-        if self._mesh.kind != "process_group" or self._in_specs is not None:
+        if self._mesh.kind not in PROCESS_KINDS or self._in_specs is not None:
             return tree
         leaves, structure = flatten(tree)
         entered = [
@@ -160,7 +160,7 @@ class Outputs:
 
     def leave(self, out: Tree) -> Tree:
         """Converts outputs to DTensors or to this rank's tensors, as the plan says."""
-        if self._mesh.kind != "process_group" or self._out_specs is not None:
+        if self._mesh.kind not in PROCESS_KINDS or self._out_specs is not None:
             return out
         return map_leaves(self._to_local if self._is_local else self._to_dtensor, out)
 

@@ -17,7 +17,7 @@ from shardmap_torch.checker.api import stand_ins
 from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import SpecError, show
-from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.parallel.bound import BoundModule
 from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDimsError, input_names
 from shardmap_torch.parallel.forwards import style_forward
@@ -115,7 +115,7 @@ def parallelize(
     on = as_mesh(mesh)
     _reject_parallel(module)
     resolved = make_plan(module, on, plan, resolve_axis("parallelize", on, axis))
-    if on.kind == "process_group":
+    if on.kind in PROCESS_KINDS:
         _place(module, on, resolved, src_data_rank)
     call = _ParallelCall(module, on, resolved, in_specs, out_specs, check)
     vars(module)["forward"], vars(module)[_VERDICT] = call, call.verdict_on

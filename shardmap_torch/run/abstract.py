@@ -7,12 +7,11 @@ from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import MeshError
 
 # Values stay as they are on simulated meshes too; here they are used for their shapes only.
-from shardmap_torch.run.simulated import gather, join, place
+from shardmap_torch.run.simulated import place
 
-__all__ = ["gather", "has_data", "is_distributed", "join", "place", "run"]
+__all__ = ["has_data", "place", "run"]
 
 has_data: Final = False
-is_distributed: Final = False
 
 
 def run(call: Call, batches: bool) -> Tree:

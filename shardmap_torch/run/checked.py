@@ -29,9 +29,9 @@ from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import is_batched
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import ShardMapError, ShardTypeError
-from shardmap_torch.mesh import Mesh
+from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, refused
-from shardmap_torch.run.runtimes import runtime_of
+from shardmap_torch.run.runtimes import is_simulated, runtime_of
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.run.safety.guarded import guarded
 from shardmap_torch.run.safety.ignored import counting_all
@@ -99,7 +99,7 @@ class Checked:
         key = signature(call, self._surroundings)
         known = self._verdicts.find(key)
         is_compared = known is not None and known.description is not None
-        if is_compared or current() is None or not runtime_of(call.mesh).is_distributed:
+        if is_compared or current() is None or call.mesh.kind not in PROCESS_KINDS:
             return self._find(key, call).verdict
         return guarded(call.mesh, self._name, lambda: self._agreed(key, call, None)).verdict
 
@@ -112,7 +112,7 @@ class Checked:
         """
         self._calls += 1
         key = signature(call, self._surroundings)
-        if runtime_of(call.mesh).is_distributed:
+        if call.mesh.kind in PROCESS_KINDS:
             return guarded(call.mesh, self._name, lambda: self._run_checked(key, call, run, True))
         return self._run_checked(key, call, run, False)
 
@@ -152,7 +152,7 @@ class Checked:
             ShardMapError: the error, if all processes have one.
             CollectiveMismatchError: another process has none.
         """
-        if runtime_of(mesh).is_distributed:
+        if mesh.kind in PROCESS_KINDS:
             guarded(mesh, self._name, lambda: agree(refused(self._name, error)))
         raise error
 
@@ -187,7 +187,7 @@ class Checked:
 
     def _verify(self, call: Call) -> Verdict:
         check = partial(verify, call, self._strictness)
-        shares = call.mesh.kind == "simulated"
+        shares = is_simulated(call.mesh)
         purely = partial(verify_purely, self._name, self._surroundings, check, shares)
         return self._stored.get(call, self._strictness, purely)
 

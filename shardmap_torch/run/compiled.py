@@ -29,6 +29,7 @@ from shardmap_torch.core.torch_private.engine import FakeTensorMode
 from shardmap_torch.core.tree import Tree, map_leaves, unflatten
 from shardmap_torch.errors import ShardMapError, TransformError
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.run.runtimes import is_simulated
 from shardmap_torch.types import AxisType
 
 Ask: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Mesh, Verdict]]
@@ -137,7 +138,7 @@ def _check(asked: Asked, mesh: Mesh, outline: Tree, *described: Any) -> str:
             found_mesh, verdict = asked.ask(args, kwargs)
         if found_mesh != mesh:
             raise TransformError(f"{asked.name}: use_mesh in code that torch.compile traces.")
-        cannot = _CANNOT.format(asked.name, "{}", "" if mesh.kind == "simulated" else _UNCHECKED)
+        cannot = _CANNOT.format(asked.name, "{}", "" if is_simulated(mesh) else _UNCHECKED)
         for obstacle in _obstacles(verdict, mesh):
             raise TransformError(cannot.format(obstacle))
     except ShardMapError as error:
@@ -154,7 +155,7 @@ _UNCHECKED: Final = ", or write its types and pass check=False"
 
 def _obstacles(verdict: Verdict, mesh: Mesh) -> Iterator[str]:
     """Yields the reasons why a trace would not be the program that was checked."""
-    if mesh.kind == "simulated":
+    if is_simulated(mesh):
         yield from _obstacles_to_batching(verdict, mesh)
     if verdict.traits.draws:
         yield (

@@ -25,7 +25,6 @@ from shardmap_torch.spec import P
 from shardmap_torch.types import R, V
 
 has_data: Final = True
-is_distributed: Final = True
 
 
 _MESHES: Final = 4

@@ -10,20 +10,20 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
-from shardmap_torch.mesh import Kind, Mesh
+from shardmap_torch.mesh import PROCESS_KINDS, Kind, Mesh
 from shardmap_torch.spec import P
 
 
 class Runtime(Protocol):
     """Runs calls on meshes of one kind; each module named in `MODULES` is one.
 
+    `join` and `gather` are for `PROCESS_KINDS` only.
+
     Attributes:
         has_data: whether values have data; without data a call returns shapes.
-        is_distributed: whether several processes run each call, and must agree on it.
     """
 
     has_data: bool
-    is_distributed: bool
 
     def run(self, call: Call, batches: bool) -> Tree:
         """Runs a call; with `batches` one batched program may run it."""
@@ -58,6 +58,11 @@ def runtime_of(mesh: Mesh) -> Runtime:
         _load(mesh.kind)
     found: Runtime = _LOADED[mesh.kind]
     return found
+
+
+def is_simulated(mesh: Mesh) -> bool:
+    """Returns whether this process runs all ranks."""
+    return mesh.kind not in PROCESS_KINDS and runtime_of(mesh).has_data
 
 
 # A constant, so that Dynamo calls it instead of tracing an import.

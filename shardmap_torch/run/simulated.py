@@ -16,7 +16,6 @@ from shardmap_torch.run.compiled import give_up
 from shardmap_torch.spec import P
 
 has_data: Final = True
-is_distributed: Final = False
 
 
 def run(call: Call, batches: bool) -> Tree:
@@ -43,11 +42,6 @@ def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:
     return x
 
 
-def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
-    """Returns the value: this one process has all of it."""
-    return x
-
-
 # A constant, so that Dynamo calls it: an error raised in traced code loses its text.
 @constant
 def _reject_unchecked(name: str) -> NoReturn:
@@ -58,8 +52,3 @@ def _reject_unchecked(name: str) -> NoReturn:
             "mesh, or call it uncompiled."
         )
     )
-
-
-def gather(mesh: Mesh, x: Tensor) -> Tensor:
-    """Stacks the one process's tensor."""
-    return x.unsqueeze(0)
