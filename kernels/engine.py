@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ CHECKED: Final = "the body is being checked, not run"
 class Scheduled:
     """Runs our schedules; the only engine that has an all-reduce.
 
-    In all methods `dim` is the sharded dim, and `choice` one that `plan` returned.
+    Its methods take what the functions of `algorithms` take, a choice of `plan` among it.
 
     Attributes:
         transport: This rank's end of the network.
@@ -46,16 +46,9 @@ class Scheduled:
         plan = decide(problem, fabric, chunks, forced=forced)
         return replace(plan, reason=f"{plan.reason}; {self.note}") if self.note else plan
 
-    def gather(
-        self,
-        x: Tensor,
-        ws: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        dim: int,
-        choice: Choice,
-    ) -> tuple[list[Tensor], Tensor]:
-        """Returns the products with the gathered x, and its chunked matrix."""
-        return run(gather_forward(self.transport, x, ws, biases, dim, choice))
+    def gather(self, *operands: Any) -> tuple[list[Tensor], Tensor]:
+        """Computes `gather_forward`: the products with the gathered x, and its chunked matrix."""
+        return run(gather_forward(self.transport, *operands))
 
     def gather_backward(
         self,
@@ -74,31 +67,21 @@ class Scheduled:
             return run(gather_backward(t, gathered, ws, dys, needs_grad, dim, choice))
         return run(gather_backward_again(t, x, ws, dys, needs_grad, dim, choice, again))
 
-    def scatter(self, x: Tensor, w: Tensor, dim: int, choice: Choice) -> Tensor:
-        """Returns this rank's block of the sum of x @ w."""
-        return run(scatter_forward(self.transport, x, w, dim, choice))
+    def scatter(self, *operands: Any) -> Tensor:
+        """Computes `scatter_forward`: this rank's block of the sum of x @ w."""
+        return run(scatter_forward(self.transport, *operands))
 
-    def scatter_backward(
-        self,
-        x: Tensor,
-        w: Tensor,
-        dy: Tensor,
-        needs_grad: tuple[bool, bool],
-        dim: int,
-        choice: Choice,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns (dx, dw) from one gather of dy, None in place of one that is not needed."""
-        return run(scatter_backward(self.transport, x, w, dy, needs_grad, dim, choice))
+    def scatter_backward(self, *operands: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Computes `scatter_backward`: the needed (dx, dw), from one gather of dy."""
+        return run(scatter_backward(self.transport, *operands))
 
-    def reduce(self, x: Tensor, w: Tensor, choice: Choice) -> Tensor:
-        """Returns the sum over the ranks of x @ w."""
-        return run(reduce_forward(self.transport, x, w, choice))
+    def reduce(self, *operands: Any) -> Tensor:
+        """Computes `reduce_forward`: the sum over the ranks of x @ w."""
+        return run(reduce_forward(self.transport, *operands))
 
-    def reduce_backward(
-        self, x: Tensor, w: Tensor, dy: Tensor, needs_grad: tuple[bool, bool], choice: Choice
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the needed gradients (dx, dw), whose cotangents have to be summed."""
-        return run(reduce_backward(self.transport, x, w, dy, needs_grad, choice))
+    def reduce_backward(self, *operands: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Computes `reduce_backward`: the needed (dx, dw), whose cotangents have to be summed."""
+        return run(reduce_backward(self.transport, *operands))
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,10 @@ class Operators:
 
 @dataclass(frozen=True, slots=True)
 class Symmetric:
-    """Runs the kernels' operations by fused operators, or by collectives in a checked body."""
+    """Runs the kernels' operations by fused operators, or by collectives in a checked body.
+
+    Its methods are those of `engine.Scheduled`; `dim` is the sharded dim.
+    """
 
     operators: Operators | Collectives
 

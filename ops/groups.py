@@ -272,9 +272,9 @@ def axis_group(mesh: Mesh | DeviceMesh, axis: Axis) -> Group:
         >>> total(torch.arange(8.0).view(4, 2))
         tensor([12., 16.])
     """
-    found = as_mesh(mesh)
-    axes = found.in_order(axis)
-    return AxisGroup(found, axes) if found.device_mesh is None else found.group(axes)
+    on = as_mesh(mesh)
+    axes = on.in_order(axis)
+    return AxisGroup(on, axes) if on.device_mesh is None else on.group(axes)
 
 
 def group_axes(mesh: Mesh, name: str) -> tuple[str, ...] | None:

@@ -110,8 +110,8 @@ class Function(torch.autograd.Function):
 
 def method_of(cls: type, name: str) -> Any:
     """Returns a method as its class has it, whatever watches the lookup of attributes."""
-    found = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
-    return found.__get__(None, cls) if hasattr(found, "__get__") else found
+    method = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+    return method.__get__(None, cls) if hasattr(method, "__get__") else method
 
 
 def keeping_scope(function: type[torch.autograd.Function]) -> type[Function]:

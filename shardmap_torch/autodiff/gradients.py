@@ -149,8 +149,8 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 
     def pull_back(cotangents: Any) -> tuple[Any, ...]:
         gradients = pull(call.read_cotangents(cotangents))
-        found: tuple[Any, ...] = call.arguments(gradients, single=False)
-        return found
+        pulled: tuple[Any, ...] = call.arguments(gradients, single=False)
+        return pulled
 
     result = call.result(outs, aux)
     return (result[0], pull_back, result[1]) if has_aux else (result, pull_back)
@@ -159,14 +159,14 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 def _read_argnums(
     f: Callable[..., Any], argnums: int | Sequence[int], args: Sequence[Any]
 ) -> tuple[int, ...]:
-    given = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    wrong = [at for at in given if not -len(args) <= at < len(args)]
-    if wrong or not given:
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    wrong = [at for at in numbers if not -len(args) <= at < len(args)]
+    if wrong or not numbers:
         raise TransformError(
             f"grad of {_name(f)}: argnums={argnums!r} names no argument among the {len(args)} "
             "positional ones of this call."
         )
-    positions = tuple(at % len(args) for at in given)
+    positions = tuple(at % len(args) for at in numbers)
     if len(set(positions)) < len(positions):
         raise TransformError(f"grad of {_name(f)}: argnums={argnums!r} names an argument twice.")
     return positions
@@ -242,14 +242,14 @@ class _Call:
 
     def _require_scalar(self, out: Any) -> None:
         if not isinstance(out, Tensor):
-            found = f"a {type(out).__name__}"
+            what = f"a {type(out).__name__}"
         elif out.numel() == 1 and out.ndim == 0 and out.is_floating_point():
             return
         else:
-            found = show_shape(out.dtype, out.shape)
+            what = show_shape(out.dtype, out.shape)
         raise TransformError(
             f"{self.verb} of {_name(self.f)}: it must return a floating scalar, a tensor of shape "
-            f"[], not {found}." + ("" if self.has_aux else " With has_aux=True it may return more.")
+            f"[], not {what}." + ("" if self.has_aux else " With has_aux=True it may return more.")
         )
 
     def result(self, outs: Sequence[Tensor], aux: Sequence[Tensor]) -> Any:
@@ -264,8 +264,8 @@ class _Call:
 
     def arguments(self, gradients: Sequence[Tensor], single: bool) -> Any:
         """Gradients in the structure of the arguments that they belong to."""
-        found = unflatten(self.structure, gradients)
-        return found[0] if single else found
+        trees = unflatten(self.structure, gradients)
+        return trees[0] if single else trees
 
     def read_cotangents(self, cotangents: Any) -> list[Tensor]:
         """The leaves of cotangents."""

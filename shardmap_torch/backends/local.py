@@ -43,7 +43,7 @@ LOCAL: Final[Mapping[str, Callable[[Collective, Tensor, int, int], Tensor]]] = {
 }
 
 
-def alone(move: str, c: Collective, x: Tensor) -> Tensor:
+def on_one_rank(move: str, c: Collective, x: Tensor) -> Tensor:
     """Runs any movement over axes of one rank; the result shares no memory with `x`.
 
     Most of them are then a copy, in the memory layout that a message would have.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardmap_torch.backends import reference
 from shardmap_torch.backends.communicator import TracedWire, Wire
-from shardmap_torch.backends.local import LOCAL, alone
+from shardmap_torch.backends.local import LOCAL, on_one_rank
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
 from shardmap_torch.collectives.operations import Collective
@@ -94,10 +94,10 @@ class ProcessGroupBackend(RankBackend):
             CollectiveMismatchError: the ranks run different collectives.
         """
         if not collective.axes:
-            return alone(move, collective, x)
+            return on_one_rank(move, collective, x)
         line = self.line(collective.axes)
         if len(line.order) == 1:
-            return alone(move, collective, x)
+            return on_one_rank(move, collective, x)
         if isinstance(line.wire, TracedWire):
             return _on_wire(line, move, collective, x)
         control = current()

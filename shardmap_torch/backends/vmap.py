@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.folding import sum_of
-from shardmap_torch.backends.local import alone
+from shardmap_torch.backends.local import on_one_rank
 from shardmap_torch.backends.reference import MOVES, Stack
 from shardmap_torch.collectives.autograd import apply_transformed, unshared
 from shardmap_torch.collectives.moves import MOVES as TRAITS
@@ -82,7 +82,7 @@ class BatchedBackend(WithoutAutomaticAxes):
             TransformError: over some axes, since the body has ended then.
         """
         if not collective.axes:
-            return alone(move, collective, x)
+            return on_one_rank(move, collective, x)
         raise TransformError(
             f"{collective} ran after the batched body had ended, where its ranks exist no more. "
             'Use make_mesh(..., simulate="ranks") for code that runs backward by itself.'

@@ -43,8 +43,8 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
     traced = torch.compiler.is_dynamo_compiling()
     if traced and markers:
         batched: Any = backend
-        found: Tensor = batched.trace(operation, x, markers)
-        return found
+        result: Tensor = batched.trace(operation, x, markers)
+        return result
     # As `is_transformed`, whose call would cost as much again.
     if markers or (is_transformed() if traced else _has_levels() or forward_level() >= 0):
         return apply_transformed(x, operation, backend, *markers)

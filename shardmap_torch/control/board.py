@@ -71,13 +71,13 @@ class Board:
 
     def ballots(self, own: Ballot, patience: float) -> dict[int, Ballot]:
         """Reads the ballots of the check of `own`: of all ranks, or those of `patience` seconds."""
-        found, end = {self._rank: own}, monotonic() + patience
-        while len(found) < self._size and monotonic() < end:
+        ballots, end = {self._rank: own}, monotonic() + patience
+        while len(ballots) < self._size and monotonic() < end:
             for rank, stand in self.look(1.0).items():
                 if stand.ballot is not None and stand.ballot[0] == own[0]:
-                    found[rank] = stand.ballot
+                    ballots[rank] = stand.ballot
             self.pause()
-        return found
+        return ballots
 
     def silence(self, rank: int) -> float:
         """Returns the seconds since the last new post of a rank was read."""

@@ -201,21 +201,21 @@ def _accepted(
     listener: socket.socket, token: bytes, number: int, end: float
 ) -> list[socket.socket]:
     """Accepts so many connections that show the token, in the order of their rounds."""
-    found: dict[int, socket.socket] = {}
+    links: dict[int, socket.socket] = {}
     try:
-        while len(found) < number:
+        while len(links) < number:
             listener.settimeout(_until(end))
             link, _ = listener.accept()
             hello = _hello(link, min(_HELLO, _until(end)))
             if secrets.compare_digest(hello[:_TOKEN], token):
-                found[hello[_TOKEN]] = link
+                links[hello[_TOKEN]] = link
             else:
                 link.close()
     except BaseException:
-        for link in found.values():
+        for link in links.values():
             link.close()
         raise
-    return [found[at] for at in range(number)]
+    return [links[at] for at in range(number)]
 
 
 def _hello(link: socket.socket, seconds: float) -> bytes:

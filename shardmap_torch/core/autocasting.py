@@ -13,8 +13,8 @@ State: TypeAlias = tuple[tuple[str, bool, torch.dtype], ...]
 def autocast_state() -> State:
     """Returns the state of this thread."""
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    found = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-    return tuple(found)
+    states = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    return tuple(states)
 
 
 @contextmanager

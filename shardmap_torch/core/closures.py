@@ -22,16 +22,12 @@ def name_in(function: Callable[..., Any] | None, tensor: Tensor) -> str | None:
     if function is None:
         return None
     try:
-        found = inspect.getclosurevars(inspect.unwrap(function))
+        variables = inspect.getclosurevars(inspect.unwrap(function))
     except (TypeError, ValueError):  # no function of Python
         return None
-    named = ((path, leaf) for name, value in _both(found) for path, leaf in _leaves(name, value))
+    values = {**variables.nonlocals, **variables.globals}
+    named = (pair for name, value in values.items() for pair in _leaves(name, value))
     return next((path for path, leaf in named if leaf is tensor), None)
-
-
-def _both(found: inspect.ClosureVars) -> Iterator[tuple[str, Any]]:
-    yield from found.nonlocals.items()
-    yield from found.globals.items()
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

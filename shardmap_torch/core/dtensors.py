@@ -18,8 +18,8 @@ class _NotImported:
 def dtensor_class() -> type:
     """Returns the class, for loops over many values; see `is_dtensor`."""
     module = sys.modules.get("torch.distributed.tensor")
-    found: type = getattr(module, "DTensor", _NotImported)
-    return found
+    dtensor: type = getattr(module, "DTensor", _NotImported)
+    return dtensor
 
 
 def is_dtensor(x: object) -> "TypeGuard[DTensor]":

@@ -52,7 +52,7 @@ def refined(grids: Sequence[Mapping[str, int]]) -> Refined:
     names = {low: _name(low, size, spans) for low, size in parts.items()}
     axes = {names[low]: parts[low] for low in sorted(parts, reverse=True)}
     axes |= {name: 1 for name, size in grids[0].items() if size == 1}
-    made = {
+    aliases = {
         span.name: tuple(
             names[low]
             for low in sorted(parts, reverse=True)
@@ -61,7 +61,7 @@ def refined(grids: Sequence[Mapping[str, int]]) -> Refined:
         for span in spans
         if span.name not in axes
     }
-    return axes, made
+    return axes, aliases
 
 
 def _spans(grid: Mapping[str, int]) -> Iterator[Span]:

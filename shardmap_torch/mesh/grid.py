@@ -103,8 +103,8 @@ class Grid:
         Raises:
             MeshError: the mesh lacks one of them.
         """
-        wanted = self.finest((axes,) if isinstance(axes, str) else axes)
-        unknown = [axis for axis in wanted if axis not in self.axis_names]
-        if unknown or not wanted:
+        finest = self.finest((axes,) if isinstance(axes, str) else axes)
+        unknown = [axis for axis in finest if axis not in self.axis_names]
+        if unknown or not finest:
             raise MeshError(f"No axes {show(axes)} in the {self}.")
-        return tuple(axis for axis in self.axis_names if axis in wanted)
+        return tuple(axis for axis in self.axis_names if axis in finest)

@@ -88,8 +88,8 @@ def written(func: OpOverload, args: Any, kwargs: Any) -> Iterator[DTensor]:
         return
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[at] if at < len(args) else kwargs.get(argument.name)
-            yield from (x for x in flatten(given)[0] if isinstance(x, DTensor))
+            operand = args[at] if at < len(args) else kwargs.get(argument.name)
+            yield from (x for x in flatten(operand)[0] if isinstance(x, DTensor))
 
 
 def write_global(func: OpOverload, args: Any, kwargs: Any) -> Any:

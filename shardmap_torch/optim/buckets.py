@@ -91,13 +91,13 @@ def transfer_all(
         return result
     transfers = stage.transfers
     for places in _groups(stage, tuple([(x.dtype, x.device) for x in leaves])):
-        some = [transfer for transfer in [transfers[at] for at in places] if transfer is not None]
+        group = [transfer for transfer in [transfers[at] for at in places] if transfer is not None]
         values = [leaves[place] for place in places]
         if len(places) == 1:
-            result[places[0]] = some[0].run(values[0], comm_dtype)
+            result[places[0]] = group[0].run(values[0], comm_dtype)
             continue
-        move = partial(_move_group, some, bucket_bytes, comm_dtype, lends)
-        moved = _as_region(move, some)(*values)
+        move = partial(_move_group, group, bucket_bytes, comm_dtype, lends)
+        moved = _as_region(move, group)(*values)
         for place, value in zip(places, moved, strict=True):
             result[place] = value
     return result
@@ -152,11 +152,11 @@ def _move_group(
         return tuple([t.run(x, comm_dtype) for t, x in zip(transfers, leaves, strict=True)])
     moved: list[Tensor] = []
     for places in _filled([x.nbytes for x in leaves], bucket_bytes):
-        some, values = [transfers[place] for place in places], [leaves[place] for place in places]
+        chosen, values = [transfers[place] for place in places], [leaves[place] for place in places]
         if len(places) == 1:
-            moved.append(some[0].run(values[0], comm_dtype))
+            moved.append(chosen[0].run(values[0], comm_dtype))
         else:
-            moved += _move_bucket(some, values, comm_dtype)
+            moved += _move_bucket(chosen, values, comm_dtype)
     return tuple(moved)
 
 

@@ -124,9 +124,9 @@ def check_key(function: str, key: Tensor) -> Key:
         ShardMapError: it is another tensor, or none.
     """
     if not isinstance(key, Tensor) or key.dtype != torch.int64:
-        found = f"a {key.dtype} tensor" if isinstance(key, Tensor) else repr(key)
+        what = f"a {key.dtype} tensor" if isinstance(key, Tensor) else repr(key)
         raise ShardMapError(
             f"random.{function} takes a key, an int64 scalar tensor as from random.key(seed), not "
-            f"{found}."
+            f"{what}."
         )
     return key

@@ -56,8 +56,8 @@ def runtime_of(mesh: Mesh) -> Runtime:
     """Returns the runtime of a mesh."""
     if torch.compiler.is_dynamo_compiling() or mesh.kind not in _LOADED:
         _load(mesh.kind)
-    found: Runtime = _LOADED[mesh.kind]
-    return found
+    runtime: Runtime = _LOADED[mesh.kind]
+    return runtime
 
 
 def is_simulated(mesh: Mesh) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.local import alone
+from shardmap_torch.backends.local import on_one_rank
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.boundary.call import Call, Untouched, run_body
 from shardmap_torch.collectives.operations import Collective
@@ -28,7 +28,7 @@ class SoloBackend(RankBackend):
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs a movement without other ranks."""
-        return alone(move, collective, x)
+        return on_one_rank(move, collective, x)
 
 
 def run(call: Call) -> Tree:

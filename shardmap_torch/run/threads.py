@@ -57,8 +57,8 @@ def _reject_wrapped(call: Call) -> None:
 def _leaf(x: Tensor) -> Tensor:
     """A tensor without history that can require gradients, as one of inference mode cannot."""
     detached = x.detach()
-    made = x.is_inference() and not torch.is_inference_mode_enabled()
-    return detached.clone() if made else detached
+    is_readonly = x.is_inference() and not torch.is_inference_mode_enabled()
+    return detached.clone() if is_readonly else detached
 
 
 class _Ranks:

@@ -98,8 +98,8 @@ def dropless_moe(
         sizes = one_hot(chosen, num_experts, torch.int64).sum((0, 1, 2))
         there = chosen.flatten().argsort(stable=True)  # this rank's choices, by expert
         rows = x.flatten(0, 1).index_select(0, there // num_selected)
-        made = _exchanged(rows, sizes, axis, room, partial(apply, leaves))
-        own = made.index_select(0, there.argsort()).unflatten(0, chosen.shape)
+        outputs = _exchanged(rows, sizes, axis, room, partial(apply, leaves))
+        own = outputs.index_select(0, there.argsort()).unflatten(0, chosen.shape)
         weighted: Tensor = own * shares.unsqueeze(-1)
         return weighted.sum(2)
 
@@ -135,6 +135,6 @@ def _exchanged(
     # Behind the last block stand no rows: they belong to none of the experts, and come last.
     number = torch.where(block < ends.shape[0], block % counts.shape[1], counts.shape[1])
     order = number.argsort(stable=True)
-    made = expert(here.index_select(0, order), counts.sum(0))
-    back = made.index_select(0, order.argsort())
+    outputs = expert(here.index_select(0, order), counts.sum(0))
+    back = outputs.index_select(0, order.argsort())
     return ragged_all_to_all(back, axis, send_sizes=received, length=rows.shape[0])[0]

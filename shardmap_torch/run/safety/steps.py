@@ -18,8 +18,8 @@ def differentiated_once(call: Call, result: Tree, refusal: ShardTypeError) -> Tr
     places = [at for at, x in enumerate(leaves) if is_smooth(x)]
     if places:
         apply: Any = _DifferentiatedOnce.apply
-        found = apply(f"{refusal}", anchor, *(leaves[at] for at in places))
-        for at, value in zip(places, found, strict=True):
+        attached = apply(f"{refusal}", anchor, *(leaves[at] for at in places))
+        for at, value in zip(places, attached, strict=True):
             leaves[at] = value
     return unflatten(structure, leaves)
 
