@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from shardmap_torch.backends.threads import handing_over
 from shardmap_torch.backends.vmap import markers_of, rebound
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.autocasting import autocast_state, with_autocast
+from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.closures import Closures
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import TransformType, functorch, restore_vmap
@@ -234,18 +234,11 @@ class _Region:
 
     def _reject_closures(self, outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
         """Rejects leaves of the new graph that are not operands: they were closed over."""
-        seen: set[Node | None] = {None, *(x.grad_fn for x in operands)}
-        pending = [y.grad_fn for y in outputs]
-        closed = []
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node.name() == "torch::autograd::AccumulateGrad":
-                variable: Tensor = node.variable  # type: ignore[attr-defined]
-                closed.append(f"a tensor of shape {list(variable.shape)}")
-            pending += [parent for parent, _ in node.next_functions]
+        closed = [
+            f"a tensor of shape {list(node.variable.shape)}"  # type: ignore[attr-defined]
+            for node in graph_nodes((y.grad_fn for y in outputs), (x.grad_fn for x in operands))
+            if node.name() == "torch::autograd::AccumulateGrad"
+        ]
         if closed:
             raise TransformError(_closed_over(self.name, sorted(closed)))
 

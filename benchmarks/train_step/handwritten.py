@@ -5,6 +5,7 @@ one buffer, foreach updates in place.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,19 +67,9 @@ class Reduce(torch.autograd.Function):
         return grad
 
 
-def _gathered(x: Tensor) -> Tensor:
-    y: Tensor = GatherSequence.apply(x)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _scattered(x: Tensor) -> Tensor:
-    y: Tensor = ScatterSequence.apply(x)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _reduced(x: Tensor) -> Tensor:
-    y: Tensor = Reduce.apply(x)  # type: ignore[no-untyped-call]
-    return y
+_gathered: Callable[[Tensor], Tensor] = GatherSequence.apply
+_scattered: Callable[[Tensor], Tensor] = ScatterSequence.apply
+_reduced: Callable[[Tensor], Tensor] = Reduce.apply
 
 
 def _norm(x: Tensor, scale: Tensor) -> Tensor:

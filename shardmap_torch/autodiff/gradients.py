@@ -15,7 +15,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from shardmap_torch.autodiff.batched import ranks_of
 from shardmap_torch.backends.vmap import markers_of
@@ -23,6 +22,7 @@ from shardmap_torch.checker.adjoint import adjoint_of_ranks
 from shardmap_torch.collectives.autograd import is_transformed, reject_second_derivative
 from shardmap_torch.collectives.protocol import Note, is_checker
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import can_receive_gradient, is_smooth
 from shardmap_torch.core.tree import NAMESPACE, Structure, Tree, flatten, unflatten
@@ -399,18 +399,10 @@ def _is_attached(
     if note is not None or not torch.is_grad_enabled():
         return False
     own = {id(x) for x in leaves}
-    seen: set[Node] = set()
-    pending: list[Node | None] = [y.grad_fn for y in (*outs, *aux)]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        following = node.next_functions
-        if not following and id(getattr(node, "variable", None)) not in own:
-            return True
-        pending += [parent for parent, _ in following]
-    return False
+    return any(
+        not node.next_functions and id(getattr(node, "variable", None)) not in own
+        for node in graph_nodes(y.grad_fn for y in (*outs, *aux))
+    )
 
 
 def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:

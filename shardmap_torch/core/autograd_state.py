@@ -1,13 +1,15 @@
-"""Autograd as a check finds it: the backward that runs, and the hooks for tensors that are saved.
+"""Autograd's state: its graphs, the backward that runs, and the hooks for tensors that are saved.
 
 torch.utils.checkpoint calls what it recomputes in a backward, or under such hooks. Neither is a
 matter of the body that is checked.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
+
+from torch.autograd.graph import Node
 
 from shardmap_torch.core.torch_private.engine import (
     current_graph_task_id,
@@ -17,6 +19,28 @@ from shardmap_torch.core.torch_private.engine import (
 )
 
 NONE: Final = -1
+
+
+def graph_nodes(roots: Iterable[Node | None], stop: Iterable[Node | None] = ()) -> Iterator[Node]:
+    """Yields the nodes that a backward from these would come to, each once.
+
+    Not those of `stop`, nor what is behind them only.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> [node.name() for node in graph_nodes([(2 * x).exp().grad_fn])]
+        ['ExpBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
+    """
+    seen: set[Node | None] = {None, *stop}
+    pending = [*roots]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        pending += [parent for parent, _ in node.next_functions]
 
 
 class _Around(threading.local):

@@ -4,7 +4,7 @@ The backward of a body may run after it has ended, where nothing can take an ope
 these functions run on plain values, whose backward is plain too, with differentiable steps around.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final
@@ -111,12 +111,6 @@ def _items(
     return tuple(x.select(dim, at) for at in range(x.shape[dim]))
 
 
-def _iterator(
-    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[Tensor]:
-    return iter(_items(backend, func, args, kwargs))
-
-
 def tensors_of_index(index: Any) -> Any:
     """Makes tensors of an index' lists: torch would make plain ones, unseen, for the backward."""
     if isinstance(index, tuple):
@@ -168,6 +162,6 @@ HANDLERS: Final[Mapping[str, Handler]] = {
     "unbind": _items,
     "select": _by_dim,
     "narrow": _by_dim,
-    "__iter__": _iterator,
+    "__iter__": lambda *call: iter(_items(*call)),
 }
 """Handlers by the name of the function."""

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from shardmap_torch.backends.threads import Rendezvous, ThreadBackend, by_ranks, show_tensor
 from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
 from shardmap_torch.boundary.matching import crosses
 from shardmap_torch.boundary.shards import global_of, locals_of
 from shardmap_torch.collectives.autograd import TypedFunction
+from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import can_receive_gradient, reject_batched_gradients
 from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.torch_private.engine import functorch
@@ -154,17 +154,10 @@ class _Ranks:
         own = {id(leaf) for leaves in self.leaves for leaf in leaves}
         roots = [value.grad_fn for i in self.joined for value in self._values(i)]
         closures: dict[int, Tensor] = {}
-        seen: set[Node] = set()
-        pending = [node for node in roots if node is not None]
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
+        for node in graph_nodes(roots):
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor) and id(variable) not in own:
                 closures[id(variable)] = variable
-            pending += [parent for parent, _ in node.next_functions if parent is not None]
         self.closures = list(closures.values())
         return self.closures
 

@@ -40,6 +40,7 @@ from shardmap_torch.checker.rewrites.table import METADATA, rewritten
 from shardmap_torch.checker.rules.distributed_calls import NAMESPACES
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.registry import MEANINGS
+from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
@@ -387,16 +388,10 @@ def _grad_field(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> 
 
 def _leaves(output: Tensor) -> Iterator[Tensor]:
     """Yields the tensors whose `.grad` a backward fills."""
-    seen, pending = set(), [output.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes([output.grad_fn]):
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             yield variable
-        pending += [parent for parent, _ in node.next_functions]
 
 
 _SPECIAL: Final[Mapping[Any, Any]] = {

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
+from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.torch_private.engine import CtxWithSavedTensors
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.function import Function as KeepingFunction
@@ -19,17 +20,10 @@ def is_own(function: type[Function]) -> bool:
 
 def own_nodes(outputs: Sequence[Any]) -> Iterator[tuple[Node, str]]:
     """Yields the autograd nodes of the user's own Functions, with their names."""
-    seen: set[Node] = set()
-    pending = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes(x.grad_fn for x in outputs if isinstance(x, Tensor)):
         name = name_of_own(node)
         if name is not None:
             yield node, name
-        pending += [parent for parent, _ in node.next_functions]
 
 
 def name_of_own(node: Node | None) -> str | None:
