@@ -128,7 +128,7 @@ def prepare_gather(
         schedules=schedules(op, "gather", schedule),
         block_rows=block_rows(x, dim),
         block_bytes=x.nbytes,
-        flops=sum(2.0 * x.numel() * num_ranks * each.shape[1] for each in ws),
+        flops=sum(2.0 * x.numel() * num_ranks * w.shape[1] for w in ws),
     )
     present = [addend for addend in biases if addend is not None]
     collective = collective_of("all_gather", V, R, axes, dim=dim)

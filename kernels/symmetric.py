@@ -212,7 +212,7 @@ def accepts(schema: Any, arguments: Mapping[str, str]) -> bool:
     ours = list(arguments.items())
     theirs = [(argument.name, str(argument.type)) for argument in schema.arguments]
     rest = schema.arguments[len(ours) :]
-    return theirs[: len(ours)] == ours and all(each.has_default_value() for each in rest)
+    return theirs[: len(ours)] == ours and all(argument.has_default_value() for argument in rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,8 +341,8 @@ class _Neighbours:
             if type_ == Partial and (axes or target == I):
                 # One sum over all of them, even where some become another type in the end.
                 axes = [axis for axis in layout.axes_of_type(type_) if goal.get(axis) != type_]
-            for some in _subsets(axes):
-                yield Collective(name, type_, target, some), layout.with_types(some, target)
+            for chosen in _subsets(axes):
+                yield Collective(name, type_, target, chosen), layout.with_types(chosen, target)
 
     def _permutations(self, layout: _Layout) -> _Moves:
         """Moves the same shards to other ranks: other orders of the sharding axes."""

@@ -110,7 +110,7 @@ def read_names(value: object) -> tuple[str, ...] | None:
     """
     if isinstance(value, str):
         return (value,)
-    if not isinstance(value, Sequence | Set) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, Sequence | Set) or not all(isinstance(name, str) for name in value):
         return None
     return tuple(value)
 

@@ -150,7 +150,7 @@ def expanded(spec: P, aliases: tuple[tuple[str, tuple[str, ...]], ...]) -> P:
         return spec
 
     def finest(axes: Iterable[str]) -> tuple[str, ...]:
-        return tuple(each for axis in axes for each in known.get(axis, (axis,)))
+        return tuple(part for axis in axes for part in known.get(axis, (axis,)))
 
     entries = [entry and finest(_entry_axes(entry)) for entry in spec.entries]
     typed = {word: finest(sorted(axes)) for word, axes in spec.typed()}

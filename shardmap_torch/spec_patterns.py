@@ -50,7 +50,7 @@ def match_specs(tree: Tree, patterns: Mapping[str, P], *, default: P | None = No
     _require_specs(patterns, default)
     leaves, structure = flatten(tree)
     paths = leaf_paths(tree)
-    matches = [[each for each in patterns if _regex(each).fullmatch(path)] for path in paths]
+    matches = [[glob for glob in patterns if _regex(glob).fullmatch(path)] for path in paths]
     used = {pattern for matching in matches for pattern in matching}
     problems = [_unused(pattern, paths) for pattern in patterns if pattern not in used]
     specs = []

@@ -48,7 +48,7 @@ def redistributions() -> Iterator[Redistributions]:
     OBSERVERS.append(recorder.observe)
     try:
         with recorder:
-            yield recorder.found
+            yield recorder.redistributions
     finally:
         OBSERVERS.remove(recorder.observe)
 
@@ -58,7 +58,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.found = Redistributions([])
+        self.redistributions = Redistributions([])
         self._sites: dict[int, Site | None] = {}
 
     def observe(self, what: str, x: DTensor, dst: Placements) -> None:
@@ -99,7 +99,7 @@ class _Recorder(TorchDispatchMode):
         node = current_autograd_node()
         site = call_site() if node is None else self._sites.get(node._sequence_nr())
         num_bytes = bytes_sent(x.shape, x.dtype, src, dst, tuple(mesh.shape))
-        self.found.moves.append(
+        self.redistributions.moves.append(
             Redistribution(
                 op,
                 site,

@@ -230,8 +230,8 @@ def apply_transformed(x: Tensor, operation: Any, backend: Any, *markers: Tensor)
         out: Tensor = FunctorchForm.apply(x, operation, backend, *markers)
         return out
     level = top.level()
-    operands = [functorch.unwrap_if_dead(each) for each in (x, *markers)]
-    pairs = [functorch._unwrap_batched(each, level) for each in operands]
+    operands = [functorch.unwrap_if_dead(operand) for operand in (x, *markers)]
+    pairs = [functorch._unwrap_batched(operand, level) for operand in operands]
     (x, x_dim), *rest = pairs
     markers, dims = tuple(m for m, _ in rest), tuple(dim for _, dim in rest)
     with temporarily_pop_interpreter_stack():

@@ -191,12 +191,12 @@ def broadcast_prefix_all(
     specs, outline = opened(prefix)
 
     def find() -> "Broadcast[Any]":  # Dynamo cannot make the generic alias
-        found = list(broadcast_prefix(rebuilt(prefix), rebuilt(tree), path, is_spec))
-        placed = [leaf for leaf in found if isinstance(leaf, Placed)]
+        leaves = list(broadcast_prefix(rebuilt(prefix), rebuilt(tree), path, is_spec))
+        placed = [leaf for leaf in leaves if isinstance(leaf, Placed)]
         return Broadcast(
             tuple([leaf.path for leaf in placed]),
             tuple([leaf.spec for leaf in placed]),
-            tuple([leaf for leaf in found if isinstance(leaf, Mismatch)]),
+            tuple([leaf for leaf in leaves if isinstance(leaf, Mismatch)]),
         )
 
     return _BROADCASTS.get((path, structure, outline, tuple(specs), is_spec), find)

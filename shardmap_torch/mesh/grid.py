@@ -61,7 +61,7 @@ class Grid:
         if not self.aliases:
             return tuple(axes)
         aliases = dict(self.aliases)
-        return tuple(each for axis in axes for each in aliases.get(axis, (axis,)))
+        return tuple(part for axis in axes for part in aliases.get(axis, (axis,)))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the index of `rank` on each axis.

@@ -137,8 +137,8 @@ def _with_views(
                 f"The view {show(dict(view))} has {prod(view.values())} ranks, and the mesh "
                 f"{prod(sizes)}."
             )
-    axes, made = refined([dict(zip(names, sizes, strict=True)), *views])
-    return tuple(axes), tuple(axes.values()), tuple(made.items())
+    axes, aliases = refined([dict(zip(names, sizes, strict=True)), *views])
+    return tuple(axes), tuple(axes.values()), tuple(aliases.items())
 
 
 def _with_groups(mesh: Mesh, limit: timedelta | None) -> Mesh:

@@ -52,8 +52,8 @@ class _State:
         for forget in self.forget:
             forget()
         self.forget.clear()
-        for each in list(self.crossings):
-            each.close()
+        for crossing in list(self.crossings):
+            crossing.close()
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,8 @@ def place_gradients_of_written(backend: SharingBackend, x: Tensor, *, entries: b
     The backward of such a write writes into that view of the gradient, which would be a copy where
     another dim is sharded. `entries`: of `x` itself, whose view had no name.
     """
-    for each in levels(x):
-        base = each._base if each._is_view() else each if entries else None
+    for layer in levels(x):
+        base = layer._base if layer._is_view() else layer if entries else None
         lies = None if base is None else base_of(base)
         if base is not None and base.requires_grad and isinstance(lies, DTensor):
             base.register_hook(partial(_placed, backend, settled(lies.placements)))

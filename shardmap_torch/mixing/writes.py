@@ -105,7 +105,7 @@ def write_global(func: OpOverload, args: Any, kwargs: Any) -> Any:
             return x
         if id(x) not in of:
             of[id(x)] = local_of(moved(x, replicated(x.device_mesh.ndim), func._schema.name))
-            if any(x is each for each in originals):
+            if any(x is original for original in originals):
                 of[id(x)] = of[id(x)].clone()
         return of[id(x)]
 

@@ -75,7 +75,7 @@ class _Nats(Function):
         num_classes = weight.shape[1] * axis_size(ctx.axis)
         d_rows, d_weight = [], torch.zeros_like(weight)
         parts = x, targets, log_totals, grad, grad_log_total
-        chunks = zip(*(each.split(ctx.chunk_size) for each in parts), strict=True)
+        chunks = zip(*(part.split(ctx.chunk_size) for part in parts), strict=True)
         for rows, ids, log_total, g, g_log_total in chunks:
             probabilities = (_logits(rows, weight) - log_total.unsqueeze(-1)).exp()
             scale = g * (1 + 2 * ctx.z_loss * log_total) + g_log_total

@@ -301,7 +301,7 @@ def _gathered_types(
     ins, outs = [], []
     for layout, ndim, dim in zip(layouts, ranks, dims, strict=True):
         entries: list[Entry] = [*layout.entries, *[None] * (ndim - len(layout.entries))]
-        others = tuple(each for each in axes_of(entries[dim] or ()) if each not in own)
+        others = tuple(name for name in axes_of(entries[dim] or ()) if name not in own)
         outs.append(P(*entries[:dim], others or None, *entries[dim + 1 :]))
         ins.append(P(*entries[:dim], (*others, *own), *entries[dim + 1 :]))
     return tuple(ins), tuple(outs) if len(outs) > 1 else (outs[0],)

@@ -103,21 +103,21 @@ def column_linear(
     layout = read_layout("column_linear", "src", src, "IRS")
     dim = None if layout.dim is None else read_dim("column_linear", "src dim", layout.dim, x.ndim)
     parts = num_ranks("column_linear", axis) if dim == x.ndim - 1 else 1
-    for each in weights:
-        _check_matrix("column_linear", each)
-        check_inner("column_linear", x, each.shape[0] // parts, each, "weight")
-    flat = [each.flatten(1) for each in weights]
-    addends = [None if each is None else each.flatten() for each in biases]
+    for w in weights:
+        _check_matrix("column_linear", w)
+        check_inner("column_linear", x, w.shape[0] // parts, w, "weight")
+    flat = [w.flatten(1) for w in weights]
+    addends = [None if b is None else b.flatten() for b in biases]
     if dim is not None:
         outs = all_gather_matmul(x, flat, axis, gather_dim=dim, bias=addends, overlap=overlap)
     else:
         x = to_replicate(x, axis) if layout == I else x
-        products = (x @ each for each in flat)
+        products = (x @ w for w in flat)
         pairs = zip(products, addends, strict=True)
         outs = tuple(y if b is None else y + b for y, b in pairs)
     split = tuple(
-        y if each.ndim == 2 else y.unflatten(-1, each.shape[1:])
-        for y, each in zip(outs, weights, strict=True)
+        y if w.ndim == 2 else y.unflatten(-1, w.shape[1:])
+        for y, w in zip(outs, weights, strict=True)
     )
     return split[0] if isinstance(weight, Tensor) else split
 
@@ -203,8 +203,8 @@ def _biases(
 ) -> Sequence[Tensor | None]:
     if bias is None:
         return [None] * len(weights)
-    shapes = [None if each is None else list(each.shape) for each in bias]
-    expected = [list(each.shape[1:]) for each in weights]
+    shapes = [None if b is None else list(b.shape) for b in bias]
+    expected = [list(w.shape[1:]) for w in weights]
     if len(bias) != len(weights) or any(
         have not in (None, shape) for have, shape in zip(shapes, expected, strict=True)
     ):

@@ -144,7 +144,7 @@ def _types(layouts: Sequence[P], ranks: Sequence[int], axis: str, num_own: int) 
     own = [P(axis, *leaf.entries[1:]) for leaf in leaves[:num_own]]
     params = *own, *leaves[num_own:]
     batch = {*x.mentioned, *targets.mentioned}
-    sums = tuple(P(*each.entries, partial=batch.difference(each.mentioned)) for each in params)
+    sums = tuple(P(*spec.entries, partial=batch.difference(spec.mentioned)) for spec in params)
     return (x, targets, *params), (P(partial=targets.mentioned), x, *sums)
 
 
@@ -206,8 +206,8 @@ class _Run:
         d_y = d_y.where(self._is_last, self._cotangent)
         d_params, d_x = pull((d_y, *map(torch.ones_like, further)))
         self.value = self.value + value.where(works & self._is_last, 0)
-        for each in further:
-            self.value = self.value + each.where(works, 0)
+        for term in further:
+            self.value = self.value + term.where(works, 0)
         self.grads = _added(self.grads, d_params, works)
         self.d_head = _added(self.d_head, d_head, works & self._is_last)
         place = self._place(m, self._x.shape[0], works & self._is_first)

@@ -168,7 +168,7 @@ def clip_grad_norm_(
 
 def _listed(parameters: Iterable[Tensor]) -> list[Tensor]:
     listed = list(parameters) if isinstance(parameters, Iterable) else [None]
-    if not all([isinstance(each, Tensor) for each in listed]):
+    if not all([isinstance(parameter, Tensor) for parameter in listed]):
         raise OptimizerError("clip_grad_norm_: the parameters are tensors, or one tensor.")
     return listed
 

@@ -139,7 +139,7 @@ class Elementwise(Optimizer):
             if problems := list(map(str, matched.mismatches)):
                 raise OptimizerError(listing("decays= does not match the parameters:", problems))
             chosen = list(matched.specs)
-        return [self.weight_decay if each else 0.0 for each in chosen]
+        return [self.weight_decay if decays else 0.0 for decays in chosen]
 
 
 @dataclass(frozen=True)

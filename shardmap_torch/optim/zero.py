@@ -65,7 +65,7 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
     problems = [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]
     placed = [leaf for leaf in matched if isinstance(leaf, Placed)]
     for leaf in placed:
-        twice = [each for each in axes if each in leaf.spec.mentioned]
+        twice = [name for name in axes if name in leaf.spec.mentioned]
         if twice:
             problems.append(f"{leaf.path}: {leaf.spec!r} mentions {', '.join(map(repr, twice))}")
         if not hasattr(leaf.value, "shape"):

@@ -293,12 +293,12 @@ def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None)
         for name, old in module.named_parameters()
     }
     buffers = {old: put(old, P()).to_local() for old in module.buffers()}
-    for each in module.modules():
-        each._parameters.update(
-            {name: parameters[old] for name, old in each._parameters.items() if old is not None}
+    for owner in module.modules():
+        owner._parameters.update(
+            {name: parameters[old] for name, old in owner._parameters.items() if old is not None}
         )
-        each._buffers.update(
-            {name: buffers[old] for name, old in each._buffers.items() if old is not None}
+        owner._buffers.update(
+            {name: buffers[old] for name, old in owner._buffers.items() if old is not None}
         )
 
 

@@ -122,7 +122,7 @@ def refute(
         faults += [differ(total(column), other, tolerance, why) for other in others]
         expected = () if meant is None else (meant,)
         why = "the sum is not the operation on the sums"
-        faults += [differ(total(column), each, tolerance, why) for each in expected]
+        faults += [differ(total(column), other, tolerance, why) for other in expected]
     return next((fault for fault in faults if fault is not None), None)
 
 

@@ -26,7 +26,7 @@ class Validation:
         """Formats the claims, one per line."""
         lines = [f"{self.name}: {len(self.shown)} claims hold in {self.tried} runs"]
         lines += [f"  {claim}" for claim in self.shown]
-        return "\n".join(lines + [f"  refused: {each}" for each in self.refused])
+        return "\n".join(lines + [f"  refused: {refusal}" for refusal in self.refused])
 
 
 @dataclass

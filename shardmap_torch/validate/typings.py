@@ -119,7 +119,7 @@ def _parameters(function: Callable[..., Any], count: int) -> list[str]:
         except (TypeError, ValueError):  # some builtins have none
             return numbered
         types = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [each.name for each in parameters if each.kind in types]
+        names = [parameter.name for parameter in parameters if parameter.kind in types]
     return [*names[:count], *numbered[len(names) :]]
 
 

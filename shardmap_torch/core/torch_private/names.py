@@ -200,7 +200,7 @@ def unsupported(names: Sequence[PrivateName]) -> UnsupportedTorchError:
     missing = [name for name in names if name.is_missing]
     return UnsupportedTorchError(
         f"shardmap_torch needs private names that torch {torch.__version__} does not have:\n"
-        + "\n".join(f"  {each.path.replace(':', '.')}, for {each.serves}" for each in missing)
+        + "\n".join(f"  {name.path.replace(':', '.')}, for {name.serves}" for name in missing)
         + f"\nKnown to work: torch {KNOWN}. Install one of these, or a newer shardmap_torch."
     )
 

@@ -22,7 +22,7 @@ def read_layout(name: str, word: str, value: TypeLike, allowed: Sequence[str]) -
     """
     layout = as_type(value)
     if layout.kind not in allowed:
-        known = ", ".join({"S": "S(dim)", "P": "Partial"}.get(each, each) for each in allowed)
+        known = ", ".join({"S": "S(dim)", "P": "Partial"}.get(letter, letter) for letter in allowed)
         raise LayerError(f"{name}: {word}={layout} is none of {known}.")
     return layout
 
