@@ -38,20 +38,17 @@ def _make_spec(
 ) -> DTensorSpec:
     assert mesh.device_mesh is not None  # only process-group meshes come here
     placements = placements_of(mesh, spec)
-    sizes = [size * _sharded_by(mesh, spec, dim) for dim, size in enumerate(shape)]
-    strides = list(stride)
+    sizes, strides = list(shape), list(stride)
     for dim, axes in spec.sharded_dims:
+        num_shards = mesh.num_ranks(axes)
+        sizes[dim] *= num_shards
         # The strides of dims outside the sharded one in memory grow by the number of shards.
         strides = [
-            s * mesh.num_ranks(axes) if s > stride[dim] or (s == stride[dim] and k < dim) else s
+            s * num_shards if s > stride[dim] or (s == stride[dim] and k < dim) else s
             for k, s in enumerate(strides)
         ]
     meta = TensorMeta(torch.Size(sizes), tuple(strides), dtype)
     return DTensorSpec(mesh.device_mesh, placements, tensor_meta=meta)
-
-
-def _sharded_by(mesh: Mesh, spec: P, dim: int) -> int:
-    return next((mesh.num_ranks(axes) for at, axes in spec.sharded_dims if at == dim), 1)
 
 
 def wrap(mesh: Mesh, spec: P, local: Tensor) -> DTensor:

@@ -118,12 +118,9 @@ class Elementwise(Optimizer):
         locals_ = [_locals_like(column, leaves, is_plain) for column in columns]
         dtypes = [self.state_dtype or p.dtype for p in leaves]
         own = leaves if is_plain else _locals(leaves)
-        wide = [_widened(column, dtypes) for column in (own, *locals_)]
+        wide = [_cast(column, dtypes) for column in (own, *locals_)]
         moved, moments = self.step(wide[0], wide[1], wide[2:], at)
-        moved = [
-            m if m.dtype is p.dtype else m.to(p.dtype) for m, p in zip(moved, leaves, strict=True)
-        ]
-        updated = (moved, *moments)
+        updated = (_cast(moved, [p.dtype for p in leaves]), *moments)
         if not is_plain:
             updated = tuple([list(map(placed_like, column, leaves)) for column in updated])
         trees = [unflatten(structure, column) for column in updated[1:]]
@@ -211,7 +208,7 @@ def _like(
     return leaves
 
 
-def _widened(column: Tensors, dtypes: Sequence[torch.dtype]) -> Tensors:
+def _cast(column: Tensors, dtypes: Sequence[torch.dtype]) -> Tensors:
     return [x if x.dtype is to else x.to(to) for x, to in zip(column, dtypes, strict=True)]
 
 
