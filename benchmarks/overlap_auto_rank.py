@@ -24,7 +24,7 @@ from shardmap_torch.kernels import (
 Layer: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Action: TypeAlias = Callable[[], object]
 
-PIECE = 0.01  # Seconds; what is timed at once, so that neither clock nor barrier counts.
+PIECE_SECONDS = 0.01  # What is timed at once, so that neither clock nor barrier counts.
 
 # Whether the layer is a column layer, which mirrors the others; the composition; the operation.
 LAYERS: dict[str, tuple[bool, Layer, Layer]] = {
@@ -119,7 +119,7 @@ def measure(actions: dict[str, Action], limits: Limits) -> dict[str, Any]:
     plan = last_plan()
     assert plan is not None
     once = max(slowest({name: timed(run, 1)[0] for name, run in actions.items()}).values())
-    calls = max(1, round(PIECE / once))
+    calls = max(1, round(PIECE_SECONDS / once))
     kept: list[dict[str, float]] = []
     cpu: list[dict[str, float]] = []
     deadline = time.time() + limits.seconds

@@ -1,4 +1,4 @@
-"""Terminal output of the demo: progress, a curve, and how values are sharded."""
+"""What the demo shows: a progress bar in the terminal, and a drawing of the losses."""
 
 from pathlib import Path
 

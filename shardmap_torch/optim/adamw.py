@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import OptimizerError, show
-from shardmap_torch.optim.lists import Tensors, as_number, each, each_own
+from shardmap_torch.optim.lists import Tensors, as_number, foreach, foreach_in_place
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
 from shardmap_torch.optim.schedules import Rate
 
@@ -73,12 +73,12 @@ class _AdamW(Elementwise):
         self, params: Tensors, grads: Tensors, moments: list[Tensors], at: Step
     ) -> tuple[Tensors, list[Tensors]]:
         beta1, beta2 = self.betas
-        mean = each("lerp", moments[0], grads, 1 - beta1)
-        square = each("mul", moments[1], beta2)
-        square = each_own("addcmul", square, grads, grads, value=1 - beta2)
+        mean = foreach("lerp", moments[0], grads, 1 - beta1)
+        square = foreach("mul", moments[1], beta2)
+        square = foreach_in_place("addcmul", square, grads, grads, value=1 - beta2)
         scale = torch.rsqrt(1 - beta2**at.number)
-        denominator = each_own("mul", each("sqrt", square), scale)
-        denominator = each_own("add", denominator, self.eps)
+        denominator = foreach_in_place("mul", foreach("sqrt", square), scale)
+        denominator = foreach_in_place("add", denominator, self.eps)
         amount = as_number(-at.lr / (1 - beta1**at.number))
         return _moved(params, at, amount, mean, denominator), [mean, square]
 
@@ -88,17 +88,17 @@ def _moved(
 ) -> Tensors:
     """Returns params * (1 - lr * decay) + amount * mean / denominator, in few passes."""
     scalars = {"value": amount} if isinstance(amount, float) else {}
-    change = mean if scalars else each("mul", mean, amount)
+    change = mean if scalars else foreach("mul", mean, amount)
     result = list(params)
     for decays in (True, False):
         places = [place for place, decay in enumerate(at.decays) if bool(decay) == decays]
         own = [params[place] for place in places]
         step = [[column[place] for place in places] for column in (change, denominator)]
         if decays and places:
-            shrunk = each("mul", own, 1 - at.lr * at.decays[places[0]])
-            moved = each_own("addcdiv", shrunk, *step, **scalars)
+            shrunk = foreach("mul", own, 1 - at.lr * at.decays[places[0]])
+            moved = foreach_in_place("addcdiv", shrunk, *step, **scalars)
         else:
-            moved = each("addcdiv", own, *step, **scalars)
+            moved = foreach("addcdiv", own, *step, **scalars)
         for place, value in zip(places, moved, strict=True):
             result[place] = value
     return result

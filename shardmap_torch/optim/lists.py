@@ -1,4 +1,4 @@
-"""Element-wise arithmetic on lists of tensors, by torch's fused `_foreach` operators."""
+"""Tensors and numbers of optimizers: fused arithmetic on lists, scalars, shards as DTensors."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,14 +19,14 @@ _NUMBERS: Final = frozenset(
 )
 
 
-def each(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: float) -> Tensors:
+def foreach(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: float) -> Tensors:
     """Applies the operator `torch.<name>` at every position of the operands that are lists.
 
     Runs `torch._foreach_<name>`, one kernel for many tensors on CUDA, and one operator after the
     other under functorch transforms, for which torch has no batching rules of these.
 
     Example:
-        >>> each("add", [torch.ones(1)], [torch.ones(1)], alpha=2.0)
+        >>> foreach("add", [torch.ones(1)], [torch.ones(1)], alpha=2.0)
         [tensor([3.])]
     """
     lists = [operand for operand in operands if isinstance(operand, list)]
@@ -41,15 +41,15 @@ def each(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: flo
     ]
 
 
-def each_own(
+def foreach_in_place(
     name: str, own: Tensors, *operands: Sequence[Tensor] | Tensor | float, **scalars: float
 ) -> Tensors:
-    """Maps like `each`, in place in the first operand, whose memory must not be shared.
+    """Maps like `foreach`, in place in the first operand, whose memory must not be shared.
 
     New memory costs more than the arithmetic of an optimizer: the OS kernel has to clear its pages.
     """
     if not own or _is_transformed((own, *operands)):
-        return each(name, own, *operands, **scalars)
+        return foreach(name, own, *operands, **scalars)
     _fused(f"_foreach_{name}_", (own, *operands), scalars)
     return own
 

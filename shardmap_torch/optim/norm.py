@@ -15,7 +15,7 @@ from shardmap_torch.core.tree import Tree, closed, flatten, opened
 from shardmap_torch.errors import OptimizerError, SpecError, show
 from shardmap_torch.ops import all_reduce
 from shardmap_torch.optim.leaves import Leaves, match_leaves
-from shardmap_torch.optim.lists import each, is_number, placed_like
+from shardmap_torch.optim.lists import foreach, is_number, placed_like
 from shardmap_torch.spec import P
 from shardmap_torch.types import I
 
@@ -113,7 +113,7 @@ def clip_by_global_norm(
     leaves, structure = opened(tree)
     dtypes = {leaf.dtype for leaf in leaves}
     if len(dtypes) == 1 and not any([isinstance(leaf, DTensor) for leaf in leaves]):
-        scaled = each("mul", leaves, scale.to(dtypes.pop()))
+        scaled = foreach("mul", leaves, scale.to(dtypes.pop()))
     else:
         scaled = [placed_like(_local(leaf) * scale.to(leaf.dtype), leaf) for leaf in leaves]
     clipped: X = closed(tree, structure, scaled)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from shardmap_torch.errors import OptimizerError
-from shardmap_torch.optim.lists import Tensors, each
+from shardmap_torch.optim.lists import Tensors, foreach
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
 from shardmap_torch.optim.schedules import Rate
 
@@ -77,25 +77,25 @@ class _SGD(Elementwise):
         grads = self._with_decay(params, grads, at)
         change = grads
         if moments:
-            kept = each("mul", moments[0], self.momentum)
-            moments = [each("add", kept, self._dampened(grads, at))]
+            kept = foreach("mul", moments[0], self.momentum)
+            moments = [foreach("add", kept, self._dampened(grads, at))]
             change = moments[0]
             if self.nesterov:
-                change = each("add", grads, each("mul", moments[0], self.momentum))
-        return each("sub", params, each("mul", change, at.lr)), moments
+                change = foreach("add", grads, foreach("mul", moments[0], self.momentum))
+        return foreach("sub", params, foreach("mul", change, at.lr)), moments
 
     def _dampened(self, grads: Tensors, at: Step) -> Tensors:
         """Scales gradients by 1 - dampening, except in the first step, like torch's SGD."""
         if not self.dampening:
             return grads
-        return each("mul", grads, torch.where(at.number == 1, 1.0, 1 - self.dampening))
+        return foreach("mul", grads, torch.where(at.number == 1, 1.0, 1 - self.dampening))
 
     def _with_decay(self, params: Tensors, grads: Tensors, at: Step) -> Tensors:
         places = [place for place, amount in enumerate(at.decays) if amount]
         result = list(grads)
         if places:
             own = [grads[i] for i in places], [params[i] for i in places]
-            added = each("add", *own, alpha=self.weight_decay)
+            added = foreach("add", *own, alpha=self.weight_decay)
             for place, grad in zip(places, added, strict=True):
                 result[place] = grad
         return result
