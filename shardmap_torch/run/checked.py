@@ -160,15 +160,15 @@ class Checked:
         return self._verdicts.get(key, lambda: self._know(key, call))
 
     def _know(self, key: Signature, call: Call) -> "_Known":
-        # torch's checkpoint, around the call, would keep or recompute what the check computes.
-        with autograd_state.set_aside(), postponing_full_collections():
-            return _Known(self._make(key, call))
+        known = self._history.find(key, call)
+        if known is None:
+            # torch's checkpoint, around the call, would keep or recompute what the check computes.
+            with autograd_state.set_aside(), postponing_full_collections():
+                known = self._make(key, call)
+        return _Known(known)
 
     def _make(self, key: Signature, call: Call) -> Verdict:
-        """A verdict for all sizes like those of the call, or else for these alone."""
-        known = self._history.find(key, call)
-        if known is not None:
-            return known
+        """Checks a call, for all sizes like its own or else for these alone."""
         if self._calls <= 1:
             watch_remaking(self, self._name, call.function)
         # Each rank would have to run the body once for each item of the batch.
