@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -56,6 +56,7 @@ def by_name(loss: Tensor, grads: Params) -> dict[str, Tensor]:
     return {"loss": loss} | {".".join(map(str, path)): leaf for path, leaf in named}
 
 
+@cache
 def on_one_device(config: Config = CONFIG) -> dict[str, Tensor]:
     return by_name(*plain.loss_and_grads(params(config), batch(), config.num_microbatches))
 
@@ -213,6 +214,11 @@ def train_with_torch(weights: Params, steps: int) -> list[float]:
     return losses
 
 
+@cache
+def trained_on_one_device() -> list[float]:
+    return train(None)
+
+
 def test_the_whole_step_is_well_typed_with_its_optimiser() -> None:
     optimizer = optimizer_of(CONFIG)
     weights = params()
@@ -229,7 +235,7 @@ def train_on(sizes: tuple[int, int]) -> list[float]:
 @pytest.mark.parametrize("strategy", sampled(["vmap", "ranks"], "vmap"))
 def test_training_on_a_simulated_mesh_has_the_losses_of_one_device(strategy: Any) -> None:
     losses = train(make_mesh((2, 4), AXES, simulate=strategy))
-    assert losses == pytest.approx(train(None), rel=EXACT)
+    assert losses == pytest.approx(trained_on_one_device(), rel=EXACT)
     assert losses[-1] < losses[0]
 
 
@@ -238,7 +244,7 @@ def test_training_on_processes_has_the_losses_of_one_device(
     gloo: Gloo, sizes: tuple[int, int]
 ) -> None:
     for losses in gloo(sizes[0] * sizes[1]).run(train_on, sizes):
-        assert losses == pytest.approx(train(None), rel=EXACT)
+        assert losses == pytest.approx(trained_on_one_device(), rel=EXACT)
 
 
 @pytest.mark.slow
@@ -276,7 +282,7 @@ def test_layers_that_overlap_have_the_losses_of_layers_that_do_not(
     num_columns, num_rows = 2 * CONFIG.layers + 1, 2 * CONFIG.layers
     for losses, plain_losses, plans in gloo(sizes[0] * sizes[1]).run(train_overlapped, sizes):
         assert losses == pytest.approx(plain_losses, rel=EXACT)
-        assert losses == pytest.approx(train(None), rel=EXACT)
+        assert losses == pytest.approx(trained_on_one_device(), rel=EXACT)
         assert Counter(plans) == {
             "all_gather_matmul: True": 4 * num_columns,
             "all_gather_matmul backward: True": 4 * num_columns,
@@ -410,7 +416,7 @@ def train_by(parallel: str) -> list[float]:
 def test_training_with_sharded_parameters_or_moments_or_layers_has_the_losses_of_one_device(
     parallel: str,
 ) -> None:
-    assert train_by(parallel) == pytest.approx(train(None), rel=EXACT)
+    assert train_by(parallel) == pytest.approx(trained_on_one_device(), rel=EXACT)
 
 
 @pytest.mark.slow
@@ -419,7 +425,7 @@ def test_training_by_every_choice_on_processes_has_the_losses_of_one_device(
     parallel: str, gloo: Gloo
 ) -> None:
     for losses in gloo(4).run(train_by, parallel):
-        assert losses == pytest.approx(train(None), rel=EXACT)
+        assert losses == pytest.approx(trained_on_one_device(), rel=EXACT)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,11 @@ from shardmap_torch.kernels.planning.schedule import Chunk, Message
 from shardmap_torch.kernels.transports.executor import Choice, Gather
 from shardmap_torch.kernels.transports.protocol import Channel, Steps, Transport
 from tests.kernels.support.virtual_network import VirtualNetwork, VirtualTransport
+from tests.support.fuzzing import sampled
 
 INSTANT = Fabric(latency=1e-6, bandwidth=1e9, flops=1e9)
-RANKS = range(1, 17)
+# Odd, even, powers of two, and the largest; `make fuzz` takes the others too.
+RANKS = sampled(range(1, 17), 1, 2, 3, 4, 7, 16)
 CASES = [  # Global shape of x, the dim that is sharded, parts; every dim is a multiple of lengths.
     pytest.param((6,), (4,), 0, 1, id="tokens"),
     pytest.param((5,), (3,), 0, 4, id="uneven parts"),
@@ -34,11 +36,17 @@ CASES = [  # Global shape of x, the dim that is sharded, parts; every dim is a m
     pytest.param((3,), (4,), -1, 2, id="features"),
     pytest.param((2, 3), (3,), 2, 3, id="features, batch first"),
 ]
-SMALL = (1, 2, 3, 4)  # And 7, the others being slow tests.
+SMALL = (1, 2, 3, 4)
+
+
+def marks_of(ranks: int) -> tuple[pytest.MarkDecorator, ...]:
+    if ranks == 16:
+        return (pytest.mark.slow,)
+    return () if ranks in (*SMALL, 7) else (pytest.mark.fuzz,)
 
 
 def cases(exhaustive: tuple[str, ...]) -> pytest.MarkDecorator:
-    """All cases on few ranks, the named ones on 1 to 16."""
+    """All cases on few ranks, the named ones on 1 to 16, some of them in `make fuzz` only."""
     return pytest.mark.parametrize(
         ("leading", "features", "dim", "num_parts", "num_ranks"),
         [
@@ -46,10 +54,10 @@ def cases(exhaustive: tuple[str, ...]) -> pytest.MarkDecorator:
                 *case.values,
                 ranks,
                 id=f"{case.id}, {ranks} ranks",
-                marks=() if ranks in (*SMALL, 7) else pytest.mark.slow,
+                marks=marks_of(ranks),
             )
             for case in CASES
-            for ranks in (RANKS if case.id in exhaustive else SMALL)
+            for ranks in (range(1, 17) if case.id in exhaustive else SMALL)
         ],
     )
 
@@ -327,7 +335,7 @@ def on_meta(*shape: int) -> Tensor:
 BALANCED = Fabric(latency=1e-6, bandwidth=1e9, flops=4e11, memory=1e12)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("num_ranks", sampled([2, 3, 4, 8, 16], 2, 3, 8))
 @pytest.mark.parametrize("num_parts", [1, 2, 8])
 @pytest.mark.parametrize("columns", [256, 4096])
 def test_predicted_gather_time_is_the_longer_of_the_two_and_one_chunk(
