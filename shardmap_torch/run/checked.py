@@ -34,7 +34,6 @@ from shardmap_torch.run.agree import Description, agree, describe, refused
 from shardmap_torch.run.runtimes import is_simulated, runtime_of
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.run.safety.guarded import guarded
-from shardmap_torch.run.safety.ignored import counting_all
 from shardmap_torch.run.safety.own_state import own_state
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.purity import Before, verify_purely
@@ -128,6 +127,8 @@ class Checked:
                 late = partial(self._stop, processes, _LATE)
                 applied = verdict.apply(call, late)
                 if verdict.traits.averages:
+                    from shardmap_torch.run.safety.ignored import counting_all
+
                     applied = replace(applied, function=counting_all(call.name, call.function))
                 if verdict.altered:
                     self._verdicts.forget(key)  # it is about the objects that were changed

@@ -1,9 +1,13 @@
-"""Verifies one path through a body: its forward and derived backward against its specs."""
+"""Verifies one path through a body: its forward and derived backward against its specs.
+
+What compares it with the program on one device is imported where global strictness asks for it: it
+is a fourth of the checker.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,14 +28,6 @@ from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.rules.infer import is_real
-from shardmap_torch.checker.spmd.recorder import Recorder
-from shardmap_torch.checker.spmd.regions import (
-    AxesRelation,
-    ProgramRelation,
-    RecordNeededError,
-    Records,
-    RegionRecorder,
-)
 from shardmap_torch.checker.verify.backward import PullBack, record_backward
 from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape, local_shape
 from shardmap_torch.checker.verify.merge import is_raised_by_body
@@ -45,6 +41,9 @@ from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardMapError, ShardTypeError, SpecError
 from shardmap_torch.types import AxisType, K, R
+
+if TYPE_CHECKING:
+    from shardmap_torch.checker.spmd.regions import Records
 
 Strictness: TypeAlias = Literal["local", "global"] | frozenset[str]
 """A set has the axes over which it is "global"; over the others it is "local"."""
@@ -77,7 +76,7 @@ def verify_path(request: Request, branches: Branches) -> PathOutcome:
     """Verifies one path, a second time with another type of K results if the first fails."""
     is_local = request.strictness == "local"
     one = None if is_local else _on_one_device(request, branches.again())
-    records = Records(lambda axes: _record_regions(request, branches.again(), axes))
+    records = None if is_local else _records(request, branches)
     try:
         try:
             return _verify(request, branches, K, one, records)
@@ -100,9 +99,13 @@ def _verify(
     branches: Branches,
     uncommitted: AxisType,
     one: OneDevice | None,
-    records: Records,
+    records: "Records | None",
 ) -> PathOutcome:
     """Verifies once, after what regions need has been recorded."""
+    if records is None:
+        return _Verification(request, branches, uncommitted, one).run()
+    from shardmap_torch.checker.spmd.regions import RecordNeededError
+
     while True:
         try:
             return _Verification(request, branches, uncommitted, one, records).run()
@@ -113,6 +116,8 @@ def _verify(
 
 def _on_one_device(request: Request, branches: Branches) -> OneDevice:
     """Interprets the same path where every axis that is compared has one rank."""
+    from shardmap_torch.checker.spmd.recorder import Recorder
+
     steps = Recorder()
     verification, failure = _record(request, branches, steps, _uncompared(request))
     return OneDevice(steps, branches.taken, verification.numbers, failure, verification.runs)
@@ -133,13 +138,27 @@ def _uncompared(request: Request) -> frozenset[str]:
     return frozenset(mesh.axis_names) - set(mesh.finest(sorted(request.strictness)))
 
 
-def _record_regions(
-    request: Request, branches: Branches, axes: frozenset[str]
-) -> tuple[RegionRecorder, Exception | None]:
-    """Interprets the path where only `axes` have several ranks, and records its regions."""
-    regions = RegionRecorder()
-    _, failure = _record(request, branches, regions, axes)
-    return regions, failure
+def _records(request: Request, branches: Branches) -> "Records":
+    """Returns the regions of the path, recorded on demand where only some axes have ranks."""
+    from shardmap_torch.checker.spmd.regions import Records, RegionRecorder
+
+    def record(axes: frozenset[str]) -> tuple[RegionRecorder, Exception | None]:
+        regions = RegionRecorder()
+        _, failure = _record(request, branches.again(), regions, axes)
+        return regions, failure
+
+    return Records(record)
+
+
+def _relation(
+    interpreter: Interpreter, one: OneDevice, records: "Records", axes: frozenset[str]
+) -> Observer:
+    """Returns what compares a path with the program on one device; over `axes` nothing is."""
+    from shardmap_torch.checker.spmd.regions import AxesRelation, ProgramRelation
+
+    if axes:
+        return AxesRelation(interpreter, one.steps, axes)
+    return ProgramRelation(interpreter, one.steps, records)
 
 
 def _record(
@@ -192,7 +211,7 @@ class _Verification:
         branches: Branches,
         uncommitted: AxisType,
         one: OneDevice | None,
-        records: Records | None = None,
+        records: "Records | None" = None,
     ) -> None:
         call = request.call
         self._request, self._call = request, call
@@ -206,11 +225,8 @@ class _Verification:
         if one is not None and spots is not None:
             spots.all_runs = one.runs
         if one is not None and records is not None and one.failure is None:
-            axes = _uncompared(request)
-            self._interpreter.observer = (
-                AxesRelation(self._interpreter, one.steps, axes)
-                if axes
-                else ProgramRelation(self._interpreter, one.steps, records)
+            self._interpreter.observer = _relation(
+                self._interpreter, one, records, _uncompared(request)
             )
         self._backend = AbstractBackend(self._interpreter, request.repair, request.readings)
 

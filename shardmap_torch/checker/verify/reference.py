@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from shardmap_torch.checker.ir.paths import Branch
 from shardmap_torch.checker.ir.repairs import Spot
-from shardmap_torch.checker.spmd.recorder import Recorder
 from shardmap_torch.errors import ShardTypeError
+
+if TYPE_CHECKING:
+    from shardmap_torch.checker.spmd.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class OneDevice:
         runs: how often each call has run, if a repair is tried.
     """
 
-    steps: Recorder
+    steps: "Recorder"
     branches: Sequence[Branch]
     numbers: Sequence[str]
     failure: Exception | None

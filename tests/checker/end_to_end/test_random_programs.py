@@ -178,7 +178,7 @@ PLANTED: Final[dict[str, Callable[[], Any]]] = {
 }
 
 
-QUICKLY_SEEN: Final = ("sums of equal values", "R taken for I")
+QUICKLY_SEEN: Final = ("sums of equal values", "P under any operation")
 
 
 @pytest.mark.slow
