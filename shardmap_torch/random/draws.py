@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.threefry import threefry
 from shardmap_torch.errors import ShardMapError
+from shardmap_torch.random.blocks import threefry
 from shardmap_torch.random.keys import Key, check_key
 from shardmap_torch.random.positions import positions
 from shardmap_torch.spec import P

@@ -6,10 +6,10 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.threefry import threefry
 from shardmap_torch.errors import ShardMapError
 from shardmap_torch.ops import axis_index
 from shardmap_torch.ops.arguments import Axis
+from shardmap_torch.random.blocks import threefry
 
 Key: TypeAlias = Tensor
 """An int64 scalar tensor, all of whose 64 bits count."""

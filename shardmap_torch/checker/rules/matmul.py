@@ -4,7 +4,6 @@ from typing import Final
 
 from shardmap_torch.checker.rules.builders import SELF, each, merged, product, sums
 from shardmap_torch.checker.rules.rule import Row
-from shardmap_torch.core.grouped import grouped_matmul, grouped_outer
 
 MATMUL: Final = merged(
     each(product("self", "mat2"), "mm bmm"),
@@ -55,8 +54,8 @@ LINALG: Final = merged(
 
 # In each group a product; the sizes of the groups select rows.
 GROUPED: Final = {
-    grouped_matmul._opoverload: product("rows", "weights"),
-    grouped_outer._opoverload: product("left", "right"),
+    "shardmap_torch.grouped_matmul.default": product("rows", "weights"),
+    "shardmap_torch.grouped_outer.default": product("left", "right"),
 }
 
-ROWS: Final = merged(MATMUL, CONVOLUTION, LINALG, GROUPED)
+ROWS: Final = merged(MATMUL, CONVOLUTION, LINALG)

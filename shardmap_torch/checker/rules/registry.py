@@ -8,9 +8,11 @@ from typing import Any, Final
 import torch
 
 from shardmap_torch.checker.rules.builders import merged
+from shardmap_torch.checker.rules.factories import COUNTED
 from shardmap_torch.checker.rules.factories import ROWS as MAKE
 from shardmap_torch.checker.rules.foreach import ROWS as FOREACH
 from shardmap_torch.checker.rules.layout import ROWS as LAYOUT
+from shardmap_torch.checker.rules.matmul import GROUPED
 from shardmap_torch.checker.rules.matmul import ROWS as MATMUL
 from shardmap_torch.checker.rules.nn import ROWS as NN
 from shardmap_torch.checker.rules.pointwise import ROWS as BASIC
@@ -21,7 +23,10 @@ from shardmap_torch.errors import ShardTypeError, show
 TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType(
     merged(BASIC, MATMUL, LAYOUT, NN, MAKE, FOREACH)
 )
-"""All rows; the families do not overlap."""
+"""All rows of torch's operators; the families do not overlap."""
+
+OWN: Final[Mapping[str, Row]] = MappingProxyType({**COUNTED, **GROUPED})
+"""Rows of this package's operators, by name: what first uses them defines them."""
 
 JOIN: Final = Row()
 """The row of a deterministic operation about which nothing more is known: P is refused."""
@@ -83,7 +88,7 @@ def row_of(op: OpOverload) -> Row | None:
 
     An in-place or `out=` overload without a row has the row of the functional one.
     """
-    found = TABLE.get(op) or _REGISTERED.get(op)
+    found = TABLE.get(op) or _REGISTERED.get(op) or OWN.get(str(op))
     if found is None and op._schema.is_mutable:
         found = next((TABLE[other] for other in functional(op) if other in TABLE), None)
     if found is None and op.namespace in ("aten", "prims"):

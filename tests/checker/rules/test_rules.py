@@ -17,9 +17,8 @@ from shardmap_torch.checker.rules import registry
 from shardmap_torch.checker.rules.builders import each, merged
 from shardmap_torch.checker.rules.infer import name_arguments, tensors_of
 from shardmap_torch.checker.rules.nn import HIDDEN_WRITES
-from shardmap_torch.checker.rules.registry import TABLE
 from shardmap_torch.checker.rules.rule import Row
-from tests.checker.support.calls import Call, calls_of, overload, recorded
+from tests.checker.support.calls import Call, calls_of, every_row, overload, recorded
 from tests.checker.support.loosened import (
     HOLDS,
     ROWS,
@@ -84,7 +83,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def test_rows_speak_of_arguments_that_exist() -> None:
-    for op, row in TABLE.items():
+    for op, row in every_row().items():
         assert names_of(row) <= {argument.name for argument in op._schema.arguments}, op
         assert len(row.results) in (0, len(op._schema.returns)), op
 

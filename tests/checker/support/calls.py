@@ -15,6 +15,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+import shardmap_torch.core.grouped
+import shardmap_torch.random.blocks  # noqa: F401 - both define operators
+from shardmap_torch.checker.rules.registry import OWN, TABLE
+from shardmap_torch.checker.rules.rule import Row
+
 PATH: Final = Path(__file__).with_name("calls.json")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -75,6 +80,11 @@ def overload(name: str) -> OpOverload:
     found = getattr(getattr(getattr(torch.ops, namespace), packet), which)
     assert isinstance(found, OpOverload)
     return found
+
+
+def every_row() -> dict[OpOverload, Row]:
+    """All rows, those of this package's own operators too."""
+    return {**TABLE, **{overload(name): row for name, row in OWN.items()}}
 
 
 @cache

@@ -13,9 +13,8 @@ from typing import Final
 import torch
 from torch._ops import OpOverload
 
-from shardmap_torch.checker.rules.registry import TABLE
 from shardmap_torch.checker.rules.rule import Row
-from tests.checker.support.calls import Call, calls_of
+from tests.checker.support.calls import Call, calls_of, every_row
 from tests.checker.support.extra_calls import extra_calls
 from tests.checker.support.mutants import mutants
 from tests.checker.support.page import commit, write
@@ -36,7 +35,7 @@ ON_GPU: Final = frozenset(
 
 ROWS: Final = {
     str(op).removeprefix("aten."): (op, row)
-    for op, row in TABLE.items()
+    for op, row in every_row().items()
     if row.refuse is None and str(op).removeprefix("aten.") not in ON_GPU
 }
 

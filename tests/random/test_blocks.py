@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmap_torch.core import threefry as module
-from shardmap_torch.core.threefry import threefry, threefry_of_ints
+from shardmap_torch.core.threefry import threefry_of_ints
+from shardmap_torch.random import blocks as module
+from shardmap_torch.random.blocks import threefry
 
 # Random123's tests/kat_vectors, threefry 2 32 20: counter, key, result.
 KNOWN = [
