@@ -178,8 +178,8 @@ class Interpreter(Memory):
             self.numbers.branches.fail(distributed_calls.refused(self.name, op))
         if not self.running and running_backward() != NO_BACKWARD:
             raise ShardTypeError(
-                f"{self.name}: a backward was started that the checker did not see start. Use "
-                "torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
+                f"{self.name}: a backward was started that the checker did not see start.\n"
+                "Fix: use torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
                 "Tensor.backward()."
             )
         if self.observer is not UNOBSERVED and running_backward() != NO_BACKWARD:

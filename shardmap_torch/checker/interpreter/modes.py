@@ -349,7 +349,7 @@ def _fill_fields(
     if any(not isinstance(base_of(leaf), FakeTensor) for leaf in leaves):
         raise ShardTypeError(
             f"{interpreter.name}: backward() at {call_site()} would write into the .grad of a "
-            "closed-over tensor. Pass the tensor as an argument, and return its gradient."
+            "closed-over tensor.\nFix: pass the tensor as an argument, and return its gradient."
         )
     watch(interpreter, outputs)
     if interpreter.goes_on(given_seeds):

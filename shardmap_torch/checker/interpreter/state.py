@@ -381,13 +381,13 @@ class Memory:
     def _fakify_tensor(self, real: Tensor) -> Tensor:
         if type(real) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
             raise ShardTypeError(
-                f"{self.name}: the body closes over a {type(real).__name__} at {call_site()}. "
-                "Pass it as an argument."
+                f"{self.name}: the body closes over a {type(real).__name__} at {call_site()}.\n"
+                "Fix: pass it as an argument."
             )
         if real.is_nested or real.is_quantized or real.layout != torch.strided:
             raise ShardTypeError(
                 f"{self.name}: the body closes over a nested, quantized or sparse tensor at "
-                f"{call_site()}. Pass it as a dense one, as an argument."
+                f"{call_site()}.\nFix: pass it as an argument, as a dense tensor."
             )
         # torch reads `.grad`, which is refused in a body.
         with self.paused(), DisableTorchFunction():
