@@ -129,11 +129,11 @@ class Repair:
 
 
 def both(first: Repair, second: Repair) -> Repair:
-    """Combines two repairs into one; where both change one collective, the second does.
+    r"""Combines two repairs into one; where both change one collective, the second does.
 
     Example:
         >>> both(Repair("a", replicate={0: "tp"}), Repair("b", replicate={1: "tp"})).text
-        'a, and b'
+        'a\n  and b'
     """
     changed = second.collectives.keys()
     kept = [each for each in first.parts or (first,) if not each.collectives.keys() & changed]
@@ -144,7 +144,7 @@ def both(first: Repair, second: Repair) -> Repair:
         kept.remove(again[0])
     parts = (*kept, *(second.parts or (second,)))
     return Repair(
-        ", and ".join(part.text for part in parts),
+        "\n  and ".join(part.text for part in parts),
         {place: other for part in parts for place, other in part.collectives.items()},
         {position: axis for part in parts for position, axis in part.replicate.items()},
         _joined([part.exits for part in parts]),
