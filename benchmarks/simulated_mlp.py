@@ -21,7 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
 
 from benchmarks.timing import compare, show, verdict
-from shardmap_torch import I, P, R, all_reduce, convert, make_mesh, shard_map
+from shardmap_torch import I, P, R, all_reduce, convert, grad, make_mesh, shard_map
 
 MLP = Callable[[Tensor, Tensor, Tensor], Tensor]
 How = Literal["vmap", "ranks"]
@@ -44,6 +44,14 @@ def simulated(simulate: How, num_ranks: int) -> MLP:
     mesh = make_mesh((num_ranks,), ("tp",), kind="simulated", simulate=simulate)
     in_specs = (P(invariant="tp"), P(None, "tp"), P("tp"))
     return shard_map(tensor_parallel, mesh=mesh, in_specs=in_specs, out_specs=P())
+
+
+def differentiated(num_ranks: int) -> Callable[..., tuple[Tensor, ...]]:
+    """The gradients, taken by each rank in the body."""
+    mesh = make_mesh((num_ranks,), ("tp",), kind="simulated")
+    specs = (P(invariant="tp"), P(None, "tp"), P("tp"))
+    body = grad(lambda *args: tensor_parallel(*args).sum(), argnums=(0, 1, 2))
+    return shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs)
 
 
 def gradients(mlp: MLP, *args: Tensor) -> tuple[Tensor, ...]:
@@ -71,6 +79,9 @@ def main() -> None:
             torch.testing.assert_close(mlp(x, w1, w2), plain(x, w1, w2), rtol=1e-4, atol=1e-4)
         forward = {name: partial(mlp, x, w1, w2) for name, mlp in mlps.items()}
         backward = {name: partial(gradients, mlp, *leaves) for name, mlp in mlps.items()}
+        if how == "vmap":
+            inside = {f"vmap, {num} ranks, in the body": num for num in NUM_RANKS[how]}
+            backward |= {n: partial(differentiated(num), x, w1, w2) for n, num in inside.items()}
         rows += rows_of("forward", compare(forward, ROUNDS[how]))
         rows += rows_of("gradients", compare(backward, ROUNDS[how]))
     show("64x512x2048 MLP", ("", "", "median", "of unsharded", "target"), rows)

@@ -1,6 +1,7 @@
 """Measures a training step beside its alternatives, prints tables, and writes docs/benchmarks.md.
 
     python -m benchmarks.train_step [--widths 64,256,512] [--rounds 15] [--steps 3] [--out FILE]
+        [--steps-of NAME ...]
 
 The step is the one of examples/gpt: a 4-layer Llama with tensor and sequence parallelism over two
 gloo processes, gradients clipped by their global norm, AdamW. Beside it the same step as Megatron
@@ -13,13 +14,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks.train_step.rank import CONTESTANTS
+from benchmarks.train_step import simulated
+from benchmarks.train_step.rank import CONTESTANTS, ON_PROCESSES
 from benchmarks.train_step.report import header, overhead_sheet, step_sheet
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
@@ -33,8 +35,14 @@ clipped by their global norm, AdamW, checked (the default). *By hand* is the sam
 autograd Functions on raw `torch.distributed`, as Megatron-LM writes them, with gradients of the
 norms' scales summed in one buffer and foreach updates in place. *parallelize_module* is the same
 model as a module that torch shards into DTensors, with `loss_parallel`, `clip_grad_norm_` and
-`torch.optim.AdamW(foreach=True)`. Losses are compared before anything is timed. What a call,
-a check and a simulation cost is in [benchmarks/README.md](../benchmarks/README.md).
+`torch.optim.AdamW(foreach=True)`. *Compiled* steps are multiples of the one by hand whose loss,
+backward and update are compiled by inductor. Losses are compared before anything is timed. What a
+call, a check and a simulation cost is in [benchmarks/README.md](../benchmarks/README.md).
+"""
+
+ABOUT_SIMULATED: Final = """
+All ranks in one process, beside a GPT of torch's own layers on one device, with
+`torch.optim.AdamW`; of that, the loss and its backward are compiled, of ours the whole step.
 """
 
 ABOUT_OVERHEAD: Final = """
@@ -50,22 +58,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--widths", default="64,256,512")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=3, help="steps a round")
-    parser.add_argument("--steps-of", default=",".join(CONTESTANTS), help="which to compare")
+    parser.add_argument("--steps-of", nargs="+", default=list(CONTESTANTS), choices=CONTESTANTS)
     parser.add_argument("--out", type=Path, default=PAGE)
     return parser.parse_args(arguments)
 
 
-def measure_steps(options: argparse.Namespace) -> list[Any]:
-    """Starts the ranks, and reads what the first one prints."""
+def measure_steps(options: argparse.Namespace, names: Container[str], num_ranks: int) -> list[Any]:
+    """Starts the ranks, and reads what the first one prints; those of `names` that are wanted."""
+    chosen = ",".join(each for each in options.steps_of if each in names)
+    if not chosen:
+        return []
     with tempfile.TemporaryDirectory() as folder:
-        numbers = [str(NUM_RANKS), str(options.rounds), str(options.steps)]
-        rest = [f"{folder}/store", options.widths, options.steps_of]
+        numbers = [str(num_ranks), str(options.rounds), str(options.steps)]
+        rest = [f"{folder}/store", options.widths, chosen]
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.train_step.rank"]
         ranks = [
             subprocess.Popen(
                 [*command, str(rank), *numbers, *rest], stdout=subprocess.PIPE, text=True
             )
-            for rank in range(NUM_RANKS)
+            for rank in range(num_ranks)
         ]
         printed = [process.communicate()[0] for process in ranks]
     failed = [rank for rank, process in enumerate(ranks) if process.returncode]
@@ -85,12 +96,15 @@ def main() -> None:
     """Measures, prints and writes."""
     options = parse()
     about = "\n".join(header(options.rounds, options.steps))
-    steps, overhead = step_sheet(measure_steps(options)), overhead_sheet(measure_overhead())
+    steps = step_sheet("A training step", measure_steps(options, ON_PROCESSES, NUM_RANKS))
+    alone = step_sheet("The step on simulated meshes", measure_steps(options, simulated.STEPS, 1))
+    overhead = overhead_sheet(measure_overhead())
     console = Console()
     console.print(about, markup=False, highlight=False)
-    for sheet in (steps, overhead):
+    for sheet in (steps, alone, overhead):
         sheet.show(console)
-    parts = [INTRODUCTION, about + "\n", steps.markdown(), overhead.markdown() + ABOUT_OVERHEAD]
+    tables = [steps.markdown(), alone.markdown() + ABOUT_SIMULATED]
+    parts = [INTRODUCTION, about + "\n", *tables, overhead.markdown() + ABOUT_OVERHEAD]
     options.out.write_text("\n".join(parts))
     console.print(f"wrote {options.out}", markup=False, highlight=False)
 

@@ -109,7 +109,8 @@ def _logits(params: Params, tokens: Tensor) -> Tensor:
     return _column(_norm(x, params["final_norm"]), params["unembedding"])
 
 
-def _loss(params: Params, batch: Tensor) -> Tensor:
+def loss(params: Params, batch: Tensor) -> Tensor:
+    """Mean nats a token."""
     logits, targets = _logits(params, batch[:, :-1]), batch[:, 1:]
     largest = logits.detach().amax(-1, keepdim=True)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -131,7 +132,7 @@ def _shard(name: str, value: Tensor) -> Tensor:
     return value.contiguous().clone().requires_grad_()
 
 
-class _Training:
+class Training:
     """Local parameters, split into those that are sharded and those that are not, and moments."""
 
     def __init__(self, setting: Setting) -> None:
@@ -149,8 +150,9 @@ class _Training:
         self.steps = 0
 
     def step(self) -> Tensor:
-        loss = _loss(self.params, self.batch)
-        grads = list(torch.autograd.grad(loss, self.all))
+        """Updates all in place; the loss before."""
+        value = loss(self.params, self.batch)
+        grads = list(torch.autograd.grad(value, self.all))
         with torch.no_grad():
             sharded = grads[: len(self.matrices)]
             flat = torch.cat([g.flatten() for g in grads[len(sharded) :]])
@@ -160,7 +162,7 @@ class _Training:
             grads = [*sharded, *(g.view_as(p) for g, p in pairs)]
             self._clip(sharded, flat, grads)
             self._update(grads)
-        return loss.detach()
+        return value.detach()
 
     def _clip(self, sharded: list[Tensor], flat: Tensor, grads: list[Tensor]) -> None:
         square = torch.stack(torch._foreach_norm(sharded)).square().sum()
@@ -183,4 +185,4 @@ class _Training:
 
 def make(setting: Setting) -> Step:
     """Each rank keeps its own shards as plain tensors."""
-    return _Training(setting).step
+    return Training(setting).step

@@ -7,13 +7,18 @@ from benchmarks.train_step.setting import STEPS, WARMUP, Setting, Step
 from examples.gpt import model
 from examples.gpt.optim import make_optimizer
 from examples.gpt.step import sharded_step
-from shardmap_torch import P, device_put, make_mesh
+from shardmap_torch import Mesh, P, device_put, make_mesh
+
+AXES = "dp", "tp"
 
 
-def make(setting: Setting) -> Step:
+def make(setting: Setting, compiles: bool = False) -> Step:
+    """Makes it for the process group, with tensor parallelism."""
+    return on(make_mesh((1, torch.distributed.get_world_size()), AXES), setting, compiles)
+
+
+def on(mesh: Mesh, setting: Setting, compiles: bool) -> Step:
     """Parameters and state lie on the mesh before the first step, as in the example."""
-    num_ranks = torch.distributed.get_world_size()
-    mesh = make_mesh((1, num_ranks), ("dp", "tp"))
     specs = model.specs(setting.config)
     params = setting.params()
     optimizer = make_optimizer(setting.config, STEPS, WARMUP)
@@ -21,6 +26,8 @@ def make(setting: Setting) -> Step:
     params = device_put(params, mesh, specs)
     batch = device_put(setting.batch(), mesh, P("dp"))
     step = sharded_step(mesh, setting.config, optimizer)
+    if compiles:
+        step = torch.compile(step, fullgraph=True, dynamic=False)
 
     def run() -> Tensor:
         nonlocal params, state

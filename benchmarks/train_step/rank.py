@@ -10,14 +10,18 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.train_step import handwritten, modules, ours
+from benchmarks.train_step import compiled, handwritten, modules, ours, simulated
 from benchmarks.train_step.setting import Setting, Step
 
-CONTESTANTS: Final[Mapping[str, Callable[[Setting], Step]]] = {
+ON_PROCESSES: Final[Mapping[str, Callable[[Setting], Step]]] = {
     "by hand": handwritten.make,
     "ours": ours.make,
     "parallelize_module": modules.make,
+    "by hand (compiled)": compiled.by_hand,
+    "ours (compiled)": partial(ours.make, compiles=True),
 }
+
+CONTESTANTS: Final[Mapping[str, Callable[[Setting], Step]]] = {**ON_PROCESSES, **simulated.STEPS}
 
 Samples = dict[str, list[list[float]]]
 """Wall and processor seconds of a step, by contestant and round, the mean of the ranks."""

@@ -2,23 +2,31 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from benchmarks.sheets import Sheet, Spread, machine, ratios
 
+COMPILED: Final = "(compiled)"
+"""End of the names of compiled contestants."""
 
-def step_sheet(measured: Sequence[Mapping[str, object]]) -> Sheet:
-    """The training step, by width: each contestant as a multiple of the first, in each round."""
+
+def step_sheet(title: str, measured: Sequence[Mapping[str, object]]) -> Sheet:
+    """The training step, by width: each contestant as a multiple of the first, in each round.
+
+    Of the first that is compiled, if it is compiled itself.
+    """
     rows = []
     for each in measured:
         samples = each["samples"]
         assert isinstance(samples, dict)
-        base = next(iter(samples.values()))
         for name, rounds in samples.items():
+            alike = [each for each in samples if each.endswith(COMPILED) == name.endswith(COMPILED)]
+            base = samples[alike[0]]
             milliseconds = 1e3 * statistics.median(taken[1] for taken in rounds)
             wall, processor = (str(ratios(rounds, base, at)) for at in (0, 1))
             rows.append((str(each["width"]), name, wall, processor, f"{milliseconds:.1f}"))
     columns = ("width", "step", "wall time", "processor time", "processor ms a rank")
-    return Sheet("A training step", columns, tuple(rows))
+    return Sheet(title, columns, tuple(rows))
 
 
 def overhead_sheet(measured: Mapping[str, Sequence[Sequence[float]]]) -> Sheet:

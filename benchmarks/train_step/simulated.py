@@ -1,0 +1,52 @@
+"""The step on simulated meshes, in one process, and that of examples/gpt's model on one device."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+import optree
+import torch
+from torch import Tensor
+
+from benchmarks.train_step import ours
+from benchmarks.train_step.setting import BETAS, DECAY, MAX_NORM, PEAK, Setting, Step, rate
+from examples.gpt import plain
+from shardmap_torch import make_mesh
+
+
+def one_device(setting: Setting, compiles: bool = False) -> Step:
+    """Makes the step of torch's own layers and optimizer; `compiles`: the loss and its backward."""
+    params = optree.tree_map(Tensor.requires_grad_, setting.params())
+    leaves, batch = optree.tree_leaves(params), setting.batch()
+    groups = [
+        {"params": [p for p in leaves if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in leaves if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, PEAK, BETAS, foreach=True)
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate(n + 1) / PEAK)
+    loss_of = torch.compile(plain.loss, fullgraph=True, dynamic=False) if compiles else plain.loss
+
+    def run() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = loss_of(params, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(leaves, MAX_NORM, foreach=True)
+        optimizer.step()
+        warm.step()
+        return loss.detach()
+
+    return run
+
+
+def on_mesh(shape: tuple[int, int], setting: Setting, compiles: bool = False) -> Step:
+    """Makes our step on a simulated mesh."""
+    return ours.on(make_mesh(shape, ours.AXES, kind="simulated"), setting, compiles)
+
+
+STEPS: Final[Mapping[str, Callable[[Setting], Step]]] = {
+    "one device": one_device,
+    "simulated 1x1": partial(on_mesh, (1, 1)),
+    "simulated 2x4": partial(on_mesh, (2, 4)),
+    "one device (compiled)": partial(one_device, compiles=True),
+    "simulated 2x4 (compiled)": partial(on_mesh, (2, 4), compiles=True),
+}
