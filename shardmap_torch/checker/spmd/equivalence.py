@@ -135,7 +135,8 @@ class Relation(Observer):
                 self._notes.reject_loose(x, sums.over(move))
                 if move in EXTREMA:
                     reject_scaled(sums)
-                shard = self._notes.find(x, event.arguments["x"], "its operand")
+                scatters = move == "sum_scatter"
+                shard = self._notes.find(x, event.arguments["x"], "its operand", scatters)
                 if collective is not None:
                     if not collective.tiled:
                         self._notes.reject_part(x)

@@ -32,6 +32,7 @@ from shardmap_torch.checker.spmd.ops import indexing, networks, stacks
 from shardmap_torch.checker.spmd.ops.advice import NUMBER
 from shardmap_torch.checker.spmd.ops.attention import ATTENTION
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
+from shardmap_torch.checker.spmd.ops.extrema import extremum
 from shardmap_torch.checker.spmd.sharded import GATHER, WRAP, Rule, Sharded, Step, shards_of
 from shardmap_torch.core.torch_private.engine import OpOverload
 
@@ -197,6 +198,15 @@ def einsum(equation: str) -> Rule:
     return rule
 
 
+def _distances(step: Step) -> list[Sharded]:
+    """Propagates distances of points, all coordinates of which each rank must have."""
+    rank, *others = {len(x.dims) for x in step.shards}
+    if others:
+        raise UnrelatedError("its operands have other numbers of dims", WRAP)
+    batch = "abcdefghijkl"[: rank - 2]
+    return einsum(f"{batch}pM,{batch}rM->{batch}pr")(step)
+
+
 def _like(dims: Sequence[Dim]) -> ShardedTensor:
     global_shape = tuple(prod(base for _, base in dim) for dim in dims)
     local = tuple(prod(base for axis, base in dim if axis in (None, EACH)) for dim in dims)
@@ -230,11 +240,13 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (_reshaped, "squeeze.dims view_copy"),
         (_expanded, "expand"),
         (_filled, "zeros ones full empty.memory_format scalar_tensor new_zeros new_ones new_full"),
-        (_filled, "new_empty _efficientzerotensor"),
+        (_filled, "new_empty _efficientzerotensor _new_zeros_with_same_feature_meta"),
         (_permuted, "permute t transpose.int"),
         (_joined, "cat"),
         (_stacked, "stack"),
         (_sliced, "slice.Tensor"),
+        (extremum("max"), "any any.dim any.dims max.dim"),
+        (extremum("min"), "all all.dim all.dims min.dim"),
         (stacks.add, "sum sum.dim_IntList"),
         (stacks.average, "mean mean.dim"),
         (indexing.count, "arange arange.start arange.start_step"),
@@ -252,6 +264,7 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (networks.batch_norm, "native_batch_norm _native_batch_norm_legit.no_stats"),
         (networks.patches, "im2col"),
         (networks.embed_bags, "_embedding_bag _embedding_bag_forward_only"),
+        (_distances, "_cdist_forward"),
         (einsum("mk,kn->mn"), "mm addmm"),
         (einsum("bmk,bkn->bmn"), "bmm baddbmm"),
         (einsum("mk,k->m"), "mv addmv"),
@@ -281,11 +294,11 @@ _COUNTED: Final[Collection[tuple[Rule, str]]] = (
 )
 """Arguments that may count the entries that each rank has."""
 
-TAKES_STACKS: Final = frozenset(
+TAKES_STACKS: Final = {
     op
     for op, rule in RULES.items()
     if rule in (stacks.copy, stacks.add, stacks.average, _permuted, _reshaped)
-)
+} | {aten.copy_.default}
 """Operations that know of values of several ranks along a dim of their own."""
 
 # What torch's reference formulas are written in has no tags.

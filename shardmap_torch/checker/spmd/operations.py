@@ -18,6 +18,7 @@ from shardmap_torch.checker.spmd.batches.rearranging import rearrange
 from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
+from shardmap_torch.checker.spmd.ops.extrema import carried
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.recorder import Ref
 from shardmap_torch.checker.spmd.sharded import Call, Sharded, Step, is_view
@@ -30,6 +31,7 @@ from shardmap_torch.checker.spmd.sums import (
     factor_of,
     reject_scaled,
 )
+from shardmap_torch.checker.spmd.values.blocks import Blocks
 from shardmap_torch.checker.spmd.values.intervals import Intervals
 from shardmap_torch.checker.spmd.values.maxima import Maxima
 from shardmap_torch.checker.spmd.values.positions import Positions
@@ -54,6 +56,7 @@ class Operations:
         self._interpreter, self._notes = interpreter, notes
         self._microbatches, self._positions = microbatches, positions
         self._intervals, self._maxima = intervals, maxima
+        self._blocks = Blocks(notes)
 
     def compare(self, call: Call, in_backward: bool) -> None:
         """Requires that the results are shards of those on one device, and notes their layouts.
@@ -66,6 +69,9 @@ class Operations:
             UnrelatedError: they are not.
         """
         op, event = call.op, call.event
+        if self._blocks.lay_out(call):
+            self._maxima.follow(call)
+            return
         if len(call.results) != len(event.results):
             raise UnrelatedError(
                 f"it gives {len(call.results)} tensors on a rank and {len(event.results)} on one "
@@ -149,8 +155,8 @@ class Operations:
 
     def _kept(self, op: OpOverload, tensor: Tensor) -> frozenset[str]:
         """Returns the axes over which the result is pending in the same way as the operand."""
-        pending = self._notes.sums(tensor).pending if is_view(op) else ()
-        return frozenset(axis for axis, _ in pending)
+        pending = self._notes.sums(tensor).pending
+        return frozenset(dict(pending) if is_view(op) else carried(op, tensor.dtype, pending))
 
     def _reject_hidden_writes(self, call: Call, step: Step) -> None:
         """Refuses statistics that an operation keeps of a sharded tensor."""
@@ -246,7 +252,8 @@ class Operations:
             scale *= mean
         cause = "" if scale is ONE or scale == 1 else self._at(messages.friendly(call.op))
         sums = summed.scaled(mean, sharded.means, cause)
-        sums = replace(sums, partial=partial, pending=sharded.pending)
+        pending = sharded.pending | self._carried(call, shard)
+        sums = replace(sums, partial=partial, pending=pending)
         is_equal = not draws(call.op, call.arguments)
         if call.written and not self._is_overwritten(result, number, shard, sums, is_equal):
             # Sums that are pending in the rest of the storage stay pending.
@@ -255,6 +262,19 @@ class Operations:
         if not self._notes.knows_sums(result) or call.written:
             self._reject_gradients(call.arguments)
             self._notes.set_sums(result, replace(sums, loose=loose))
+
+    def _carried(self, call: Call, shard: ShardedTensor) -> frozenset[tuple[str, str]]:
+        """Returns the extrema that are pending of a result, as they are of operands."""
+        known = [(x.dtype, self._notes.sums(x).pending) for x in call.tensors]
+        found = [carried(call.op, dtype, pending) for dtype, pending in known if pending]
+        pending = frozenset(each for one in found for each in one.items())
+        twice = dict(pending).keys() & set(shard.axes)
+        if twice:
+            raise UnrelatedError(
+                f"over {min(twice)!r} one operand is pending, and its result is sharded",
+                f"all_reduce the first over {min(twice)!r} before.",
+            )
+        return pending
 
     def _reject_gradients(self, arguments: Mapping[str, Any]) -> None:
         """Refuses gradients that are divided by what a rank alone counts."""
@@ -272,7 +292,7 @@ class Operations:
         self, tensor: Tensor, number: int, shard: ShardedTensor, sums: Sums, is_equal: bool
     ) -> bool:
         """Returns whether a write fills the storage; else it must match the rest of it."""
-        before = self._notes.find(tensor, Ref(number), "what is written to")
+        before = self._notes.find(tensor, Ref(number), "what is written to", True)
         pairs = zip(before.dims, shard.dims, strict=True)
         if any(have not in (want, ANY) for have, want in pairs) or (
             ANY in shard.dims and not is_equal

@@ -22,7 +22,7 @@ from shardmap_torch.checker.spmd.layout import (
     is_stacked,
     sharded_dim,
 )
-from shardmap_torch.checker.spmd.ops.advice import OTHER, STACKED, UNSEEN, spec_advice
+from shardmap_torch.checker.spmd.ops.advice import OTHER, UNSEEN, spec_advice, stacked
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sums import NO_AXES, Axes, Sums, reject_scaled
 from shardmap_torch.errors import SpecError
@@ -96,9 +96,8 @@ class Notes:
         if shard is None:
             raise UnrelatedError(f"{what} is another value than on one device", OTHER)
         if not takes_stacks and is_stacked(shard.dims):
-            raise UnrelatedError(
-                f"{what} has values of several ranks along a dim of its own", STACKED
-            )
+            reason, fix = stacked(shard)
+            raise UnrelatedError(f"{what} has {reason}", fix)
         return shard
 
     def layouts(self, value: Any, there: Any, name: str, takes_stacks: bool = False) -> Any:

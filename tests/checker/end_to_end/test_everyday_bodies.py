@@ -25,6 +25,9 @@ from shardmap_torch import (
 )
 from tests.checker.support.one_device import assert_is_one_device, numbers
 
+# torch's own forward mode scripts some decompositions when it is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
 TOKENS: Final = P(None, "b")
 
 
@@ -110,6 +113,37 @@ def vision(x: Tensor, patch: Tensor, qkv: Tensor, out: Tensor, up: Tensor, down:
     return pooled
 
 
+def centroids(x: Tensor, centers: Tensor) -> Tensor:
+    """Takes a step of k-means."""
+    nearest = torch.cdist(x, centers).argmin(1)
+    chosen = functional.one_hot(nearest, centers.shape[0]).to(x.dtype)
+    total, count = all_reduce((chosen.T @ x, chosen.sum(0)), "a", dst=I)
+    return total / count.clamp(min=1)[:, None]
+
+
+def picked_loss(h: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """Takes a rank's logits of the targets by `gather`, and the first of their one column."""
+    z = h @ w
+    z = z - all_reduce(z.detach().max(-1, keepdim=True)[0], "b", op="max", dst=R)
+    start = axis_index("b") * z.shape[1]
+    own = (targets >= start) & (targets < start + z.shape[1])
+    local = (targets - start).clamp(0, z.shape[1] - 1)
+    picked = all_reduce(z.gather(1, local[:, None])[:, 0] * own, "b", dst=I)
+    losses = all_reduce(z.exp().sum(-1), "b", dst=I).log() - picked
+    return all_reduce(losses.mean(), "a", op="mean", dst=I)
+
+
+def real_or_not(x: Tensor, w: Tensor) -> Tensor:
+    """Compares classes with a target that is made in the body."""
+    targets = torch.zeros(x.shape[0], dtype=torch.int64)
+    total = functional.cross_entropy(x @ w, targets, reduction="sum")
+    return all_reduce(total, "a", dst=I)
+
+
+def sensitivities(x: Tensor, w: Tensor) -> Tensor:
+    return torch.func.jacfwd(lambda w: (x @ w).tanh())(w)
+
+
 BODIES: Final[dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], Any, P]]] = {
     "ring attention": (
         attention_block,
@@ -124,6 +158,15 @@ BODIES: Final[dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], Any, P]
         (P("b"), P(), P("b")),
         P("b"),
     ),
+    "k-means": (centroids, (numbers(8, 3), numbers(4, 3)), (P("a"), P()), P()),
+    "Megatron's loss": (
+        picked_loss,
+        (numbers(8, 6), numbers(6, 10), torch.arange(8) % 5 * 2),
+        (P("a"), P(None, "b"), P("a")),
+        P(),
+    ),
+    "targets of one class": (real_or_not, (numbers(8, 6), numbers(6, 4)), (P("a"), P()), P()),
+    "Jacobian by columns": (sensitivities, (numbers(8, 6), numbers(6)), (P("a"), P()), P("a")),
     "vision transformer": (
         vision,
         (

@@ -103,18 +103,30 @@ _UNKNOWN: Final = ("its result would still have to be combined over the ranks", 
 
 
 def _laid_out(step: Step) -> Step:
-    """Lays out tensors of equal entries, which any sharding suits, like operands of their shape."""
-    known = {_shapes(x): x for x in step.shards if ANY not in x.dims}
+    """Lays out dims of equal entries, which any sharding suits, like operands' dims of their size.
+
+    Those of an operand of the same shape come first; no axis shards two dims of a tensor.
+    """
+    shaped = {_sizes(x): x for x in step.shards if ANY not in x.dims}
+    known = {
+        _sizes(x.part([at])): dim
+        for x in reversed(step.shards)
+        for at, dim in enumerate(x.dims)
+        if dim != ANY
+    }
 
     def like(value: Any) -> Any:
         if isinstance(value, ShardedTensor) and ANY in value.dims:
-            return known.get(_shapes(value), value)
+            parts = [value.part([at]) for at in range(len(value.dims))]
+            dims = [x.dims[0] if ANY not in x.dims else known.get(_sizes(x), ANY) for x in parts]
+            found = shaped.get(_sizes(value), replace(value, dims=tuple(dims)))
+            return found if len({*found.axes}) == len(found.axes) else value
         return [*map(like, value)] if isinstance(value, list | tuple) else value
 
     return replace(step, arguments={name: like(v) for name, v in step.arguments.items()})
 
 
-def _shapes(x: ShardedTensor) -> Hashable:
+def _sizes(x: ShardedTensor) -> Hashable:
     return tuple(map(hashable_size, x.local)), tuple(map(hashable_size, x.global_shape))
 
 

@@ -58,6 +58,42 @@ def gathered(
     return tuple(dims), partial
 
 
+def side_by_side(x: ShardedTensor, axes: Sequence[str], dim: int) -> tuple[Dim, ...] | None:
+    """Returns the dims after blocks of another dim have been put behind one another in `dim`.
+
+    None where the axes shard that dim, or no other.
+
+    Example:
+        >>> from shardmap_torch.checker.spmd.layout import sharded_dim, unsharded
+        >>> x = ShardedTensor((unsharded(3), sharded_dim(4, ["tp"], {"tp": 2})), (3, 2), (3, 4))
+        >>> side_by_side(x, ("tp",), 0)
+        ((('<', 2), (None, 3)), (('>', 2), (None, 2)))
+    """
+    at = x.sharded_by(axes[0])
+    if len(axes) > 1 or at in (None, dim) or ANY in x.dims or x.dims[at or 0][0][0] != axes[0]:
+        return None
+    assert at is not None
+    count, dims = x.dims[at][0][1], [*x.dims]
+    dims[at], dims[dim] = ((BLOCK, count), *dims[at][1:]), ((BLOCKS, count), *dims[dim])
+    return tuple(dims)
+
+
+def own_block(
+    x: ShardedTensor, axes: Sequence[str], dim: int, sizes: Mapping[str, int]
+) -> tuple[Dim, ...]:
+    """Returns the dims after each rank has kept one of the blocks that lie in `dim`.
+
+    Raises:
+        UnrelatedError: they are not one for each rank.
+    """
+    (axis, *others), dims = axes, [*x.dims]
+    if others or dims[dim][:1] != ((BLOCKS, sizes[axis]),):
+        raise UnrelatedError("it scatters values of several ranks along another dim", STACKED)
+    at = next(n for n, digits in enumerate(dims) if digits[:1] == ((BLOCK, sizes[axis]),))
+    dims[at], dims[dim] = ((axis, sizes[axis]), *dims[at][1:]), dims[dim][1:]
+    return tuple(dims)
+
+
 def copy(step: Step) -> list[Sharded]:
     """Propagates a copy."""
     (x,) = step.shards

@@ -303,7 +303,7 @@ def _filled(args: Arguments) -> Form | None:
     return _kept(args) if fill == (0 if x.form == SCALE else -inf) else None
 
 
-_KEPT: Final = (*COPIES, "select.int", "gather", "mean.dim", "mean")
+_KEPT: Final = (*COPIES, "gather", "mean.dim", "mean")
 _ROWS: Final = {
     **dict.fromkeys(("sum", "sum.dim_IntList", "mean", "mean.dim"), _reduced),
     "gather": _gathered,

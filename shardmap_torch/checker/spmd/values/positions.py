@@ -72,6 +72,10 @@ class Affine:
         pairs = zip(self.along(shape), other.along(shape), strict=True)
         return Affine(shape, self.base + other.base, tuple(a + b for a, b in pairs), axes)
 
+    def is_constant(self) -> bool:
+        """Returns whether all numbers are the same, on all ranks."""
+        return not (any(self.steps) or any(self.axes.values()))
+
     def along(self, shape: Shape) -> tuple[int, ...]:
         """The steps after these numbers have been broadcast to a shape."""
         return (*(0,) * (len(shape) - len(self.shape)), *self.steps)
@@ -131,7 +135,7 @@ def _product(args: Arguments, shape: Shape) -> Affine | None:
     if x is None or y is None:
         return None
     for one, other in ((x, y), (y, x)):
-        if not (any(other.steps) or any(other.axes.values())):
+        if other.is_constant():
             return one.plus(Affine.single(0), shape).times(other.base)
     return None
 
@@ -155,6 +159,40 @@ def _expanded(args: Arguments, shape: Shape) -> Affine | None:
     return x.plus(Affine.single(0), shape)
 
 
+def _filled(value: int | None = None) -> "Rule":
+    """Makes the rule of a tensor of one number, that of an argument if none is given."""
+
+    def rule(args: Arguments, shape: Shape) -> Affine | None:
+        fill = args["fill_value"] if value is None else value
+        return Affine(shape, fill, (0,) * len(shape), {}) if is_whole(fill) else None
+
+    return rule
+
+
+def _running(args: Arguments, shape: Shape) -> Affine | None:
+    """Counts by a sum of equal numbers."""
+    x: Affine = args["self"]
+    if not x.is_constant() or not shape:
+        return None
+    dim = args["dim"] % len(shape)
+    steps = (x.base if at == dim and size != 1 else 0 for at, size in enumerate(shape))
+    return Affine(shape, x.base, tuple(steps), {})
+
+
+def _picked(args: Arguments, shape: Shape) -> Affine | None:
+    """Takes the numbers at positions along a dim, which their dim, if any, takes the place of."""
+    x, index = args["self"], _number(args["index"])
+    if index is None or not x.shape:
+        return None
+    dim = args["dim"] % len(x.shape)
+    if is_whole(args["index"]) and index.base < 0:
+        index = index.plus(Affine.single(x.shape[dim]), ())
+    by = index.times(x.steps[dim])
+    others = Affine((), x.base, (), x.axes).plus(Affine((), by.base, (), by.axes), ())
+    steps = (*x.steps[:dim], *by.steps, *x.steps[dim + 1 :])
+    return Affine(shape, others.base, steps, others.axes) if len(steps) == len(shape) else None
+
+
 def _number(value: Any) -> Affine | None:
     if isinstance(value, Affine):
         return value
@@ -166,7 +204,9 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
-_RULES: Final[Mapping[str, Callable[[Arguments, Shape], Affine | None]]] = {
+Rule = Callable[[Arguments, Shape], Affine | None]
+
+_RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(("arange", "arange.start", "arange.start_step"), _counted_from),
     **dict.fromkeys(("add.Tensor", "add.Scalar"), _sum),
     **dict.fromkeys(("sub.Tensor", "sub.Scalar"), _difference),
@@ -177,6 +217,11 @@ _RULES: Final[Mapping[str, Callable[[Arguments, Shape], Affine | None]]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze"), _reshaped),
     **dict.fromkeys(("squeeze", "squeeze.dim", "squeeze.dims"), _reshaped),
     "expand": _expanded,
+    "zeros": _filled(0),
+    "ones": _filled(1),
+    "full": _filled(),
+    "cumsum": _running,
+    **dict.fromkeys(("index_select", "select.int"), _picked),
 }
 
 _EXACT: Final = (torch.int32, torch.int64, torch.float32, torch.float64)
@@ -246,7 +291,12 @@ class Positions:
         here, there = rule(args[0], shapes[0]), rule(args[1], shapes[1])
         if here is None or there is None or len(here.shape) != len(there.shape):
             return None
-        return self._laid_out(Pair(here, there), call.results[0])
+        pair = Pair(here, there)
+        operands = [x for each in args for x in each.values() if isinstance(x, Affine)]
+        if all(x.is_constant() for x in (here, there, *operands)):
+            self._pairs.put(call.results[0], pair)  # which any sharding suits
+            return None
+        return self._laid_out(pair, call.results[0])
 
     def _in_both(self, call: Call) -> tuple[Arguments, Arguments] | None:
         """Returns the arguments in both programs; None where a tensor is not affine."""

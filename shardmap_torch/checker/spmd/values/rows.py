@@ -23,7 +23,7 @@ from shardmap_torch.core.torch_private.engine import OpOverload
 
 COPIES: Final = (
     "view _unsafe_view reshape _reshape_alias unsqueeze squeeze squeeze.dim squeeze.dims permute t"
-    " transpose.int expand clone alias detach _to_copy slice.Tensor"
+    " transpose.int expand clone alias detach _to_copy slice.Tensor select.int"
 ).split()
 """Names of operations whose results have entries of their operand, unchanged."""
 

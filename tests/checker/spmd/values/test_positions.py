@@ -89,6 +89,17 @@ def every_other(x: Tensor) -> Tensor:
     return torch.arange(4 // axis_size("a"), dtype=x.dtype) * axis_size("a") + axis_index("a")
 
 
+def counted_by_ones(x: Tensor) -> Tensor:
+    n = x.shape[1]
+    own_ones = torch.ones(n, dtype=torch.int64)
+    return x * (own_ones.cumsum(0) - 1 + axis_index("a") * n) * (2 * own_ones - 1)
+
+
+def row_of_a_table(x: Tensor) -> Tensor:
+    n, count = x.shape[1], axis_size("a")
+    return x * torch.arange(n * count).view(count, n)[axis_index("a")]
+
+
 RIGHT: Final[dict[str, tuple[Body, Sequence[Tensor], Any, P]]] = {
     "causal mask": (causal, (X, numbers(4, 8) + 1), (ROWS, ROWS), ROWS),
     "rows of a mask": (causal_of_slices, (X, numbers(4, 8) + 1), (ROWS, ROWS), ROWS),
@@ -124,6 +135,8 @@ RIGHT: Final[dict[str, tuple[Body, Sequence[Tensor], Any, P]]] = {
     ),
     "written over": (lambda x: x * own(x).add_(1), (X,), (ROWS,), ROWS),
     "one each": (lambda x: x * own(x), (numbers(4, 2),), (ROWS,), ROWS),
+    "counted by ones": (counted_by_ones, (X,), (ROWS,), ROWS),
+    "a row of a table": (row_of_a_table, (X,), (ROWS,), ROWS),
     "floats": (
         lambda x: x * (torch.arange(x.shape[1], dtype=x.dtype) + x.shape[1] * axis_index("a")),
         (X,),
@@ -180,6 +193,18 @@ WRONG: Final[dict[str, tuple[Body, P]]] = {
     ),
     "the start alone": (lambda x: x + axis_index("a") * x.shape[1], ROWS),
     "twice": (lambda x: x * (own(x) + axis_index("a") * x.shape[1]), ROWS),
+    "ones without an offset": (
+        lambda x: x * (torch.ones(x.shape[1], dtype=torch.int64).cumsum(0) - 1),
+        ROWS,
+    ),
+    "a column of a table": (
+        lambda x: x * torch.arange(8).view(x.shape[1], axis_size("a"))[:, axis_index("a")],
+        ROWS,
+    ),
+    "the last row of a table": (
+        lambda x: x * torch.arange(8).view(axis_size("a"), x.shape[1])[-1],
+        ROWS,
+    ),
     "cropped": (lambda x: x * own(x)[1:].sum(), ROWS),
 }
 
