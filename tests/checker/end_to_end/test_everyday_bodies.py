@@ -141,7 +141,8 @@ def real_or_not(x: Tensor, w: Tensor) -> Tensor:
 
 
 def sensitivities(x: Tensor, w: Tensor) -> Tensor:
-    return torch.func.jacfwd(lambda w: (x @ w).tanh())(w)
+    found: Tensor = torch.func.jacfwd(lambda w: (x @ w).tanh())(w)
+    return found
 
 
 BODIES: Final[dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], Any, P]]] = {

@@ -47,7 +47,7 @@ _MONOTONE: Final[Mapping[OpOverload, Mapping[str, str]]] = {
     aten.bitwise_not.default: {"max": "min", "min": "max"},
     aten.logical_not.default: {"max": "min", "min": "max"},
 }
-"""What is pending of the result of an operation on booleans where that is pending of an operand."""
+"""The extremum pending of an operation on booleans, by the one that is pending of an operand."""
 
 
 def carried(op: OpOverload, dtype: torch.dtype, pending: Pending) -> Mapping[str, str]:
