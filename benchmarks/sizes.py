@@ -1,4 +1,4 @@
-"""What a size costs that a function has not seen: batches of 500 sizes, and a cache that grows.
+"""Cost of a size that a function has not seen: batches of 500 sizes, and a cache that grows.
 
     python -m benchmarks.sizes [--sizes 500] [--tokens 200]
 

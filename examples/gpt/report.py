@@ -1,4 +1,4 @@
-"""What the demo shows: a progress bar in the terminal, and a drawing of the losses."""
+"""Output of the demo: a progress bar in the terminal, and a drawing of the losses."""
 
 from pathlib import Path
 
