@@ -50,6 +50,7 @@ class Ranks:
     apart: tuple[frozenset[int], ...]
     summed: frozenset[int]
 
+    @torch.enable_grad()
     def gradients(
         self, run: Body, leaves: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -60,8 +61,7 @@ class Ranks:
                 for x, apart in zip(leaves, self.apart, strict=True)
             ]
         own = [self._unstacked(x, apart) for x, apart in zip(values, self.apart, strict=True)]
-        with torch.enable_grad():
-            out, aux = run(own)
+        out, aux = run(own)
         folding.finish()
         with temporarily_clear_interpreter_stack():
             y = self._stacked(out, self.summed)
@@ -105,13 +105,14 @@ def ranks_of(scope: Scope | None, note: Note | None, leaves: Sequence[Tensor]) -
     """Returns the levels of a batched body that autograd may differentiate; None elsewhere."""
     if scope is None or note is None or note.value or not note.types:
         return None
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
         return None
     axes = scope.backend.mesh.axis_names
     levels = _levels(scope)
     if levels is None or len(note.types) != len(axes) * (len(leaves) + 1):
         return None
-    if not levels.keys() <= set(axes) or any(base_of(x).requires_grad for x in leaves):
+    of = [base_of(x) for x in leaves]
+    if not levels.keys() <= set(axes) or any(x.requires_grad or x.is_inference() for x in of):
         return None
 
     def where(at: int, types: tuple[AxisType, ...]) -> frozenset[int]:

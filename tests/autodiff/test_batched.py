@@ -165,6 +165,18 @@ def test_torch_func_differentiates_only_what_autograd_would_not_alike(
     assert by_transform.called == ((loss, names) in BY_TRANSFORM)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_gradients_are_the_same_where_nothing_is_recorded(mode: type) -> None:
+    f = differentiated(sharded, "xws", BATCHED)
+    expected = f(X, W, S)
+    with mode():
+        w = W.clone()  # an inference tensor, in that mode
+        found = f(X, w, S)
+    for tensors in (found, f(X, w, S)):
+        for actual, wanted in zip(tensors, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_what_a_function_returns_beside_its_loss_is_equal_on_ranks_as_before() -> None:
     """It is made of each rank's copy of a parameter."""
 
