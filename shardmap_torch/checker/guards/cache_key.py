@@ -2,12 +2,16 @@
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
+
+import torch
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.captured_state import Surroundings
-from shardmap_torch.checker.guards.switches import switches
 from shardmap_torch.checker.rules.registry import table_version
+
+_DEVICES: Final = ("cpu", "cuda")
+
 
 Signature: TypeAlias = tuple[Any, ...]
 
@@ -22,8 +26,10 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
     return (
         call.match,
         tuple([leaves[position] for position in call.match.static]),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
         table_version(),
-        switches(),
+        tuple([(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]),
         surroundings.key(),
     )
 

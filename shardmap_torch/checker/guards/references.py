@@ -195,7 +195,7 @@ def value_of(variable: "ContextVar[Any]") -> Any:
 
 
 def _is_still(value: Any, was: Any) -> bool:
-    return value is was or (type(value) is int and type(was) is int and value == was)
+    return value is was or (type(value) is type(was) in (int, str) and bool(value == was))
 
 
 def _same_items(items: Collection[Any], was: tuple[Any, ...]) -> bool:

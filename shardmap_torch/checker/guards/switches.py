@@ -9,6 +9,18 @@ from shardmap_torch.core.torch_private.engine import function_mode_stack
 _DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
 
 
+NAMES: Final = frozenset(
+    {
+        *("get_default_device", "is_anomaly_enabled", "get_float32_matmul_precision"),
+        *("are_deterministic_algorithms_enabled", "is_inference_mode_enabled", "benchmark"),
+        *("is_deterministic_algorithms_warn_only_enabled", "is_autocast_cache_enabled"),
+        *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "enabled"),
+        *("cudnn_sdp_enabled", "deterministic"),
+    }
+)
+"""Names by which code asks for them."""
+
+
 def switches() -> tuple[Any, ...]:
     """Returns the values of the switches that can change while a process runs."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn

@@ -46,6 +46,8 @@ from shardmap_torch.checker.guards.code_names import names_of
 from shardmap_torch.checker.guards.constants import is_constant
 from shardmap_torch.checker.guards.libraries import STANDARD, is_library, is_library_name, root_of
 from shardmap_torch.checker.guards.references import ABSENT, PLAIN, References, Table, value_of
+from shardmap_torch.checker.guards.switches import NAMES as SWITCHES
+from shardmap_torch.checker.guards.switches import switches
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import ShardTypeError
 
@@ -92,7 +94,7 @@ class Walk(References):
         self._named: list[Any] = []
         self._called: set[tuple[type, str]] = set()
         self._library_code: list[Any] = []
-        self._reads_any = False
+        self._reads_any = self._asks = False
         self._read: set[tuple[int, str]] = set()
         self._pending: list[Any] = [function]
         self.found = tuple(self._follow(function))
@@ -226,6 +228,9 @@ class Walk(References):
             if hasattr(Tensor, name) and (Tensor, name) not in self._called:
                 self._enter_function_of(Tensor, name)
         self._named = []
+        if not self._asks and not SWITCHES.isdisjoint(self._names):
+            self._asks = True
+            self._enter_call(lambda: repr(switches()))
         for table in self._modules:
             for name in table if self._reads_any else ("__getattr__", *self._names):
                 if name in table and (id(table), name) not in self._read:
