@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +26,14 @@ from shardmap_torch import (
     make_mesh,
     mark_sharding,
     match_specs,
+    nn,
     optim,
+    saving,
     shard_map,
 )
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.lax import slicing
+from tests.support.bad_calls import library_call
 from tests.support.bad_input import internal_errors
 from tests.support.fuzzing import sized
 
@@ -39,6 +44,19 @@ FIRST = int(os.environ.get("SHARDMAP_FUZZ_SEED", "0"))
 def test_junk_is_refused_by_name_and_leaves_nothing_behind() -> None:
     found = list(internal_errors(range(FIRST, FIRST + NUM_SEEDS)))
     assert not found, "\n".join(found)
+    assert_nothing_is_left()
+
+
+def test_junk_for_the_libraries_is_refused_by_name_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some junk is a folder's name
+    found = list(internal_errors(range(FIRST, FIRST + NUM_SEEDS), library_call))
+    assert not found, "\n".join(found)
+    assert_nothing_is_left()
+
+
+def assert_nothing_is_left() -> None:
     assert current_scope() is None
     assert current_mesh() is None
     assert torch._C._functorch.peek_interpreter_stack() is None
@@ -152,6 +170,41 @@ def test_junk_for_a_library_function_is_named(
     with pytest.raises(ShardMapError) as told:
         function(*args, **kwargs)
     assert str(told.value).endswith(text)
+
+
+EXPLAINED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: nn.rms_norm(X.to_sparse(), X[0]), "rms_norm: x=float32[2, 2] is a sparse_coo tensor"),
+    (lambda: nn.kv_update("x", X, 0), "kv_update: cache='x' is no Tensor."),  # type: ignore[arg-type]
+    (lambda: saving.latest(3), "latest: folder=3 is no str | os.PathLike[str]."),  # type: ignore[arg-type]
+    (lambda: lax.pcast(X, "a", "b"), "pcast: too many positional arguments."),  # type: ignore[call-arg]
+    (lambda: lax.cond(True, torch.mv, print, X, X), "torch refuses pred=True, true_fun="),
+    (lambda: nn.grouped_linear({"w": X}, X, X), "grouped_linear: rows={'w': tensor"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("call", "text"), EXPLAINED)
+def test_an_error_from_within_a_library_function_names_its_arguments(
+    call: Callable[[], Any], text: str
+) -> None:
+    with pytest.raises(ShardMapError) as told:
+        call()
+    assert text in str(told.value)
+    assert told.value.__cause__ is not None
+
+
+def test_errors_of_the_users_and_of_ours_go_through_library_functions_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"):
+        lax.fori_loop(0, 1, fails, X)
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        lax.map(lambda row: row @ torch.ones(5), X)
+    monkeypatch.setattr(slicing, "_positions", {}.__getitem__)  # a mistake of ours
+    with pytest.raises(TypeError, match="takes exactly one argument"):
+        lax.dynamic_slice_in_dim(X, 0, 1)
 
 
 @pytest.mark.parametrize("odd", [torch.ones(2, 2).to_sparse(), torch.ones(2, 2).to_mkldnn()])

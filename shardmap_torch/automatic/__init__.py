@@ -3,6 +3,8 @@
 from shardmap_torch.automatic.api import auto, mark_sharding
 from shardmap_torch.automatic.recording import redistributions
 from shardmap_torch.automatic.report import AutoReport, Redistribution, Redistributions
+from shardmap_torch.contracts import export
+from shardmap_torch.errors import SpecError
 
 __all__ = [
     "AutoReport",
@@ -12,3 +14,5 @@ __all__ = [
     "mark_sharding",
     "redistributions",
 ]
+
+export(globals(), __all__, SpecError)

@@ -3,6 +3,7 @@
 import contextlib
 import linecache
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,9 @@ _OWN: Final = (
     typing_extensions.__file__,  # what torch deprecates is called through it
     "<",
 )
+
+_LIBRARY: Final = sysconfig.get_path("stdlib") + "/"
+"""Python's own; installed packages lie below it too, but for those in a virtual environment."""
 
 _USERS: Final[dict[str, bool]] = {}
 """Tells by a file's name if it is the user's: each operation of a check asks for all frames."""
@@ -60,6 +64,20 @@ def error_site(error: BaseException) -> Site | None:
     """Finds the innermost line of the user's code in an exception's traceback."""
     lines = [Site(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     return next((site for site in reversed(lines) if not site.file.startswith(_OWN)), None)
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Returns whether code of the user's raised it, below the frame that caught it.
+
+    Methods that operators and functions of Python call, such as `__repr__`, are of an argument, and
+    do not count.
+    """
+    below = list(walk_tb(error.__traceback__))[1:]
+    return any(
+        not frame.f_code.co_filename.startswith((*_OWN, _LIBRARY))
+        and not frame.f_code.co_name.startswith("__")
+        for frame, _ in below
+    )
 
 
 @lru_cache(maxsize=16384)

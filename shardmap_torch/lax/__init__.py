@@ -20,6 +20,8 @@ therefore varies over the axis, also where it would be equal without groups. It 
 `ppermute` for each member but one: the minimum of bytes, in g-1 messages.
 """
 
+from shardmap_torch.contracts import export
+from shardmap_torch.errors import CollectiveError
 from shardmap_torch.lax.cast import pcast, pvary, stop_gradient
 from shardmap_torch.lax.control import cond, fori_loop, switch, while_loop
 from shardmap_torch.lax.extremum import pmax, pmin
@@ -74,3 +76,5 @@ __all__ = [
     "switch",
     "while_loop",
 ]
+
+export(globals(), __all__, CollectiveError)

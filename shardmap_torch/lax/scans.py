@@ -135,7 +135,11 @@ def associative_scan(fn: Callable[[X, X], X], elems: X, reverse: bool = False, a
         parts = [(x, dim, x.narrow(dim, 0, step)) for x, dim in zip(turned, dims, strict=True)]
         before = unflatten(structure, [x.narrow(dim, 0, length - step) for x, dim, _ in parts])
         after = unflatten(structure, [x.narrow(dim, step, length - step) for x, dim, _ in parts])
-        combined, _ = flatten(fn(before, after))
+        combined, returned = flatten(fn(before, after))
+        if returned != structure:
+            raise TransformError(
+                f"associative_scan: fn returns {returned} for entries that are {structure}."
+            )
         columns = zip(parts, combined, strict=True)
         turned = [torch.cat((first, y), dim) for (_, dim, first), y in columns]
         step *= 2

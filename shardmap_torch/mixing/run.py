@@ -105,7 +105,8 @@ def mark(scope: Scope, spec: P, x: Tensor) -> Tensor:
             "is mapped; in a body it takes the other axes, which are automatic. Move the value by "
             "a collective, or reshard."
         )
-    wrong = mismatches(spec, tuple(x.shape), mesh.shape)
+    unknown = [f"it has no axis {axis!r}" for axis in sorted(spec.named) if axis not in mesh.shape]
+    wrong = unknown or mismatches(spec, tuple(x.shape), mesh.shape)
     if wrong:
         raise SpecError(listing(f"mark_sharding by {spec!r} on the {mesh}:", wrong))
     if not isinstance(backend, SharingBackend):

@@ -4,6 +4,8 @@ Each layer takes the mesh axis that it communicates over, and works on whatever 
 axes make of its batch. Use them in the body of a `shard_map`.
 """
 
+from shardmap_torch.contracts import export
+from shardmap_torch.errors import LayerError
 from shardmap_torch.nn.attention import attention, own_kv_heads
 from shardmap_torch.nn.cache import kv_update
 from shardmap_torch.nn.context import head_tail_order, ring_attention, ulysses_attention
@@ -48,3 +50,5 @@ __all__ = [
     "vocab_parallel_embedding",
     "vocab_parallel_linear_cross_entropy",
 ]
+
+export(globals(), __all__, LayerError)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.errors import LayerError
 from shardmap_torch.nn.chunked_loss import chunked_nats
-from shardmap_torch.nn.core.arguments import check_inner, read_layout, to_replicate
+from shardmap_torch.nn.core.arguments import check_inner, num_rows, read_layout, to_replicate
 from shardmap_torch.nn.core.region import PerRank, axes_of, per_rank
 from shardmap_torch.nn.embedding import own_rows
 from shardmap_torch.ops import all_gather, all_reduce, axis_size
@@ -151,7 +151,7 @@ def vocab_parallel_linear_cross_entropy(
     name = "vocab_parallel_linear_cross_entropy"
     options = _Options(name, reduction, label_smoothing, z_loss, ignore_index)
     layout = read_layout(name, "src", src, "IRS")
-    check_inner(name, x, weight.shape[0], weight, "weight")
+    check_inner(name, x, num_rows(name, weight, "weight"), weight, "weight")
     if layout == I:
         x = to_replicate(x, axis)
     elif layout.dim is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.core.arguments import as_used, check_inner, num_ranks
+from shardmap_torch.nn.core.arguments import as_used, check_inner, num_ranks, num_rows
 from shardmap_torch.nn.core.region import axes_of
 from shardmap_torch.ops import all_reduce, all_to_all, axis_size
 from shardmap_torch.ops.arguments import Axis
@@ -138,7 +138,7 @@ def check_experts(
     Raises:
         LayerError: they do not match, or more experts are selected than there are.
     """
-    check_inner(name, x, router.shape[0], router, "router")
+    check_inner(name, x, num_rows(name, router, "router"), router, "router")
     num_experts, count = router.shape[-1], num_ranks(name, axis)
     sizes = [list(leaf.shape) for leaf in flatten(experts)[0] if isinstance(leaf, Tensor)]
     if any(size[:1] != [num_experts / count] for size in sizes):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch.nn.core.arguments import as_used, check_inner
+from shardmap_torch.nn.core.arguments import as_used, check_inner, num_rows
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import I, TypeLike
 
@@ -53,7 +53,7 @@ def rms_norm(
         tensor([[ 1.0000,  2.0000],
                 [ 1.0000, -2.0000]])
     """
-    check_inner("rms_norm", x, weight.shape[0], weight, "weight")
+    check_inner("rms_norm", x, num_rows("rms_norm", weight, "weight"), weight, "weight")
     if axis is not None:
         weight = as_used(weight, axis, weight_type, "rms_norm")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -99,7 +99,7 @@ def layer_norm(
         tensor([[-1.,  1.],
                 [ 1., -1.]])
     """
-    check_inner("layer_norm", x, weight.shape[0], weight, "weight")
+    check_inner("layer_norm", x, num_rows("layer_norm", weight, "weight"), weight, "weight")
     if axis is not None:
         weight = as_used(weight, axis, weight_type, "layer_norm")
         bias = None if bias is None else as_used(bias, axis, weight_type, "layer_norm")

@@ -5,6 +5,8 @@ tensors; `adamw`, `sgd`, `global_norm` and `clip_by_global_norm` take trees of D
 tensors outside as well.
 """
 
+from shardmap_torch.contracts import export
+from shardmap_torch.errors import OptimizerError
 from shardmap_torch.optim.adamw import adamw
 from shardmap_torch.optim.norm import clip_by_global_norm, clip_grad_norm_, global_norm
 from shardmap_torch.optim.optimizer import Optimizer
@@ -27,3 +29,5 @@ __all__ = [
     "warmup_cosine",
     "zero",
 ]
+
+export(globals(), __all__, OptimizerError)

@@ -68,6 +68,9 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
         twice = [name for name in axes if name in leaf.spec.mentioned]
         if twice:
             problems.append(f"{leaf.path}: {leaf.spec!r} mentions {', '.join(map(repr, twice))}")
+        unknown = [each for each in (*axes, *leaf.spec.mentioned) if each not in mesh.shape]
+        if unknown:
+            problems.append(f"{leaf.path}: {mesh} has no axis {', '.join(map(repr, unknown))}")
         if not hasattr(leaf.value, "shape"):
             problems.append(f"{leaf.path}: {show(leaf.value)} has no shape")
     if problems:

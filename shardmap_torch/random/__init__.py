@@ -7,6 +7,8 @@ the global draw, which is bit-equal to the draw of one device.
 Source: `jax.random`, with partitionable Threefry; keys, bits and uniform numbers are equal to its.
 """
 
+from shardmap_torch.contracts import export
+from shardmap_torch.errors import SpecError
 from shardmap_torch.random.draws import bernoulli, bits, normal, randint, uniform
 from shardmap_torch.random.dropout import dropout
 from shardmap_torch.random.keys import Key, fold_axis, fold_in, key, split
@@ -26,3 +28,5 @@ __all__ = [
     "split",
     "uniform",
 ]
+
+export(globals(), __all__, SpecError)

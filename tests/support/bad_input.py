@@ -252,14 +252,18 @@ def outer_call(draw: Draw) -> Call:
     return draw.choice(chosen)
 
 
-def internal_errors(seeds: range) -> Iterator[str]:
+def any_call(draw: Draw) -> Call:
+    return (mapped_call if draw.random() < 0.7 else outer_call)(draw)
+
+
+def internal_errors(seeds: range, choose: Callable[[Draw], Call] = any_call) -> Iterator[str]:
     """Runs the calls, and tells of each error that is neither this package's nor the body's."""
     for seed in seeds:
         draw = Draw(seed)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                (mapped_call if draw.random() < 0.7 else outer_call)(draw)()
+                choose(draw)()
         except sm.ShardMapError:
             continue
         except Exception as error:
@@ -272,7 +276,7 @@ def internal_errors(seeds: range) -> Iterator[str]:
 def _is_of_body(error: Exception) -> bool:
     """Returns whether an operation of a body or of this file failed, no function of ours."""
     frames = [(frame.filename, frame.name) for frame in extract_tb(error.__traceback__)]
-    bodies = (__file__, _MODULES)
+    bodies = (str(Path(__file__).parent), _MODULES)
     last = max(i for i, (file, _) in enumerate(frames) if file.startswith(bodies))
     below = {name for file, name in frames[last + 1 :] if file.startswith(_PACKAGE)}
     return below <= _INTERPRETATION

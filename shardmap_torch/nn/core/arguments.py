@@ -62,6 +62,17 @@ def check_inner(name: str, x: Tensor, size: int, weight: Tensor, what: str) -> N
         )
 
 
+def num_rows(name: str, weight: Tensor, what: str) -> int:
+    """Returns the size of a weight's first dim.
+
+    Raises:
+        LayerError: it has none.
+    """
+    if not weight.ndim:
+        raise LayerError(f"{name}: {what} is a scalar, which contracts no features.")
+    return weight.shape[0]
+
+
 def num_ranks(name: str, axis: Axis) -> int:
     """Returns the number of ranks along an axis, in a body."""
     axes, scope = read_axes(name, axis)

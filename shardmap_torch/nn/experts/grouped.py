@@ -35,7 +35,7 @@ def grouped_linear(
     """
     num_experts = weights.shape[0] if weights.ndim == 3 else -1
     wrong_rows = rows.ndim != 2 or rows.shape[1:] != weights.shape[1:2]
-    wrong_bias = bias is not None and bias.shape != (num_experts, weights.shape[-1])
+    wrong_bias = bias is not None and bias.shape != (num_experts, *weights.shape[2:])
     if wrong_rows or wrong_bias or sizes.shape != (num_experts,):
         shapes = [None if x is None else list(x.shape) for x in (rows, weights, sizes, bias)]
         raise LayerError(

@@ -1,0 +1,148 @@
+"""Errors of public functions whose arguments are not what they promise.
+
+A call that works is not looked at. Where one fails in torch or in this package, its arguments are
+compared with the annotations, and the error names those that are wrong. What the user's own code
+raises, such as a loss that is passed, goes through unchanged, and so does what wrong arguments do
+not explain: that is a mistake of this package.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from types import UnionType
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.source_location import is_raised_by_user
+from shardmap_torch.core.tree import flatten
+from shardmap_torch.errors import ShardMapError, show, show_shape
+
+_REFUSALS: Final = (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""Errors by which torch refuses operands; those derived from these mean something else."""
+
+_SIGNS: Final = ("Dimension out of range", "must be", "invalid combination of arguments")
+"""Parts of messages by which torch's IndexErrors and TypeErrors are told from Python's."""
+
+
+def export(namespace: dict[str, Any], names: Sequence[str], error: type[ShardMapError]) -> None:
+    """Has the functions of a package raise `error` where wrong arguments make them fail."""
+    for name in names:
+        is_own = getattr(namespace[name], "__module__", "").startswith(namespace["__name__"])
+        if is_own and inspect.isfunction(namespace[name]):
+            namespace[name] = _explaining(namespace[name], error)
+
+
+def _explaining(function: Callable[..., Any], error: type[ShardMapError]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except ShardMapError:
+            raise
+        except Exception as raised:
+            text = _explanation(function, args, kwargs, raised)
+            if text is None:
+                raise
+            raise error(f"{function.__name__}: {text}") from raised
+
+    return call
+
+
+def _explanation(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], raised: Exception
+) -> str | None:
+    """Says what is wrong with the arguments; None where they are not to blame."""
+    if is_raised_by_user(raised):
+        return None
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError as unbound:
+        return f"{unbound}."
+    hints = get_type_hints(function)
+    wrong = [
+        f"{name}={_shown(value)} {problem}."
+        for name, value in given.items()
+        for problem in _problems(value, hints.get(name, Any), raised)
+    ]
+    if wrong:
+        return " ".join(wrong)
+    if type(raised) not in _REFUSALS or not _is_of_torch(raised):
+        return None
+    why = (str(raised).splitlines() or [repr(raised)])[0]
+    met = ", ".join(f"{name}={_shown(value)}" for name, value in given.items())
+    return f"torch refuses {met}: {why}"
+
+
+def _is_of_torch(raised: Exception) -> bool:
+    """Returns whether an operation of torch raised it, and no statement of this package."""
+    text = str(raised)
+    return isinstance(raised, RuntimeError) or any(sign in text for sign in _SIGNS)
+
+
+def _problems(value: object, hint: Any, raised: Exception) -> Iterator[str]:
+    """Yields what is wrong with an argument."""
+    if not _fits(value, hint):
+        yield f"is no {_text(hint)}"
+        return
+    name = getattr(value, "__qualname__", None)
+    if isinstance(raised, TypeError) and name and str(raised).startswith(f"{name}()"):
+        yield f"cannot be called as it is here: {raised}"
+    try:
+        leaves = flatten(value)[0]
+    except Exception:  # whatever a container of the user's raises
+        yield "is no tree of tensors"
+        return
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            yield from _oddities(leaf)
+        elif isinstance(raised, AttributeError) and raised.obj is leaf:
+            yield f"has no .{raised.name}"
+
+
+def _oddities(tensor: Tensor) -> Iterator[str]:
+    base = base_of(tensor)
+    if base.is_nested or base.is_quantized:
+        yield f"is a {'nested' if base.is_nested else 'quantized'} tensor, not a dense one"
+    elif base.layout != torch.strided:
+        yield f"is a {str(base.layout).removeprefix('torch.').lstrip('_')} tensor, not a dense one"
+    elif base.is_meta:
+        yield "is on the meta device, and has no values"
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Returns whether a value may have this annotation; True where that cannot be told."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any or isinstance(hint, TypeVar):
+        return True
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in parts)
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    wanted = origin or (type(None) if hint is None else hint)
+    if wanted is float:
+        wanted = (float, int)
+    try:
+        is_one = isinstance(value, wanted)
+    except TypeError:  # a protocol
+        return True
+    if is_one and isinstance(value, tuple | list) and parts and parts[-1] is not Ellipsis:
+        return origin is tuple or all(_fits(each, parts[0]) for each in value)
+    return is_one
+
+
+def _text(hint: Any) -> str:
+    """Formats an annotation without the names of modules."""
+    text = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+    for module in ("collections.abc.", "typing.", "torch."):
+        text = text.replace(module, "")
+    return text
+
+
+def _shown(value: object) -> str:
+    """Formats an argument: tensors by dtype and shape."""
+    if isinstance(value, Tensor):
+        return show_shape(value.dtype, [] if value.is_nested else value.shape)
+    return show(value)
