@@ -27,6 +27,9 @@ _SEEN: Final = "_shardmap_seen"
 PLACE: Final = "_shardmap_place"
 """Fields in which tensors keep what is known of their metadata and memory."""
 
+Seen: TypeAlias = tuple[FakeTensorMode, int, int, tuple[int, ...], torch.dtype]
+"""Of a tensor: its mode, the number of its metadata, the address of its storage, shape, dtype."""
+
 Situation: TypeAlias = tuple[Any, ...]
 """Types of operands, and all else on which those of a call's results depend."""
 
@@ -38,14 +41,12 @@ class Call:
     Attributes:
         key: equal for calls that are the same but for the values of their tensors.
         tensors: the operands, in the order of the arguments.
-        storages: the addresses of their storages.
-        shapes: their shapes.
+        seen: what is known of the metadata and memory of each.
     """
 
     key: tuple[Any, ...]
     tensors: list[FakeTensor]
-    storages: list[int]
-    shapes: list[tuple[int, ...]]
+    seen: list[Seen]
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class Known:
         result: its results, up to the values.
         is_view: whether they all are views of operands.
         is_real: whether some of them can have gradients.
-        numbers: for each of them, that of its metadata.
+        results: for each of them the number of its metadata, shape and dtype.
         outcomes: types and batched axes of its results, by `Situation`.
     """
 
@@ -71,7 +72,7 @@ class Known:
     result: Result
     is_view: bool
     is_real: bool
-    numbers: tuple[int, ...]
+    results: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
     outcomes: dict[Situation, tuple[Sequence[Types], frozenset[int]]] = field(default_factory=dict)
 
 
@@ -88,48 +89,47 @@ class Remembered:
 
     def call(self, op: Any, args: Sequence[Any], kwargs: Any) -> Call | None:
         """Reads a call; None if it is not known by the metadata of its operands."""
-        found = Call((), [], [], [])
+        found = Call((), [], [])
         key: list[Any] = [id(op), torch.get_default_dtype()]
-        for value in args:
-            if not self._add(key, value, found):
-                return None
+        if not self._add(key, args, found):
+            return None
         for name, value in kwargs.items() if kwargs else ():
             key.append(name)
-            if isinstance(value, Tensor | list | tuple) or not self._add(key, value, found):
+            if isinstance(value, Tensor | list | tuple) or not self._add(key, (value,), found):
                 return None
         found.key = tuple(key)
         return found
 
-    def _add(self, key: list[Any], value: Any, found: Call) -> bool:
-        cls = type(value)
-        if cls is FakeTensor:
-            seen = value.__dict__.get(_SEEN) or self._look_at(value)
-            if seen is None or seen[0] is not self._mode:
+    def _add(self, key: list[Any], values: Sequence[Any], found: Call) -> bool:
+        for value in values:
+            cls = type(value)
+            if cls is FakeTensor:
+                seen = value.__dict__.get(_SEEN) or self._look_at(value)
+                if seen is None or seen[0] is not self._mode:
+                    return False
+                key.append(seen[1])
+                found.tensors.append(value)
+                found.seen.append(seen)
+            elif value is None:
+                key.append(None)
+            elif cls in PLAIN:
+                key.append(cls)  # 1 and 1.0 are equal, as are 0.0 and -0.0
+                key.append(value if cls is not float else value or str(value))
+            elif cls is list or cls is tuple:
+                key.append(cls)
+                key.append(len(value))
+                if not self._add(key, value, found):
+                    return False
+            else:
                 return False
-            _, number, storage, shape = seen
-            key.append(number)
-            found.tensors.append(value)
-            found.storages.append(storage)
-            found.shapes.append(shape)
-        elif value is None:
-            key.append(None)
-        elif cls in PLAIN:
-            key.append(cls)  # 1 and 1.0 are equal, as are 0.0 and -0.0
-            key.append(value if cls is not float else value or str(value))
-        elif cls is list or cls is tuple:
-            key.append(cls)
-            key.append(len(value))
-            return all([self._add(key, item, found) for item in value])
-        else:
-            return False
         return True
 
-    def _look_at(self, tensor: FakeTensor) -> tuple[Any, ...] | None:
+    def _look_at(self, tensor: FakeTensor) -> Seen | None:
         if tensor.fake_mode is not self._mode or not is_simple(tensor):
             return None
         shape = tuple(tensor.shape)
         number = self._number(tensor.dtype, shape, tensor.stride(), tensor.fake_device)
-        seen = self._mode, number, tensor.untyped_storage()._cdata, shape
+        seen = self._mode, number, tensor.untyped_storage()._cdata, shape, tensor.dtype
         tensor.__dict__[_SEEN] = seen
         return seen
 
@@ -148,6 +148,7 @@ class Remembered:
         if len(views) > 1 or (not views and result.container is not None):
             return None
         numbers = [self._number(x.dtype, x.shape, x.stride, x.device) for x in items]
+        results = zip(numbers, (x.shape for x in items), (x.dtype for x in items), strict=True)
         known = Known(
             op,
             op._schema.name.split("::")[1],
@@ -156,7 +157,7 @@ class Remembered:
             result,
             True in views,
             any(is_real(item.dtype) for item in items),
-            tuple(numbers),
+            tuple(results),
         )
         self.calls[call.key] = known
         return known
@@ -164,11 +165,11 @@ class Remembered:
     def make(self, known: Known, call: Call) -> tuple[Any, list[FakeTensor], list[int]]:
         """Makes the results of a call; returns them, as a list too, and their storages."""
         out = make(self._mode, known.result, call.tensors)
-        made = [] if not known.numbers else [out] if known.result.container is None else [*out]
+        made = [] if not known.results else [out] if known.result.container is None else [*out]
         storages = []
-        for each, number in zip(made, known.numbers, strict=True):
+        for each, (number, shape, dtype) in zip(made, known.results, strict=True):
             storage = each.untyped_storage()._cdata
-            each.__dict__[_SEEN] = self._mode, number, storage, tuple(each.shape)
+            each.__dict__[_SEEN] = self._mode, number, storage, shape, dtype
             storages.append(storage)
         return out, made, storages
 

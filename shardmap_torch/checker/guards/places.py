@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from shardmap_torch.checker.guards.changing import NUMPY_RANDOM, content_of
 
-_ABSENT: Final = object()
+ABSENT: Final = object()
+"""Stands for the value of an attribute that an object lacks."""
 CONTAINERS: Final = (list, dict, set, deque)
 """Types of the containers that are put back as a whole."""
 
@@ -72,21 +73,21 @@ def slot(owner: Any, name: Any, is_attribute: bool) -> Place:
         (None, {'count': 2})
     """
     if isinstance(owner, type):
-        return Place(lambda: vars(owner).get(name, _ABSENT), lambda x: _set(owner, name, x))
+        return Place(lambda: vars(owner).get(name, ABSENT), lambda x: _set(owner, name, x))
     if is_attribute:
-        return Place(lambda: getattr(owner, name, _ABSENT), lambda x: _set(owner, name, x))
-    return Place(lambda: owner.get(name, _ABSENT), lambda x: _set_entry(owner, name, x))
+        return Place(lambda: getattr(owner, name, ABSENT), lambda x: _set(owner, name, x))
+    return Place(lambda: owner.get(name, ABSENT), lambda x: _set_entry(owner, name, x))
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    if value is not _ABSENT:
+    if value is not ABSENT:
         setattr(owner, name, value)
     elif hasattr(owner, name):
         delattr(owner, name)
 
 
 def _set_entry(owner: dict[Any, Any], name: Any, value: Any) -> None:
-    if value is not _ABSENT:
+    if value is not ABSENT:
         owner[name] = value
     else:
         owner.pop(name, None)
@@ -110,10 +111,10 @@ def variable(owner: "ContextVar[Any]") -> Place:
     """Returns the place of a context variable."""
 
     def put(value: Any) -> None:
-        if value is not _ABSENT:
+        if value is not ABSENT:
             owner.set(value)
 
-    return Place(lambda: owner.get(_ABSENT), put)
+    return Place(lambda: owner.get(ABSENT), put)
 
 
 def buffer(owner: Any) -> Place:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from shardmap_torch.checker.guards.changing import Objects, gives_other_values, state_of
 from shardmap_torch.checker.guards.places import (
+    ABSENT,
     CONTAINERS,
+    Kept,
     Place,
     buffer,
     container,
@@ -29,8 +31,6 @@ PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, 
 """Types of values that are compared by value."""
 _CLASS_NAMES: Final = frozenset({"__class__", "setattr", "__setattr__"})
 """Names by which code may make an object one of another class."""
-ABSENT: Final = object()
-"""Stands for the value of an attribute that an object lacks."""
 
 Table = Mapping[Any, Any]
 
@@ -116,26 +116,38 @@ class References:
         return [value for value, was in self._contents if state_of(value) != was]
 
     def places(self) -> Iterator[Place]:
-        """Yields what could be changed and put back; not a cache of functools, nor iterators."""
+        """Yields what could be changed and put back beside `slots`, and is read to be kept.
+
+        Not a cache of functools, nor iterators.
+        """
         for owner in self._sizes.owners:
             if isinstance(owner, CONTAINERS) and id(owner) not in self._caches:
                 yield container(owner)
         yield from (container(items) for items, _ in self._sets if isinstance(items, Objects))
-        known = set(map(id, self._sizes.owners))
-        for owner, name in zip(self._entries.owners, self._entries.names, strict=True):
-            if id(owner) in self._classes:
-                yield slot(self._classes[id(owner)], name, True)
-            elif isinstance(owner, dict) and id(owner) not in known:  # the globals of some code
-                yield slot(owner, name, False)
-        for owner, name in zip(self._attributes.owners, self._attributes.names, strict=True):
-            yield slot(owner, name, True)
+        # Their slots are their own, and the walk has what they inherit too.
+        classes = zip(self._attributes.owners, self._attributes.names, strict=True)
+        yield from (slot(owner, name, True) for owner, name in classes if isinstance(owner, type))
         if not self._names.keys().isdisjoint(_CLASS_NAMES):
             yield from (slot(owner, "__class__", True) for owner in self._typed)
-        for (_, name), table in self._missing.items():
-            if table is not sys.modules:
-                yield slot(table, name, False)
         yield from map(variable, self._read_variables)
         yield from (buffer(value) for value, (_, content) in self._contents if content)
+
+    def slots(self) -> Iterator[Kept]:
+        """Yields attributes and entries with their values at the walk, which `holds` compares."""
+        known = set(map(id, self._sizes.owners))
+        entries, attributes = self._entries, self._attributes
+        for owner, name, value in zip(entries.owners, entries.names, entries.values, strict=True):
+            if id(owner) in self._classes:
+                yield Kept(slot(self._classes[id(owner)], name, True), value)
+            elif isinstance(owner, dict) and id(owner) not in known:  # the globals of some code
+                yield Kept(slot(owner, name, False), value)
+        columns = attributes.owners, attributes.names, attributes.values
+        for owner, name, value in zip(*columns, strict=True):
+            if not isinstance(owner, type):
+                yield Kept(slot(owner, name, True), value)
+        for (_, name), table in self._missing.items():
+            if table is not sys.modules:
+                yield Kept(slot(table, name, False), ABSENT)
 
     def states(self) -> Iterator[tuple[str, Place]]:
         """Yields names and places of states that only checks compare."""

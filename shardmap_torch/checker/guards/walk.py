@@ -45,7 +45,8 @@ from shardmap_torch.checker.guards.changing import (
 from shardmap_torch.checker.guards.code_names import names_of
 from shardmap_torch.checker.guards.constants import is_constant
 from shardmap_torch.checker.guards.libraries import STANDARD, is_library, is_library_name, root_of
-from shardmap_torch.checker.guards.references import ABSENT, PLAIN, References, Table, value_of
+from shardmap_torch.checker.guards.places import ABSENT
+from shardmap_torch.checker.guards.references import PLAIN, References, Table, value_of
 from shardmap_torch.checker.guards.switches import NAMES as SWITCHES
 from shardmap_torch.checker.guards.switches import switches
 from shardmap_torch.core.torch_private.engine import functorch

@@ -110,7 +110,7 @@ class Interpreter(Memory):
     def is_special(self) -> bool:
         """Returns whether calls depend on more here than their operands: few bodies get there."""
         is_symbolic = self.fake.shape_env is not None or self.numbers.any
-        return self.is_paused or is_symbolic or self.rows.any or self.copies.are_stale
+        return is_symbolic or self.is_paused or self.rows.any or self.copies.are_stale
 
     def located(self, error: ShardTypeError, gradient: StorageType) -> ShardTypeError:
         """Attaches to the error of a gradient what could be inserted where it comes from."""
@@ -211,7 +211,7 @@ class Interpreter(Memory):
         self._store(op, arguments, out, types)
         self.copies.follow(self, arguments, [*_written(op, arguments)], out, view)
         learn(self, found, op, args, arguments, key)
-        self.observer.on_call(*seen, out)
+        self.observer.on_call(*seen, out, found.call.key if found and not writes else None)
         return out
 
     def _run(

@@ -30,6 +30,7 @@ from shardmap_torch.checker.rules.infer import (
 from shardmap_torch.checker.rules.nodes import is_in_linear_backward
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
+from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
@@ -67,8 +68,9 @@ def find(
     if call is None:
         return None
     types = interpreter.types_by_storage
-    storage_types = [types[storage] for storage in call.storages if storage in types]
-    if len(storage_types) < len(call.storages):
+    try:
+        storage_types = [types[seen[2]] for seen in call.seen]
+    except KeyError:
         return None
     found = Found(call, storage_types, interpreter.remembered.calls.get(call.key), None)
     if found.known is None:
@@ -83,10 +85,11 @@ def find(
 def _situation(interpreter: "Interpreter", found: Found, known: Known) -> Situation:
     """Returns what the types of the results depend on: those of operands, as they are read."""
     situation: list[Any] = []
+    number_of = interpreter.remembered.number_of
     for tensor, storage_type in zip(found.call.tensors, found.storage_types, strict=True):
-        _, number, freed = interpreter.remembered.number_of(storage_type.types)
+        _, number, freed = number_of(storage_type.types)
         read = number
-        if number != freed and not interpreter.is_cotangent(storage_type):
+        if number != freed and not (storage_type.tasks and interpreter.is_cotangent(storage_type)):
             # As `Memory.types` and `Interpreter._type` have it.
             if not known.is_real or not interpreter.flows(tensor):
                 read = freed
@@ -128,7 +131,7 @@ def repeat(
         return NotImplemented
     site, backward = None, False
     if running_backward() == NO_BACKWARD:
-        site = interpreter.site()[0]
+        site = call_site()
     elif not interpreter.running or is_in_linear_backward():
         return NotImplemented
     else:
@@ -139,20 +142,18 @@ def repeat(
     out, made, storages = interpreter.remembered.make(known, call)
     uses = []
     for name, at in known.operands:
-        tensor, storage_type = call.tensors[at], storage_types[at]
-        number = tensor.__dict__.get("_shardmap_number")
-        uses.append(
-            Use(name, storage_type, storage_type.types, tensor.dtype, call.shapes[at], number)
-        )
+        storage_type, (*_, shape, dtype) = storage_types[at], call.seen[at]
+        number = call.tensors[at].__dict__.get("_shardmap_number")
+        uses.append(Use(name, storage_type, storage_type.types, dtype, shape, number))
     equation = Equation(known.name, tuple(uses), (), site, backward)
     equation.literals = known.literals
     _store(interpreter, equation, found, made, storages)
     interpreter.add(equation)
-    marked = interpreter.copies.any and known.is_view and any(map(is_marked, call.tensors))
-    if marked or not (interpreter.observer is UNOBSERVED or interpreter.observer.is_ignored):
+    if interpreter.copies.any and known.is_view and any(map(is_marked, call.tensors)):
+        interpreter.copies.follow(interpreter, {"": call.tensors}, [], out, True)
+    if not (interpreter.observer is UNOBSERVED or interpreter.observer.is_ignored):
         arguments = name_arguments(op, args, kwargs or {})
-        interpreter.copies.follow(interpreter, arguments, [], out, known.is_view)
-        interpreter.observer.on_call(op, arguments, out)
+        interpreter.observer.on_call(op, arguments, out, call.key)
     return out
 
 
@@ -164,13 +165,16 @@ def _store(
     storages: Sequence[int],
 ) -> None:
     """Types the results, as `Interpreter._store` does."""
-    assert found.outcome is not None  # by `repeat`
+    assert found.known is not None  # by `repeat`
+    assert found.outcome is not None
     types, batched_over = found.outcome
     tokens = interpreter.tokens_of(found.call.tensors, found.storage_types)
     tasks = interpreter.tasks_of(found.storage_types)
     known = interpreter.types_by_storage
     results = []
+    described = found.known.results
     for index, (tensor, storage) in enumerate(zip(made, storages, strict=True)):
+        _, shape, dtype = described[index]
         storage_type = known.get(storage)
         if storage_type is None:
             storage_type = known[storage] = StorageType(
@@ -181,12 +185,9 @@ def _store(
                 tasks=tasks,
                 batched_over=batched_over,
             )
-        dtype = tensor.dtype
         if is_real(dtype):
             storage_type.tokens |= tokens
             tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
         number = interpreter.count(tensor)
-        results.append(
-            Use("", storage_type, storage_type.types, dtype, tuple(tensor.shape), number)
-        )
+        results.append(Use("", storage_type, storage_type.types, dtype, shape, number))
     equation.results = tuple(results)

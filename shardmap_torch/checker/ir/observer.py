@@ -61,8 +61,14 @@ class Observer:
         """Observes a tensor made of Python numbers."""
         self.on_step(LITERAL, {}, [made], numbers)
 
-    def on_call(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> None:
-        """Observes an ATen operation."""
+    def on_call(
+        self,
+        op: OpOverload,
+        arguments: Mapping[str, Any],
+        out: Any,
+        key: tuple[Any, ...] | None = None,
+    ) -> None:
+        """Observes an ATen operation; `key` is as `Call.key`, None where more counts than that."""
         self.on_step(op, arguments, made_by(op, arguments, out))
 
     def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:

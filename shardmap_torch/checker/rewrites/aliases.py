@@ -50,19 +50,23 @@ class _Row:
 
 
 class Rows:
-    """The rows that are copies here and views in a run."""
+    """The rows that are copies here and views in a run.
+
+    Attributes:
+        any: whether there are any, or selections; asked at every operation.
+        selections: the tensors that stand for selections.
+    """
 
     def __init__(self) -> None:
         """There are none yet."""
         self._rows: list[_Row] = []
         self._taken: list[tuple[Tensor, Tensor, Any]] = []
         self._stale: set[int] = set()
-        self.selections = selections.Selections()
+        self.any = False
+        self.selections = selections.Selections(self._begin)
 
-    @property
-    def any(self) -> bool:
-        """Returns whether there are any, or selections."""
-        return bool(self._rows) or self.selections.any
+    def _begin(self) -> None:
+        self.any = True
 
     def reject(self, name: str, base: Tensor) -> None:
         """Refuses a tensor that has other numbers here than in a run."""
@@ -75,6 +79,7 @@ class Rows:
         row = source.index_select(dim, index)
         from_, to = host.storage_type(source), host.storage_type(row)
         to.read_only = from_.read_only
+        self._begin()
         self._rows.append(_Row(row, source, dim, index, to.made, from_.made))
         return row
 

@@ -5,7 +5,7 @@ has the same. So a selection stands for all entries until it is summed up. Funct
 entries, or of single rows, are applied to all; whatever else it is used for is refused.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -71,8 +71,9 @@ class _Selected:
 class Selections:
     """The tensors that stand for selections."""
 
-    def __init__(self) -> None:
-        """There are none yet."""
+    def __init__(self, on_made: Callable[[], None]) -> None:
+        """There are none yet; `on_made` is called with each that is made."""
+        self._on_made = on_made
         self._known: dict[int, tuple[Tensor, _Selected]] = {}
         self._memory: set[int] = set()
         self._shared: set[int] = set()
@@ -280,6 +281,7 @@ class Selections:
     def _stand(self, own: _Selected) -> Tensor:
         """Makes a tensor that stands for a selection."""
         made = own.full.clone()
+        self._on_made()
         self._known[id(made)] = made, replace(own, full=made)
         self._memory.add(base_of(made).untyped_storage()._cdata)
         return made

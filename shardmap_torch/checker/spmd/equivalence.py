@@ -38,7 +38,7 @@ from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
-from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
+from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import Call
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import NO_AXES, Sums, reject_scaled
@@ -280,7 +280,9 @@ class Relation(Observer):
 
     # -------------------------------------------------------------------------- operations
 
-    def on_call(self, op: OpOverload, arguments: Mapping[str, Any], out: Any) -> None:
+    def on_call(
+        self, op: OpOverload, arguments: Mapping[str, Any], out: Any, key: Key | None = None
+    ) -> None:
         """Requires that an operation on shards gives shards of the result on one device."""
         with self._judged(messages.friendly(op), named_tensors(arguments)) as live:
             if live:
@@ -293,7 +295,7 @@ class Relation(Observer):
                     self._microbatches.note_copy(source, results[0])
                 elif results:  # else it answers a question about shapes
                     call = Call(op, arguments, event, results)
-                    self._operations.compare(call, bool(self.followed))
+                    self._operations.compare(call, bool(self.followed), key)
 
     # ------------------------------------------------------------------------------ errors
 

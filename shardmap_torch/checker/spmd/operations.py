@@ -1,6 +1,6 @@
 """Compares an ATen operation on shards with the same operation on one device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
@@ -20,7 +20,8 @@ from shardmap_torch.checker.spmd.op_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.extrema import carried
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
-from shardmap_torch.checker.spmd.recorder import Ref
+from shardmap_torch.checker.spmd.recorder import Key, Ref
+from shardmap_torch.checker.spmd.repeated import Repeated
 from shardmap_torch.checker.spmd.sharded import Call, Sharded, Step, is_view
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
@@ -57,18 +58,20 @@ class Operations:
         self._microbatches, self._positions = microbatches, positions
         self._intervals, self._maxima = intervals, maxima
         self._blocks = Blocks(notes)
+        self._repeated = Repeated(interpreter, notes)
 
-    def compare(self, call: Call, in_backward: bool) -> None:
+    def compare(self, call: Call, in_backward: bool, key: Key | None) -> None:
         """Requires that the results are shards of those on one device, and notes their layouts.
 
         Args:
             call: the operation in both programs.
             in_backward: whether the user's own backward calls it.
+            key: equal for calls on ranks that differ in values alone; None where more counts.
 
         Raises:
             UnrelatedError: they are not.
         """
-        op, event = call.op, call.event
+        event = call.event
         if self._blocks.lay_out(call):
             self._maxima.follow(call)
             return
@@ -82,10 +85,24 @@ class Operations:
         positions = self._positions.lay_out(call)
         part = self._intervals.lay_out(call)
         positions = part if positions is None else positions
+        # A run does not look at what backwards call.
+        function = None if in_backward else self._interpreter.function
+        is_special = bool(positions) or self._microbatches.book.is_active
+        key = None if is_special else self._repeated.key(key, call, function)
+        if self._repeated.note(key, call):
+            self._maxima.follow(call)
+        else:
+            self._repeated.learn(key, call, self._compare_anew(call, function, positions))
+
+    def _compare_anew(
+        self, call: Call, function: Any, positions: list[Sharded] | None
+    ) -> Sequence[Sharded] | None:
+        """Compares by all rules; returns how results are sharded if nothing else was noted."""
+        op, event = call.op, call.event
         for tensor in call.read if positions is None else ():
             if self._notes.sums(tensor).loose:
                 self._notes.reject_loose(tensor, self._kept(op, tensor))
-        step, factor = self._step(call, in_backward, bool(positions))
+        step, factor = self._step(call, function, bool(positions))
         self._reject_hidden_writes(call, step)
         summed = self._summed(call)
         if factor not in (None, 1):
@@ -107,10 +124,10 @@ class Operations:
                 self._maxima.begin(call, index)
         self._maxima.follow(call)
         self._microbatches.note(call, combined)
+        is_plain = factor in (None, 1) and special is None and combined is None
+        return layouts if is_plain else None
 
-    def _step(
-        self, call: Call, in_backward: bool, is_laid_out: bool
-    ) -> tuple[Step, Fraction | None]:
+    def _step(self, call: Call, function: Any, is_laid_out: bool) -> tuple[Step, Fraction | None]:
         """Returns the operation on layouts, and the factor between both programs, if it is one."""
         op, arguments, there = call.op, call.arguments, call.event.arguments
         shards = {
@@ -121,8 +138,6 @@ class Operations:
         differing = {} if factor is not None else call.differing
         if any(len(local) != len(global_shape) for local, global_shape in call.shapes):
             raise UnrelatedError("on one device the result has another number of dims")
-        # A run does not look at what backwards call.
-        function = None if in_backward else self._interpreter.function
         zeros = frozenset(n for n, x in named_tensors(arguments) if self._notes.sums(x).zero)
         sizes = self._notes.sizes
         step = Step(op, shards, differing, call.tensors, call.shapes, sizes, function, zeros)

@@ -7,12 +7,16 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from torch import Tensor
 
 from shardmap_torch.checker.calls.remembered import PLACE
-from shardmap_torch.checker.ir.observer import Observer
+from shardmap_torch.checker.ir.observer import Observer, made_by
 from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.spmd.layout import Shape
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.torch_private.engine import DisableTorchFunction, FakeTensor
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    FakeTensor,
+    OpOverload,
+)
 from shardmap_torch.spec import P
 
 X = TypeVar("X")
@@ -103,6 +107,7 @@ class Event:
         results: the tensors that it makes, and their shapes.
         site: the user's line.
         literal: the tensor that a literal makes.
+        key: equal for calls that are the same but for the values of their tensors; None if unknown.
     """
 
     name: Any
@@ -110,6 +115,7 @@ class Event:
     results: tuple[tuple[int, Shape], ...]
     site: Site | None
     literal: Tensor | None = None
+    key: Key | None = None
 
 
 class Recorder(Observer):
@@ -143,10 +149,26 @@ class Recorder(Observer):
         literal: Tensor | None = None,
     ) -> None:
         """Notes a step that is not autograd's."""
+        self._record(name, arguments, results, literal)
+
+    def on_call(
+        self, op: OpOverload, arguments: Mapping[str, Any], out: Any, key: Key | None = None
+    ) -> None:
+        """Notes an operation, and what it is known by."""
+        self._record(op, arguments, made_by(op, arguments, out), key=key)
+
+    def _record(
+        self,
+        name: Any,
+        arguments: Mapping[str, Any],
+        results: Sequence[Tensor],
+        literal: Tensor | None = None,
+        key: Key | None = None,
+    ) -> None:
         if not self.is_ignored:
-            read = {key: self._refer(value) for key, value in arguments.items()}
+            read = {name: self._refer(value) for name, value in arguments.items()}
             made = tuple((self._number(tensor), tuple(tensor.shape)) for tensor in results)
-            self.events.append(Event(name, read, made, call_site(), literal))
+            self.events.append(Event(name, read, made, call_site(), literal, key))
 
     def on_python_result(self, path: str, value: object) -> None:
         """Keeps a result that is no tensor."""

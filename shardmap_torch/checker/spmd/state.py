@@ -117,6 +117,11 @@ class Notes:
             return [self.layouts(item, ref, name, takes_stacks) for item, ref in pairs]
         return value
 
+    def shard_of(self, tensor: Tensor, ref: Ref) -> ShardedTensor | None:
+        """Returns how this tensor shards that one-device tensor; None if it does not."""
+        known = self._book.get(self._interpreter.fakify(tensor))
+        return None if known is None else known.shards.get(self._alignment.canonical(ref))
+
     def find_any(self, tensor: Tensor) -> ShardedTensor | None:
         """Returns the layout of a tensor as a shard of any one-device tensor, or None."""
         known = self._book.get(self._interpreter.fakify(tensor))
@@ -243,7 +248,11 @@ class Notes:
         """Sets the pending sums and the factor of a tensor's storage."""
         partial, loose = sums.partial & self._on, sums.loose & self._on
         zero = set(self._interpreter.storage_type(tensor).types) == {Z}
-        self._sums[self._storage(tensor)] = replace(sums, partial=partial, loose=loose, zero=zero)
+        self.keep_sums(tensor, replace(sums, partial=partial, loose=loose, zero=zero))
+
+    def keep_sums(self, tensor: Tensor, sums: Sums) -> None:
+        """Sets them to those that a tensor of these types has had."""
+        self._sums[self._storage(tensor)] = sums
 
     def reject_unfinished(self, tensor: Tensor) -> None:
         """Requires that a value, after its pending sums, is the value on one device.

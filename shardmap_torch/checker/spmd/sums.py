@@ -45,6 +45,12 @@ class Sums:
     cause: str = ""
     zero: bool = False
 
+    @property
+    def is_finished(self) -> bool:
+        """Returns whether the value is that on one device."""
+        is_scaled = self.scale is not ONE and self.scale != 1
+        return not (self.partial or self.loose or self.pending or is_scaled)
+
     def over(self, *types: str) -> Axes:
         """Returns the axes over which one of these reductions is pending."""
         return frozenset(axis for axis, axis_type in self.pending if axis_type in types)

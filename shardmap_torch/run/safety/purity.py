@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from operator import eq
 from typing import Any, Final
 
@@ -87,9 +88,18 @@ class Before:
 
     def look(self) -> None:
         """Notes what is changed now, though it may be as it was when the check ends."""
-        if self._walk is None or not self._walk.holds():
-            self._note(self._kept)
+        if not self._holds:
+            self._note([*self._kept, *self._slots])
         self._note([kept for _, kept in self._states])
+
+    @cached_property
+    def _slots(self) -> Sequence[Kept]:
+        """Attributes and entries; most checks need none, and a module has thousands."""
+        return [] if self._walk is None else [*self._walk.slots()]
+
+    @property
+    def _holds(self) -> bool:
+        return self._walk is not None and self._walk.holds()
 
     def _note(self, every: Sequence[Kept]) -> None:
         self._seen.update(id(kept) for kept in every if kept.is_changed)
@@ -97,7 +107,8 @@ class Before:
     @property
     def altered(self) -> tuple[Kept, ...]:
         """The places that have changed, or were seen to be."""
-        every = (*self._kept, *(kept for _, kept in self._states))
+        slots = () if self._holds and not self._seen else self._slots
+        every = (*self._kept, *slots, *(kept for _, kept in self._states))
         return tuple(kept for kept in every if kept.is_changed or id(kept) in self._seen)
 
     def require_unmoved(self, name: str) -> None:

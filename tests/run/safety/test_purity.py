@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from uuid import uuid4
 
 import numpy as np
@@ -23,6 +24,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardmap_torch import I, P, ShardTypeError, all_reduce, check_program, make_mesh, shard_map
+from shardmap_torch.checker.guards.places import Kept
+from shardmap_torch.checker.guards.walk import Walk
 from tests.programs.support.harness import global_value, worker_mesh
 from tests.support.pool import Gloo
 
@@ -583,3 +586,28 @@ def test_a_check_leaves_state_as_it_was() -> None:
     assert before == (random.getstate(), drawn()[1].tolist())
     mapped(changes_much, simulate="ranks")(torch.ones(4))
     assert (Settings.step, NUMBERS.tolist(), VARIABLE.get(), list(QUEUE)) == (1, [0, 1], 1, [2, 1])
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_attributes_are_read_one_by_one_only_where_one_has_changed(counts: bool) -> None:
+    class Counter:
+        steps = 0
+
+    counter, read = Counter(), []
+    counter.steps = 1
+    slots = Walk.slots
+
+    def noting(self: Walk) -> Iterator[Kept]:
+        read.append(self)
+        return slots(self)
+
+    def body(x: Tensor) -> Tensor:
+        if counts:
+            counter.steps += 1
+        return x if counter.steps else x + 1
+
+    f = mapped(body)
+    with patch.object(Walk, "slots", noting):
+        check_program(f, torch.zeros(4))
+    assert bool(read) == counts
+    assert counter.steps == 1
