@@ -2,7 +2,8 @@
 
     .venv/bin/python benchmarks/checker.py
 
-Processor time of forward and backward over "dp" and "tp", of
+Processor time of the whole training step of examples/gpt, and of forward and backward of plain
+layers over "dp" and "tp", of
 
 * the floor: the layers on one rank's shapes, without collectives, under FakeTensorMode and a
   TorchDispatchMode that does nothing, which is what running a program without data costs before
@@ -18,7 +19,7 @@ Rounds interleave all of a table's rows; figures are medians.
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +44,9 @@ from benchmarks.transformer import (
     Parallel,
     shard_of,
 )
+from examples.gpt import model
+from examples.gpt.optim import make_optimizer
+from examples.gpt.step import sharded_step
 from shardmap_torch import (
     I,
     P,
@@ -105,6 +109,21 @@ def check(shape: tuple[int, int], depth: int, strict: Literal["local", "global"]
     check_program(checked, [dict(layer) for _ in range(depth)], x)
 
 
+@cache
+def arguments_of_step(depth: int, sequences: int) -> tuple[Any, ...]:
+    config = model.Config(layers=depth)
+    params = model.init(config)
+    batch = torch.zeros(sequences, config.length + 1, dtype=torch.int64)
+    return params, make_optimizer(config, 100).init(params), batch
+
+
+def check_step(shape: tuple[int, int], depth: int, strict: Literal["local", "global"]) -> None:
+    config = model.Config(layers=depth)
+    mesh = make_mesh(shape, ("dp", "tp"), kind="abstract")
+    step = sharded_step(mesh, config, make_optimizer(config, 100), strict)
+    check_program(step, *arguments_of_step(depth, 4 * shape[0]))
+
+
 def theirs(depth: int) -> dict[str, Callable[[], object]]:
     if find_spec("spmd_types") is None:
         print("spmd_types is not installed: its rows are left out")
@@ -114,25 +133,38 @@ def theirs(depth: int) -> dict[str, Callable[[], object]]:
     return typechecks(depth, MESHES, STRICT)
 
 
-def calls_of(depth: int) -> dict[str, Callable[[], object]]:
-    ours = {
+def checks(
+    check: Callable[[tuple[int, int], int, Literal["local", "global"]], None], depth: int
+) -> dict[str, Callable[[], object]]:
+    return {
         f"{strict}, {shape[0] * shape[1]} ranks": partial(check, shape, depth, strict)
         for strict in STRICT
         for shape in MESHES
     }
-    return {"floor": partial(floor, depth), **ours, **theirs(depth)}
+
+
+def of_layers(depth: int) -> dict[str, Callable[[], object]]:
+    return {"floor": partial(floor, depth), **checks(check, depth), **theirs(depth)}
+
+
+def tabulate(
+    title: str, calls_of: Callable[[int], Mapping[str, Callable[[], object]]], of: str
+) -> None:
+    rows = []
+    for depth, rounds in ROUNDS.items():
+        taken = compare(calls_of(depth), rounds, clock=time.process_time)
+        first = next(iter(taken.values()))
+        for name, each in taken.items():
+            layers = f"{depth} layer{'s' * (depth > 1)}"
+            rows.append((layers, name, f"{each * 1e3:.1f} ms", f"{each / first:.2f}x"))
+    show(title, ("", "", "median", of), rows)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    rows = []
-    for depth, rounds in ROUNDS.items():
-        taken = compare(calls_of(depth), rounds, clock=time.process_time)
-        for name, each in taken.items():
-            layers = f"{depth} layer{'s' * (depth > 1)}"
-            ratio = f"{each / taken['floor']:.2f}x"
-            rows.append((layers, name, f"{each * 1e3:.1f} ms", ratio))
-    show("forward and backward, checked once", ("", "", "median", "of the floor"), rows)
+    tabulate("forward and backward, checked once", of_layers, "of the floor")
+    title = "the training step of examples/gpt, checked once"
+    tabulate(title, partial(checks, check_step), "of local, 8 ranks")
 
 
 if __name__ == "__main__":

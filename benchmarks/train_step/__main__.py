@@ -1,4 +1,4 @@
-"""Measures a training step beside its alternatives, prints tables, and writes docs/benchmarks.md.
+"""Measures a training step beside its alternatives, prints tables, and writes docs/train_step.md.
 
     python -m benchmarks.train_step [--widths 64,256,512] [--rounds 15] [--steps 3] [--out FILE]
         [--steps-of NAME ...]
@@ -24,10 +24,10 @@ from benchmarks.train_step import simulated
 from benchmarks.train_step.rank import CONTESTANTS, ON_PROCESSES
 from benchmarks.train_step.report import header, overhead_sheet, step_sheet
 
-PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "train_step.md"
 NUM_RANKS: Final = 2
 
-INTRODUCTION: Final = """# Benchmarks
+INTRODUCTION: Final = """# A training step
 
 What a training step costs beside the same step written by hand. The step is that of
 [examples/gpt](../examples/gpt): a Llama of 4 layers with tensor and sequence parallelism, gradients
@@ -36,8 +36,8 @@ autograd Functions on raw `torch.distributed`, as Megatron-LM writes them, with 
 norms' scales summed in one buffer and foreach updates in place. *parallelize_module* is the same
 model as a module that torch shards into DTensors, with `loss_parallel`, `clip_grad_norm_` and
 `torch.optim.AdamW(foreach=True)`. *Compiled* steps are multiples of the one by hand whose loss,
-backward and update are compiled by inductor. Losses are compared before anything is timed. What a
-call, a check and a simulation cost is in [benchmarks/README.md](../benchmarks/README.md).
+backward and update are compiled by inductor. Losses are compared before anything is timed. What
+else was measured, and the goals, are in [benchmarks.md](benchmarks.md).
 """
 
 ABOUT_SIMULATED: Final = """

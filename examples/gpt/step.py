@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -46,12 +46,15 @@ def sharded_loss_and_grads(mesh: Mesh, config: Config) -> LossAndGrads:
     return shard_map(body, mesh=mesh, in_specs=(lies, P("dp")), out_specs=(P(), lies))
 
 
-def sharded_step(mesh: Mesh, config: Config, optimizer: Optimizer) -> Step:
+def sharded_step(
+    mesh: Mesh, config: Config, optimizer: Optimizer, check: Literal["local", "global"] = "local"
+) -> Step:
     """One step of training, from gradients to new parameters, in one body."""
     lies = model.specs(config)
     state_lies = optimizer.specs(lies)
+    in_specs, out_specs = (lies, state_lies, P("dp")), (lies, state_lies, P())
 
-    @shard_map(mesh=mesh, in_specs=(lies, state_lies, P("dp")), out_specs=(lies, state_lies, P()))
+    @shard_map(mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
     def step(params: Params, state: State, batch: Tensor) -> tuple[Params, State, Tensor]:
         loss, grads = _value_and_grad(params, batch, config)
         params, state = optimizer.update(params, grads, state)

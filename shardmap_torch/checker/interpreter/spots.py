@@ -107,6 +107,7 @@ class Spots:
         self.is_inserting = False
         self.now: Call | None = None
         self._collective: tuple[Place, Collective, Tensor] | None = None
+        self._gathers: list[tuple[int, Place, Collective, Tensor]] = []
         self._starts: list[tuple[int, Call]] = []
 
     def enter(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -149,6 +150,8 @@ class Spots:
         self.total += 1
         self.now = None
         self._collective = None if is_divided() else (place, collective, x)
+        if collective.name == "all_gather":
+            self._gathers.append((len(self._interpreter.equations), place, collective, x))
 
     def step(self, is_backward: bool) -> float:
         """Returns how far the check has come, a backward after all calls until then.
@@ -200,12 +203,23 @@ class Spots:
         types, spec = interpreter.storage_type(base).types, interpreter.observer.spec_of(base)
         return state_of(interpreter.by_axis(types), spec, interpreter.mesh.shape), spec
 
+    def regathers(self, x: Tensor) -> Iterator[Repair]:
+        """Yields gathers of the dim that is sharded, in place of one of another that made `x`."""
+        made = self._interpreter.storage_type(base_of(x)).made
+        for start, place, collective, operand in self._gathers:
+            if made is not None and self._interpreter.equations[start : start + 1] == [made]:
+                for each in exchange(collective, place, self.state(operand)[0]):
+                    other = each.collectives[place]
+                    if other is not None and other.name == "all_gather":
+                        yield each
+
     def _insertions(self, spot: Spot, tensors: Sequence[Tensor]) -> Iterator[Repair]:
         known = [self.state(x) for x in tensors]
         found: list[tuple[int, Spot, Insert]] = []
         for index, (x, (state, spec)) in enumerate(zip(tensors, known, strict=True)):
             if is_batched(x):
                 continue
+            yield from self.regathers(x)
             others = zip(tensors, known, strict=True)
             peers = [(other, y.ndim) for y, (other, _) in others if y is not x]
             for kind, each in inserts(state, x.ndim, peers, spec):

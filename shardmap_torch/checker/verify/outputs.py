@@ -254,6 +254,7 @@ class Exits:
         note_reached(error, spots.step(False) + 0.25)
         chains = []
         for position in wrong:
+            repairs += spots.regathers(result.leaves[position])
             state, own = spots.state(result.leaves[position])
             chains.append(to_spec(state, own, result.match.spec(position)))
         for each in zip(*chains, strict=False):

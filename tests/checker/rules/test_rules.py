@@ -75,7 +75,7 @@ def names_in(path: Path) -> list[str]:
     """The overloads that a table file names."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     texts = [
-        ast.literal_eval(call.args[1])
+        eval(compile(ast.Expression(call.args[1]), path.name, "eval"))
         for call in calls
         if isinstance(call.func, ast.Name) and call.func.id == "each"
     ]

@@ -197,8 +197,10 @@ STATES: Final[Mapping[str, State]] = {
     "switch of cudnn": State(
         "",
         "not torch.backends.cudnn.benchmark",
-        _UNDONE.format("setattr(torch.backends.cudnn, 'benchmark', False)")
-        + "torch.backends.cudnn.benchmark = True",
+        # Flags may be frozen, by torch's test utilities, but for this.
+        "c = torch.backends.cudnn.flags(enabled=True, benchmark=True)\n"
+        + _UNDONE.format("c.__exit__(None, None, None)")
+        + "c.__enter__()",
     ),
     "default device": State(
         "",
