@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ from shardmap_torch.checker.spmd.values.positions import Positions
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.types import K, Partial, V, Z
+
+Extrema: TypeAlias = frozenset[tuple[str, str]]
+"""Axes, each with a reduction that is pending over it."""
 
 
 class Operations:
@@ -118,8 +121,9 @@ class Operations:
         layouts, combined = self._microbatches.complete(special or propagate(step), combined)
         if op in IGNORING and any(sharded.means for sharded in layouts):
             self._interpreter.traits.averages = True
+        extrema = self._carried(call)
         for index, sharded in enumerate(layouts):
-            self._finish(call, index, sharded, summed)
+            self._finish(call, index, sharded, summed, extrema)
             if any(axis_type in EXTREMA for _, axis_type in sharded.pending):
                 self._maxima.begin(call, index)
         self._maxima.follow(call)
@@ -240,8 +244,10 @@ class Operations:
             for axis, axis_type in self._interpreter.by_axis(self._interpreter.types(x)).items()
         )
 
-    def _finish(self, call: Call, index: int, sharded: Sharded, summed: Sums) -> None:
-        """Notes how a result is sharded and summed."""
+    def _finish(
+        self, call: Call, index: int, sharded: Sharded, summed: Sums, extrema: Extrema
+    ) -> None:
+        """Notes how a result is sharded and summed; `extrema` are pending of operands too."""
         result, (number, global_shape) = call.results[index], call.event.results[index]
         shard = fitted(sharded.dims, tuple(result.shape), global_shape)
         if sharded.partial and result.dtype == torch.bool:
@@ -267,8 +273,13 @@ class Operations:
             scale *= mean
         cause = "" if scale is ONE or scale == 1 else self._at(messages.friendly(call.op))
         sums = summed.scaled(mean, sharded.means, cause)
-        pending = sharded.pending | self._carried(call, shard)
-        sums = replace(sums, partial=partial, pending=pending)
+        twice = dict(extrema).keys() & set(shard.axes)
+        if twice:
+            raise UnrelatedError(
+                f"over {min(twice)!r} one operand is pending, and its result is sharded",
+                f"all_reduce the first over {min(twice)!r} before.",
+            )
+        sums = replace(sums, partial=partial, pending=sharded.pending | extrema)
         is_equal = not draws(call.op, call.arguments)
         if call.written and not self._is_overwritten(result, number, shard, sums, is_equal):
             # Sums that are pending in the rest of the storage stay pending.
@@ -278,18 +289,11 @@ class Operations:
             self._reject_gradients(call.arguments)
             self._notes.set_sums(result, replace(sums, loose=loose))
 
-    def _carried(self, call: Call, shard: ShardedTensor) -> frozenset[tuple[str, str]]:
-        """Returns the extrema that are pending of a result, as they are of operands."""
+    def _carried(self, call: Call) -> Extrema:
+        """Returns the extrema that are pending of results, as they are of operands."""
         known = [(x.dtype, self._notes.sums(x).pending) for x in call.tensors]
         found = [carried(call.op, dtype, pending) for dtype, pending in known if pending]
-        pending = frozenset(each for one in found for each in one.items())
-        twice = dict(pending).keys() & set(shard.axes)
-        if twice:
-            raise UnrelatedError(
-                f"over {min(twice)!r} one operand is pending, and its result is sharded",
-                f"all_reduce the first over {min(twice)!r} before.",
-            )
-        return pending
+        return frozenset(each for one in found for each in one.items())
 
     def _reject_gradients(self, arguments: Mapping[str, Any]) -> None:
         """Refuses gradients that are divided by what a rank alone counts."""
