@@ -8,7 +8,9 @@ not explain: that is a mistake of this package.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from errno import ENAMETOOLONG
 from functools import wraps
+from os import PathLike
 from types import UnionType
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -20,11 +22,16 @@ from shardmap_torch.core.source_location import is_raised_by_user
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardMapError, show, show_shape
 
-_REFUSALS: Final = (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_REFUSALS: Final = (
+    *(IndexError, NotImplementedError, OverflowError, RuntimeError, TypeError, ValueError),
+)
 """Errors by which torch refuses operands; those derived from these mean something else."""
 
-_SIGNS: Final = ("Dimension out of range", "must be", "invalid combination of arguments")
-"""Parts of messages by which torch's IndexErrors and TypeErrors are told from Python's."""
+_SIGNS: Final = (
+    *("Dimension out of range", "must be", "invalid combination of arguments"),
+    "too big to convert",
+)
+"""Parts of messages by which errors of torch's functions are told from Python's."""
 
 
 def export(namespace: dict[str, Any], names: Sequence[str], error: type[ShardMapError]) -> None:
@@ -90,6 +97,9 @@ def _problems(value: object, hint: Any, raised: Exception) -> Iterator[str]:
     name = getattr(value, "__qualname__", None)
     if isinstance(raised, TypeError) and name and str(raised).startswith(f"{name}()"):
         yield f"cannot be called as it is here: {raised}"
+    if isinstance(raised, OSError) and raised.errno == ENAMETOOLONG:
+        if isinstance(value, str | PathLike) and str(raised.filename).startswith(str(value)):
+            yield "is too long for a file name"
     try:
         leaves = flatten(value)[0]
     except Exception:  # whatever a container of the user's raises
@@ -128,7 +138,7 @@ def _fits(value: object, hint: Any) -> bool:
         is_one = isinstance(value, wanted)
     except TypeError:  # a protocol
         return True
-    if is_one and isinstance(value, tuple | list) and parts and parts[-1] is not Ellipsis:
+    if is_one and isinstance(value, tuple | list | str) and parts and parts[-1] is not Ellipsis:
         return origin is tuple or all(_fits(each, parts[0]) for each in value)
     return is_one
 

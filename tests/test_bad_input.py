@@ -28,6 +28,7 @@ from shardmap_torch import (
     match_specs,
     nn,
     optim,
+    random,
     saving,
     shard_map,
 )
@@ -178,6 +179,9 @@ EXPLAINED: list[tuple[Callable[[], Any], str]] = [
     (lambda: saving.latest(3), "latest: folder=3 is no str | os.PathLike[str]."),  # type: ignore[arg-type]
     (lambda: lax.pcast(X, "a", "b"), "pcast: too many positional arguments."),  # type: ignore[call-arg]
     (lambda: lax.cond(True, torch.mv, print, X, X), "torch refuses pred=True, true_fun="),
+    (lambda: saving.latest("a" * 300), "aaa' is too long for a file name"),
+    (lambda: random.positions("ab"), "positions: shape='ab' is no Sequence[int]."),  # type: ignore[arg-type]
+    (lambda: nn.head_tail_order(2**70, 2), "torch refuses length=1180591620717411303424"),
     (lambda: nn.grouped_linear({"w": X}, X, X), "grouped_linear: rows={'w': tensor"),  # type: ignore[arg-type]
 ]
 
@@ -207,8 +211,20 @@ def test_errors_of_the_users_and_of_ours_go_through_library_functions_unchanged(
         lax.dynamic_slice_in_dim(X, 0, 1)
 
 
-@pytest.mark.parametrize("odd", [torch.ones(2, 2).to_sparse(), torch.ones(2, 2).to_mkldnn()])
-def test_a_body_may_refer_to_a_tensor_that_is_not_dense_and_not_use_it(odd: torch.Tensor) -> None:
+ODD: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    torch.Tensor.to_sparse,
+    torch.Tensor.to_mkldnn,
+    lambda x: torch.nested.nested_tensor([x[0], x[1, :1]]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make", ODD, ids=["coo", "mkldnn", "nested"])
+def test_a_body_may_refer_to_a_tensor_that_is_not_dense_and_not_use_it(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    odd = make(X)
+
     def referring(x: torch.Tensor, uses: bool) -> torch.Tensor:
         return x + odd if uses else x
 

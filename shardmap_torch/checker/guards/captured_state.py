@@ -16,9 +16,10 @@ _COSTLY: Final = 20_000
 """Number of values that each call compares without a warning; they take about 1 ms."""
 _VERSIONS: Final = 16
 """Number of states whose versions are kept."""
-
 _METADATA: Final = attrgetter("requires_grad", "dtype", "shape")
 """Gets what may change of a tensor in place."""
+_OF_NESTED: Final = attrgetter("requires_grad", "dtype")
+"""Gets what of it nested tensors have."""
 
 
 class Surroundings:
@@ -47,7 +48,8 @@ class Surroundings:
             walk = self._walk = Walk(self._function)
             self._version = self._version_of(walk)
             self._warn_of_cost(walk)
-        return self._version, tuple(map(_METADATA, walk.tensors))
+        metadata = *map(_METADATA, walk.sized), *map(_OF_NESTED, walk.nested)
+        return self._version, metadata
 
     def snapshot(self) -> Walk | None:
         """Returns the state found by the latest `key`."""

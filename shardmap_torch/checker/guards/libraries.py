@@ -4,10 +4,12 @@ import sys
 from types import ModuleType
 from typing import Any, Final
 
+OWN: Final = __name__.split(".")[0]
+"""This package."""
 _LIBRARIES: Final = frozenset(
     {
         *sys.stdlib_module_names,
-        *("torch", "shardmap_torch", "numpy", "optree"),
+        *(OWN, "torch", "numpy", "optree"),
         # Rewritten assertions in test modules refer to all of pytest.
         *("_pytest", "pytest", "pluggy", "hypothesis"),
     }

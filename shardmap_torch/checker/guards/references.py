@@ -4,10 +4,12 @@ A comparison is of identities, in C: some 50 ns for each value that is referred 
 """
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import chain, repeat
 from operator import eq, getitem, is_
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -29,6 +31,9 @@ from shardmap_torch.checker.guards.places import (
 
 PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 """Types of values that are compared by value."""
+_SEQUENCES: Final = (list, tuple)
+_MAPPINGS: Final = (dict, OrderedDict, MappingProxyType)
+"""Types that give their items in order, and views that follow them: no subclass of a user."""
 _CLASS_NAMES: Final = frozenset({"__class__", "setattr", "__setattr__"})
 """Names by which code may make an object one of another class."""
 
@@ -40,18 +45,26 @@ class References:
 
     Attributes:
         tensors: the tensors.
+        sized: those that have a shape.
+        nested: those that have none.
         opaque: objects that are not entered, which are compared by identity.
     """
 
     def __init__(self) -> None:
         """Has none; a walk adds them."""
         self.tensors: list[Tensor] = []
+        self.sized: list[Tensor] = []
+        self.nested: list[Tensor] = []
         self.opaque: list[Any] = []
         self._entries = _Parts()
         self._attributes = _Parts()
+        self._looked_up = _Parts()  # those of the entries that `_iterables` do not give
+        self._iterables: list[Iterable[Any]] = []
+        self._items: list[Any] = []
         self._sizes = _Parts()
-        self._tables: list[Table] = []
-        self._keys: list[Any] = []
+        self._empty: list[Collection[Any]] = []
+        self._filled: list[Collection[Any]] = []
+        self._lengths: list[int] = []
         self._typed: list[Any] = []
         self._types: list[type] = []
         self._sets: list[tuple[Collection[Any], tuple[Any, ...]]] = []
@@ -64,6 +77,35 @@ class References:
         self._classes: dict[int, type] = {}
         self._read_variables: list[ContextVar[Any]] = []
 
+    def _add_size(self, owner: Collection[Any]) -> None:
+        self._sizes.add(owner, None, len(owner))
+        if type(owner) in (*_SEQUENCES, *_MAPPINGS) and not owner:
+            self._empty.append(owner)
+        else:
+            self._filled.append(owner)
+            self._lengths.append(len(owner))
+
+    def _add_entry(self, owner: Any, name: Any, value: Any) -> None:
+        self._entries.add(owner, name, value)
+        self._looked_up.add(owner, name, value)
+
+    def _add_entries(self, owner: Any, names: Sequence[Any], values: Sequence[Any]) -> None:
+        """Records all entries of a container; iterating over its items is faster than look-ups."""
+        self._add_size(owner)
+        add = self._add_entry
+        if not isinstance(owner, list | tuple):
+            self._compare(owner, names)
+        if type(owner) in (*_SEQUENCES, *_MAPPINGS):
+            self._compare(owner if type(owner) in _SEQUENCES else owner.values(), values)
+            add = self._entries.add
+        for name, value in zip(names, values, strict=True):
+            add(owner, name, value)
+
+    def _compare(self, items: Iterable[Any], values: Sequence[Any]) -> None:
+        if values:
+            self._iterables.append(items)
+            self._items += values
+
     @property
     def size(self) -> int:
         """Number of values that `holds` compares; 250 bytes of an array cost as much as one."""
@@ -72,11 +114,12 @@ class References:
 
     def holds(self) -> bool:
         """Returns whether nothing has changed since the walk."""
-        entries, attributes, sizes = self._entries, self._attributes, self._sizes
+        entries, attributes = self._looked_up, self._attributes
         try:
             return (
-                all(map(eq, map(len, sizes.owners), sizes.values))
-                and all(map(is_, chain.from_iterable(self._tables), self._keys))
+                not any(self._empty)
+                and all(map(eq, map(len, self._filled), self._lengths))
+                and all(map(is_, chain.from_iterable(self._iterables), self._items))
                 and all(map(is_, map(getitem, entries.owners, entries.names), entries.values))
                 and all(
                     map(

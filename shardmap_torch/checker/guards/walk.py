@@ -44,7 +44,13 @@ from shardmap_torch.checker.guards.changing import (
 )
 from shardmap_torch.checker.guards.code_names import names_of
 from shardmap_torch.checker.guards.constants import is_constant
-from shardmap_torch.checker.guards.libraries import STANDARD, is_library, is_library_name, root_of
+from shardmap_torch.checker.guards.libraries import (
+    OWN,
+    STANDARD,
+    is_library,
+    is_library_name,
+    root_of,
+)
 from shardmap_torch.checker.guards.places import ABSENT
 from shardmap_torch.checker.guards.references import PLAIN, References, Table, value_of
 from shardmap_torch.checker.guards.switches import NAMES as SWITCHES
@@ -92,6 +98,7 @@ class Walk(References):
         """Walks from a function on."""
         super().__init__()
         self._modules: list[Table] = []
+        self._own: list[Table] = []  # of objects of this package, which have walks in them
         self._named: list[Any] = []
         self._called: set[tuple[type, str]] = set()
         self._library_code: list[Any] = []
@@ -116,6 +123,7 @@ class Walk(References):
             elif type(value) is Tensor or isinstance(value, nn.Parameter):
                 yield type(value), places.setdefault(id(value), place)
                 self.tensors.append(value)
+                (self.nested if value.is_nested else self.sized).append(value)
                 if value.is_nested or value.layout != torch.strided:  # such have no strides
                     yield self._keep(value)
                     continue
@@ -152,7 +160,8 @@ class Walk(References):
         """Enters what Python's own objects have; of others, what any code may read by its name."""
         own = getattr(value, "__dict__", None)
         if root_of(type(value)) not in STANDARD:
-            self._modules += [] if own is None else [own]
+            is_own = root_of(type(value)) == OWN
+            (self._own if is_own else self._modules).extend([] if own is None else [own])
             return self._keep(value)
         if own is None and not hasattr(value, "__next__"):  # made in C, or with slots
             parts = gc.get_referents(value)
@@ -232,8 +241,11 @@ class Walk(References):
         if not self._asks and not SWITCHES.isdisjoint(self._names):
             self._asks = True
             self._enter_call(lambda: repr(switches()))
-        for table in self._modules:
-            for name in table if self._reads_any else ("__getattr__", *self._names):
+        public = [name for name in self._names if not name.startswith("_")]
+        named = ("__getattr__", *self._names)
+        tables = [(table, table if self._reads_any else named) for table in self._modules]
+        for table, names in (*tables, *((table, public) for table in self._own)):
+            for name in names:
                 if name in table and (id(table), name) not in self._read:
                     self._read.add((id(table), name))
                     self._enter_name(table, name)
@@ -245,7 +257,7 @@ class Walk(References):
                 if full not in sys.modules:
                     self._missing[id(sys.modules), full] = sys.modules
                 elif not is_library(sys.modules[full]):
-                    self._entries.add(sys.modules, full, sys.modules[full])
+                    self._add_entry(sys.modules, full, sys.modules[full])
                     yield sys.modules[full]
 
     def _enter_name(self, table: Table, name: str) -> Any:
@@ -256,7 +268,7 @@ class Walk(References):
             if name not in table:
                 return None
         value = table[name]
-        self._entries.add(table, name, value)
+        self._add_entry(table, name, value)
         if value is os.getenv:
             self._pending.append(os.environ)
         builtin = isinstance(value, BuiltinFunctionType)
@@ -335,7 +347,7 @@ class Walk(References):
             if type(part) is not dict:
                 self._pending.append(part)  # one result, where the cache has a limit
             elif part is not vars(value):
-                self._sizes.add(part, None, len(part))
+                self._add_size(part)
                 self._caches.add(id(part))
                 self._pending += part.values()
         return self._enter_descriptor(value), self._enter_table(vars(value))
@@ -355,9 +367,7 @@ class Walk(References):
         return None
 
     def _enter_sequence(self, value: Sequence[Any]) -> Hashable:
-        self._sizes.add(value, None, len(value))
-        for place, item in enumerate(value):
-            self._entries.add(value, place, item)
+        self._add_entries(value, range(len(value)), tuple(value))
         self._pending += value
         return len(value)
 
@@ -391,7 +401,7 @@ class Walk(References):
         return self._keep(value), state, self._enter_table(more)
 
     def _enter_set(self, value: Collection[Any]) -> Hashable:
-        self._sizes.add(value, None, len(value))
+        self._add_size(value)
         self._sets.append((value, tuple(value)))
         self._pending += value
         return len(value), getattr(value, "maxlen", None)
@@ -412,15 +422,11 @@ class Walk(References):
         return self._keep(value)
 
     def _enter_table(self, table: Table) -> Hashable:
-        self._sizes.add(table, None, len(table))
-        if table:
-            self._tables.append(table)
-            self._keys += table
-        for name, value in table.items():
-            self._entries.add(table, name, value)
-        self._pending += table.values()
-        words = tuple([key if type(key) is str else None for key in table])
-        self._pending += [key for key, word in zip(table, words, strict=True) if word is None]
+        names, values = tuple(table), tuple(table.values())
+        self._add_entries(table, names, values)
+        self._pending += values
+        words = tuple([name if type(name) is str else None for name in names])
+        self._pending += [name for name, word in zip(names, words, strict=True) if word is None]
         return words
 
 

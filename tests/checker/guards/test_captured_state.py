@@ -455,6 +455,45 @@ def test_a_verdict_does_not_outlive_a_change_of_state(kind: str) -> None:
             each()
 
 
+def test_a_walk_does_not_enter_the_verdicts_of_mapped_functions() -> None:
+    mapped, _ = count_checks(reduced)
+
+    def body(x: Tensor) -> Any:
+        return getattr(mapped, str(x.dim()))  # any attribute
+
+    size = len(walk.Walk(body).found)
+    for length in (2, 4, 6):
+        mapped(torch.ones(length))
+    assert len(walk.Walk(body).found) == size < 2_000
+
+
+def test_an_entry_that_moves_to_the_next_table_is_seen() -> None:
+    tables: list[dict[str, int]] = [{"a": 1, "b": 2}, {"c": 3}, {}]
+    sequences = [[1, 2], [3], []]
+    found = walk.Walk(lambda: (tables, sequences))
+    assert found.holds()
+    tables[:2] = {"a": 1}, {"b": 2, "c": 3}
+    assert not found.holds()
+    for change in (partial(tables[2].update, d=4), partial(sequences[2].append, 4)):
+        found = walk.Walk(lambda: (tables, sequences))
+        change()
+        assert not found.holds()
+    for one, other in (sequences[:2], sequences[1::-1]):
+        found = walk.Walk(lambda: sequences)
+        other.insert(0, one.pop())
+        assert not found.holds()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_body_that_refers_to_a_nested_tensor_is_checked_once() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    f, checks = count_checks(lambda x: all_reduce(x, "i", dst=I) if nested is not None else x)
+    for count in (1, 2):
+        assert f(X).tolist() == f(X).tolist() == [2.0]
+        assert len(checks) == count
+        nested.requires_grad_()
+
+
 def test_another_tensor_of_the_same_kind_needs_no_check() -> None:
     weight = torch.ones(2)
     f, checks = count_checks(lambda x: all_reduce(x * weight[0], "i", dst=I))
