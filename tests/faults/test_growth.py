@@ -42,6 +42,12 @@ def test_what_torch_remembers_of_checks_is_bounded(monkeypatch: pytest.MonkeyPat
     assert len(FakeTensorMode.cache) <= several
 
 
+@pytest.mark.parametrize("strictness", [True, "global"])
+def test_checks_of_dropped_functions_leave_no_objects(strictness: Any) -> None:
+    first, *_, last = growth.dropped(strictness, 6)
+    assert last.objects - first.objects < 10 * (last.after - first.after), (first, last)
+
+
 def some(rank: int) -> dict[str, list[Sample]]:
     mesh = make_mesh((2,), ("tp",), kind="process_group")
     return {

@@ -91,6 +91,7 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         )
         stack.enter_context(guarding_generator_state(interpreter.name))
         interpreter.begin()
+        stack.callback(interpreter.forget_nodes)
         _CURRENT.stack.append(interpreter)
         stack.callback(_CURRENT.stack.pop)
         yield

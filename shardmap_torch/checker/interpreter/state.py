@@ -9,7 +9,7 @@ runs: a sum of contributions of type I and V is an error, not a V.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -39,12 +39,16 @@ if TYPE_CHECKING:  # it takes a second to import, which torch does when a body i
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
-class Token:
-    """A torch.func differentiation, known by an operand; it lives as long as its transform."""
+_WITNESS: Final = base_of(torch.empty(0, device="cpu"))
+"""Tensor that tokens wrap: operands, which refer to their tokens, would stay alive with them."""
 
-    def __init__(self, witness: Tensor) -> None:
-        """Keeps the wrapped operand, whose level ends with the transform."""
-        self._witness = witness
+
+class Token:
+    """A torch.func differentiation, known by its level; it lives as long as its transform."""
+
+    def __init__(self, level: int) -> None:
+        """Keeps a tensor of that level, which ends with the transform."""
+        self._witness = functorch._wrap_for_grad(_WITNESS, level)
 
     @property
     def level(self) -> int:
@@ -113,8 +117,17 @@ class Memory:
         self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()
         self.regions: list[range] = []
-        self.has_hooks = False
+        self.hooked: list[Tensor] = []
         self._num_tasks = 0
+
+    def forget_nodes(self) -> None:
+        """Drops what has a graph of autograd's, at the end: contexts and hooks in it have this.
+
+        Python's collector does not see through the graph, which would stay alive.
+        """
+        self.values.clear()
+        self.watched.clear()
+        self.hooked.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -249,7 +262,7 @@ class Memory:
         known = self._by_level.get(level)
         # Of two transforms at one level the first has ended.
         if known is None or known.level != level:
-            known = self._by_level[level] = Token(wrapped)
+            known = self._by_level[level] = Token(level)
         return known
 
     def mark_differentiated(self, wrapped: Tensor) -> None:

@@ -118,10 +118,11 @@ def register_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any)
             [],
             "register it outside, or wrap what does so in local_region(f, in_types, out_types).",
         )
-    value = base_of(tensor)
-    interpreter.has_hooks = True
+    number = len(interpreter.hooked)
+    interpreter.hooked.append(base_of(tensor))
 
     def watched(given: Tensor) -> Any:
+        value = interpreter.hooked[number]
         observer, field = interpreter.observer, func == Tensor.register_post_accumulate_grad_hook
         found = _field(given) if field else base_of(given)
         observer.on_backward_start("a hook", [value], [found])

@@ -283,7 +283,7 @@ class _Verification:
                 steps.on_result(result.match.paths[position], value, result.match.spec(position))
             report_values(steps, result)
             outputs = [result.leaves[position] for position in result.match.crossing]
-            if self._interpreter.has_hooks or any(True for _ in own_nodes(outputs)):
+            if self._interpreter.hooked or any(True for _ in own_nodes(outputs)):
                 with suppress(ShardTypeError):  # types are judged where there are ranks
                     record_backward(self._interpreter, outputs, locals_.values())
 

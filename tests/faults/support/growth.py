@@ -14,7 +14,19 @@ from typing import Any, Final
 
 import torch
 
-from shardmap_torch import I, Mesh, P, all_reduce, device_put, make_mesh, shard_map, use_mesh
+from shardmap_torch import (
+    Function,
+    I,
+    Mesh,
+    P,
+    all_reduce,
+    check_program,
+    device_put,
+    make_mesh,
+    shard_map,
+    use_mesh,
+    value_and_grad,
+)
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -39,7 +51,8 @@ class Sample:
 
 def sample(after: int) -> Sample:
     """Counts, when what is garbage has gone."""
-    gc.collect()
+    for _ in range(3):  # tensors go after what has referred to them weakly
+        gc.collect()
     objects = gc.get_objects()
     tensors = sum(type(each) is torch.Tensor for each in objects)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
@@ -86,6 +99,45 @@ def signatures(mesh: Mesh, number: int, samples: int = 8) -> list[Sample]:
     """Calls one function with so many shapes."""
     f, w = total(mesh), torch.ones(())
     return over(number, samples, lambda each: f(w, torch.ones(4 * each + 4)))
+
+
+class Doubled(Function):
+    """Doubles, with a backward of its own."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        """Doubles."""
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keeps nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Doubles."""
+        return gradient * 2
+
+
+def dropped(strictness: Any, number: int, samples: int = 3) -> list[Sample]:
+    """Checks so many functions with backwards and hooks, and drops each."""
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = Doubled.apply(w)
+        return all_reduce((doubled * x).sum(), "tp", dst=I)
+
+    def body(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        seen = w * x
+        seen.register_hook(lambda gradient: gradient * 1)
+        value: torch.Tensor = value_and_grad(loss)(w, x)[0]
+        return value * all_reduce(seen.sum(), "tp", dst=I)
+
+    def do(each: int) -> None:
+        f = shard_map(body, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P(), check=strictness)
+        check_program(f, torch.ones((), requires_grad=True), torch.ones(8))
+
+    return over(number, samples, do)
 
 
 def meshes(
