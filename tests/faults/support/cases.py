@@ -1,10 +1,11 @@
 """Programs in which one rank does something else, each a function of a kit and of who is odd."""
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from shardmap_torch import (
 )
 
 X = torch.arange(32.0).reshape(8, 4)
+
+BAD = Path(tempfile.gettempdir()) / f"shardmap_torch-bad-data-{os.getpid()}"
 
 
 class Kit:
@@ -69,20 +72,26 @@ class Kit:
         return all_reduce(x.sum(0), self.axes, dst=I) if self.flag else y
 
     def _failing(self, x: Tensor) -> Tensor:
-        if "SHARDMAP_BAD" in os.environ:  # which no check of the code can see
+        if BAD.exists():  # which no check of the code can see
             raise ValueError("the data is bad")
         return all_reduce(x.sum(0), self.axes, dst=I)
 
     def _failing_late(self, x: Tensor) -> Tensor:
         y = all_reduce(x.sum(0), self.axes, dst=I)
-        if "SHARDMAP_BAD" in os.environ:  # which no check of the code can see
+        if BAD.exists():  # which no check of the code can see
             raise ValueError("the data is bad")
         return y + all_reduce(x.mean(0), self.axes, dst=I)
 
 
-def bad_data(k: Kit) -> Any:
-    bad = {"SHARDMAP_BAD": "1"} if k.odd else {}
-    return mock.patch.dict(os.environ, bad)
+@contextmanager
+def bad_data(k: Kit) -> Iterator[None]:
+    """Makes what the body of the odd rank reads bad."""
+    if k.odd:
+        BAD.touch()
+    try:
+        yield
+    finally:
+        BAD.unlink(missing_ok=True)
 
 
 def other_order(k: Kit) -> None:
