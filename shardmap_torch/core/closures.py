@@ -80,10 +80,9 @@ class Closures:
     def _visit(self, function: FunctionType) -> Iterator[FunctionType]:
         names = function.__code__.co_freevars
         for name, cell in zip(names, function.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not assigned yet
+            if is_empty(cell):
                 continue
+            value = cell.cell_contents
             if isinstance(value, FunctionType):
                 self.links.append((cell, value))
                 yield value
@@ -114,6 +113,15 @@ class Closures:
         for cell, function in self.links:
             cells[id(cell)].cell_contents = copies[id(function)]
         return copies[id(self.function)]
+
+
+def is_empty(cell: CellType) -> bool:
+    """Returns whether a closure's variable is not assigned yet, or no more."""
+    try:
+        cell.cell_contents  # noqa: B018 - asked whether it has some
+    except ValueError:
+        return True
+    return False
 
 
 def _has_tensors(value: Any) -> bool:

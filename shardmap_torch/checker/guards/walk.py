@@ -55,6 +55,7 @@ from shardmap_torch.checker.guards.places import ABSENT
 from shardmap_torch.checker.guards.references import PLAIN, References, Table, value_of
 from shardmap_torch.checker.guards.switches import NAMES as SWITCHES
 from shardmap_torch.checker.guards.switches import switches
+from shardmap_torch.core.closures import is_empty
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import ShardTypeError
 
@@ -188,8 +189,8 @@ class Walk(References):
         return function.__code__
 
     def _enter_cell(self, cell: CellType) -> None:
-        if _is_empty(cell):
-            self._enter_call(lambda: _is_empty(cell))
+        if is_empty(cell):
+            self._enter_call(lambda: is_empty(cell))
         else:
             self._enter_attribute(cell, "cell_contents")
 
@@ -428,14 +429,6 @@ class Walk(References):
         words = tuple([name if type(name) is str else None for name in names])
         self._pending += [name for name, word in zip(names, words, strict=True) if word is None]
         return words
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - asked whether it has some
-    except ValueError:
-        return True
-    return False
 
 
 def _mangled(cls: type, name: str) -> str:

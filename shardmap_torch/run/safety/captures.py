@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardmap_torch.core.closures import is_empty
 from shardmap_torch.core.tree import flatten
 
 
@@ -48,16 +49,8 @@ def _referred(value: Any) -> list[Any]:
 
 
 def _of_function(function: FunctionType) -> list[Any]:
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if not is_empty(cell)]
     names = function.__code__.co_names
     named = [function.__globals__[name] for name in names if name in function.__globals__]
     wrapped = getattr(function, "__wrapped__", None)
     return [*cells, *(function.__defaults__ or ()), *named, wrapped]
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - an empty cell raises here
-    except ValueError:
-        return False
-    return True
