@@ -218,6 +218,10 @@ def columns(x: Tensor, w: Tensor) -> Tensor:
     return all_gather(x, "dp", dim=1, dst=R) * w.sum()
 
 
+def returned_columns(x: Tensor, w: Tensor) -> Tensor:
+    return all_gather(x * w.sum(), "dp", dim=1, dst=I)
+
+
 def shards_of_a_whole(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).relu()
 
@@ -231,6 +235,7 @@ INSERTED: Final[tuple[tuple[Case, str], ...]] = (
     ((divided, P(), P("dp")), "all_reduce(x, 'dp', dst=R) for x, operand 2 of div"),
     ((shared_code, P(), P("dp")), "all_reduce(x, 'dp', dst=R) for x, operand 2 of sub"),
     ((columns, P(), P()), "all_gather(x, 'dp', dim=0, dst=R) in place of all_gather"),
+    ((returned_columns, P(), P()), "all_gather(x, 'dp', dim=0, dst=I) in place of all_gather"),
     ((shards_of_a_whole, P(), P()), "return all_gather(out, 'dp', dim=0, dst=I)"),
 )
 """Rejected by global strictness, with the beginning of what is to be inserted."""
