@@ -9,7 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
-from shardmap_torch import I, P, all_gather, all_reduce, axis_group, axis_size, reduce_scatter
+from shardmap_torch import (
+    I,
+    P,
+    ShardTypeError,
+    all_gather,
+    all_reduce,
+    axis_group,
+    axis_size,
+    check_program,
+    reduce_scatter,
+    shard_map,
+)
 from tests.checker.support.one_device import (
     ONE,
     RANKS,
@@ -175,3 +186,17 @@ def test_a_scatter_of_another_dim_than_the_blocks_lie_in_is_refused() -> None:
 
     text = "it scatters values of several ranks along another dim"
     assert_is_refused(body, (X, W), INNER, PARTS, text)
+
+
+def test_the_error_of_a_join_says_how_blocks_are_joined() -> None:
+    mapped = shard_map(
+        joined_in_another_order, mesh=RANKS, in_specs=COLUMNS, out_specs=ROWS, check="global"
+    )
+    with pytest.raises(ShardTypeError) as caught:
+        check_program(mapped, X, W)
+    first, *_, last = str(caught.value).splitlines()
+    assert first == (
+        "joined_in_another_order: check='global': cat is not what it is on one device: it joins "
+        "other blocks of a dim than all of them, in order."
+    )
+    assert last == ("Fix: join what chunk(n) gave: torch.cat(x.chunk(n, dim), other_dim).")
