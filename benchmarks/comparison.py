@@ -34,7 +34,7 @@ from examples.gpt.step import sharded_step
 from shardmap_torch import P, device_put, make_mesh
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.control import start as controls
-from shardmap_torch.control.run import Control
+from shardmap_torch.control.control import Control
 from tests.faults.support.world import World
 from tests.run.test_call_cost import num_calls
 

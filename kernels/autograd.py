@@ -93,7 +93,7 @@ def overlapped(operation: Operation, *operands: Tensor | None) -> tuple[Tensor, 
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """One call of one public operation, without its tensors."""
 
     backend: Backend
@@ -193,7 +193,7 @@ def _differentiate(
 class GatherMatmul:
     """Operation `all_gather(x) @ w + bias`: operands x, the weights, their biases or None."""
 
-    call: Call
+    call: KernelCall
     num_weights: int
 
     @property
@@ -252,7 +252,7 @@ class GatherMatmulBackward:
     Operands: x, its gathered chunked matrix or None, the weights, their cotangents.
     """
 
-    call: Call
+    call: KernelCall
     needs_grad: tuple[bool, ...]
     num_kept: ClassVar[int] = 0
 
@@ -313,7 +313,7 @@ class GatherMatmulBackward:
 class MatmulReduce:
     """Operation `reduce_scatter(x @ w)` or `all_reduce(x @ w)`: operands x and w."""
 
-    call: Call
+    call: KernelCall
     num_kept: ClassVar[int] = 0
 
     def run(self, x: Tensor, w: Tensor) -> tuple[Tensor]:
@@ -343,7 +343,7 @@ class _ProductBackward:
     Operands: x, w and the cotangent.
     """
 
-    call: Call
+    call: KernelCall
     needs_grad: tuple[bool, bool]
     num_kept: ClassVar[int] = 0
 

@@ -19,7 +19,7 @@ from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import KernelError, show
 from shardmap_torch.kernels.algorithms import ChunkedDim
-from shardmap_torch.kernels.autograd import Call, Unfused, block_rows
+from shardmap_torch.kernels.autograd import KernelCall, Unfused, block_rows
 from shardmap_torch.kernels.custom_ops import CompiledCall, compiled_call
 from shardmap_torch.kernels.endpoint import (
     Endpoint,
@@ -55,7 +55,7 @@ class Prepared:
 
     collective: Collective
     plan: Plan
-    runner: Call | Unfused | Checked | CompiledCall
+    runner: KernelCall | Unfused | Checked | CompiledCall
 
 
 _READY: Final = Memo[Prepared]()
@@ -239,7 +239,7 @@ def _prepare(
     plan = engine.plan(problem, fabric, options.chunks, forced=options.overlap == "require")
     if plan.choice is None:
         return Prepared(collective, plan, unfused)
-    call = Call(backend, engine, endpoint.fabric, collective, plan.choice, options)
+    call = KernelCall(backend, engine, endpoint.fabric, collective, plan.choice, options)
     return Prepared(collective, plan, call)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, Checker, Form
-from shardmap_torch.kernels.autograd import Call, Operands, Unfused
+from shardmap_torch.kernels.autograd import KernelCall, Operands, Unfused
 from shardmap_torch.kernels.engine import Engine, Typed
 from shardmap_torch.kernels.network import Collectives
 from shardmap_torch.kernels.planner import Options, Plan, record
@@ -18,7 +18,7 @@ from shardmap_torch.kernels.transports.executor import Choice
 
 def typed_calls(
     backend: Backend, collective: Collective, options: Options, *, fused: bool
-) -> dict[str, Call]:
+) -> dict[str, KernelCall]:
     """Returns the calls that a run may execute, as typed collectives, by their names in errors.
 
     `fused` adds the one that uses the operators of symmetric memory.
@@ -29,7 +29,7 @@ def typed_calls(
         engines["on symmetric memory"] = Symmetric(collectives)
     choice = Choice("typed", 1)
     return {
-        name: Call(backend, engine, lambda dtype: ASSUMED_GPU, collective, choice, options)
+        name: KernelCall(backend, engine, lambda dtype: ASSUMED_GPU, collective, choice, options)
         for name, engine in engines.items()
     }
 
@@ -43,7 +43,7 @@ class Checked:
     """
 
     checker: Checker
-    kernels: Mapping[str, Call]
+    kernels: Mapping[str, KernelCall]
     unfused: Unfused
     plan: Plan
 
@@ -52,7 +52,7 @@ class Checked:
         count = len(ws)
         biased = tuple(bias is not None for bias in biases)
 
-        def form(runner: Call | Unfused) -> Form:
+        def form(runner: KernelCall | Unfused) -> Form:
             def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
                 present = iter(rest[count:])
                 addends = [next(present) if has_bias else None for has_bias in biased]
@@ -71,7 +71,7 @@ class Checked:
 
     def _check_equivalent(
         self,
-        form: Callable[[Call | Unfused], Form],
+        form: Callable[[KernelCall | Unfused], Form],
         operands: Sequence[Tensor],
         biased: Hashable = (),
     ) -> None:

@@ -21,7 +21,7 @@ from shardmap_torch.boundary.matching import (
     is_spec,
     place_arguments,
 )
-from shardmap_torch.boundary.recent import Recent
+from shardmap_torch.boundary.signature_cache import SignatureCache
 from shardmap_torch.checker.api import shapes_of, stand_ins
 from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
@@ -230,7 +230,7 @@ class _Body:
         self._mesh, self._axis_names, self._check = mesh, axis_names, strictness is not None
         # Annotated, since Dynamo cannot call the generic alias Memo[Match].
         self._in_matches: Memo[_Bound] = Memo()
-        self._recent: Recent[_Bound] = Recent()
+        self._bound_calls: SignatureCache[_Bound] = SignatureCache()
         self._out_matches: Memo[Match] = Memo()
         self._checked = Checked(self._name, function, strictness or "local", debug)
         self._unchecked = Unchecked()
@@ -341,7 +341,7 @@ class _Body:
         def find() -> _Bound:
             return self._in_matches.get((*rest, *map(input_signature, leaves)), bind)
 
-        bound = self._recent.get(rest, leaves, find)
+        bound = self._bound_calls.get(rest, leaves, find)
         return Call(
             function,
             self._name,

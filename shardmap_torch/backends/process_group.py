@@ -11,13 +11,13 @@ from torch import Tensor
 
 from shardmap_torch.backends import reference
 from shardmap_torch.backends.communicator import TracedWire, Wire
-from shardmap_torch.backends.local import LOCAL, on_one_rank
+from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, on_one_rank
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.control.control import Control
 from shardmap_torch.control.deadlock import Party
-from shardmap_torch.control.run import Control
 from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import StuckError
 from shardmap_torch.core.caching import constant, lazy
@@ -271,7 +271,7 @@ def _broadcast(line: Line, c: Collective, x: Tensor) -> Tensor:
 
 
 def _sum_mask(line: Line, c: Collective, x: Tensor) -> Tensor:
-    return LOCAL["mask"](c, line.wire.reduce(x, "sum"), line.own, len(line.order))
+    return LOCAL_MOVEMENTS["mask"](c, line.wire.reduce(x, "sum"), line.own, len(line.order))
 
 
 MOVES: Final[Mapping[str, Callable[[Line, Collective, Tensor], Tensor]]] = {

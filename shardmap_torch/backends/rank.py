@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.local import LOCAL
+from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
 from shardmap_torch.mesh import Mesh
@@ -37,7 +37,7 @@ class RankBackend(WithoutAutomaticAxes):
         """Runs a movement here if it is local, else with the other ranks of the axes."""
         if move == "same":
             return x
-        local = LOCAL.get(move)
+        local = LOCAL_MOVEMENTS.get(move)
         if local is not None:
             index, num_ranks = self.position(collective.axes)
             return local(collective, x, index, num_ranks)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.folding import sum_of
-from shardmap_torch.backends.local import on_one_rank
+from shardmap_torch.backends.local_movements import on_one_rank
 from shardmap_torch.backends.reference import MOVES, Stack
 from shardmap_torch.collectives.autograd import apply_transformed, unshared
 from shardmap_torch.collectives.moves import MOVES as TRAITS

@@ -11,8 +11,8 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
+from shardmap_torch.control.control import Control
 from shardmap_torch.control.peers import PeerWatch
-from shardmap_torch.control.run import Control
 from shardmap_torch.errors import CommunicationError
 
 T = TypeVar("T")

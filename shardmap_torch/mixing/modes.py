@@ -25,7 +25,8 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.core.tree import flatten, map_tensors, unflatten
 from shardmap_torch.errors import ShardMapError
 from shardmap_torch.mixing.backend import SharingBackend
-from shardmap_torch.mixing.functions import (
+from shardmap_torch.mixing.layouts import replicated, settled
+from shardmap_torch.mixing.replaced_functions import (
     HANDLERS,
     on_global,
     place_gradients_of_written,
@@ -33,8 +34,7 @@ from shardmap_torch.mixing.functions import (
     write_by_copy,
     write_entries,
 )
-from shardmap_torch.mixing.layouts import replicated, settled
-from shardmap_torch.mixing.placed import FUNCTIONS, IN_PLACE
+from shardmap_torch.mixing.sharded_functions import IN_PLACE, RUN_ON_SHARDS
 from shardmap_torch.mixing.values import local_of, moved
 from shardmap_torch.mixing.writes import (
     here,
@@ -76,7 +76,7 @@ class _Replicate(TorchFunctionMode):
             return write_entries(self._backend, *args)
         has_out = kwargs.get("out") is not None
         writes = has_out or _writes(name)
-        known = name.strip("_") in (IN_PLACE if writes else FUNCTIONS) and not has_out
+        known = name.strip("_") in (IN_PLACE if writes else RUN_ON_SHARDS) and not has_out
         if writes:
             _refuse_writes(name, args, kwargs, known or _has_twin(name, func))
             if not known:

@@ -17,7 +17,7 @@ from shardmap_torch.checker.guards.replay import Difference
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.control.run import Control
+from shardmap_torch.control.control import Control
 from shardmap_torch.control.start import current
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten

@@ -38,7 +38,7 @@ from shardmap_torch.run.safety.own_state import own_state
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.purity import Before, verify_purely
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
-from shardmap_torch.run.safety.steps import differentiated_once
+from shardmap_torch.run.safety.step_results import differentiated_once
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says if it may run as one batched program."""
@@ -127,7 +127,7 @@ class Checked:
                 late = partial(self._stop, processes, _LATE)
                 applied = verdict.apply(call, late)
                 if verdict.traits.averages:
-                    from shardmap_torch.run.safety.ignored import counting_all
+                    from shardmap_torch.run.safety.ignored_targets import counting_all
 
                     applied = replace(applied, function=counting_all(call.name, call.function))
                 if verdict.altered:

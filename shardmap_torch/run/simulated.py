@@ -11,7 +11,7 @@ from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run import solo, threads, vmap
+from shardmap_torch.run import single_rank, threads, vmap
 from shardmap_torch.run.compiled import give_up
 from shardmap_torch.spec import P
 
@@ -34,7 +34,7 @@ def run(call: Call, batches: bool) -> Tree:
         return vmap.run(call)
     if chosen == "ranks" or not batches:
         return threads.run(call)
-    return solo.run(call) if call.mesh.size == 1 else vmap.run(call)
+    return single_rank.run(call) if call.mesh.size == 1 else vmap.run(call)
 
 
 def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:

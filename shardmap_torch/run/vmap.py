@@ -18,7 +18,7 @@ from shardmap_torch.core.tree import Placed, Tree
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.safety.aliasing import apart
-from shardmap_torch.run.safety.dropped import RefusingDropped, rank_only
+from shardmap_torch.run.safety.dropped_by_vmap import RefusingDropped, rank_only
 from shardmap_torch.spec import P
 
 _DRAWS: Final = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import P, make_mesh, shard_map
-from shardmap_torch.backends import local, process_group, reference
+from shardmap_torch.backends import local_movements, process_group, reference
 from shardmap_torch.checker.spmd.ops import collective_rules
 from shardmap_torch.collectives.moves import MOVES
 from shardmap_torch.collectives.table import ROWS
@@ -22,7 +22,7 @@ EVERY = set(MOVES)
 LOCAL = {name for name, move in MOVES.items() if move.local}
 PARTS = {
     "backends/reference.py": (reference.MOVES, EVERY - LOCAL | {"slice", "pad", "mask", "same"}),
-    "backends/local.py": (local.LOCAL, LOCAL),
+    "backends/local_movements.py": (local_movements.LOCAL_MOVEMENTS, LOCAL),
 }
 OPTIONAL = {
     "backends/process_group.py": process_group.MOVES,

@@ -35,7 +35,7 @@ Situation: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(slots=True)
-class Call:
+class CallLookup:
     """One call, as it is looked up.
 
     Attributes:
@@ -87,9 +87,9 @@ class Remembered:
         self._by_value: dict[Types, int] = {}
         self.calls: dict[tuple[Any, ...], Known] = {}
 
-    def call(self, op: Any, args: Sequence[Any], kwargs: Any) -> Call | None:
+    def call(self, op: Any, args: Sequence[Any], kwargs: Any) -> CallLookup | None:
         """Reads a call; None if it is not known by the metadata of its operands."""
-        found = Call((), [], [])
+        found = CallLookup((), [], [])
         key: list[Any] = [id(op), torch.get_default_dtype()]
         if not self._add(key, args, found):
             return None
@@ -100,7 +100,7 @@ class Remembered:
         found.key = tuple(key)
         return found
 
-    def _add(self, key: list[Any], values: Sequence[Any], found: Call) -> bool:
+    def _add(self, key: list[Any], values: Sequence[Any], found: CallLookup) -> bool:
         for value in values:
             cls = type(value)
             if cls is FakeTensor:
@@ -137,7 +137,7 @@ class Remembered:
         return self._numbers.setdefault(described, len(self._numbers))
 
     def learn(
-        self, call: Call, op: OpOverload, literals: str, args: Sequence[Any], key: Any
+        self, call: CallLookup, op: OpOverload, literals: str, args: Sequence[Any], key: Any
     ) -> Known | None:
         """Remembers a call; `key` is that of its result. None if that does not say all of it."""
         result = described(key)
@@ -162,7 +162,7 @@ class Remembered:
         self.calls[call.key] = known
         return known
 
-    def make(self, known: Known, call: Call) -> tuple[Any, list[FakeTensor], list[int]]:
+    def make(self, known: Known, call: CallLookup) -> tuple[Any, list[FakeTensor], list[int]]:
         """Makes the results of a call; returns them, as a list too, and their storages."""
         out = make(self._mode, known.result, call.tensors)
         made = [] if not known.results else [out] if known.result.container is None else [*out]

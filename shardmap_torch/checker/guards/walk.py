@@ -42,7 +42,7 @@ from shardmap_torch.checker.guards.changing import (
     is_array,
     state_of,
 )
-from shardmap_torch.checker.guards.code_names import names_of
+from shardmap_torch.checker.guards.code_names import names_in
 from shardmap_torch.checker.guards.constants import is_constant
 from shardmap_torch.checker.guards.libraries import (
     OWN,
@@ -196,7 +196,7 @@ class Walk(References):
 
     def _enter_names(self, table: Table, code: CodeType) -> None:
         """Enters the globals of some code, and the attributes that it may read of modules."""
-        globals_, attributes, imports, texts = names_of(code)
+        globals_, attributes, imports, texts = names_in(code)
         self._names |= dict.fromkeys(attributes)
         if not _DYNAMIC.isdisjoint(globals_):
             # The names among its strings, as in globals()["FLAG"]; else it may be any global.

@@ -41,7 +41,7 @@ from shardmap_torch.checker.rules.infer import (
     writes_of,
 )
 from shardmap_torch.checker.rules.lattice import Outcome, add, join, plain
-from shardmap_torch.checker.rules.nodes import is_in_linear_backward
+from shardmap_torch.checker.rules.linear_nodes import is_in_linear_backward
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.calls.fake_results import Key
-from shardmap_torch.checker.calls.remembered import Call, Known, Situation
+from shardmap_torch.checker.calls.remembered import CallLookup, Known, Situation
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.own_functions import name_of_own
@@ -27,7 +27,7 @@ from shardmap_torch.checker.rules.infer import (
     name_arguments,
     signature_of,
 )
-from shardmap_torch.checker.rules.nodes import is_in_linear_backward
+from shardmap_torch.checker.rules.linear_nodes import is_in_linear_backward
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.source_location import call_site
@@ -52,7 +52,7 @@ class Found:
         outcome: types and batched axes of its results; None for the first with such operands.
     """
 
-    call: Call
+    call: CallLookup
     storage_types: list[StorageType]
     known: Known | None
     outcome: tuple[Sequence[Types], frozenset[int]] | None

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.rules.lattice import INTEGER, Conflict, Outcome, combine, join
+from shardmap_torch.checker.rules.linear_nodes import is_in_linear_backward, join_linearly
 from shardmap_torch.checker.rules.nn import HIDDEN_WRITES
-from shardmap_torch.checker.rules.nodes import is_in_linear_backward, join_linearly
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.rules.rule import Row
 from shardmap_torch.core.torch_private.engine import OpOverload

@@ -32,19 +32,19 @@ from shardmap_torch.checker.ir.observer import (
 )
 from shardmap_torch.checker.rules.infer import named_tensors
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, equal, shown
-from shardmap_torch.checker.spmd.batches.book import Book
 from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
+from shardmap_torch.checker.spmd.batches.term_store import TermStore
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
 from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder, Ref
-from shardmap_torch.checker.spmd.sharded import Call
+from shardmap_torch.checker.spmd.sharded import PairedCall
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import NO_AXES, Sums, reject_scaled
-from shardmap_torch.checker.spmd.values.intervals import Intervals
 from shardmap_torch.checker.spmd.values.maxima import Maxima
 from shardmap_torch.checker.spmd.values.positions import Positions
+from shardmap_torch.checker.spmd.values.vocabulary import VocabularyValues
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autograd_state import running_backward
@@ -74,15 +74,15 @@ class Relation(Observer):
         self._alignment = Alignment(one)
         self._notes = Notes(interpreter, self._alignment, without)
         self._inside: list[Observer] = []
-        self._microbatches = Microbatches(Book(interpreter, self._notes))
-        self._notes.reject_part = self._microbatches.reject
-        self._gradients = Gradients(self._notes, self._microbatches.book)
+        self._microbatches = Microbatches(TermStore(interpreter, self._notes))
+        self._notes.reject_term = self._microbatches.reject
+        self._gradients = Gradients(self._notes, self._microbatches.store)
         self._positions = Positions(self._notes, interpreter.mesh)
-        self._intervals = Intervals(self._notes, self._positions)
+        self._vocabulary = VocabularyValues(self._notes, self._positions)
         self._maxima = Maxima(interpreter, self._notes, bool(without))
         self._operations = Operations(
             *(interpreter, self._notes, self._microbatches),
-            *(self._positions, self._intervals, self._maxima),
+            *(self._positions, self._vocabulary, self._maxima),
         )
         self._inputs = iter(one.inputs)
 
@@ -112,7 +112,7 @@ class Relation(Observer):
                 ((number, _),) = event.results
                 self._notes.note(made, number, ShardedTensor.unsharded(tuple(made.shape)))
                 with disable_current_modes():
-                    self._intervals.note_literal(made, numbers)
+                    self._vocabulary.note_literal(made, numbers)
 
     def on_axis_index(self, index: Tensor, axes: Sequence[str]) -> None:
         """Notes that a rank's index means nothing on one device."""
@@ -139,7 +139,7 @@ class Relation(Observer):
                 shard = self._notes.find(x, event.arguments["x"], "its operand", scatters)
                 if collective is not None:
                     if not collective.tiled:
-                        self._notes.reject_part(x)
+                        self._notes.reject_term(x)
                     sizes = self._notes.sizes
                     axes = tuple(axis for axis in collective.axes if axis in sizes)
                     dims, partial = after(move, Move(collective, axes, shard, sums.partial, sizes))
@@ -294,7 +294,7 @@ class Relation(Observer):
                     self._notes.copy(source, results[0])
                     self._microbatches.note_copy(source, results[0])
                 elif results:  # else it answers a question about shapes
-                    call = Call(op, arguments, event, results)
+                    call = PairedCall(op, arguments, event, results)
                     self._operations.compare(call, bool(self.followed), key)
 
     # ------------------------------------------------------------------------------ errors

@@ -5,8 +5,8 @@ from typing import Final
 
 from torch import Tensor
 
-from shardmap_torch.checker.spmd.batches.book import Book
-from shardmap_torch.checker.spmd.batches.part_gradients import note_gradient
+from shardmap_torch.checker.spmd.batches.term_gradients import note_gradient
+from shardmap_torch.checker.spmd.batches.term_store import TermStore
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,
@@ -33,9 +33,9 @@ class Gradients:
         has_custom_backward: whether the user's own code has run in this differentiation.
     """
 
-    def __init__(self, notes: Notes, book: Book) -> None:
-        """Reads the layouts of the values from `notes`; `book` is that of microbatches."""
-        self._notes, self._book = notes, book
+    def __init__(self, notes: Notes, store: TermStore) -> None:
+        """Reads the layouts of the values from `notes`; `store` has the terms of microbatches."""
+        self._notes, self._terms = notes, store
         self.has_custom_backward = False
 
     def note(
@@ -66,7 +66,7 @@ class Gradients:
                 shard = self._batched_like(shard, operand, gradient, shape)
                 self._note(shard, operand, gradient, number, scale, old)
                 values = (outputs, seeds, operand, gradient, old[0])
-                note_gradient(self._book, *values, self.has_custom_backward)
+                note_gradient(self._terms, *values, self.has_custom_backward)
 
     def _batched_like(
         self, shard: ShardedTensor, operand: Tensor, gradient: Tensor, shape: Shape

@@ -22,7 +22,7 @@ from shardmap_torch.checker.spmd.ops.extrema import carried
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.recorder import Key, Ref
 from shardmap_torch.checker.spmd.repeated import Repeated
-from shardmap_torch.checker.spmd.sharded import Call, Sharded, Step, is_view
+from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, Step, is_view
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
     NO_AXES,
@@ -33,9 +33,9 @@ from shardmap_torch.checker.spmd.sums import (
     reject_scaled,
 )
 from shardmap_torch.checker.spmd.values.blocks import Blocks
-from shardmap_torch.checker.spmd.values.intervals import Intervals
 from shardmap_torch.checker.spmd.values.maxima import Maxima
 from shardmap_torch.checker.spmd.values.positions import Positions
+from shardmap_torch.checker.spmd.values.vocabulary import VocabularyValues
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.types import K, Partial, V, Z
@@ -53,17 +53,17 @@ class Operations:
         notes: Notes,
         microbatches: Microbatches,
         positions: Positions,
-        intervals: Intervals,
+        vocabulary: VocabularyValues,
         maxima: Maxima,
     ) -> None:
         """Reads and notes layouts in `notes`."""
         self._interpreter, self._notes = interpreter, notes
         self._microbatches, self._positions = microbatches, positions
-        self._intervals, self._maxima = intervals, maxima
+        self._vocabulary, self._maxima = vocabulary, maxima
         self._blocks = Blocks(notes)
         self._repeated = Repeated(interpreter, notes)
 
-    def compare(self, call: Call, in_backward: bool, key: Key | None) -> None:
+    def compare(self, call: PairedCall, in_backward: bool, key: Key | None) -> None:
         """Requires that the results are shards of those on one device, and notes their layouts.
 
         Args:
@@ -86,11 +86,11 @@ class Operations:
                 "torch.func.vmap does, or gather it first, with all_gather.",
             )
         positions = self._positions.lay_out(call)
-        part = self._intervals.lay_out(call)
+        part = self._vocabulary.lay_out(call)
         positions = part if positions is None else positions
         # A run does not look at what backwards call.
         function = None if in_backward else self._interpreter.function
-        is_special = bool(positions) or self._microbatches.book.is_active
+        is_special = bool(positions) or self._microbatches.store.is_active
         key = None if is_special else self._repeated.key(key, call, function)
         if self._repeated.note(key, call):
             self._maxima.follow(call)
@@ -98,7 +98,7 @@ class Operations:
             self._repeated.learn(key, call, self._compare_anew(call, function, positions))
 
     def _compare_anew(
-        self, call: Call, function: Any, positions: list[Sharded] | None
+        self, call: PairedCall, function: Any, positions: list[Sharded] | None
     ) -> Sequence[Sharded] | None:
         """Compares by all rules; returns how results are sharded if nothing else was noted."""
         op, event = call.op, call.event
@@ -114,7 +114,7 @@ class Operations:
                 f"rank and {event.arguments['other']} on one device,"
             )
             summed = summed.scaled(factor or Fraction(1), NO_AXES, self._at(cause))
-        rearranged = None if positions else rearrange(self._microbatches.book, step, call)
+        rearranged = None if positions else rearrange(self._microbatches.store, step, call)
         special = positions or (rearranged.sharded if rearranged is not None else None)
         special = special or self._overwrite(call, step.arguments)
         combined = rearranged or self._microbatches.combine(call)
@@ -131,7 +131,9 @@ class Operations:
         is_plain = factor in (None, 1) and special is None and combined is None
         return layouts if is_plain else None
 
-    def _step(self, call: Call, function: Any, is_laid_out: bool) -> tuple[Step, Fraction | None]:
+    def _step(
+        self, call: PairedCall, function: Any, is_laid_out: bool
+    ) -> tuple[Step, Fraction | None]:
         """Returns the operation on layouts, and the factor between both programs, if it is one."""
         op, arguments, there = call.op, call.arguments, call.event.arguments
         shards = {
@@ -147,7 +149,7 @@ class Operations:
         step = Step(op, shards, differing, call.tensors, call.shapes, sizes, function, zeros)
         return step, factor
 
-    def _overwrite(self, call: Call, shards: Mapping[str, Any]) -> list[Sharded] | None:
+    def _overwrite(self, call: PairedCall, shards: Mapping[str, Any]) -> list[Sharded] | None:
         """Lays out memory like what is copied into all of it; None where `copy_` does not do so."""
         if call.op is not torch.ops.aten.copy_.default:
             return None
@@ -177,7 +179,7 @@ class Operations:
         pending = self._notes.sums(tensor).pending
         return frozenset(dict(pending) if is_view(op) else carried(op, tensor.dtype, pending))
 
-    def _reject_hidden_writes(self, call: Call, step: Step) -> None:
+    def _reject_hidden_writes(self, call: PairedCall, step: Step) -> None:
         """Refuses statistics that an operation keeps of a sharded tensor."""
         results = {id(tensor) for tensor in call.results}
         hidden = [x for x in call.written if id(x) not in results]
@@ -185,7 +187,7 @@ class Operations:
             name = next(n for n, x in named_tensors(call.arguments) if x is hidden[0])
             raise UnrelatedError(f"it writes to {name} what each rank sees of a sharded operand")
 
-    def _summed(self, call: Call) -> Sums:
+    def _summed(self, call: PairedCall) -> Sums:
         """Returns the pending sums and the factor of the result."""
         try:
             return self._inherited(call)
@@ -195,7 +197,7 @@ class Operations:
                 raise
             return found
 
-    def _inherited(self, call: Call) -> Sums:
+    def _inherited(self, call: PairedCall) -> Sums:
         """Returns the pending sums and the factor that the result inherits from its operands."""
         scaled = common_scale([self._notes.sums(x) for x in call.read])
         if scaled.scale != 1 and not is_view(call.op):
@@ -207,7 +209,7 @@ class Operations:
             raise
         return replace(scaled, partial=partial, loose=NO_AXES, pending=frozenset())
 
-    def _partial(self, call: Call) -> frozenset[str]:
+    def _partial(self, call: PairedCall) -> frozenset[str]:
         """Returns the axes over which the result is a pending sum because operands are."""
         open_ = frozenset(axis for x in call.read for axis in self._notes.sums(x).partial)
         if not open_:
@@ -245,7 +247,7 @@ class Operations:
         )
 
     def _finish(
-        self, call: Call, index: int, sharded: Sharded, summed: Sums, extrema: Extrema
+        self, call: PairedCall, index: int, sharded: Sharded, summed: Sums, extrema: Extrema
     ) -> None:
         """Notes how a result is sharded and summed; `extrema` are pending of operands too."""
         result, (number, global_shape) = call.results[index], call.event.results[index]
@@ -289,7 +291,7 @@ class Operations:
             self._reject_gradients(call.arguments)
             self._notes.set_sums(result, replace(sums, loose=loose))
 
-    def _carried(self, call: Call) -> Extrema:
+    def _carried(self, call: PairedCall) -> Extrema:
         """Returns the extrema that are pending of results, as they are of operands."""
         known = [(x.dtype, self._notes.sums(x).pending) for x in call.tensors]
         found = [carried(call.op, dtype, pending) for dtype, pending in known if pending]

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.spmd.layout import ShardedTensor
 from shardmap_torch.checker.spmd.recorder import Key, Ref
-from shardmap_torch.checker.spmd.sharded import Call, Sharded
+from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums
 
@@ -31,7 +31,7 @@ class Repeated:
         self._numbers: dict[int, tuple[ShardedTensor, int]] = {}
         self._by_value: dict[ShardedTensor, int] = {}
 
-    def key(self, own: Key | None, call: Call, function: Any) -> Key | None:
+    def key(self, own: Key | None, call: PairedCall, function: Any) -> Key | None:
         """Returns what a comparison depends on; None where it cannot be remembered."""
         event = call.event
         if own is None or event.key is None:
@@ -70,7 +70,7 @@ class Repeated:
             known = self._numbers[id(shard)] = shard, number
         return known[1]
 
-    def note(self, key: Key | None, call: Call) -> bool:
+    def note(self, key: Key | None, call: PairedCall) -> bool:
         """Notes the results of a comparison as before; returns whether it is known."""
         known = self._known.get(key) if key is not None else None
         if known is None:
@@ -82,7 +82,7 @@ class Repeated:
                 self._notes.keep_sums(result, sums)
         return True
 
-    def learn(self, key: Key | None, call: Call, found: Sequence[Sharded] | None) -> None:
+    def learn(self, key: Key | None, call: PairedCall, found: Sequence[Sharded] | None) -> None:
         """Remembers the comparison that has just been made, unless it has noted more than that."""
         if key is None or found is None:
             return

@@ -50,7 +50,7 @@ class Sharded:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class PairedCall:
     """A call of an operation in the ranks' program, and the same one on one device.
 
     Attributes:

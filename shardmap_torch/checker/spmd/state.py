@@ -51,22 +51,22 @@ class Notes:
             if interpreter.mesh.shape[axis] > 1 and axis not in without
         }
         self._on = frozenset(self.sizes)
-        self._book: TensorMap[_Note] = TensorMap()
+        self._known: TensorMap[_Note] = TensorMap()
         self._sums: dict[int, Sums] = {}
-        self.reject_part: Callable[[Tensor], None] = lambda tensor: None
+        self.reject_term: Callable[[Tensor], None] = lambda tensor: None
         # Cells and not tensors: torch copies a new tensor that has another reference already.
         self._where: dict[int, StorageType] = {}
 
     def note(self, tensor: Tensor, number: int, shard: ShardedTensor) -> None:
         """Notes that a tensor is that shard of the one-device tensor of that number."""
         number = self._alignment.canonical(Ref(number))
-        known = self._book.get(tensor) or self._book.put(tensor, _Note())
+        known = self._known.get(tensor) or self._known.put(tensor, _Note())
         known.shards[number] = shard
         self._where[number] = self._interpreter.storage_type(tensor)
 
     def overwrite(self, tensor: Tensor, number: int, shard: ShardedTensor) -> None:
         """Notes what a tensor is that has all of its memory; nothing is known of other views."""
-        for _, note in self._book.of_storage(tensor):
+        for _, note in self._known.of_storage(tensor):
             note.shards.clear()
         self.note(tensor, number, shard)
 
@@ -89,7 +89,7 @@ class Notes:
         Raises:
             UnrelatedError: it is no shard of it.
         """
-        known = self._book.get(self._interpreter.fakify(tensor))
+        known = self._known.get(self._interpreter.fakify(tensor))
         if known is None:
             raise UnrelatedError(f"nothing is known about how {what} is sharded", UNSEEN)
         shard = known.shards.get(self._alignment.canonical(ref))
@@ -119,12 +119,12 @@ class Notes:
 
     def shard_of(self, tensor: Tensor, ref: Ref) -> ShardedTensor | None:
         """Returns how this tensor shards that one-device tensor; None if it does not."""
-        known = self._book.get(self._interpreter.fakify(tensor))
+        known = self._known.get(self._interpreter.fakify(tensor))
         return None if known is None else known.shards.get(self._alignment.canonical(ref))
 
     def find_any(self, tensor: Tensor) -> ShardedTensor | None:
         """Returns the layout of a tensor as a shard of any one-device tensor, or None."""
-        known = self._book.get(self._interpreter.fakify(tensor))
+        known = self._known.get(self._interpreter.fakify(tensor))
         return None if known is None else next(iter(known.shards.values()), None)
 
     def require(self, tensor: Tensor, ref: Ref, spec: P) -> None:
@@ -202,7 +202,7 @@ class Notes:
             if dim == ANY:
                 key = _place(strides, before, at)
                 found[key] = None if key in found else after.dims[at]
-        for other, note in self._book.of_storage(tensor):
+        for other, note in self._known.of_storage(tensor):
             for number, shard in [*note.shards.items()]:
                 dims = [
                     found.get(_place(other[3], shard, at)) if dim == ANY else dim
@@ -215,15 +215,15 @@ class Notes:
 
     def is_sharded(self, tensor: Tensor, axes: Axes) -> bool:
         """Returns whether one of the axes shards a dim of it."""
-        known = self._book.get(tensor)
+        known = self._known.get(tensor)
         return known is not None and any(not axes.isdisjoint(p.axes) for p in known.shards.values())
 
     def copy(self, source: Tensor, copy: Tensor) -> None:
         """Notes a copy that the one-device program does not make."""
-        known = self._book.get(source)
+        known = self._known.get(source)
         if known is None:
             raise UnrelatedError("nothing is known about how its operand is sharded", UNSEEN)
-        self._book.put(copy, _Note(dict(known.shards)))
+        self._known.put(copy, _Note(dict(known.shards)))
         self._sums[self._storage(copy)] = self.sums(source)
         for tensor in (source, copy):
             self._interpreter.storage_type(tensor).freeze(_COPY)
@@ -261,7 +261,7 @@ class Notes:
             UnrelatedError: it is not.
         """
         self.reject_loose(tensor)
-        self.reject_part(tensor)
+        self.reject_term(tensor)
         reject_scaled(self.sums(tensor))
 
     def reject_loose(self, tensor: Tensor, but: Axes = NO_AXES) -> None:

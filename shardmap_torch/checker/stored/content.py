@@ -31,7 +31,7 @@ import optree
 import torch
 
 from shardmap_torch.checker.guards.changing import is_array
-from shardmap_torch.checker.guards.code_names import names_of
+from shardmap_torch.checker.guards.code_names import names_in
 from shardmap_torch.checker.guards.libraries import is_library, is_library_name
 from shardmap_torch.checker.guards.walk import Walk
 from shardmap_torch.checker.stored.library import (
@@ -166,7 +166,7 @@ class _ContentWalk(Walk):
         return f"{value!r}"
 
     def _enter_names(self, table: Mapping[Any, Any], code: CodeType) -> None:
-        _, names, _, _ = names_of(code)
+        names = names_in(code).names
         # A hash decides nothing where it is asked for by dicts and sets, which compare.
         usual = {"hash"} if code.co_name == "__hash__" else set()
         asked = PROCESS_NAMES.intersection(names) - usual

@@ -35,7 +35,7 @@ from shardmap_torch.checker.verify.nested import Inner
 from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, repair_results, report_values
 from shardmap_torch.checker.verify.record import Recording
 from shardmap_torch.checker.verify.reference import OneDevice
-from shardmap_torch.checker.verify.sharing import input_sharing
+from shardmap_torch.checker.verify.shared_memory import input_sharing
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction

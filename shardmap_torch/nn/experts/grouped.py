@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from shardmap_torch.core.grouped import grouped_product
+from shardmap_torch.core.grouped_matmul import grouped_product
 from shardmap_torch.errors import LayerError
 
 

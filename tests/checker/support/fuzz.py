@@ -28,7 +28,7 @@ from shardmap_torch.checker.rules.infer import (
     type_call,
 )
 from shardmap_torch.checker.rules.lattice import INTEGER, Conflict, add
-from shardmap_torch.checker.rules.nodes import is_in_linear_backward
+from shardmap_torch.checker.rules.linear_nodes import is_in_linear_backward
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 from shardmap_torch.validate.numbers import draw, refute, shifted, total

@@ -218,7 +218,7 @@ def exit_of(relation: Relation, x: Tensor) -> Exit | None:
     """
     notes = relation._notes
     x = relation._interpreter.fakify(x)
-    known, sums = notes._book.get(x), notes.sums(x)
+    known, sums = notes._known.get(x), notes.sums(x)
     if sums.scale != 1 or (sums.loose and sums.loose == sums.over("max", "min")):
         return None
     if known is None or sums.loose:

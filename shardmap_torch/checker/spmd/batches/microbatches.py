@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.rules.infer import signature_of
-from shardmap_torch.checker.spmd.batches.book import ADD_UP, Book
-from shardmap_torch.checker.spmd.batches.parts import (
+from shardmap_torch.checker.spmd.batches.term_store import ADD_UP, TermStore
+from shardmap_torch.checker.spmd.batches.terms import (
     ALL,
     Combined,
     Entry,
-    Part,
     Rearranged,
     State,
+    Term,
     plain_key,
     shown,
     united,
 )
 from shardmap_torch.checker.spmd.layout import EACH, UnrelatedError, step_of
-from shardmap_torch.checker.spmd.sharded import Call, Sharded, is_view
+from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, is_view
 from shardmap_torch.collectives.moves import EXTREMA
 
 aten = torch.ops.aten
@@ -38,32 +38,32 @@ _ADDS: Final = (aten.add.Tensor, aten.add_.Tensor)
 
 
 class Microbatches:
-    """Compares what operations make of microbatches, and notes it in a book."""
+    """Compares what operations make of microbatches, and notes the terms of results."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, store: TermStore) -> None:
         """Starts with no dim divided."""
-        self.book, self._notes = book, book.notes
+        self.store, self._notes = store, store.notes
 
     # -------------------------------------------------------------------------- operations
 
-    def combine(self, call: Call) -> Combined | None:
+    def combine(self, call: PairedCall) -> Combined | None:
         """Returns what an operation makes of its operands, before results and writes are noted.
 
         Raises:
             UnrelatedError: microbatches are combined otherwise than by adding them up.
         """
-        if not self.book.is_active:
+        if not self.store.is_active:
             return None
         made = self._number_of(call)
-        parts = [part for part in map(self.book.part_of, call.read) if part is not None]
-        if not parts:
+        terms = [term for term in map(self.store.term_of, call.read) if term is not None]
+        if not terms:
             return Combined(made)
         added = self._added(call)
         if added is not None:
             return Combined(made, added=added)
         is_linear = self._is_linear(call)
-        self._require_one(call, parts, is_linear)
-        return Combined(made, tuple(parts), is_linear=is_linear)
+        self._require_one(call, terms, is_linear)
+        return Combined(made, tuple(terms), is_linear=is_linear)
 
     def complete(
         self, layouts: list[Sharded], combined: Combined | Rearranged | None
@@ -83,7 +83,7 @@ class Microbatches:
         rest = [replace(x, partial=x.partial - {EACH}, means=x.means - {EACH}) for x in layouts]
         return rest, replace(combined, finished=sums)
 
-    def note(self, call: Call, combined: Combined | Rearranged | None) -> None:
+    def note(self, call: PairedCall, combined: Combined | Rearranged | None) -> None:
         """Notes what the results of an operation are.
 
         Raises:
@@ -93,31 +93,31 @@ class Microbatches:
             return
         if isinstance(combined, Rearranged):
             for result, entry in zip(call.results, combined.entries, strict=True):
-                self.book.put(result, entry)
+                self.store.put(result, entry)
             return
-        self.book.forget_written(call.written)
+        self.store.forget_written(call.written)
         for index, result in enumerate(call.results):
-            self.book.put(result, self._entry(combined, index, result))
+            self.store.put(result, self._entry(combined, index, result))
 
     def _entry(self, combined: Combined, index: int, result: Tensor) -> Entry:
         if combined.added is not None:
-            return self.book.sum_entry(combined.added)
-        expression = self.book.number((combined.made, index))
-        part = self._part(combined, expression, result)
+            return self.store.sum_entry(combined.added)
+        expression = self.store.number((combined.made, index))
+        term = self._term(combined, expression, result)
         if index not in combined.finished:
-            return Entry(expression, part)
-        if part is None or part.indices != ALL or part.state != "additive":
+            return Entry(expression, term)
+        if term is None or term.indices != ALL or term.state != "additive":
             raise UnrelatedError(
                 "it adds up over microbatches what is no sum, or mean, over the rows of each",
                 ADD_UP,
             )
         return Entry(expression, None)
 
-    def _part(self, combined: Combined, expression: int, result: Tensor) -> Part | None:
+    def _term(self, combined: Combined, expression: int, result: Tensor) -> Term | None:
         """Returns what a result is of the microbatches of its operands."""
-        if not combined.parts:
+        if not combined.terms:
             return None
-        first, states = combined.parts[0], {part.state for part in combined.parts}
+        first, states = combined.terms[0], {term.state for term in combined.terms}
         axes, shard = set(first.axes), self._notes.find_any(result)
         state: State = "mixed"
         if states == {"rows"} and shard is not None:
@@ -129,33 +129,33 @@ class Microbatches:
             state = "additive"
         return replace(first, expression=expression, state=state)
 
-    def _number_of(self, call: Call) -> int:
+    def _number_of(self, call: PairedCall) -> int:
         """Returns a number of an operation and its arguments, which equal calls share."""
         if signature_of(call.op).random:
-            return self.book.number(object())
+            return self.store.number(object())
         there = call.event.arguments
         arguments = [
             (name, self._frozen(value), plain_key(there.get(name)))
             for name, value in call.arguments.items()
         ]
-        return self.book.number((call.op, tuple(arguments), torch.is_grad_enabled()))
+        return self.store.number((call.op, tuple(arguments), torch.is_grad_enabled()))
 
     def _frozen(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return ("tensor", self.book.expression_of(value))
+            return ("tensor", self.store.expression_of(value))
         if isinstance(value, list | tuple):
             return tuple(map(self._frozen, value))
         return plain_key(value)
 
-    def _added(self, call: Call) -> Part | None:
+    def _added(self, call: PairedCall) -> Term | None:
         """Returns the sum of microbatches; None where an operation is not one."""
         if call.op not in _ADDS or call.arguments.get("alpha", 1) != 1:
             return None
         x, y = call.arguments["self"], call.arguments["other"]
-        one, other = self.book.part_of(x), self.book.part_of(y) if isinstance(y, Tensor) else None
+        one, other = self.store.term_of(x), self.store.term_of(y) if isinstance(y, Tensor) else None
         if one is not None and other is not None:
             apart = one.indices.isdisjoint(other.indices)
-            if not apart or x.shape != y.shape or not self.book.are_alike(x, y):
+            if not apart or x.shape != y.shape or not self.store.are_alike(x, y):
                 return None
             return united(one, other)
         kept, zero = (x, y) if one is not None else (y, x)
@@ -168,16 +168,16 @@ class Microbatches:
             return self._notes.sums(value).zero
         return type(value) in (int, float) and value == 0
 
-    def _require_one(self, call: Call, parts: Sequence[Part], is_linear: bool) -> None:
-        """Requires that all parts are of the same microbatches, and other operands of none."""
-        first = parts[0]
-        if any(part.group != first.group or part.indices != first.indices for part in parts):
+    def _require_one(self, call: PairedCall, terms: Sequence[Term], is_linear: bool) -> None:
+        """Requires that all terms are of the same microbatches, and other operands of none."""
+        first = terms[0]
+        if any(term.group != first.group or term.indices != first.indices for term in terms):
             raise UnrelatedError("it combines microbatches", ADD_UP)
         if len(first.indices) > 1 and not is_linear:
             raise UnrelatedError(f"it is not linear in {shown(first)}", ADD_UP)
         for x in call.read:
             shard = self._notes.find_any(x)
-            if self.book.part_of(x) is not None or shard is None:
+            if self.store.term_of(x) is not None or shard is None:
                 continue
             own = {*shard.axes, *self._notes.sums(x).partial} & set(first.axes)
             if own or any(step_of(dim) is not None for dim in shard.dims):
@@ -187,9 +187,9 @@ class Microbatches:
                     "divide it in the same way.",
                 )
 
-    def _is_linear(self, call: Call) -> bool:
-        is_part = self.book.part_of
-        return is_view(call.op) or call.is_linear(lambda x: is_part(x) is not None, self._is_zero)
+    def _is_linear(self, call: PairedCall) -> bool:
+        is_term = self.store.term_of
+        return is_view(call.op) or call.is_linear(lambda x: is_term(x) is not None, self._is_zero)
 
     # ------------------------------------------------------------------------- other steps
 
@@ -199,27 +199,27 @@ class Microbatches:
         Raises:
             UnrelatedError: it takes a maximum or minimum of several microbatches.
         """
-        if not self.book.is_active:
+        if not self.store.is_active:
             return
-        part = self.book.part_of(x)
-        expression = self.book.number((move, what, self.book.expression_of(x)))
-        if part is not None:
-            if move in EXTREMA and len(part.indices) > 1:
-                raise UnrelatedError(f"it is not linear in {shown(part)}", ADD_UP)
-            mixes = part.state == "rows" and not set(axes).isdisjoint(part.axes)
-            state: State = "mixed" if mixes or move in EXTREMA else part.state
-            part = replace(part, expression=expression, state=state)
-        self.book.put(y, Entry(expression, part))
+        term = self.store.term_of(x)
+        expression = self.store.number((move, what, self.store.expression_of(x)))
+        if term is not None:
+            if move in EXTREMA and len(term.indices) > 1:
+                raise UnrelatedError(f"it is not linear in {shown(term)}", ADD_UP)
+            mixes = term.state == "rows" and not set(axes).isdisjoint(term.axes)
+            state: State = "mixed" if mixes or move in EXTREMA else term.state
+            term = replace(term, expression=expression, state=state)
+        self.store.put(y, Entry(expression, term))
 
     def note_index(self, index: Tensor, axes: Sequence[str]) -> None:
         """Notes a rank's index, which is the same whenever a body asks for it."""
-        if self.book.is_active:
-            self.book.put(index, Entry(self.book.number(("index", *axes)), None))
+        if self.store.is_active:
+            self.store.put(index, Entry(self.store.number(("index", *axes)), None))
 
     def note_copy(self, x: Tensor, y: Tensor) -> None:
         """Notes a copy."""
-        if self.book.is_active:
-            self.book.put(y, Entry(self.book.expression_of(x), self.book.part_of(x)))
+        if self.store.is_active:
+            self.store.put(y, Entry(self.store.expression_of(x), self.store.term_of(x)))
 
     def reject(self, tensor: Tensor) -> None:
         """Requires that a value does not depend on some microbatches only.
@@ -227,8 +227,8 @@ class Microbatches:
         Raises:
             UnrelatedError: it does.
         """
-        part = self.book.part_of(tensor)
-        if part is not None:
+        term = self.store.term_of(tensor)
+        if term is not None:
             raise UnrelatedError(
-                f"it depends on {shown(part)}, which have other rows on one device", ADD_UP
+                f"it depends on {shown(term)}, which have other rows on one device", ADD_UP
             )

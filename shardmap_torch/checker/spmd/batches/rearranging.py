@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.ir.sizes import hashable_size
-from shardmap_torch.checker.spmd.batches.book import Book
 from shardmap_torch.checker.spmd.batches.chunks import CHUNKS, VIEWS, divided, undivided
-from shardmap_torch.checker.spmd.batches.parts import ALL, Entry, Part, Rearranged
+from shardmap_torch.checker.spmd.batches.term_store import TermStore
+from shardmap_torch.checker.spmd.batches.terms import ALL, Entry, Rearranged, Term
 from shardmap_torch.checker.spmd.layout import (
     EACH,
     ShardedTensor,
@@ -19,23 +19,23 @@ from shardmap_torch.checker.spmd.layout import (
     reshape,
     unsharded,
 )
-from shardmap_torch.checker.spmd.sharded import Call, Sharded, Step
+from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, Step
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 aten = torch.ops.aten
 
 
-def rearrange(book: Book, step: Step, call: Call) -> Rearranged | None:
+def rearrange(store: TermStore, step: Step, call: PairedCall) -> Rearranged | None:
     """Lays out microbatches, or the rows of all; None where an operation makes neither.
 
     Raises:
         UnrelatedError: it divides a microbatch again.
     """
     rule = _RULES.get(step.op)
-    return None if rule is None else rule(book, step, call)
+    return None if rule is None else rule(store, step, call)
 
 
-def _chunks_of(book: Book, step: Step, call: Call) -> Rearranged | None:
+def _chunks_of(store: TermStore, step: Step, call: PairedCall) -> Rearranged | None:
     x = step.arguments["self"]
     dim = call.arguments["dim"] % len(x.dims)
     axes = axes_of(x.dims[dim])
@@ -46,56 +46,56 @@ def _chunks_of(book: Book, step: Step, call: Call) -> Rearranged | None:
     there = CHUNKS[step.op](call.event.arguments, x.global_shape[dim])
     if here is None or there is None or here.key != there.key or here.size == there.size:
         return None
-    expression = book.number(("chunk", _begin(book, call.arguments["self"]), dim, here.count))
+    expression = store.number(("chunk", _begin(store, call.arguments["self"]), dim, here.count))
     dims = (*x.dims[:dim], (*leading, *unsharded(here.size)), *x.dims[dim + 1 :])
-    parts = [Part(here.count, axes, frozenset({i}), expression, "rows") for i in here.indices]
-    return Rearranged([Sharded(dims)] * len(parts), [Entry(expression, p) for p in parts])
+    terms = [Term(here.count, axes, frozenset({i}), expression, "rows") for i in here.indices]
+    return Rearranged([Sharded(dims)] * len(terms), [Entry(expression, p) for p in terms])
 
 
-def _viewed(book: Book, step: Step, call: Call) -> Rearranged | None:
+def _viewed(store: TermStore, step: Step, call: PairedCall) -> Rearranged | None:
     """Lays out a view that divides a dim, or has the rows of all microbatches in one."""
     tensor, ((local, there),) = call.arguments["self"], step.results
-    x, part = step.arguments["self"], book.part_of(tensor)
-    if part is not None and EACH in x.axes and part.state == "rows":
+    x, term = step.arguments["self"], store.term_of(tensor)
+    if term is not None and EACH in x.axes and term.state == "rows":
         dims = reshape(x, there)
-        joined = tuple(undivided(dim, part.axes) for dim in dims)
-        rows = Entry(book.number(("rows", book.expression_of(tensor))), None)
+        joined = tuple(undivided(dim, term.axes) for dim in dims)
+        rows = Entry(store.number(("rows", store.expression_of(tensor))), None)
         return Rearranged([Sharded(joined)], [rows]) if joined != dims else None
     found = divided(x, local, there)
     if found is None:
         return None
     dim = next(n for n, each in enumerate(found) if EACH in axes_of(each))
-    expression = book.number(("divided", _begin(book, tensor), *map(hashable_size, local)))
-    part = Part(local[dim], axes_of(x.dims[dim]), ALL, expression, "rows")
-    return Rearranged([Sharded(found)], [Entry(expression, part)])
+    expression = store.number(("divided", _begin(store, tensor), *map(hashable_size, local)))
+    term = Term(local[dim], axes_of(x.dims[dim]), ALL, expression, "rows")
+    return Rearranged([Sharded(found)], [Entry(expression, term)])
 
 
-def _begin(book: Book, x: Tensor) -> int:
+def _begin(store: TermStore, x: Tensor) -> int:
     """Returns the expression of what is divided."""
-    if book.part_of(x) is not None:
+    if store.term_of(x) is not None:
         raise UnrelatedError(
             "it divides a microbatch again", "divide the batch once, into all microbatches."
         )
-    book.is_active = True
-    expression = book.expression_of(x)
-    book.put(x, Entry(expression, None))
+    store.is_active = True
+    expression = store.expression_of(x)
+    store.put(x, Entry(expression, None))
     return expression
 
 
-def _all_in_order(book: Book, tensors: Sequence[Tensor]) -> tuple[Part, ShardedTensor] | None:
+def _all_in_order(store: TermStore, tensors: Sequence[Tensor]) -> tuple[Term, ShardedTensor] | None:
     """Returns what these are, if they are the same expression of all microbatches in order."""
-    parts = [book.part_of(x) for x in tensors]
-    first, shard = parts[0], book.notes.find_any(tensors[0])
+    terms = [store.term_of(x) for x in tensors]
+    first, shard = terms[0], store.notes.find_any(tensors[0])
     if first is None or shard is None or first.indices == ALL:
         return None
     expected = [replace(first, indices=frozenset({i})) for i in range(first.count)]
-    if parts != expected or not all(book.are_alike(tensors[0], x) for x in tensors):
+    if terms != expected or not all(store.are_alike(tensors[0], x) for x in tensors):
         return None
     return first, shard
 
 
-def _concatenated(book: Book, step: Step, call: Call) -> Rearranged | None:
-    found = _all_in_order(book, call.arguments["tensors"]) if book.is_active else None
+def _concatenated(store: TermStore, step: Step, call: PairedCall) -> Rearranged | None:
+    found = _all_in_order(store, call.arguments["tensors"]) if store.is_active else None
     if found is None or found[0].state != "rows":
         return None
     first, x = found
@@ -106,38 +106,38 @@ def _concatenated(book: Book, step: Step, call: Call) -> Rearranged | None:
         return None
     rest = unsharded(x.local[dim] * first.count)
     dims = (*x.dims[:dim], (*leading, *rest), *x.dims[dim + 1 :])
-    return Rearranged([Sharded(dims)], [Entry(book.number(("rows", first.expression, dim)), None)])
+    return Rearranged([Sharded(dims)], [Entry(store.number(("rows", first.expression, dim)), None)])
 
 
-def _stacked(book: Book, step: Step, call: Call) -> Rearranged | None:
-    found = _all_in_order(book, call.arguments["tensors"]) if book.is_active else None
+def _stacked(store: TermStore, step: Step, call: PairedCall) -> Rearranged | None:
+    found = _all_in_order(store, call.arguments["tensors"]) if store.is_active else None
     if found is None:
         return None
     first, x = found
     dim = call.arguments["dim"] % (len(x.dims) + 1)
-    expression = book.number(("stack", first.expression, dim))
-    part = replace(first, indices=ALL, expression=expression)
+    expression = store.number(("stack", first.expression, dim))
+    term = replace(first, indices=ALL, expression=expression)
     dims = (*x.dims[:dim], ((EACH, first.count),), *x.dims[dim:])
-    return Rearranged([Sharded(dims)], [Entry(expression, part)])
+    return Rearranged([Sharded(dims)], [Entry(expression, term)])
 
 
-def _taken(book: Book, step: Step, call: Call) -> Rearranged | None:
+def _taken(store: TermStore, step: Step, call: PairedCall) -> Rearranged | None:
     """Lays out microbatches that lie along a dim, each by itself."""
-    x, part = step.arguments["self"], book.part_of(call.arguments["self"])
+    x, term = step.arguments["self"], store.term_of(call.arguments["self"])
     dim = call.arguments["dim"] % max(len(x.dims), 1)
     index = call.arguments.get("index")
-    if part is None or x.dims[dim] != ((EACH, part.count),):
+    if term is None or x.dims[dim] != ((EACH, term.count),):
         return None
     if index != call.event.arguments.get("index"):
         return None
-    indices = [*range(part.count)] if index is None else [index % part.count]
-    expression = book.number(("entry", part.expression, dim))
+    indices = [*range(term.count)] if index is None else [index % term.count]
+    expression = store.number(("entry", term.expression, dim))
     each = Sharded((*x.dims[:dim], *x.dims[dim + 1 :]))
-    parts = [replace(part, indices=frozenset({i}), expression=expression) for i in indices]
-    return Rearranged([each] * len(parts), [Entry(expression, one) for one in parts])
+    terms = [replace(term, indices=frozenset({i}), expression=expression) for i in indices]
+    return Rearranged([each] * len(terms), [Entry(expression, one) for one in terms])
 
 
-_RULES: Final[Mapping[OpOverload, Callable[[Book, Step, Call], Rearranged | None]]] = {
+_RULES: Final[Mapping[OpOverload, Callable[[TermStore, Step, PairedCall], Rearranged | None]]] = {
     **dict.fromkeys(CHUNKS, _chunks_of),
     **dict.fromkeys(VIEWS, _viewed),
     aten.cat.default: _concatenated,

@@ -7,12 +7,12 @@ from typing import Final
 
 from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.rules.infer import is_factor
-from shardmap_torch.checker.spmd.sharded import Call
+from shardmap_torch.checker.spmd.sharded import PairedCall
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import NO_AXES, Sums, common_scale, reject_scaled
 
 
-def require_linear(call: Call, notes: Notes) -> None:
+def require_linear(call: PairedCall, notes: Notes) -> None:
     """Requires that an operation is linear in the operands that have a factor.
 
     Raises:
@@ -29,7 +29,7 @@ _ADDING: Final = overloads(
 )
 
 
-def as_addends(call: Call, notes: Notes) -> Sums | None:
+def as_addends(call: PairedCall, notes: Notes) -> Sums | None:
     """Returns what a sum is of which some operands are equal on all ranks, and others addends.
 
     Each rank adds the equal ones, so that they add up to as many times their value as there are

@@ -23,7 +23,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.recorder import TensorMap
-from shardmap_torch.checker.spmd.sharded import Call
+from shardmap_torch.checker.spmd.sharded import PairedCall
 from shardmap_torch.checker.spmd.state import Notes
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ class Blocks:
         self._notes = notes
         self._known: TensorMap[_Block] = TensorMap()
 
-    def lay_out(self, call: Call) -> bool:
+    def lay_out(self, call: PairedCall) -> bool:
         """Notes the blocks that a split gives, or what they are joined to; False for other steps.
 
         Raises:
@@ -61,7 +61,7 @@ class Blocks:
             return len(call.tensors) > len(call.event.arguments["tensors"]) and self._join(call)
         return False
 
-    def _split(self, call: Call) -> bool:
+    def _split(self, call: PairedCall) -> bool:
         (x,), count = call.tensors, len(call.results)
         self._notes.reject_unfinished(x)
         shard = self._notes.find(x, call.event.arguments["self"], "self", takes_stacks=True)
@@ -76,7 +76,7 @@ class Blocks:
             self._known.put(y, _Block(number, index, count, at))
         return True
 
-    def _join(self, call: Call) -> bool:
+    def _join(self, call: PairedCall) -> bool:
         there, *others = call.event.arguments["tensors"]
         first, *more = [self._known.get(x) for x in call.tensors]
         if others or first is None:

@@ -28,7 +28,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.recorder import Event, Ref, memory_of
-from shardmap_torch.checker.spmd.sharded import Call
+from shardmap_torch.checker.spmd.sharded import PairedCall
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.values.positions import name_of
 from shardmap_torch.checker.spmd.values.rows import COPIES, by_rows, followed, rows_of, without_rows
@@ -76,7 +76,7 @@ class Maxima:
         self._known: dict[int, Degree] = {}
         self._written: dict[int, Degree] = {}
 
-    def begin(self, call: Call, index: int) -> None:
+    def begin(self, call: PairedCall, index: int) -> None:
         """Follows the maximum that is this result of a call, if gradients flow through it.
 
         Raises:
@@ -110,7 +110,7 @@ class Maxima:
         for tensor, found in self._found(value, event.arguments["x"]):  # without grad mode
             self._note(event, replace(found, form=OTHER) if self._is_leaf(tensor) else found)
 
-    def follow(self, call: Call) -> None:
+    def follow(self, call: PairedCall) -> None:
         """Follows the results of an operation."""
         touched = self._touched(call) if self._known else []
         if not touched:
@@ -124,7 +124,7 @@ class Maxima:
         elif not any(map(self._flows, call.tensors)):
             self._note(call.event, other)  # else it is a constant in a step that autograd sees
 
-    def _touched(self, call: Call) -> list[tuple[Tensor, Degree]]:
+    def _touched(self, call: PairedCall) -> list[tuple[Tensor, Degree]]:
         """Returns the tensors among the arguments of a call that depend on a maximum."""
         there = call.event.arguments
         arguments = call.arguments.items()
@@ -157,7 +157,7 @@ class Maxima:
         with DisableTorchFunction():
             return base.requires_grad and base.grad_fn is None
 
-    def _made(self, call: Call, touched: Sequence[tuple[Tensor, Degree]]) -> Degree | None:
+    def _made(self, call: PairedCall, touched: Sequence[tuple[Tensor, Degree]]) -> Degree | None:
         """Returns how the result depends on the maximum; None if as another function."""
         depending = {id(tensor): found for tensor, found in touched if self._depends(tensor)}
         first, *more = depending.values()

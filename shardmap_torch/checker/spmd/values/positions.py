@@ -27,7 +27,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap, memory_of
-from shardmap_torch.checker.spmd.sharded import Call, Sharded
+from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.torch_private.engine import OpOverload
@@ -273,7 +273,7 @@ class Positions:
                 strides[1] *= self._mesh.shape[axis]
         self._pairs.put(index, Pair(Affine.single(0, here), Affine.single(0, there)))
 
-    def lay_out(self, call: Call) -> list[Sharded] | None:
+    def lay_out(self, call: PairedCall) -> list[Sharded] | None:
         """Lays out a result that is affine in both programs; None for any other.
 
         What is no shard of the numbers on one device is laid out as each rank's own.
@@ -298,7 +298,7 @@ class Positions:
             return None
         return self._laid_out(pair, call.results[0])
 
-    def _in_both(self, call: Call) -> tuple[Arguments, Arguments] | None:
+    def _in_both(self, call: PairedCall) -> tuple[Arguments, Arguments] | None:
         """Returns the arguments in both programs; None where a tensor is not affine."""
         here, there = dict(call.arguments), {**call.event.arguments}
         for name, value in call.arguments.items():

@@ -1,4 +1,4 @@
-"""Functions that run otherwise on DTensors over automatic axes, since torch lacks their backward.
+"""Torch functions replaced on DTensors over automatic axes, since torch lacks their backward.
 
 The backward of a body may run after it has ended, where nothing can take an operation over. So
 these functions run on plain values, whose backward is plain too, with differentiable steps around.

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardmap_torch.checker.spmd.layout import Dim, ShardedTensor, UnrelatedError, axes_of
 from shardmap_torch.checker.spmd.op_rules import propagate
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
-from shardmap_torch.checker.spmd.sharded import Call, Sharded, Step
+from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, Step
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums
 from shardmap_torch.checker.spmd.values.positions import (
@@ -34,7 +34,7 @@ LOOKED_UP: Final = "looked up"
 
 
 @dataclass(frozen=True)
-class Part:
+class IdRange:
     """A value that is about the ids from `lower` on and below `upper`.
 
     Attributes:
@@ -55,21 +55,21 @@ class Part:
     upper: Pair | None
     inside: bool = True
 
-    def is_about(self, other: "Part") -> bool:
+    def is_about(self, other: "IdRange") -> bool:
         """Returns whether two values are about the same ids."""
         return (self.ids, self.lower, self.upper) == (other.ids, other.lower, other.upper)
 
 
 @dataclass(frozen=True, eq=False)
-class PartCall(Call):
-    """An operation on parts, in both programs.
+class IdRangeCall(PairedCall):
+    """An operation on values about ranges of ids, in both programs.
 
     Attributes:
         parts: what is known of its arguments.
         shards: their layouts.
     """
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, IdRange]
     shards: Mapping[str, Any]
 
     @property
@@ -77,7 +77,7 @@ class PartCall(Call):
         """The name of the overload."""
         return name_of(self.op)
 
-    def rows(self, like: Part, replaced: Arguments = _AS_IT_IS) -> ShardedTensor | None:
+    def rows(self, like: IdRange, replaced: Arguments = _AS_IT_IS) -> ShardedTensor | None:
         """Lays out the result by the ids; None if its entries depend on several."""
         arguments = {name: self._by_rows(name, self.shards[name]) for name in self.shards}
         shape = self.event.results[0][1]
@@ -90,7 +90,7 @@ class PartCall(Call):
         return self.event.arguments.get(name)
 
 
-class KnownParts:
+class KnownIdRanges:
     """The values that are about a rank's part of all ids, and what rules ask of them.
 
     Attributes:
@@ -101,7 +101,7 @@ class KnownParts:
     def __init__(self, notes: Notes, positions: Positions) -> None:
         """Knows of none; bounds are among `positions`."""
         self._notes, self._positions = notes, positions
-        self.parts: TensorMap[Part] = TensorMap()
+        self.parts: TensorMap[IdRange] = TensorMap()
         self.zeros: TensorMap[bool] = TensorMap()
         self._copies: TensorMap[int] = TensorMap()
 
@@ -110,7 +110,7 @@ class KnownParts:
         self.parts.drop(x)
         self.zeros.drop(x)
 
-    def follow_copy(self, call: Call) -> None:
+    def follow_copy(self, call: PairedCall) -> None:
         """Notes copies of ids, and views of zeros."""
         x, (result, *_) = call.arguments["self"], call.results
         if self.zeros.get(x):
@@ -120,7 +120,7 @@ class KnownParts:
             if number is not None:
                 self._copies.put(result, number)
 
-    def are_finished(self, call: Call) -> bool:
+    def are_finished(self, call: PairedCall) -> bool:
         """Returns whether all operands but parts are what they are on one device."""
         try:
             for x in call.tensors:
@@ -132,7 +132,7 @@ class KnownParts:
             return False
         return True
 
-    def index_of(self, index: Any) -> tuple[int, Part] | None:
+    def index_of(self, index: Any) -> tuple[int, IdRange] | None:
         """Returns which index is about a part of all ids, if one is and none is a mask."""
         indices = [index] if isinstance(index, Tensor) else index or ()
         parts = [
@@ -184,7 +184,7 @@ class KnownParts:
             return self.zeros.get(value) is not None or self._notes.sums(value).zero
         return (is_whole(value) and value == 0) or (isinstance(value, float) and value == 0)
 
-    def dims(self, call: PartCall, replaced: Arguments = _AS_IT_IS) -> list[Sharded] | None:
+    def dims(self, call: IdRangeCall, replaced: Arguments = _AS_IT_IS) -> list[Sharded] | None:
         """Lays out a result by the operation's own rule; None if that refuses it."""
         shards, sizes = {**call.shards, **replaced}, self._notes.sizes
         try:

@@ -1,4 +1,4 @@
-"""`Recent`: recognises a call whose leaves are like those of the call before."""
+"""Cache of one result by the signature of a call's leaves: equal calls in a row find it again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -11,7 +11,7 @@ from shardmap_torch.core.dtensors import dtensor_class
 T = TypeVar("T")
 
 
-class Recent(Generic[T]):
+class SignatureCache(Generic[T]):
     """Cache of one result, that of the latest signature.
 
     A training step passes DTensors that have the DTensorSpecs of the step before, each the same

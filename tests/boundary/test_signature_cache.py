@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from shardmap_torch import Mesh, P, device_put, make_mesh
-from shardmap_torch.boundary.recent import Recent
+from shardmap_torch.boundary.signature_cache import SignatureCache
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_call_is_recognised_by_the_specs_of_its_dtensors(mesh: Mesh) -> None:
         [3],
         [4],  # as before: a number is compared by others
     ]
-    recent: Recent[int] = Recent()
-    found = [recent.get(("f",), call, partial(int, at)) for at, call in enumerate(calls)]
+    cache: SignatureCache[int] = SignatureCache()
+    found = [cache.get(("f",), call, partial(int, at)) for at, call in enumerate(calls)]
     assert found == [0, 0, 2, 3, 4, 5, 6, 7, 8, 8]
-    assert recent.get(("g",), calls[-1], lambda: -1) == -1
+    assert cache.get(("g",), calls[-1], lambda: -1) == -1

@@ -10,27 +10,27 @@ from torch import Tensor
 
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.spmd.layout import UnrelatedError
-from shardmap_torch.checker.spmd.sharded import Call, Sharded
+from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded
 from shardmap_torch.checker.spmd.state import Notes
-from shardmap_torch.checker.spmd.values.part_rules import RULES, STARTS, Outcome
-from shardmap_torch.checker.spmd.values.parts import KnownParts, PartCall
+from shardmap_torch.checker.spmd.values.id_range_rules import RULES, STARTS, Outcome
+from shardmap_torch.checker.spmd.values.id_ranges import IdRangeCall, KnownIdRanges
 from shardmap_torch.checker.spmd.values.positions import Positions, name_of
 from shardmap_torch.checker.spmd.values.rows import COPIES
 
 
-class Intervals:
+class VocabularyValues:
     """Lays out the values that are about a rank's part of all ids."""
 
     def __init__(self, notes: Notes, positions: Positions) -> None:
         """Knows of none; bounds are among `positions`."""
-        self._notes, self._known = notes, KnownParts(notes, positions)
+        self._notes, self._known = notes, KnownIdRanges(notes, positions)
 
     def note_literal(self, made: Tensor, numbers: Tensor) -> None:
         """Notes a tensor made of Python numbers."""
         if not bool(numbers.any()):
             self._known.zeros.put(made, True)
 
-    def lay_out(self, call: Call) -> list[Sharded] | None:
+    def lay_out(self, call: PairedCall) -> list[Sharded] | None:
         """Lays out what is about a part of all ids, or summed over parts; None for any other."""
         outcome = self._outcome(call)
         for x in call.written:
@@ -42,7 +42,7 @@ class Intervals:
             self._known.parts.put(call.results[0], part)
         return sharded
 
-    def _outcome(self, call: Call) -> Outcome:
+    def _outcome(self, call: PairedCall) -> Outcome:
         """Applies the rule of an operation, if its operands are known."""
         name, arguments, num_results = name_of(call.op), call.arguments, len(call.results)
         parts = {
@@ -65,5 +65,5 @@ class Intervals:
         except UnrelatedError:
             return None
         return rule(
-            self._known, PartCall(call.op, arguments, call.event, call.results, parts, shards)
+            self._known, IdRangeCall(call.op, arguments, call.event, call.results, parts, shards)
         )

@@ -9,19 +9,19 @@ from typing import Any, Final, TypeAlias
 
 from shardmap_torch.checker.spmd.layout import ShardedTensor, axes_of, unsharded
 from shardmap_torch.checker.spmd.sharded import Sharded
-from shardmap_torch.checker.spmd.values.parts import (
+from shardmap_torch.checker.spmd.values.id_ranges import (
     LOOKED_UP,
     MASK,
     OFFSET,
-    KnownParts,
-    Part,
-    PartCall,
+    IdRange,
+    IdRangeCall,
+    KnownIdRanges,
 )
 from shardmap_torch.checker.spmd.values.positions import Affine, Pair
 from shardmap_torch.checker.spmd.values.rows import COPIES, by_rows, rows_of, without_rows
 
-Outcome: TypeAlias = tuple[Part | None, list[Sharded]] | None
-Rule: TypeAlias = Callable[[KnownParts, PartCall], Outcome]
+Outcome: TypeAlias = tuple[IdRange | None, list[Sharded]] | None
+Rule: TypeAlias = Callable[[KnownIdRanges, IdRangeCall], Outcome]
 
 # ------------------------------------------------------------------------------------ masks
 
@@ -29,7 +29,7 @@ Rule: TypeAlias = Callable[[KnownParts, PartCall], Outcome]
 def _compared(lower: bool, closed: bool) -> Rule:
     """Makes the rule of a comparison of ids with a bound, or of offsets with a number."""
 
-    def rule(known: KnownParts, call: PartCall) -> Outcome:
+    def rule(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
         there = call.event.arguments
         for ids, other, is_lower in (("self", "other", lower), ("other", "self", not lower)):
             bound = known.bound(call.arguments[other], there[other])
@@ -48,13 +48,13 @@ def _compared(lower: bool, closed: bool) -> Rule:
                 continue
             bound = bound.scalar(int(closed != is_lower))
             bounds = (bound, None) if is_lower else (None, bound)
-            return Part(MASK, number, rows, *bounds), [Sharded(shard.dims)]
+            return IdRange(MASK, number, rows, *bounds), [Sharded(shard.dims)]
         return None
 
     return rule
 
 
-def _both(known: KnownParts, call: PartCall) -> Outcome:
+def _both(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     """Intersects all ids on one side of a bound with those on the other side of another."""
     x, y = call.parts.get("self"), call.parts.get("other")
     if x is None or y is None or not _are_masks(x, y) or x.ids != y.ids:
@@ -68,23 +68,23 @@ def _both(known: KnownParts, call: PartCall) -> Outcome:
     return replace(lower, upper=upper.upper), dims
 
 
-def _either(known: KnownParts, call: PartCall) -> Outcome:
+def _either(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     """Unites them: the ids that are on the other side of neither."""
     both = _both(known, replace(call, parts={k: _not(x) for k, x in call.parts.items()}))
     return None if both is None or both[0] is None else (_not(both[0]), both[1])
 
 
-def _are_masks(*parts: Part) -> bool:
+def _are_masks(*parts: IdRange) -> bool:
     return all(part.form == MASK and part.inside for part in parts)
 
 
-def _not(x: Part) -> Part:
+def _not(x: IdRange) -> IdRange:
     if x.lower is not None and x.upper is not None:
         return replace(x, inside=not x.inside)
     return replace(x, lower=x.upper, upper=x.lower)
 
 
-def _negated(known: KnownParts, call: PartCall) -> Outcome:
+def _negated(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     x, dims = call.parts["self"], known.dims(call)
     return None if x.form != MASK or dims is None else (_not(x), dims)
 
@@ -92,7 +92,7 @@ def _negated(known: KnownParts, call: PartCall) -> Outcome:
 # ------------------------------------------------------------------------------ other steps
 
 
-def _counted(known: KnownParts, call: PartCall) -> Outcome:
+def _counted(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     """Counts ids from a rank's first one."""
     there = call.event.arguments
     number = known.ids_of(call.arguments["self"], there["self"])
@@ -103,10 +103,10 @@ def _counted(known: KnownParts, call: PartCall) -> Outcome:
     if call.arguments.get("alpha", 1) != 1 or shard.global_shape != call.event.results[0][1]:
         return None
     rows = rows_of(shard.global_shape)
-    return Part(OFFSET, number, rows, bound, None), [Sharded(shard.dims)]
+    return IdRange(OFFSET, number, rows, bound, None), [Sharded(shard.dims)]
 
 
-def _kept(known: KnownParts, call: PartCall) -> Outcome:
+def _kept(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     x, dims = call.parts.get("self"), known.dims(call)
     rows = None if x is None else call.rows(x)
     if x is None or dims is None or rows is None:
@@ -114,7 +114,7 @@ def _kept(known: KnownParts, call: PartCall) -> Outcome:
     return replace(x, rows=rows), dims
 
 
-def _pointwise(known: KnownParts, call: PartCall) -> Outcome:
+def _pointwise(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     """Scales or shifts entries that are right for some ids: the others stay finite."""
     first, *more = call.parts.values() or [None]
     if first is None or any(x.form != LOOKED_UP or not x.is_about(first) for x in (first, *more)):
@@ -125,11 +125,11 @@ def _pointwise(known: KnownParts, call: PartCall) -> Outcome:
     return None if dims is None or rows is None else (replace(first, rows=rows), dims)
 
 
-def _divided(known: KnownParts, call: PartCall) -> Outcome:
+def _divided(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     return None if "other" in call.parts else _pointwise(known, call)
 
 
-def _clamped(known: KnownParts, call: PartCall) -> Outcome:
+def _clamped(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     """Limits ids that are counted from a rank's first one to those of its part."""
     x, there = call.parts.get("self"), call.event.arguments
     first = known.bound(call.arguments.get("min"), there.get("min"))
@@ -144,7 +144,7 @@ def _clamped(known: KnownParts, call: PartCall) -> Outcome:
     return replace(x, upper=upper), [Sharded(call.shards["self"].dims)]
 
 
-def _multiplied(known: KnownParts, call: PartCall) -> Outcome:
+def _multiplied(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     for target, mask in (("self", "other"), ("other", "self")):
         part = call.parts.get(mask)
         if part is not None and part.form == MASK:
@@ -152,7 +152,7 @@ def _multiplied(known: KnownParts, call: PartCall) -> Outcome:
     return _pointwise(known, call)
 
 
-def _chosen(known: KnownParts, call: PartCall) -> Outcome:
+def _chosen(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     mask = call.parts.get("condition")
     if mask is None:
         return _pointwise(known, call)
@@ -160,11 +160,11 @@ def _chosen(known: KnownParts, call: PartCall) -> Outcome:
     return _masked(known, call, target, "condition", mask.inside, call.arguments[other])
 
 
-def _filled(known: KnownParts, call: PartCall) -> Outcome:
+def _filled(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     return _masked(known, call, "self", "mask", False, call.arguments["value"])
 
 
-def _written(known: KnownParts, call: PartCall) -> Outcome:
+def _written(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
     """Does `x[mask] = value`, where the mask is about the first dims."""
     x, there = call.parts.get("self"), call.event.arguments
     masks = [index for index in call.arguments["indices"] if index is not None]
@@ -182,7 +182,7 @@ def _written(known: KnownParts, call: PartCall) -> Outcome:
 
 
 def _masked(
-    known: KnownParts, call: PartCall, target: str, mask: str, inside: bool, fill: Any
+    known: KnownIdRanges, call: IdRangeCall, target: str, mask: str, inside: bool, fill: Any
 ) -> Outcome:
     """Keeps the entries of some ids, and puts a value in place of all others."""
     x, by = call.parts.get(target), call.parts.get(mask)
@@ -195,10 +195,10 @@ def _masked(
 
 
 def _selected(
-    known: KnownParts,
-    call: PartCall,
-    x: Part,
-    mask: Part,
+    known: KnownIdRanges,
+    call: IdRangeCall,
+    x: IdRange,
+    mask: IdRange,
     inside: bool,
     fill: Any,
     rows: ShardedTensor,
@@ -223,7 +223,7 @@ def _selected(
 def _looked_up(table: str, index: str) -> Rule:
     """Makes the rule of an operation that picks entries of a table of which ranks have shards."""
 
-    def rule(known: KnownParts, call: PartCall) -> Outcome:
+    def rule(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
         x, place = call.shards[table], known.index_of(call.arguments[index])
         if place is None or table in call.parts or _counts_otherwise(call.arguments):
             return None
@@ -260,7 +260,7 @@ def _gathered(x: ShardedTensor, at: int) -> ShardedTensor:
 
 
 def _rows_of_lookup(
-    call: PartCall, x: ShardedTensor, at: int, part: Part, index: str
+    call: IdRangeCall, x: ShardedTensor, at: int, part: IdRange, index: str
 ) -> ShardedTensor | None:
     shape = call.event.results[0][1]
     if call.name == "index.Tensor":

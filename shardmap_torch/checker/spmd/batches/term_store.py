@@ -1,4 +1,4 @@
-"""Book of microbatches: what each tensor is of them, until the next write into its memory."""
+"""The terms of tensors: the expression of microbatches that each is, until it is written."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.spmd.batches.parts import Entry, Part
+from shardmap_torch.checker.spmd.batches.terms import Entry, Term
 from shardmap_torch.checker.spmd.layout import UnrelatedError
 from shardmap_torch.checker.spmd.recorder import TensorMap, memory_of
 from shardmap_torch.checker.spmd.state import Notes
@@ -20,8 +20,8 @@ ADD_UP: Final = (
 """Advice where microbatches are used otherwise."""
 
 
-class Book:
-    """The expression that each tensor is, and the part that it is of some microbatches.
+class TermStore:
+    """The expression that each tensor is, and the term that it is of some microbatches.
 
     Attributes:
         interpreter: interprets the ranks' program.
@@ -42,7 +42,7 @@ class Book:
         """Returns a number of a value, which equal values share."""
         return self._numbers.setdefault(value, len(self._numbers))
 
-    def part_of(self, tensor: Tensor) -> Part | None:
+    def term_of(self, tensor: Tensor) -> Term | None:
         """Returns what a tensor is of some microbatches; None if it depends on none.
 
         Raises:
@@ -54,7 +54,7 @@ class Book:
         is_stale = entry is None or entry.version != self._versions.get(memory, 0)
         if is_stale and memory in self._touched:
             raise UnrelatedError("some of its memory depends on some microbatches only", ADD_UP)
-        return None if is_stale or entry is None else entry.part
+        return None if is_stale or entry is None else entry.term
 
     def expression_of(self, tensor: Tensor) -> int:
         """Returns the number of the expression that a tensor is."""
@@ -66,15 +66,15 @@ class Book:
     def put(self, tensor: Tensor, entry: Entry) -> None:
         """Notes what a tensor is."""
         memory = self._memory(tensor)
-        if entry.part is not None:
+        if entry.term is not None:
             self._touched.add(memory)
         self._entries.put(tensor, replace(entry, version=self._versions.get(memory, 0)))
 
-    def sum_entry(self, part: Part) -> Entry:
+    def sum_entry(self, term: Term) -> Entry:
         """Returns the entry of a sum of microbatches: that of all is another expression."""
-        if len(part.indices) < part.count:
-            return Entry(part.expression, part)
-        return Entry(self.number(("all", part.expression)), None)
+        if len(term.indices) < term.count:
+            return Entry(term.expression, term)
+        return Entry(self.number(("all", term.expression)), None)
 
     def forget_written(self, tensors: Iterable[Tensor]) -> None:
         """Forgets what is noted for all tensors in the memory of these."""

@@ -35,7 +35,7 @@ def _same(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
 
 
 # A plain dict, as are the tables of processes: Dynamo gives up on a proxy when any dict changes.
-LOCAL: Final[Mapping[str, Callable[[Collective, Tensor, int, int], Tensor]]] = {
+LOCAL_MOVEMENTS: Final[Mapping[str, Callable[[Collective, Tensor, int, int], Tensor]]] = {
     "slice": _slice,
     "pad": _pad,
     "mask": _mask,

@@ -1,4 +1,4 @@
-"""Names of the functions that run on shards; all others run on global values.
+"""Torch functions that run on shards, by name; all others run on global values.
 
 Default deny: torch's sharding rules give wrong gradients of losses that are means (`mse_loss`), of
 maxima and of `torch.linalg`, and wrong values of what follows `any`. The functions here were
@@ -34,7 +34,7 @@ _WRITES: Final = (
 ).split()
 _FOREACH: Final = "add sub mul div neg sqrt lerp addcmul addcdiv pow".split()
 
-FUNCTIONS: Final = frozenset(
+RUN_ON_SHARDS: Final = frozenset(
     [
         *_POINTWISE,
         *_MATMULS,

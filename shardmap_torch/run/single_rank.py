@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.local import on_one_rank
+from shardmap_torch.backends.local_movements import on_one_rank
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.boundary.call import Call, Untouched, run_body
 from shardmap_torch.collectives.operations import Collective
@@ -14,7 +14,7 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.safety.aliasing import apart
 
 
-class SoloBackend(RankBackend):
+class SingleRankBackend(RankBackend):
     """The one rank of a mesh: what it sends comes back to it, as a copy."""
 
     def __init__(self, mesh: Mesh, device: torch.device | None) -> None:
@@ -38,7 +38,7 @@ def run(call: Call) -> Tree:
     """
     tensors = [call.leaves[position] for position in call.crossing]
     tensors = [x.view_as(x) for x in tensors]
-    backend = SoloBackend(call.mesh, tensors[0].device if tensors else call.mesh.device)
+    backend = SingleRankBackend(call.mesh, tensors[0].device if tensors else call.mesh.device)
     watch = Untouched(call, tensors)
     result = run_body(call, backend, tensors)
     watch.check()

@@ -1,4 +1,4 @@
-"""Parts: what a value is of the microbatches into which rows were divided."""
+"""Terms: expressions of some of the microbatches into which rows were divided."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ ALL: Final = frozenset({-1})
 
 
 @dataclass(frozen=True)
-class Part:
-    """A value that depends on some microbatches.
+class Term:
+    """A value that is an expression of some microbatches.
 
     Attributes:
         count: how many there are.
@@ -42,34 +42,34 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry for a tensor: its expression, and the part that it is, until the next write.
+    """An entry for a tensor: its expression, and the term that it is, until the next write.
 
     Attributes:
         expression: a number that equal expressions share.
-        part: what it is of some microbatches; None if it depends on none.
+        term: what it is of some microbatches; None if it depends on none.
         version: of the memory of the tensor, which each write counts up.
     """
 
     expression: int
-    part: Part | None
+    term: Term | None
     version: int = 0
 
 
 @dataclass(frozen=True)
 class Combined:
-    """A call: its operands are parts of the same microbatches, or it adds them.
+    """A call: its operands are terms of the same microbatches, or it adds them.
 
     Attributes:
         made: a number that equal calls share.
-        parts: what its operands are.
+        terms: what its operands are.
         added: the sum that it makes of microbatches.
         is_linear: whether it is linear in its operands.
         finished: numbers of results in which it adds up all that lie along a dim.
     """
 
     made: int
-    parts: tuple[Part, ...] = ()
-    added: Part | None = None
+    terms: tuple[Term, ...] = ()
+    added: Term | None = None
     is_linear: bool = False
     finished: frozenset[int] = frozenset()
 
@@ -87,7 +87,7 @@ class Rearranged:
     entries: Sequence[Entry]
 
 
-def united(one: Part | None, other: Part | None) -> Part | None:
+def united(one: Term | None, other: Term | None) -> Term | None:
     """Returns the sum of an expression of several microbatches; None where there is none."""
     if one is None or other is None or not one.indices.isdisjoint(other.indices):
         return None
@@ -96,12 +96,12 @@ def united(one: Part | None, other: Part | None) -> Part | None:
     return replace(one, indices=one.indices | other.indices)
 
 
-def shown(part: Part) -> str:
-    """Formats a part for messages."""
-    if part.indices == ALL:
-        return f"each of {part.count} microbatches"
-    which = ", ".join(map(str, sorted(part.indices)))
-    return f"microbatches {which} of {part.count}"
+def shown(term: Term) -> str:
+    """Formats a term for messages."""
+    if term.indices == ALL:
+        return f"each of {term.count} microbatches"
+    which = ", ".join(map(str, sorted(term.indices)))
+    return f"microbatches {which} of {term.count}"
 
 
 _PLAIN: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)

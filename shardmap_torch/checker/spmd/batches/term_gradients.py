@@ -6,14 +6,14 @@ from dataclasses import replace
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from shardmap_torch.checker.spmd.batches.book import ADD_UP, Book
-from shardmap_torch.checker.spmd.batches.parts import Entry, Part, State, shown, united
+from shardmap_torch.checker.spmd.batches.term_store import ADD_UP, TermStore
+from shardmap_torch.checker.spmd.batches.terms import Entry, State, Term, shown, united
 from shardmap_torch.checker.spmd.layout import UnrelatedError
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 
 
 def note_gradient(
-    book: Book,
+    store: TermStore,
     outputs: Sequence[Tensor],
     seeds: Sequence[Tensor | None],
     operand: Tensor,
@@ -26,46 +26,46 @@ def note_gradient(
     Raises:
         UnrelatedError: it is added to another expression, or to that of the same microbatches.
     """
-    if not book.is_active:
+    if not store.is_active:
         return
-    old = None if before is None else book.part_of(before)
-    parts, own = [book.part_of(x) for x in outputs], book.part_of(operand)
-    first = next((part for part in (*parts, own) if part is not None), None)
+    old = None if before is None else store.term_of(before)
+    terms, own = [store.term_of(x) for x in outputs], store.term_of(operand)
+    first = next((term for term in (*terms, own) if term is not None), None)
     if first is not None and has_custom_backward:
         raise UnrelatedError(
             f"it is a gradient of {shown(first)}, and code of your own has worked on it",
             "apply it to the sum of all microbatches.",
         )
-    skeletons = tuple(_skeleton(book, x, operand) for x in outputs)
-    expression = book.number(("gradient", tuple(map(book.expression_of, outputs)), skeletons))
-    part = None
+    skeletons = tuple(_skeleton(store, x, operand) for x in outputs)
+    expression = store.number(("gradient", tuple(map(store.expression_of, outputs)), skeletons))
+    term = None
     if first is not None:
         is_seeded = any(seed is not None for seed in seeds)
-        part = replace(_part(first, parts, own, is_seeded), expression=expression)
-    if before is not None and (old is not None or part is not None):
-        part = united(old, part)
-        if part is None:
+        term = replace(_term(first, terms, own, is_seeded), expression=expression)
+    if before is not None and (old is not None or term is not None):
+        term = united(old, term)
+        if term is None:
             raise UnrelatedError(
                 "it is added to a gradient in .grad that is not the same expression of other "
                 "microbatches",
                 ADD_UP,
             )
-    book.forget_written([gradient])
-    book.put(gradient, Entry(expression, None) if part is None else book.sum_entry(part))
+    store.forget_written([gradient])
+    store.put(gradient, Entry(expression, None) if term is None else store.sum_entry(term))
 
 
-def _part(first: Part, parts: Sequence[Part | None], own: Part | None, is_seeded: bool) -> Part:
+def _term(first: Term, terms: Sequence[Term | None], own: Term | None, is_seeded: bool) -> Term:
     """Returns what a gradient is of the microbatches of its loss and of its value."""
     known = all(
         each is not None and each.group == first.group and each.indices == first.indices
-        for each in (*parts, own or first)
+        for each in (*terms, own or first)
     )
     if not known or len(first.indices) > 1:
         raise UnrelatedError(
             "it is the gradient of a loss of several microbatches",
             "take the gradient of each by itself, and add these up.",
         )
-    additive = all(each is not None and each.state == "additive" for each in parts)
+    additive = all(each is not None and each.state == "additive" for each in terms)
     plain = additive and not is_seeded
     state: State = "additive" if plain else "mixed"
     if own is not None:
@@ -73,9 +73,9 @@ def _part(first: Part, parts: Sequence[Part | None], own: Part | None, is_seeded
     return replace(first, state=state)
 
 
-def _skeleton(book: Book, output: Tensor, operand: Tensor) -> int:
+def _skeleton(store: TermStore, output: Tensor, operand: Tensor) -> int:
     """Returns a number of the graph from an output to an operand, which equal graphs share."""
-    with book.interpreter.paused(), DisableTorchFunction():
+    with store.interpreter.paused(), DisableTorchFunction():
         root, (target, number) = output.grad_fn, get_gradient_edge(operand)[:2]
     labels: dict[Node, int] = {}
     stack = [] if root is None else [root]
@@ -94,5 +94,5 @@ def _skeleton(book: Book, output: Tensor, operand: Tensor) -> int:
             else (-1 if child is None else labels[child], at)
             for child, at in node.next_functions
         )
-        labels[stack.pop()] = book.number((node.name(), edges))
+        labels[stack.pop()] = store.number((node.name(), edges))
     return labels.get(root, -1) if root is not None else -1
