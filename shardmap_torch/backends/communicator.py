@@ -97,6 +97,11 @@ class Wire:
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
         """Sums all ranks' values; each rank keeps its shard of `dim`."""
         length = x.shape[dim] // self.size
+        if self.patient:
+            # gloo's own is an all-reduce as well, but no wait for it can be ended: neither when a
+            # rank is gone nor after a time.
+            mine = self.reduce(x, "sum").narrow(dim, self.rank * length, length)
+            return mine.clone(memory_format=torch.contiguous_format)
         x = x.contiguous() if dim == 0 else torch.cat(x.split(length, dim))
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         self._wait(_REDUCE_SCATTER(self.group, out, x, _SCATTER_OPTIONS))

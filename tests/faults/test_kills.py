@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from shardmap_torch import I, Mesh, P, ShardMapError, all_reduce, make_mesh, shard_map
+from shardmap_torch import (
+    I,
+    Mesh,
+    P,
+    ShardMapError,
+    all_reduce,
+    make_mesh,
+    reduce_scatter,
+    shard_map,
+)
 from shardmap_torch.control.recorder import VARIABLE, dump_folder, read_dump
 from shardmap_torch.postmortem import compare
 from tests.faults.support.world import TIMEOUT, World
@@ -66,6 +75,18 @@ def between_collectives(strike: Strike) -> None:
     f(X)
 
 
+def before_a_reduce_scatter(strike: Strike) -> None:
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(x, "tp")
+
+    f = shard_map(body, mesh=mesh, in_specs=P(partial={"tp"}), out_specs=P("tp"))
+    f(X)
+    strike()
+    f(X)
+
+
 def before_a_backward(strike: Strike) -> None:
     f = add(make_mesh((4,), ("tp",)))
     f(X)
@@ -89,6 +110,7 @@ MOMENTS: Mapping[str, Callable[[Strike], None]] = {
         before_the_first_check,
         before_a_known_call,
         between_collectives,
+        before_a_reduce_scatter,
         before_a_backward,
         before_recovery,
     )

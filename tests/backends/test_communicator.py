@@ -1,0 +1,55 @@
+"""Waits of the communicator on gloo: each can be interrupted, and goes on where it was."""
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmap_torch.backends.communicator import Wire
+from tests.support.pool import Gloo
+
+X = torch.arange(8.0).reshape(4, 2)
+MOVES: Mapping[str, Callable[[Wire], Tensor]] = {
+    "reduce": lambda wire: wire.reduce(X, "sum"),
+    "gather": lambda wire: wire.gather(X),
+    "gather_along": lambda wire: wire.gather_along(X, 0),
+    "sum_scatter": lambda wire: wire.sum_scatter(X[:2]),
+    "sum_scatter_along": lambda wire: wire.sum_scatter_along(X, 1),
+    "exchange": lambda wire: wire.exchange(X[:2]),
+    "exchange_rows": lambda wire: wire.exchange_rows(X, (2, 2), (2, 2)),
+    "broadcast": lambda wire: wire.broadcast(X, 1),
+}
+LATE = 0.6  # seconds
+
+
+def interrupted(name: str) -> tuple[float, bool]:
+    """Returns when the wait of rank 0 ended that had less patience, and if its work had not."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    found: list[tuple[float, bool]] = []
+
+    class Impatient(Wire):
+        def _wait(self, work: dist.Work) -> None:
+            began = time.monotonic()
+            with pytest.raises(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+            found.append((time.monotonic() - began, not work.is_completed()))
+            super()._wait(work)
+
+    dist.barrier()
+    if rank == 1:
+        time.sleep(LATE)
+        MOVES[name](Wire(group, 2, rank, patient=True))
+        return 0.0, True
+    MOVES[name](Impatient(group, 2, rank, patient=True))
+    return found[0]
+
+
+@pytest.mark.parametrize("name", list(MOVES))
+def test_a_wait_for_a_late_rank_can_be_interrupted(name: str, gloo: Gloo) -> None:
+    (seconds, is_open), _ = gloo(2).run(interrupted, name)
+    assert seconds < LATE / 2 and is_open
