@@ -113,6 +113,7 @@ def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
                 f"assert_type expects {expected} over {axis!r}, but the value is {have[axis]}.",
                 [f"  the value is from {storage_type.origin()}"],
                 "",
+                types=[have[axis]],
             )
             interpreter.numbers.branches.fail(wrong)
         if storage_type.leaf is not None and have[axis] == K:

@@ -182,6 +182,7 @@ def _check_result(
                 f"promises {what}",
                 [f"  it is from {interpreter.storage_type(tensor).origin()}"],
                 f"shard it over {axis!r} in out_types, or name {axis!r} in its partial=.",
+                types=[axis_type],
             )
             interpreter.numbers.branches.fail(wrong)
 

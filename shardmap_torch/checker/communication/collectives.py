@@ -83,7 +83,8 @@ class AbstractBackend(WithoutAutomaticAxes):
             if plain(have[axis]) not in EXACTLY[axis_type]:
                 head = f"{name} from {axis_type} over {axis!r}, but the value is {have[axis]}."
                 lines = [f"  the value is from {interpreter.storage_type(x).origin()}"]
-                wrong = messages.error(interpreter, head, lines, f"say src={have[axis]}.")
+                fix = f"say src={have[axis]}."
+                wrong = messages.error(interpreter, head, lines, fix, types=[have[axis]])
                 interpreter.numbers.branches.fail(wrong)
 
     def check_equivalent(

@@ -1,12 +1,12 @@
 """Messages of rejections: the operation, its line, the types with their origins, and a repair."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import Op, Repair, of_equal, propose
+from shardmap_torch.checker.ir.repairs import Op, Repair, of_equal, of_types, propose
 from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
 from shardmap_torch.checker.rules.lattice import MIXED, OF_SUMS, branch_advice, plain, sum_advice
 from shardmap_torch.collectives.operations import Collective
@@ -46,12 +46,18 @@ def friendly(op: OpOverload) -> str:
 
 
 def error(
-    interpreter: "Interpreter", head: str, lines: Sequence[str], fix: str, placed: bool = True
+    interpreter: "Interpreter",
+    head: str,
+    lines: Sequence[str],
+    fix: str,
+    placed: bool = True,
+    types: Iterable[AxisType] = (),
 ) -> ShardTypeError:
-    """Builds an error from headline, line, details and advice."""
+    """Builds an error about these types from headline, line, details and advice."""
     where = [f"  {place(*interpreter.site())}"] if placed else []
     advice = [f"Fix: {fix}"] if fix else []
-    return ShardTypeError("\n".join([f"{interpreter.name}: {head}", *where, *lines, *advice]))
+    text = "\n".join([f"{interpreter.name}: {head}", *where, *lines, *advice])
+    return of_types(ShardTypeError(text), types)
 
 
 def place(at: Site | None, backward: bool) -> str:
@@ -70,7 +76,7 @@ def refused(
         return error(interpreter, f"{op} is refused: {refusal.reason}.", [], "")
     axis = interpreter.axes[refusal.axis]
     conflict = refusal.conflict
-    types = [str(conflict.first)] + ([str(conflict.second)] if conflict.second is not None else [])
+    types = [each for each in (conflict.first, conflict.second) if each is not None]
     uses = [
         use_of(label, tensor, interpreter.storage_type(tensor))
         for label, value in arguments.items()
@@ -78,13 +84,14 @@ def refused(
     ]
     lines = [_describe(use, refusal.axis) for use in uses]
     lines += _chains(uses, refusal.axis)
-    head = f"{name} over axis {axis!r} of {' and '.join(types)}: {refusal.reason}."
+    head = f"{name} over axis {axis!r} of {' and '.join(map(str, types))}: {refusal.reason}."
     if conflict.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
         return _both_ways(interpreter, axis, uses, refusal.axis)
     gradients = _pending_gradients(uses, refusal.axis, axis)
     is_index = any(is_rank(use.storage_type, refusal.axis, axis) for use in uses)
     advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis, name, is_index)
-    rejection = error(interpreter, head, lines, advice)
+    types += [use.types[refusal.axis] for use in uses]
+    rejection = error(interpreter, head, lines, advice, types=types)
     if gradients:
         return propose(rejection, [*_summing(gradients, axis)])
     mixed = [use.storage_type for use in uses if use.types[refusal.axis] == I]
@@ -137,6 +144,7 @@ def _both_ways(
         "computation that all ranks repeat, another differs between ranks.",
         lines,
         f"where each rank uses it differently, use convert(x, {axis!r}, src=I, dst=R).",
+        types=[use.types[at] for use in uses],
     )
 
 
@@ -241,7 +249,7 @@ def source(
     advice = (
         gradient_sum_advice(axis) if gradients else _source_advice(collective, axis, have, expected)
     )
-    wrong_type = error(interpreter, head, [_describe(use, at)], advice)
+    wrong_type = error(interpreter, head, [_describe(use, at)], advice, types=[have])
     repairs = [*_summing(gradients, axis)]
     if equation.forward is not None:
         repairs += _retype(equation.forward, I if plain(have) in (I, K) else R)
@@ -290,6 +298,7 @@ def seeded(interpreter: "Interpreter", axis: int, storage_type: StorageType) -> 
         [f"  the value is from {storage_type.origin()}", *_became(storage_type, axis, name)],
         f"make it I: with dst=I where it is reduced over {name!r}, or with "
         f"convert(x, {name!r}, src=R, dst=I).",
+        types=[R],
     )
     return propose(rejection, list(repairs_to(interpreter, storage_type, axis, I)))
 
@@ -318,6 +327,7 @@ def cotangent(
         [f"  the gradient is from {storage_type.origin()}"],
         gradient_advice(axis_type, name),
         placed=value is None,
+        types=[axis_type, have],
     )
     if value is None:
         return propose(mismatch, [])

@@ -12,6 +12,7 @@ from shardmap_torch import ops
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import MAX_LINES, ShardTypeError
+from shardmap_torch.types import AxisType
 
 Op = Literal["sum", "mean"]
 Place = tuple[Site | None, int]
@@ -197,6 +198,17 @@ def makers_of_equal(error: ShardTypeError) -> Sequence[object]:
     """Returns the equations that `of_equal` attached."""
     makers: Sequence[object] = error.__dict__.get("_shardmap_equal", ())
     return makers
+
+
+def of_types(error: ShardTypeError, types: Iterable[AxisType]) -> ShardTypeError:
+    """Attaches to an error the types that its message is about."""
+    error.__dict__["_shardmap_types"] = frozenset(types)
+    return error
+
+
+def is_about(error: ShardTypeError, axis_type: AxisType) -> bool:
+    """Returns whether a type is among those that `of_types` attached."""
+    return axis_type in error.__dict__.get("_shardmap_types", ())
 
 
 def note_reached(error: ShardTypeError, step: float) -> bool:

@@ -11,6 +11,7 @@ from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.outcomes import Need, Where
+from shardmap_torch.checker.ir.repairs import of_types
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
@@ -119,7 +120,7 @@ class PullBack:
                     f"  the gradient is from {storage_type.origin()}\n"
                     f"Fix: pass {name} as an argument{_by_call(closure)}."
                 )
-                located = self._interpreter.located(wrong, storage_type)
+                located = self._interpreter.located(of_types(wrong, [axis_type]), storage_type)
                 raise about_closure(located, closure)
 
 

@@ -1,6 +1,5 @@
 """The verdict on a call: all paths through its body, and repairs if one is rejected."""
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +17,14 @@ from shardmap_torch.checker.ir.own_functions import communicating
 from shardmap_torch.checker.ir.paths import every_path
 from shardmap_torch.checker.ir.program import Equation, ProgramPath
 from shardmap_torch.checker.ir.rank_only import keep_scope
-from shardmap_torch.checker.ir.repairs import NONE, Repair, makers_of_equal, shortened, with_tried
+from shardmap_torch.checker.ir.repairs import (
+    NONE,
+    Repair,
+    is_about,
+    makers_of_equal,
+    shortened,
+    with_tried,
+)
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
@@ -180,7 +186,7 @@ def _casting(request: Request) -> Verdict:
         try:
             return _attempt_as(request)
         except ShardTypeError as error:
-            if first is None or _OF_R.search(str(error)) is None:
+            if first is None or not is_about(error, R):  # a cast that nobody has written makes R
                 first = error
             known, makers = readings.results, makers_of_equal(error)
             more = {known[maker] for maker in makers if maker in known}
@@ -189,10 +195,6 @@ def _casting(request: Request) -> Verdict:
         readings.cast |= more
         readings.results.clear()
         request = replace(request, start=Step())
-
-
-_OF_R: Final = re.compile(r"\b(is|and) R\b|, R, from")
-"""Finds in an error the type R, which may come from a cast that the user has not written."""
 
 
 def _attempt_as(request: Request) -> Verdict:
