@@ -107,7 +107,7 @@ def _laid_out(step: Step) -> Step:
 
     Those of an operand of the same shape come first; no axis shards two dims of a tensor.
     """
-    shaped = {_sizes(x): x for x in step.shards if ANY not in x.dims}
+    shaped = {_sizes(x): x.dims for x in step.shards if ANY not in x.dims}
     known = {
         _sizes(x.part([at])): dim
         for x in reversed(step.shards)
@@ -117,9 +117,11 @@ def _laid_out(step: Step) -> Step:
 
     def like(value: Any) -> Any:
         if isinstance(value, ShardedTensor) and ANY in value.dims:
-            parts = [value.part([at]) for at in range(len(value.dims))]
-            dims = [x.dims[0] if ANY not in x.dims else known.get(_sizes(x), ANY) for x in parts]
-            found = shaped.get(_sizes(value), replace(value, dims=tuple(dims)))
+            sizes = [_sizes(value.part([at])) for at in range(len(value.dims))]
+            others = shaped.get(_sizes(value)) or [known.get(each, ANY) for each in sizes]
+            pairs = zip(value.dims, others, strict=True)
+            dims = tuple(other if own == ANY else own for own, other in pairs)
+            found = replace(value, dims=dims)
             return found if len({*found.axes}) == len(found.axes) else value
         return [*map(like, value)] if isinstance(value, list | tuple) else value
 
