@@ -47,9 +47,11 @@ from shardmap_torch.checker.guards.constants import is_constant
 from shardmap_torch.checker.guards.libraries import (
     OWN,
     STANDARD,
+    is_installed,
     is_library,
     is_library_name,
     root_of,
+    switches_of,
 )
 from shardmap_torch.checker.guards.places import ABSENT
 from shardmap_torch.checker.guards.references import PLAIN, References, Table, value_of
@@ -94,6 +96,8 @@ class Walk(References):
 
     is_assumed = staticmethod(is_constant)
     """Returns whether an object is not entered since it was declared constant."""
+    is_installed = staticmethod(is_installed)
+    """Returns whether a function or class is that of an installed package, and not entered."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Walks from a function on."""
@@ -106,14 +110,19 @@ class Walk(References):
         self._reads_any = self._asks = False
         self._read: set[tuple[int, str]] = set()
         self._pending: list[Any] = [function]
+        self._places: dict[int, int] = {}
+        self._installed: list[Any] = []
+        self._packages = {*map(root_of, _parts_of(function))}
         self.found = tuple(self._follow(function))
         self.found += tuple(map(self._keep, self._library_code))
 
     def _follow(self, function: Callable[..., Any]) -> Iterator[Hashable]:
-        places: dict[int, int] = {}
+        places = self._places
         for place in count():
             if not self._pending:
                 self._enter_modules()
+            if not self._pending:
+                yield from self._enter_packages()
             if not self._pending:
                 return
             if place == _LIMIT:
@@ -176,7 +185,9 @@ class Walk(References):
     def _enter_function(self, function: FunctionType) -> Hashable:
         if is_library(function):
             return self._keep(function)
-        self._named.append(function)
+        is_outside = self._is_outside(function)
+        if not is_outside:
+            self._named.append(function)
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._enter_attribute(function, name)
         for name, storage_type in zip(
@@ -185,8 +196,29 @@ class Walk(References):
             self._variables[id(storage_type)] = name
             self._enter_cell(storage_type)
         self._enter_table(function.__dict__)
-        self._enter_names(function.__globals__, function.__code__)
+        if not is_outside:
+            self._enter_names(function.__globals__, function.__code__)
         return function.__code__
+
+    def _is_outside(self, value: Any) -> bool:
+        """Returns whether a function or class counts as a library's, unless a layer is of it."""
+        is_outside = self.is_installed(value) and root_of(value) not in self._packages
+        self._installed += [value] if is_outside else []
+        return is_outside
+
+    def _enter_packages(self) -> Iterator[Hashable]:
+        """Enters code of packages that layers are of; of others, what a user may set."""
+        own = [value for value in self._installed if root_of(value) in self._packages]
+        if own:
+            self._installed = [x for x in self._installed if root_of(x) not in self._packages]
+            self._pending += own
+            for value in own:
+                self._places.pop(id(value), None)
+            return
+        for table, name, value in switches_of(self._installed):
+            self._add_entry(table, name, value)
+            yield value
+        self._installed = []
 
     def _enter_cell(self, cell: CellType) -> None:
         if is_empty(cell):
@@ -298,6 +330,7 @@ class Walk(References):
 
     def _enter_layer(self, value: nn.Module) -> Hashable:
         """Enters a module of torch or of the user, and the hooks of all modules."""
+        self._packages.add(root_of(type(value)))
         for name in ("forward", "__call__") if is_library(type(value)) else ():
             if (type(value), name) not in self._called:
                 self._enter_function_of(type(value), name)
@@ -324,6 +357,9 @@ class Walk(References):
     def _enter_class(self, value: type) -> Hashable:
         if is_library(value):
             return self._keep(value)
+        if self._is_outside(value):
+            self._modules += [vars(each) for each in (*value.__mro__, type(value))]
+            return self._keep(value)
         self._named.append(value)
         if isinstance(value, abc.ABCMeta):  # others may be registered as its subclasses
             self._enter_call(abc.get_cache_token)
@@ -344,6 +380,8 @@ class Walk(References):
 
     def _enter_cache(self, value: Any) -> Hashable:
         """Enters a cached function and its cached results."""
+        if self._is_outside(value):
+            return self._keep(value)
         for part in gc.get_referents(value):
             if type(part) is not dict:
                 self._pending.append(part)  # one result, where the cache has a limit
@@ -435,6 +473,16 @@ def _mangled(cls: type, name: str) -> str:
     """Returns the name by which Python keeps a slot that is private to its class."""
     is_private = name.startswith("__") and not name.endswith("__")
     return f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
+
+
+def _parts_of(function: Callable[..., Any]) -> Iterator[Any]:
+    """Yields a function, and what it is made of."""
+    yield function if hasattr(function, "__module__") else type(function)
+    if isinstance(function, partial):
+        for part in (function.func, *function.args, *function.keywords.values()):
+            yield from _parts_of(part)
+    elif isinstance(function, MethodType):
+        yield type(function.__self__)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -68,6 +68,7 @@ class _ContentWalk(Walk):
     """A walk that describes by content or by name what others compare by identity."""
 
     is_assumed = staticmethod(lambda value: False)
+    is_installed = staticmethod(lambda value: False)  # of most packages no version is in the key
 
     def _enter(self, value: Any) -> Hashable:
         for types, enter in _ENTRIES:
