@@ -28,7 +28,7 @@ _SITES: Final = tuple(
         *(*site.getsitepackages(), site.getusersitepackages()),
     }
 )
-"""Where distributions are installed, unless in place."""
+"""Folders of distributions that are installed, unless in place."""
 
 
 def is_library(value: Any) -> bool:
