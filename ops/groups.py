@@ -80,15 +80,12 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         self.mesh, self.axes = mesh, axes
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether it is the group of the same axes."""
         return isinstance(other, AxisGroup) and (self.mesh, self.axes) == (other.mesh, other.axes)
 
     def __hash__(self) -> int:
-        """Returns a hash of mesh and axes."""
         return hash((self.mesh, self.axes))
 
     def __repr__(self) -> str:
-        """Shows mesh and axes."""
         return f"AxisGroup({self.mesh!r}, {self.axes!r})"
 
     @property

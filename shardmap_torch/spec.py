@@ -67,7 +67,6 @@ class P:
         invariant: Iterable[str] | str = (),
         partial: Iterable[str] | str = (),
     ) -> None:
-        """Checks and stores the entries; see the class."""
         self.entries = tuple(_read_entry(entry) for entry in entries)
         self.replicate = _read_names("replicate", replicate)
         self.invariant = _read_names("invariant", invariant)
@@ -85,7 +84,6 @@ class P:
         object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:
-        """Compares entries and keywords."""
         if not isinstance(other, P):
             return NotImplemented
         return self is other or (self._hash == other._hash and self._key() == other._key())
@@ -99,11 +97,9 @@ class P:
         return iter(self.entries)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles by content."""
         return (_rebuild, self._key())
 
     def __repr__(self) -> str:
-        """Prints as it is written."""
         words = [repr(entry) for entry in self.entries]
         for name, axes in self.typed():
             words.append(f"{name}={{{', '.join(map(repr, sorted(axes)))}}}")

@@ -185,7 +185,6 @@ class Gather:
         return self.full[self._rows[message.chunk]]
 
     def multiply(self, chunk: Chunk) -> None:
-        """Passes the chunk to the consumer."""
         rows = self._rows[chunk]
         self._consume(rows, self.full[rows])
 
@@ -300,11 +299,9 @@ class Sum(Scatter):
         return self._produce(self._rows[message.chunk])
 
     def multiply(self, chunk: Chunk) -> None:
-        """Passes the chunk to the consumer."""
         self._consume(self._rows[chunk], self._destination(chunk))
 
     def combine(self, chunk: Chunk) -> None:
-        """Adds in rank order."""
         self._tiles[chunk] = self._produce(self._rows[chunk])
         super().combine(chunk)
 

@@ -83,19 +83,16 @@ class Folding(TorchFunctionMode):
     """
 
     def __init__(self, num_ranks: int) -> None:
-        """Starts without a product."""
         super().__init__()
         self._num_ranks = num_ranks
         self._waiting: _Product | None = None
 
     def __enter__(self) -> Self:
-        """Makes it the one of this thread."""
         _ACTIVE.stack.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Puts back the one before."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _ACTIVE.stack.pop()
 

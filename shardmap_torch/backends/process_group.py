@@ -80,7 +80,6 @@ class ProcessGroupBackend(RankBackend):
     bundles = True  # see `sends_bundles`
 
     def __init__(self, mesh: Mesh) -> None:
-        """Reads this process' global rank."""
         super().__init__(mesh, dist.get_rank())
         self._lines: dict[tuple[str, ...], Line] = {}
         self._backward: tuple[int, Site | None] = -1, None

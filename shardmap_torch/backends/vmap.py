@@ -62,7 +62,6 @@ class BatchedBackend(WithoutAutomaticAxes):
         self.axis_markers = dict(axes)
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
-        """Returns the markers of these axes."""
         return tuple(self.axis_markers[axis] for axis in axes)
 
     def needs_ranks(self) -> None:

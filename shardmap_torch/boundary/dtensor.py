@@ -129,7 +129,6 @@ class Enter(Linear):
     move = "enter"
 
     def __init__(self, mesh: Mesh, spec: P) -> None:
-        """Keeps the spec by which the value is sharded."""
         self._mesh, self._spec = mesh, spec
         self._placements: Placements | None = None
 
@@ -161,7 +160,6 @@ class Enter(Linear):
         return grad
 
     def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        """Brings a tangent in like its value."""
         return bind(Enter(self._mesh, self._spec), tangent)
 
 
@@ -237,12 +235,10 @@ class _EnterKnown(Enter):
     """Operation that brings in a DTensor of a DTensorSpec that is known to lie as the spec says."""
 
     def __init__(self, mesh: Mesh, spec: P, known: DTensorSpec) -> None:
-        """Keeps the placements, which all these DTensors have."""
         super().__init__(mesh, spec)
         self._placements = tuple(known.placements)
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Returns the local tensor."""
         local: Tensor = x._local_tensor  # type: ignore[attr-defined]  # a DTensor
         return local.detach()
 
@@ -251,12 +247,10 @@ class _LeaveKnown(Leave):
     """Operation that brings out local tensors of one shape, strides and dtype as DTensors."""
 
     def __init__(self, mesh: Mesh, spec: P, known: DTensorSpec) -> None:
-        """Keeps the DTensorSpec, which all these DTensors have."""
         super().__init__(mesh, spec)
         self._known = known
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Makes the DTensor."""
         return DTensor.__new__(DTensor, x.detach(), self._known, requires_grad=False)
 
 

@@ -20,7 +20,6 @@ class SignatureCache(Generic[T]):
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._known: tuple[Any, list[Any], T] | None = None
 
     def get(self, rest: tuple[Any, ...], leaves: Sequence[Any], make: Callable[[], T]) -> T:

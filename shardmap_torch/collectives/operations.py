@@ -140,7 +140,6 @@ class Collective(Linear):
         return mover.run(move, self, x.to(self.comm_dtype)).to(self.out_dtype or x.dtype)
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
-        """Applies the transpose to a cotangent of the output."""
         return bind(self.transpose, grad)
 
     def __str__(self) -> str:
@@ -164,19 +163,15 @@ class Started(Linear):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Returns the axes of the collective."""
         return self.collective.axes
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Waits for the result."""
         return self.finish.pop()()
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
-        """Applies the transpose to a cotangent of the output."""
         return self.collective.pull_back(bind, grad, saved)
 
     def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        """Applies the collective to a tangent of the input."""
         return self.collective.push_forward(bind, tangent, saved)
 
 
@@ -215,11 +210,9 @@ class Extremum:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes over which it reduces."""
         return self.total.axes
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Takes the maximum or minimum over the ranks."""
         return mover.run(self.move, self.total, x)
 
     def saved(self, x: Tensor, y: Tensor) -> Saved:

@@ -110,7 +110,6 @@ class enter_scope:  # noqa: N801 - used as a function; a generator would cost ea
     """Makes `scope` the current one on this thread; None is the scope outside of any body."""
 
     def __init__(self, scope: Scope | None) -> None:
-        """Keeps the scope until the block is entered."""
         self._scope = scope
 
     def __enter__(self) -> None:

@@ -129,7 +129,6 @@ class Comparison:
     """A comparison that is under way; its first messages travel while the caller goes on."""
 
     def __init__(self, exchange: Exchange, message: bytes, timeout: timedelta) -> None:
-        """Sends the message of the first round."""
         self._exchange, self._message, self._timeout = exchange, message, timeout
         self._turn, self._got, self._end = 0, b"", 0.0
         self._is_completed = False

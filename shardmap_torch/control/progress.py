@@ -26,7 +26,6 @@ class Progress:
     """
 
     def __init__(self, recorder: Recorder, history: History) -> None:
-        """Starts before the first call."""
         self._recorder, self._history = recorder, history
         self.call: tuple[int, str] = (0, "")
         self.party = Party()

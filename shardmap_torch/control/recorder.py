@@ -73,7 +73,6 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._entries: deque[Raw] = deque(maxlen=LENGTH)
         self._taken = 0
         self.new: list[Raw] = []

@@ -245,7 +245,6 @@ class Mesh(Grid):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Closes the mesh."""
         self.close()
 
     def __str__(self) -> str:

@@ -269,7 +269,6 @@ class Sharing:
             self._drawing.enter(monitor)
 
     def leave(self) -> None:
-        """Ends the newest `enter`."""
         if self._drawing is not None:
             self._drawing.leave()
         self._depth -= 1

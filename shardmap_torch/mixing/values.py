@@ -100,5 +100,4 @@ class Place(Linear):
         return bind(Place(self._before, self._what), grad)
 
     def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        """Places a tangent like its value."""
         return bind(Place(self._placements, self._what), tangent)

@@ -31,7 +31,6 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        """Knows of none."""
         self._groups: list[tuple[str, list[StorageWeakRef]]] = []
 
     def clear(self) -> None:

@@ -37,7 +37,6 @@ class UnknownDimsError(Exception):
     """Stops the first run of a body whose output layouts count dims from the end."""
 
     def __init__(self, num_dims: tuple[int, ...]) -> None:
-        """Keeps the number of dims of each output."""
         super().__init__(num_dims)
         self.num_dims = num_dims
 

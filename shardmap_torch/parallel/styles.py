@@ -19,7 +19,6 @@ class ParallelStyle:
     """Base of the styles of a plan; each class below takes torch's arguments."""
 
     def __repr__(self) -> str:
-        """Prints as it is written."""
         shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({shown})"
 
@@ -73,7 +72,6 @@ class ColwiseParallel(_Linear):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        """Checks and stores the layouts; see the class."""
         super().__init__(input_layouts, output_layouts, use_local_output, (Replicate(), Shard(-1)))
 
 
@@ -112,7 +110,6 @@ class RowwiseParallel(_Linear):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        """Checks and stores the layouts; see the class."""
         super().__init__(input_layouts, output_layouts, use_local_output, (Shard(-1), Replicate()))
 
 
@@ -141,7 +138,6 @@ class SequenceParallel(ParallelStyle):
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
-        """Stores the dim; see the class."""
         if type(sequence_dim) is not int:
             raise SpecError(f"SequenceParallel: sequence_dim is an int, not {show(sequence_dim)}.")
         self.sequence_dim = sequence_dim
@@ -183,7 +179,6 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        """Checks and stores the layouts; see the class."""
         self.input_layouts = _several(self, "input_layouts", input_layouts)
         self.desired_input_layouts = _several(self, "desired_input_layouts", desired_input_layouts)
         self.input_kwarg_layouts = _named(self, "input_kwarg_layouts", input_kwarg_layouts)
@@ -230,7 +225,6 @@ class PrepareModuleOutput(ParallelStyle):
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
     ) -> None:
-        """Checks and stores the layouts; see the class."""
         self.output_layouts = _several(self, "output_layouts", output_layouts) or ()
         self.desired_output_layouts = (
             _several(self, "desired_output_layouts", desired_output_layouts) or ()
@@ -281,7 +275,6 @@ class PrepareModuleInputOutput(ParallelStyle):
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
     ) -> None:
-        """Checks and stores the layouts; see the class."""
         self.prepare_module_input = PrepareModuleInput(
             input_layouts=input_layouts,
             desired_input_layouts=desired_input_layouts,

@@ -262,7 +262,6 @@ class Trace:
         return self._at.crossing.collectives
 
     def leave(self, what: object, edge: Edge) -> Casts:
-        """Returns those of its results."""
         self._take(what)
         return self._at.crossing.collectives
 

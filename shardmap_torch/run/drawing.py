@@ -79,7 +79,6 @@ class Drawing:
         self._depth += 1
 
     def leave(self) -> None:
-        """Ends the newest `enter`."""
         self._depth -= 1
         if self._depth == 0:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's

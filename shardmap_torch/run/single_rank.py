@@ -27,7 +27,6 @@ class SingleRankBackend(RankBackend):
         return torch.zeros((), dtype=torch.int64, device=self._device)
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Runs a movement without other ranks."""
         return on_one_rank(move, collective, x)
 
 

@@ -18,7 +18,6 @@ class Unchecked:
     """The unchecked calls of one function, whose specs give all types."""
 
     def __init__(self) -> None:
-        """Starts without descriptions of signatures."""
         self._descriptions: Memo[Description] = Memo()
 
     def run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:

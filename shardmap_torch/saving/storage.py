@@ -116,7 +116,6 @@ class RankFilesReader(_Fixed, StorageReader):
     """Reads the chunks that a rank needs, from a checkpoint of any mesh."""
 
     def __init__(self, folder: Path, contents: Manifest) -> None:
-        """Keeps the folder and its validated manifest."""
         self._folder, self._manifest = folder, contents
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -51,7 +51,6 @@ class References:
     """
 
     def __init__(self) -> None:
-        """Has none; a walk adds them."""
         self.tensors: list[Tensor] = []
         self.sized: list[Tensor] = []
         self.nested: list[Tensor] = []

@@ -105,7 +105,6 @@ class Difference:
     depth: float
 
     def __str__(self) -> str:
-        """Formats it in two lines."""
         return f"  this run: {self.found}\n  the checked program: {self.expected}"
 
 
@@ -113,7 +112,6 @@ class Departure(BaseException):
     """Unwinds a body that has departed from its program; `except Exception` does not catch it."""
 
     def __init__(self, difference: Difference) -> None:
-        """Keeps the difference."""
         super().__init__(str(difference))
         self.difference = difference
 
@@ -188,7 +186,6 @@ class Replay:
         return self._at.crossing.collectives
 
     def leave(self, what: object, edge: Edge) -> Casts:
-        """Returns the conversions that the checker found for its results."""
         self.on_operation(what, None)
         return self._at.crossing.collectives
 

@@ -100,7 +100,6 @@ class Walk(References):
     """Returns whether a function or class is that of an installed package, and not entered."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Walks from a function on."""
         super().__init__()
         self._modules: list[Table] = []
         self._own: list[Table] = []  # of objects of this package, which have walks in them

@@ -100,7 +100,6 @@ class Spots:
     """
 
     def __init__(self, interpreter: "Interpreter", repair: Repair) -> None:
-        """Starts before the first call."""
         self._interpreter, self._inserted = interpreter, repair.inserted
         self.total, self.runs = 0, Counter[Spot]()
         self.all_runs: Mapping[Spot, int] = self.runs

@@ -33,7 +33,6 @@ class Observer:
     judges = True
 
     def __init__(self) -> None:
-        """Starts outside of custom backwards."""
         self.followed: list[int] = []
 
     @property

@@ -95,7 +95,6 @@ class Failing:
         """Does nothing."""
 
     def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
-        """Records an error of the checker."""
         if self._locate is not None and isinstance(error, ShardTypeError):
             self._locate(error)
         if isinstance(error, ShardTypeError | TransformError):

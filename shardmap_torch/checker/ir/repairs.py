@@ -93,7 +93,6 @@ class Places:
     """Counts how often each line runs."""
 
     def __init__(self) -> None:
-        """Starts at zero for each line."""
         self._counts: Counter[Site | None] = Counter()
 
     def next(self, site: Site | None) -> Place:

@@ -223,7 +223,6 @@ class SymbolicNumber:
         raise AttributeError(name)
 
     def __bool__(self) -> bool:
-        """Makes a branch."""
         return self.owner.branches.decide(Condition(self.text, self.number_type, "!=", 0))
 
     def __float__(self) -> float:

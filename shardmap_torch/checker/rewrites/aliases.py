@@ -58,7 +58,6 @@ class Rows:
     """
 
     def __init__(self) -> None:
-        """There are none yet."""
         self._rows: list[_Row] = []
         self._taken: list[tuple[Tensor, Tensor, Any]] = []
         self._stale: set[int] = set()

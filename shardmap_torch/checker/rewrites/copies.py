@@ -39,7 +39,6 @@ class Copies:
     """Tensors that may be copies of one another or may share memory."""
 
     def __init__(self) -> None:
-        """There are none yet."""
         self._related: dict[_Side, set[_Side]] = {}
         self._stale: set[_Side] = set()
 

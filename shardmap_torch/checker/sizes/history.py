@@ -64,7 +64,6 @@ class History:
     """The checks of one function, by what their calls have in common."""
 
     def __init__(self) -> None:
-        """Nothing is checked yet."""
         self._families: dict[Hashable, _Family] = {}
 
     def find(self, key: Sequence[Any], call: Call) -> Verdict | None:

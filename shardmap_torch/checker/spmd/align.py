@@ -26,7 +26,6 @@ class Alignment:
     """Reads the steps of the one-device program one by one, as the ranks' program reaches them."""
 
     def __init__(self, one: Recorder) -> None:
-        """Starts with the first step."""
         self._events = one.events
         self._at = 0
         self._same: dict[int, int] = {}

@@ -97,7 +97,6 @@ class Relation(Observer):
         self._notes.note(fake, number, ShardedTensor.unsharded(tuple(fake.shape)))
 
     def spec_of(self, tensor: Tensor) -> P | None:
-        """Returns the spec of a tensor."""
         return self._notes.spec_of(tensor)
 
     def on_literal(self, made: Tensor, numbers: Tensor) -> None:

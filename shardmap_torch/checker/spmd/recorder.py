@@ -29,7 +29,6 @@ class TensorMap(Generic[X]):
     """A mapping keyed by tensors; views of the same entries of the same memory are one key."""
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._notes: dict[Key, X] = {}
 
     def get(self, tensor: Tensor) -> X | None:
@@ -124,7 +123,6 @@ class Recorder(Observer):
     judges = False
 
     def __init__(self) -> None:
-        """Starts with no steps."""
         super().__init__()
         self.returns: dict[str, object] = {}
         self.events: list[Event] = []
@@ -134,7 +132,6 @@ class Recorder(Observer):
         self._count = 0
 
     def on_argument(self, tensor: Tensor, spec: P) -> None:
-        """Numbers an argument."""
         self.inputs.append((self._number(tensor), tuple(tensor.shape)))
 
     def on_closure(self, fake: Tensor, real: Tensor) -> None:
@@ -171,7 +168,6 @@ class Recorder(Observer):
             self.events.append(Event(name, read, made, call_site(), literal, key))
 
     def on_python_result(self, path: str, value: object) -> None:
-        """Keeps a result that is no tensor."""
         self.returns[path] = value
 
     def _refer(self, value: Any) -> Any:

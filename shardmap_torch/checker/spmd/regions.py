@@ -47,7 +47,6 @@ class RegionRecorder(Observer):
     judges = False
 
     def __init__(self) -> None:
-        """Starts before the first region."""
         super().__init__()
         self.regions: list[Recorder] = []
 

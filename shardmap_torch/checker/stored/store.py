@@ -34,7 +34,6 @@ class Stored:
     """The verdicts on one function that are kept on disk, if there is a folder for them."""
 
     def __init__(self, name: str) -> None:
-        """Keeps the name for warnings."""
         self._name = name
         self._is_trusted, self._has_warned = True, False
 

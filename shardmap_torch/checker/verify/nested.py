@@ -163,5 +163,4 @@ class Open(Linear):
         return bind(Collective("convert", I, R, tuple(summed)).transpose, grad)
 
     def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        """Lets a tangent in like its value."""
         return bind(self, tangent)

@@ -64,7 +64,6 @@ class Uncommitted:
     """
 
     def __init__(self, interpreter: Interpreter, axis_type: AxisType) -> None:
-        """Starts with no such result."""
         self._interpreter, self.assumed, self.met = interpreter, axis_type, False
 
     def types_of(self, value: Tensor) -> Types:

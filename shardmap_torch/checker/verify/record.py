@@ -25,11 +25,9 @@ class Recording:
 
     @property
     def depth(self) -> float:
-        """Counts the steps so far."""
         return self._at.depth
 
     def on_operation(self, what: object, x: Tensor | None) -> None:
-        """Notes an operation."""
         look()
         if x is not None and is_rounded_by(what, x):
             self._interpreter.needs_ranks()
@@ -79,6 +77,5 @@ class Recording:
         return Recording(self._interpreter, later.setdefault(axis_type, Step()), self._inner)
 
     def end(self, leaves: Sequence[object] = ()) -> None:
-        """Notes that the code may end here."""
         look()
         self._at.last = True

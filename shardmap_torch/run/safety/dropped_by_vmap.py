@@ -39,7 +39,6 @@ class RefusingDropped(TorchFunctionMode):
     """
 
     def __init__(self, name: str) -> None:
-        """Keeps the name of the body."""
         super().__init__()
         self._name, self._has_outer = name, has_saving_hooks()
 

@@ -37,7 +37,6 @@ class Changing:
     """Records every check of one function, and warns once if each call is checked anew."""
 
     def __init__(self, name: str) -> None:
-        """Keeps the function's name for the warning."""
         self._name = name
         self._warned = False
         self._number = 0

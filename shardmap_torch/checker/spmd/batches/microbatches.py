@@ -41,7 +41,6 @@ class Microbatches:
     """Compares what operations make of microbatches, and notes the terms of results."""
 
     def __init__(self, store: TermStore) -> None:
-        """Starts with no dim divided."""
         self.store, self._notes = store, store.notes
 
     # -------------------------------------------------------------------------- operations

@@ -30,7 +30,6 @@ class TermStore:
     """
 
     def __init__(self, interpreter: Interpreter, notes: Notes) -> None:
-        """Starts with no dim divided."""
         self.interpreter, self.notes = interpreter, notes
         self.is_active = False
         self._entries: TensorMap[Entry] = TensorMap()

@@ -45,7 +45,6 @@ class Blocks:
     """Keeps the blocks that ranks have as tensors of their own, until they are joined in order."""
 
     def __init__(self, notes: Notes) -> None:
-        """Knows of none."""
         self._notes = notes
         self._known: TensorMap[_Block] = TensorMap()
 

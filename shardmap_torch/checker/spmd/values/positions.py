@@ -257,7 +257,6 @@ class Positions:
     """Keeps the numbers of each tensor that is affine in indices and positions."""
 
     def __init__(self, notes: Notes, mesh: Mesh) -> None:
-        """Knows of none."""
         self._notes, self._mesh = notes, mesh
         self._pairs: TensorMap[Pair] = TensorMap()
         self._written: set[int] = set()
