@@ -1,8 +1,9 @@
 """Custom operators of the kernels: opaque to torch.compile, but with shapes and a backward.
 
-Dynamo cannot trace point-to-point messages, so a compiled body reaches a kernel through operators
-that name their endpoint by a string. They run the same kernels as eager code. A second derivative
-of them is an error; compile the composition (`overlap="auto"`) for that.
+Dynamo cannot trace point-to-point messages, so a compiled body reaches a kernel through an operator
+that names its endpoint by a string, and the kernel by the family of its schedule. It runs the same
+kernels as eager code. A second derivative of it is an error; compile the composition
+(`overlap="auto"`) for that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,8 +54,8 @@ def endpoint_name(backend: Backend, axes: tuple[str, ...]) -> str:
     return name
 
 
-@torch.library.custom_op("shardmap_torch::all_gather_matmul", mutates_args=())
-def gather_op(
+@torch.library.custom_op("shardmap_torch::overlapped_matmul", mutates_args=())
+def overlapped_op(
     x: Tensor,
     ws: Sequence[Tensor],
     biases: Sequence[Tensor],
@@ -65,34 +66,52 @@ def gather_op(
     forward: str,
     backward: str,
 ) -> list[Tensor]:
-    """Returns the products, then the gathered chunked matrix; `biased` names weights with bias."""
-    addends: list[Tensor | None] = [None] * len(ws)
-    for index, bias in zip(biased, biases, strict=True):
-        addends[index] = bias
-    steps = gather_forward(_BY_NAME[name].transport, x, ws, addends, dim, Choice.read(forward))
-    outs, gathered = run(steps)
-    return [*outs, gathered]
+    """Returns the results of the kernel of the schedule `forward`, then the gathered matrix.
+
+    Only a gather takes several weights, and biases, which `biased` gives a weight each. `backward`
+    is empty where the cotangent is equal on all ranks.
+    """
+    transport, choice = _BY_NAME[name].transport, Choice.read(forward)
+    if _family(forward) == "gather":
+        addends: list[Tensor | None] = [None] * len(ws)
+        for index, bias in zip(biased, biases, strict=True):
+            addends[index] = bias
+        outs, gathered = run(gather_forward(transport, x, ws, addends, dim, choice))
+        return [*outs, gathered]
+    if _family(forward) == "scatter":
+        return [run(scatter_forward(transport, x, ws[0], dim, choice))]
+    return [run(reduce_forward(transport, x, ws[0], choice))]
 
 
-@gather_op.register_fake
-def _gather_shapes(
+@overlapped_op.register_fake
+def _shapes(
     x: Tensor,
     ws: Sequence[Tensor],
     biases: Sequence[Tensor],
     biased: Sequence[int],
     dim: int,
     num_ranks: int,
-    *_: str,
+    name: str,
+    forward: str,
+    backward: str,
 ) -> list[Tensor]:
-    full = with_dim(x.shape, dim, x.shape[dim] * num_ranks)
-    matrix = ChunkedDim.of(dim, x.ndim).matrix(x)
-    outs = [x.new_empty(*full[:-1], w.shape[1]) for w in ws]
-    return [*outs, x.new_empty(matrix.shape[0] * num_ranks, matrix.shape[1])]
+    family = _family(forward)
+    if family == "gather":
+        full = with_dim(x.shape, dim, x.shape[dim] * num_ranks)
+        matrix = ChunkedDim.of(dim, x.ndim).matrix(x)
+        outs = [x.new_empty(*full[:-1], w.shape[1]) for w in ws]
+        return [*outs, x.new_empty(matrix.shape[0] * num_ranks, matrix.shape[1])]
+    shape = [*x.shape[:-1], ws[0].shape[1]]
+    return [x.new_empty(_shard(shape, dim, num_ranks) if family == "scatter" else shape)]
 
 
-@torch.library.custom_op("shardmap_torch::all_gather_matmul_backward", mutates_args=())
-def gather_backward_op(
-    gathered: Tensor,
+def _shard(shape: Sequence[int], dim: int, num_ranks: int) -> list[int]:
+    return with_dim(shape, dim, shape[dim] // num_ranks)
+
+
+@torch.library.custom_op("shardmap_torch::overlapped_matmul_backward", mutates_args=())
+def overlapped_backward_op(
+    kept: Tensor,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
     dim: int,
@@ -100,130 +119,60 @@ def gather_backward_op(
     name: str,
     backward: str,
 ) -> list[Tensor]:
-    """Returns the input gradient, then the weight gradients."""
-    needs_grad = [True] * len(ws)
+    """Returns the input gradient, then the weight gradients; `kept` is x, or the gathered one."""
     transport, choice = _BY_NAME[name].transport, Choice.read(backward)
-    dx, dws = run(gather_backward(transport, gathered, ws, dys, needs_grad, dim, choice))
-    return [dx, *(dw for dw in dws if dw is not None)]
+    both = (True, True)
+    if _family(backward) == "scatter":
+        needs_grad = [True] * len(ws)
+        dx, dws = run(gather_backward(transport, kept, ws, dys, needs_grad, dim, choice))
+        grads = [dx, *dws]
+    elif _family(backward) == "gather":
+        grads = [*run(scatter_backward(transport, kept, ws[0], dys[0], both, dim, choice))]
+    else:
+        grads = [*run(reduce_backward(transport, kept, ws[0], dys[0], both, choice))]
+    return [grad for grad in grads if grad is not None]
 
 
-@gather_backward_op.register_fake
-def _gather_backward_shapes(
-    gathered: Tensor, ws: Sequence[Tensor], dys: Sequence[Tensor], dim: int, num_ranks: int, *_: str
+@overlapped_backward_op.register_fake
+def _gradient_shapes(
+    kept: Tensor,
+    ws: Sequence[Tensor],
+    dys: Sequence[Tensor],
+    dim: int,
+    num_ranks: int,
+    name: str,
+    backward: str,
 ) -> list[Tensor]:
-    shape = [*dys[0].shape[:-1], ws[0].shape[0]]
-    dx = dys[0].new_empty(with_dim(shape, dim, shape[dim] // num_ranks))
-    return [dx, *_contiguous_like(*ws)]
+    if _family(backward) == "scatter":
+        kept = dys[0].new_empty(_shard([*dys[0].shape[:-1], ws[0].shape[0]], dim, num_ranks))
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (kept, *ws)]
 
 
-def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, ws, _, ctx.biased, ctx.dim, ctx.num_ranks, ctx.name, _, ctx.choice = inputs
-    ctx.save_for_backward(output[-1], *ws)
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, ws, _, ctx.biased, ctx.dim, ctx.num_ranks, ctx.name, forward, ctx.choice = inputs
+    ctx.save_for_backward(output[-1] if _family(forward) == "gather" else x, *ws)
 
 
-def _gather_backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    gathered, *ws = ctx.saved_tensors
+def _backward(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    kept, *ws = ctx.saved_tensors
     dys = [dy.contiguous() for dy in grads[: len(ws)]]
-    options = (ctx.dim, ctx.num_ranks, ctx.name, ctx.choice)
-    dx, *dws = gather_backward_op(gathered, ws, dys, *options)
+    if ctx.choice:
+        options = (ctx.dim, ctx.num_ranks, ctx.name, ctx.choice)
+        dx, *dws = overlapped_backward_op(kept, ws, dys, *options)
+    else:
+        dx, dws = dys[0] @ ws[0].t(), [as_matrix(kept).t() @ as_matrix(dys[0])]
     dbiases = [as_matrix(dys[index]).sum(0) for index in ctx.biased]
     # torch takes an empty list of numbers for one of tensors, and wants a list back.
     dbiased: list[None] | None = None if ctx.biased else []
     return dx, dws, dbiases, dbiased, None, None, None, None, None
 
 
-gather_op.register_autograd(_gather_backward, setup_context=_gather_setup)
-
-
-@torch.library.custom_op("shardmap_torch::matmul_reduce_scatter", mutates_args=())
-def scatter_op(
-    x: Tensor, w: Tensor, dim: int, num_ranks: int, name: str, forward: str, backward: str
-) -> Tensor:
-    """Returns this rank's block of the sum."""
-    return run(scatter_forward(_BY_NAME[name].transport, x, w, dim, Choice.read(forward)))
-
-
-@scatter_op.register_fake
-def _scatter_shape(x: Tensor, w: Tensor, dim: int, num_ranks: int, *_: str) -> Tensor:
-    shape = [*x.shape[:-1], w.shape[1]]
-    return x.new_empty(with_dim(shape, dim, shape[dim] // num_ranks))
-
-
-@torch.library.custom_op("shardmap_torch::matmul_reduce_scatter_backward", mutates_args=())
-def scatter_backward_op(
-    x: Tensor, w: Tensor, dy: Tensor, dim: int, name: str, backward: str
-) -> list[Tensor]:
-    """Returns both gradients."""
-    choice, transport = Choice.read(backward), _BY_NAME[name].transport
-    grads = run(scatter_backward(transport, x, w, dy, (True, True), dim, choice))
-    return [grad for grad in grads if grad is not None]
-
-
-@scatter_backward_op.register_fake
-def _gradient_shapes(x: Tensor, w: Tensor, *_: Any) -> list[Tensor]:
-    return _contiguous_like(x, w)
-
-
-def _contiguous_like(*tensors: Tensor) -> list[Tensor]:
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
-
-
-def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, ctx.dim, _, ctx.name, _, ctx.choice = inputs
-    ctx.save_for_backward(x, w)
-
-
-def _scatter_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, w = ctx.saved_tensors
-    dx, dw = scatter_backward_op(x, w, dy.contiguous(), ctx.dim, ctx.name, ctx.choice)
-    return dx, dw, None, None, None, None, None
-
-
-scatter_op.register_autograd(_scatter_backward, setup_context=_scatter_setup)
-
-
-@torch.library.custom_op("shardmap_torch::matmul_all_reduce", mutates_args=())
-def reduce_op(x: Tensor, w: Tensor, name: str, forward: str, backward: str) -> Tensor:
-    """Returns the sum; `backward` is empty where its cotangent is equal on all ranks."""
-    return run(reduce_forward(_BY_NAME[name].transport, x, w, Choice.read(forward)))
-
-
-@reduce_op.register_fake
-def _reduce_shape(x: Tensor, w: Tensor, *_: str) -> Tensor:
-    return x.new_empty(*x.shape[:-1], w.shape[1])
-
-
-@torch.library.custom_op("shardmap_torch::matmul_all_reduce_backward", mutates_args=())
-def reduce_backward_op(x: Tensor, w: Tensor, dy: Tensor, name: str, backward: str) -> list[Tensor]:
-    """Returns both gradients."""
-    choice, transport = Choice.read(backward), _BY_NAME[name].transport
-    grads = run(reduce_backward(transport, x, w, dy, (True, True), choice))
-    return [grad for grad in grads if grad is not None]
-
-
-reduce_backward_op.register_fake(_gradient_shapes)
-
-
-def _reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, ctx.name, _, ctx.choice = inputs
-    ctx.save_for_backward(x, w)
-
-
-def _reduce_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, w = ctx.saved_tensors
-    if ctx.choice:
-        dx, dw = reduce_backward_op(x, w, dy.contiguous(), ctx.name, ctx.choice)
-    else:
-        dx, dw = dy @ w.t(), as_matrix(x).t() @ as_matrix(dy)
-    return dx, dw, None, None, None
-
-
-reduce_op.register_autograd(_reduce_backward, setup_context=_reduce_setup)
+overlapped_op.register_autograd(_backward, setup_context=_setup)
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledCall:
-    """A call in a body that torch.compile traces; otherwise like `autograd.Call`.
+    """A call in a body that torch.compile traces; otherwise like `autograd.KernelCall`.
 
     Choices are strings, as operators take them; `backward` is empty where nothing is sent.
     """
@@ -240,17 +189,18 @@ class CompiledCall:
         """Computes `all_gather(x) @ w + bias` for each w."""
         biased = [index for index, bias in enumerate(biases) if bias is not None]
         present = [bias for bias in biases if bias is not None]
-        options = (self.dim, self.num_ranks, self.name, self.forward, self.backward)
-        return tuple(gather_op(x, ws, present, biased, *options)[:-1])
+        return tuple(self._results(x, ws, present, biased)[:-1])
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
         """Computes the reduce-scatter or all-reduce of `x @ w`."""
-        options = (self.name, self.forward, self.backward)
-        if _family(self.forward) == "scatter":
-            out: Tensor = scatter_op(x, w, self.dim, self.num_ranks, *options)
-        else:
-            out = reduce_op(x, w, *options)
-        return out
+        return self._results(x, [w], [], [])[0]
+
+    def _results(
+        self, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[int]
+    ) -> list[Tensor]:
+        options = (self.dim, self.num_ranks, self.name, self.forward, self.backward)
+        results: list[Tensor] = overlapped_op(x, ws, biases, biased, *options)
+        return results
 
 
 _BACKWARD_FAMILY: Final[Mapping[str, Family]] = {
