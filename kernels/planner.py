@@ -123,7 +123,7 @@ def schedules(op: str, family: Family, schedule: Schedule | None) -> tuple[str, 
 
 
 def backward_schedules(family: Family, forward: Schedule | None) -> tuple[str, ...]:
-    """Returns the schedules of a backward pass: a ring's is a ring, others are picked anew."""
+    """Returns the schedules of a backward pass: a ring's is a ring, others are picked again."""
     return schedules("backward", family, forward if forward == "ring" else None)
 
 

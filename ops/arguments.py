@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.moves import MOVES
-from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.operations import Collective, collective_of
 from shardmap_torch.collectives.scope import Scope, current_scope, scope_of
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.tree import Tree, flatten, map_leaves, unflatten
@@ -163,9 +163,27 @@ def check_length(name: str, word: str, length: int, expected: int, why: str) -> 
         raise CollectiveError(f"{name}: {word} has size {length}, not {expected}, {why}.")
 
 
+def collective_in(
+    dtypes: Sequence[torch.dtype | None],
+    name: str,
+    src: AxisType,
+    dst: AxisType,
+    axes: tuple[str, ...],
+    **arguments: Any,
+) -> Collective:
+    """Makes a collective in `comm_dtype`, `grad_comm_dtype` and `out_dtype`, as far as given."""
+    for word, dtype in zip(_DTYPES, dtypes, strict=False):
+        if dtype is not None:
+            arguments[word] = dtype
+    return check_dtypes(collective_of(name, src, dst, axes, **arguments))
+
+
+_DTYPES: Final = ("comm_dtype", "grad_comm_dtype", "out_dtype")
+
+
 def check_dtypes(collective: Collective) -> Collective:
     """Requires that the dtypes of a collective are floating ones."""
-    for word in ("comm_dtype", "grad_comm_dtype", "out_dtype"):
+    for word in _DTYPES:
         dtype = getattr(collective, word)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise CollectiveError(f"{collective.name}: {word}={show(dtype)} is no floating dtype.")

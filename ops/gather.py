@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.autograd import bind, issue
-from shardmap_torch.collectives.operations import Collective, Started, collective_of
+from shardmap_torch.collectives.operations import Collective, Started
 from shardmap_torch.core.functorch import base_of, is_transformed_otherwise
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import (
     Axis,
-    check_dtypes,
     check_length,
     check_sizes,
     check_tiled,
+    collective_in,
     each_leaf,
     for_operand,
     read_axes,
@@ -78,13 +78,14 @@ def all_gather(
     check_tiled("all_gather", tiled)
     to = read_type("all_gather", dst, "dst", (R, I))
     lengths = check_sizes("all_gather", "sizes", sizes, scope.backend.mesh.num_ranks(axes))
+    dtypes = comm_dtype, grad_comm_dtype, out_dtype
 
     def one(leaf: Tensor) -> Tensor:
         at = read_dim("all_gather", "dim", dim, leaf.ndim + (not tiled))
         if lengths is not None:
             _check_padded("all_gather", "dim", leaf.shape, at, tiled, lengths)
-        collective = _gather(axes, to, at, tiled, lengths, comm_dtype, grad_comm_dtype, out_dtype)
-        return issue(scope, for_operand(check_dtypes(collective), leaf), leaf)
+        collective = _gather(dtypes, axes, to, at, tiled, lengths)
+        return issue(scope, for_operand(collective, leaf), leaf)
 
     return each_leaf("all_gather", x, one)
 
@@ -109,7 +110,7 @@ def gather_starter(axis: Axis) -> Callable[[Tensor], "Callable[[Tensor], Tensor]
     begin = getattr(scope.backend, "start_gather", None)
     if begin is None or torch.compiler.is_compiling() or is_transformed_otherwise():
         return None
-    plain = check_dtypes(_gather(axes, R, 0, tiled=False))
+    plain = _gather((), axes, R, 0, False, None)
 
     def start(x: Tensor) -> Callable[[Tensor], Tensor] | None:
         collective = for_operand(plain, x)
@@ -127,27 +128,14 @@ def _finish(axis: Axis, started: Started, x: Tensor) -> Tensor:
 
 
 def _gather(
+    dtypes: Sequence[torch.dtype | None],
     axes: tuple[str, ...],
     to: AxisType,
     dim: int,
     tiled: bool,
-    lengths: tuple[int, ...] | None = None,
-    comm_dtype: torch.dtype | None = None,
-    grad_comm_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
+    lengths: tuple[int, ...] | None,
 ) -> Collective:
-    return collective_of(
-        "all_gather",
-        V,
-        to,
-        axes,
-        dim=dim,
-        tiled=tiled,
-        sizes=lengths,
-        comm_dtype=comm_dtype,
-        grad_comm_dtype=grad_comm_dtype,
-        out_dtype=out_dtype,
-    )
+    return collective_in(dtypes, "all_gather", V, to, axes, dim=dim, tiled=tiled, sizes=lengths)
 
 
 def all_to_all(
@@ -207,6 +195,7 @@ def all_to_all(
     num_ranks = scope.backend.mesh.num_ranks(axes)
     splits = check_sizes("all_to_all", "split_sizes", split_sizes, num_ranks)
     concats = check_sizes("all_to_all", "concat_sizes", concat_sizes, num_ranks)
+    dtypes = comm_dtype, grad_comm_dtype, out_dtype
 
     def one(leaf: Tensor) -> Tensor:
         split = read_dim("all_to_all", "split_dim", split_dim, leaf.ndim)
@@ -220,21 +209,10 @@ def all_to_all(
         check_split("all_to_all", "split_dim", length, axes, num_ranks, tiled, splits)
         if concats is not None:
             _check_padded("all_to_all", "concat_dim", leaf.shape, concat, tiled, concats)
-        collective = collective_of(
-            "all_to_all",
-            V,
-            V,
-            axes,
-            dim=split,
-            concat_dim=concat,
-            tiled=tiled,
-            sizes=splits,
-            concat_sizes=concats,
-            comm_dtype=comm_dtype,
-            grad_comm_dtype=grad_comm_dtype,
-            out_dtype=out_dtype,
-        )
-        return issue(scope, for_operand(check_dtypes(collective), leaf), leaf)
+        dims = {"dim": split, "concat_dim": concat, "tiled": tiled}
+        sizes = {"sizes": splits, "concat_sizes": concats}
+        collective = collective_in(dtypes, "all_to_all", V, V, axes, **dims, **sizes)
+        return issue(scope, for_operand(collective, leaf), leaf)
 
     return each_leaf("all_to_all", x, one)
 
@@ -281,17 +259,8 @@ def broadcast(
         raise CollectiveError(
             f"broadcast: source={source!r} is none of the {num_ranks} ranks of {shown(axes)}."
         )
-    collective = check_dtypes(
-        collective_of(
-            "broadcast",
-            V,
-            to,
-            axes,
-            source=source,
-            comm_dtype=comm_dtype,
-            grad_comm_dtype=grad_comm_dtype,
-        )
-    )
+    dtypes = comm_dtype, grad_comm_dtype
+    collective = collective_in(dtypes, "broadcast", V, to, axes, source=source)
     return each_leaf("broadcast", x, lambda leaf: issue(scope, for_operand(collective, leaf), leaf))
 
 

@@ -6,11 +6,10 @@ from typing import Any, TypeVar
 import torch
 
 from shardmap_torch.collectives.autograd import issue
-from shardmap_torch.collectives.operations import collective_of
 from shardmap_torch.errors import CollectiveError, show
 from shardmap_torch.ops.arguments import (
     Axis,
-    check_dtypes,
+    collective_in,
     each_leaf,
     for_operand,
     read_axes,
@@ -58,17 +57,8 @@ def ppermute(
     """
     axes, scope = read_axes("ppermute", axis)
     pairs = _read_pairs(perm, axes, scope.backend.mesh.num_ranks(axes))
-    collective = check_dtypes(
-        collective_of(
-            "ppermute",
-            V,
-            V,
-            axes,
-            perm=pairs,
-            comm_dtype=comm_dtype,
-            grad_comm_dtype=grad_comm_dtype,
-        )
-    )
+    dtypes = comm_dtype, grad_comm_dtype
+    collective = collective_in(dtypes, "ppermute", V, V, axes, perm=pairs)
     return each_leaf("ppermute", x, lambda leaf: issue(scope, for_operand(collective, leaf), leaf))
 
 

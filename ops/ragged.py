@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.autograd import bind
-from shardmap_torch.collectives.operations import Collective, collective_of
+from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.errors import CollectiveError, TransformError, show
-from shardmap_torch.ops.arguments import Axis, check_dtypes, read_axes, shown
+from shardmap_torch.ops.arguments import Axis, collective_in, read_axes, shown
 from shardmap_torch.ops.gather import all_gather
 from shardmap_torch.ops.index import axis_index
 from shardmap_torch.types import R, V
@@ -80,16 +80,8 @@ def ragged_all_to_all(
     own = axis_index(axes)
     # Sizes that are equal on all ranks are gathered like any others.
     table = all_gather((sizes + 0 * own.to(x.device)).unsqueeze(0), axes, dim=0, dst=R)
-    collective = collective_of(
-        _NAME,
-        V,
-        V,
-        axes,
-        lengths=(x.shape[0], room),
-        comm_dtype=comm_dtype,
-        grad_comm_dtype=grad_comm_dtype,
-    )
-    check_dtypes(collective)
+    dtypes = comm_dtype, grad_comm_dtype
+    collective = collective_in(dtypes, _NAME, V, V, axes, lengths=(x.shape[0], room))
     scope.on_operation(collective, x)
     if not is_checker(scope.backend):
         collective = replace(collective, counts=_counts(table, collective))

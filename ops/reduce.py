@@ -18,10 +18,10 @@ from shardmap_torch.ops.arguments import (
     Axis,
     all_leaves,
     check_divides,
-    check_dtypes,
     check_length,
     check_sizes,
     check_tiled,
+    collective_in,
     each_leaf,
     for_operand,
     read_axes,
@@ -156,24 +156,13 @@ def reduce_scatter(
         raise CollectiveError(f"reduce_scatter: op={op!r} is none of sum, mean.")
     lengths = check_sizes("reduce_scatter", "sizes", sizes, num_ranks)
     finish = _mean_over("reduce_scatter", op, num_ranks)
+    dtypes = comm_dtype, grad_comm_dtype, out_dtype
 
     def one(leaf: Tensor) -> Tensor:
         at = read_dim("reduce_scatter", "dim", dim, leaf.ndim)
         check_split("reduce_scatter", "dim", leaf.shape[at], axes, num_ranks, tiled, lengths)
-        collective = check_dtypes(
-            collective_of(
-                "reduce_scatter",
-                Partial,
-                V,
-                axes,
-                dim=at,
-                tiled=tiled,
-                sizes=lengths,
-                comm_dtype=comm_dtype,
-                grad_comm_dtype=grad_comm_dtype,
-                out_dtype=out_dtype,
-            )
-        )
+        options = {"dim": at, "tiled": tiled, "sizes": lengths}
+        collective = collective_in(dtypes, "reduce_scatter", Partial, V, axes, **options)
         leaf = _summable(leaf)
         return finish(issue(scope, for_operand(collective, leaf), leaf))
 
@@ -215,9 +204,7 @@ def _reduction(
     if op in ("max", "min"):
         _reject_dtypes(op, *dtypes)
         return Extremum(op, collective_of("all_reduce", Partial, to, axes))
-    words = zip(("comm_dtype", "grad_comm_dtype", "out_dtype"), dtypes, strict=True)
-    named = {word: dtype for word, dtype in words if dtype is not None}
-    return check_dtypes(collective_of("all_reduce", Partial, to, axes, **named))
+    return collective_in(dtypes, "all_reduce", Partial, to, axes)
 
 
 def _check_source(op: str, src: TypeLike | None) -> None:

@@ -31,7 +31,7 @@ _SIGNS: Final = (
     *("Dimension out of range", "must be", "invalid combination of arguments"),
     "too big to convert",
 )
-"""Parts of messages by which errors of torch's functions are told from Python's."""
+"""Parts of messages by which errors of torch's functions are distinguished from Python's."""
 
 
 def export(namespace: dict[str, Any], names: Sequence[str], error: type[ShardMapError]) -> None:
@@ -123,7 +123,7 @@ def _oddities(tensor: Tensor) -> Iterator[str]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Returns whether a value may have this annotation; True where that cannot be told."""
+    """Returns whether a value may have this annotation; True where that is unknown."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return True

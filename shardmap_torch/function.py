@@ -3,7 +3,7 @@
 Backward runs after the body has ended, or on another thread, where no mesh is current. A `Function`
 records in forward the scope (mesh and axes) that it runs under, and enters it again for backward.
 In a batched body the axes are vmap levels, which are closed by then: there the markers of the axes
-are operands, and torch's generated vmap rule opens levels for them anew.
+are operands, and torch's generated vmap rule opens levels for them again.
 """
 
 import threading
@@ -237,7 +237,7 @@ def _reopened(ctx: Any) -> "_Context":
     scope = ctx.shardmap_first
     markers = ctx.saved_tensors[: len(markers_of(scope))]
     own = _Context(ctx, scope, markers)
-    # The type of the context under torch's generated rule, which opens the levels anew.
+    # The type of the context under torch's generated rule, which opens the levels again.
     if isinstance(ctx, CtxWithSavedTensors):
         backend = _AfterBody(scope.backend.mesh, scope.backend.axis_markers, markers)
         backend.function = ctx.shardmap_function.__name__

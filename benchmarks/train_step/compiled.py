@@ -17,7 +17,7 @@ def _update(
 ) -> None:
     """Sums, clips and steps, in place; what changes from step to step is a tensor.
 
-    A number would be compiled anew.
+    A number would be compiled again.
     """
     params, means, squares = state
     scale, decay, amount = numbers

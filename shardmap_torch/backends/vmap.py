@@ -231,7 +231,7 @@ def markers_of(scope: Scope | None) -> tuple[Tensor, ...]:
 
 
 def rebound(scope: Scope | None, markers: Sequence[Tensor]) -> Scope | None:
-    """Returns the scope with other markers: those of levels that were opened anew.
+    """Returns the scope with other markers: those of levels that were opened again.
 
     Code that runs again in a backward takes the markers as operands and rebinds them here, because
     the levels that the first run had opened are closed by then.

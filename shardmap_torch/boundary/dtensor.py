@@ -121,7 +121,7 @@ def _entries_of(spec: P) -> P:
 class Enter(Linear):
     """Operation that brings a value into a body: the local tensor of a DTensor, or a slice.
 
-    Made anew for each call: `run`, where functorch has unwrapped the value, records if it was a
+    Made again for each call: `run`, where functorch has unwrapped the value, records if it was a
     DTensor, which decides the form of the cotangent.
     """
 

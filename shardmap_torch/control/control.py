@@ -311,7 +311,7 @@ class Control:
     # Going on, and ending.
 
     def recover(self) -> None:
-        """Waits until all ranks call it, and starts anew with a new group.
+        """Waits until all ranks call it, and starts again with a new group.
 
         Raises:
             CommunicationError: a rank did not come in time; names it.

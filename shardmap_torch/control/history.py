@@ -55,7 +55,7 @@ class History:
         return counts
 
     def catch_up(self) -> None:
-        """Adds the collectives that the recorder has new."""
+        """Adds the collectives recorded since the last time."""
         moves, counts = self._moves, self._counts
         for _, operation, dtype, shape, _, made_in, party in self._recorder.take():
             moves = (moves * _FACTOR + self.key(operation, dtype, shape, made_in)) % _MODULUS
@@ -74,7 +74,7 @@ class History:
         return known[1] + (made_in << 32)
 
     def clear(self) -> None:
-        """Forgets what was done, and not how often."""
+        """Forgets what was done, but not how often."""
         self.catch_up()
         self._calls = self._moves = 0
 

@@ -30,7 +30,7 @@ class Grid:
             >>> make_mesh((2, 4), ("dp", "tp"), kind="simulated").shape["tp"]
             4
         """
-        # Made anew: Dynamo traces a proxy of a dict that it has seen made, and of no other.
+        # Made again: Dynamo traces a proxy of a dict that it has seen made, and of no other.
         sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
         if self.aliases:
             sizes.update(self._sizes)

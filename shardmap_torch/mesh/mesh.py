@@ -27,7 +27,7 @@ Debug: TypeAlias = Literal["collectives"]
 
 @dataclass
 class _State:
-    """The mutable state of a mesh, whose groups may be closed and made anew.
+    """The mutable state of a mesh, whose groups may be closed and made again.
 
     Attributes:
         closed: whether `close` has been called.
@@ -176,7 +176,7 @@ class Mesh(Grid):
 
         After such an error messages may still be in flight, and every call raises a MeshError.
         Catch the error on all ranks and call this on all of them: it waits for them, at most for
-        twice the timeout. Where a process is gone it raises; start the processes anew
+        twice the timeout. Where a process is gone it raises; start the processes again
         then, as `torchrun --max-restarts` does. On a mesh of one process it does nothing.
 
         Raises:
@@ -223,7 +223,7 @@ class Mesh(Grid):
         self._state.drop()
 
     def when_groups_change(self, forget: Callable[[], object]) -> None:
-        """Registers `forget`, to be called once when the groups are closed or made anew."""
+        """Registers `forget`, to be called once when the groups are closed or made again."""
         self._state.forget.append(forget)
 
     def require_open(self) -> None:

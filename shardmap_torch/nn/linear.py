@@ -13,10 +13,10 @@ from shardmap_torch.kernels import (
     matmul_reduce_scatter,
 )
 from shardmap_torch.nn.core.arguments import (
-    as_used,
     check_inner,
     num_ranks,
     read_layout,
+    replicate_weight,
     shard_of,
     to_replicate,
 )
@@ -195,7 +195,7 @@ def _bias_after(
         return shard_of(bias, axis, bias_layout, "row_linear")
     if layout == Partial:
         return convert(bias, axis, src=bias_layout, dst=Partial)
-    return bias if layout == I else as_used(bias, axis, bias_layout, "row_linear")
+    return bias if layout == I else replicate_weight(bias, axis, bias_layout, "row_linear")
 
 
 def _biases(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.core.arguments import as_used, check_inner, num_ranks, num_rows
+from shardmap_torch.nn.core.arguments import check_inner, num_ranks, num_rows, replicate_weight
 from shardmap_torch.nn.core.region import axes_of
 from shardmap_torch.ops import all_reduce, all_to_all, axis_size
 from shardmap_torch.ops.arguments import Axis
@@ -80,7 +80,7 @@ def moe(
     """
     num_experts = router.shape[-1]
     check_experts("moe", x, router, experts, axis, num_selected)
-    router = as_used(router, axis, router_type, "moe", "router_type")
+    router = replicate_weight(router, axis, router_type, "moe", "router_type")
     probabilities = (x @ router).softmax(-1)  # [b/n, t, e]
     values, chosen = probabilities.topk(num_selected, -1)
     choices = one_hot(chosen, num_experts, x.dtype)  # [b/n, t, k, e]
@@ -89,13 +89,13 @@ def moe(
         capacity = min(capacity, math.ceil(capacity_factor * num_selected * capacity / num_experts))
     slots = _slots(choices, capacity)  # [b/n, t, k, e, C]
     shares = values / values.sum(-1, keepdim=True)
-    dispatched = _places(slots.sum(2)).mT @ x  # [b/n, e * C, d]
+    dispatched = _flat_slots(slots.sum(2)).mT @ x  # [b/n, e * C, d]
     dispatched = dispatched.unflatten(1, (num_experts, capacity)).transpose(0, 1)
     own = all_to_all(dispatched, axis, split_dim=0, concat_dim=1)  # [e/n, b, C, d]
     results = expert(experts, own.flatten(1, 2)).unflatten(1, own.shape[1:3])
     returned = all_to_all(results, axis, split_dim=1, concat_dim=0)  # [e, b/n, C, d]
     weights = (slots * shares[..., None, None]).sum(2)
-    y: Tensor = _places(weights) @ returned.transpose(0, 1).flatten(1, 2)
+    y: Tensor = _flat_slots(weights) @ returned.transpose(0, 1).flatten(1, 2)
     return y, balance_loss(probabilities, choices, (axis, *axes_of(batch_axis)))
 
 
@@ -104,30 +104,30 @@ def one_hot(numbers: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return (numbers.unsqueeze(-1) == torch.arange(count, device=numbers.device)).to(dtype)
 
 
-def _places(slots: Tensor) -> Tensor:
+def _flat_slots(slots: Tensor) -> Tensor:
     """Flattens the slots of all experts: [b, t, e, C] -> [b, t, e * C]."""
     return slots.flatten(2)
 
 
-def _slots(picks: Tensor, capacity: int) -> Tensor:
+def _slots(choices: Tensor, capacity: int) -> Tensor:
     """Assigns each choice a slot of its expert: [b, t, k, e] -> one-hot [b, t, k, e, C].
 
     Choices beyond the capacity get none: first choices come before second ones, and then positions
     in order.
     """
-    by_choice = picks.transpose(1, 2).flatten(1, 2)  # [b, k * t, e]
+    by_choice = choices.transpose(1, 2).flatten(1, 2)  # [b, k * t, e]
     order_of_arrival = by_choice.cumsum(1) - 1
-    order = order_of_arrival.unflatten(1, (picks.shape[2], picks.shape[1])).transpose(1, 2)
-    free: Tensor = order.unsqueeze(-1) == torch.arange(capacity, device=picks.device)
-    return picks.unsqueeze(-1) * free
+    order = order_of_arrival.unflatten(1, (choices.shape[2], choices.shape[1])).transpose(1, 2)
+    free: Tensor = order.unsqueeze(-1) == torch.arange(capacity, device=choices.device)
+    return choices.unsqueeze(-1) * free
 
 
-def balance_loss(chances: Tensor, picks: Tensor, axes: tuple[str, ...]) -> Tensor:
+def balance_loss(probabilities: Tensor, choices: Tensor, axes: tuple[str, ...]) -> Tensor:
     """Computes the load-balancing loss over the batch of all ranks."""
-    num_tokens = chances.shape[0] * chances.shape[1] * axis_size(axes)
-    load = all_reduce(picks.sum((0, 1, 2)), axes, dst=I) / (num_tokens * picks.shape[2])
-    chance = all_reduce(chances.sum((0, 1)), axes, dst=I) / num_tokens
-    return (load * chance).sum() * picks.shape[-1]
+    num_tokens = probabilities.shape[0] * probabilities.shape[1] * axis_size(axes)
+    load = all_reduce(choices.sum((0, 1, 2)), axes, dst=I) / (num_tokens * choices.shape[2])
+    chance = all_reduce(probabilities.sum((0, 1)), axes, dst=I) / num_tokens
+    return (load * chance).sum() * choices.shape[-1]
 
 
 def check_experts(

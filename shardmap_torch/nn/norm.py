@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch.nn.core.arguments import as_used, check_inner, num_rows
+from shardmap_torch.nn.core.arguments import check_inner, num_rows, replicate_weight
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import I, TypeLike
 
@@ -55,7 +55,7 @@ def rms_norm(
     """
     check_inner("rms_norm", x, num_rows("rms_norm", weight, "weight"), weight, "weight")
     if axis is not None:
-        weight = as_used(weight, axis, weight_type, "rms_norm")
+        weight = replicate_weight(weight, axis, weight_type, "rms_norm")
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
@@ -101,6 +101,6 @@ def layer_norm(
     """
     check_inner("layer_norm", x, num_rows("layer_norm", weight, "weight"), weight, "weight")
     if axis is not None:
-        weight = as_used(weight, axis, weight_type, "layer_norm")
-        bias = None if bias is None else as_used(bias, axis, weight_type, "layer_norm")
+        weight = replicate_weight(weight, axis, weight_type, "layer_norm")
+        bias = None if bias is None else replicate_weight(bias, axis, weight_type, "layer_norm")
     return functional.layer_norm(x, weight.shape, weight, bias, eps)

@@ -55,7 +55,7 @@ def foreach_in_place(
 
 
 def _fused(name: str, operands: Sequence[Any], scalars: Mapping[str, float]) -> Any:
-    """Calls a fused operator; the checker is told that batched bodies do without."""
+    """Calls a fused operator; the checker learns that batched bodies do without it."""
     fused: Any = getattr(torch, name)
     interpreter = None if torch.compiler.is_dynamo_compiling() else current_interpreter()
     with nullcontext() if interpreter is None else interpreter.batching():

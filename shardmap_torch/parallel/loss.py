@@ -108,7 +108,7 @@ def _layout_of(logits: DTensor) -> dict[str, Any]:
     mesh = as_mesh(logits.device_mesh)
     spec = spec_of(logits, mesh)
     if not isinstance(spec, P) or spec.partial:
-        raise SpecError(f"loss_parallel: logits cannot lie by {logits.placements}.")
+        raise SpecError(f"loss_parallel: logits cannot be sharded by {logits.placements}.")
     return {"mesh": mesh, "spec": spec}
 
 
@@ -132,7 +132,7 @@ def _cross_entropy(
     if axis is None:
         raise SpecError(
             f"loss_parallel: the classes, dim {class_dim} of the logits {list(input.shape)}, must "
-            f"be sharded over a mesh axis, but lie by {spec!r}. Give the last layer "
+            f"be sharded over a mesh axis, but are by {spec!r}. Give the last layer "
             "output_layouts=Shard(-1), use_local_output=False, or leave loss_parallel."
         )
     _check(input, target, batch, size_average, reduce, reduction, label_smoothing)

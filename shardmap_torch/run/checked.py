@@ -1,6 +1,6 @@
 """Checked: the verdicts of a function's signatures, and runs compared with the checked program.
 
-A run that departs from its program is unwound before it sends anything different, checked anew and
+A run that departs from its program is unwound before it sends anything different, checked again and
 started again: bodies are pure, and on processes all ranks compare that they depart at the same
 step, so that what they have sent matches. One new check suffices if something has changed since the
 last one; a program that changes from run to run is an error.
@@ -32,8 +32,8 @@ from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, refused
 from shardmap_torch.run.runtimes import is_simulated, runtime_of
+from shardmap_torch.run.safety.error_posting import posting_errors
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
-from shardmap_torch.run.safety.guarded import guarded
 from shardmap_torch.run.safety.own_state import own_state
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.purity import Before, verify_purely
@@ -100,7 +100,7 @@ class Checked:
         is_compared = known is not None and known.description is not None
         if is_compared or current() is None or call.mesh.kind not in PROCESS_KINDS:
             return self._find(key, call).verdict
-        return guarded(call.mesh, self._name, lambda: self._agreed(key, call, None)).verdict
+        return posting_errors(call.mesh, self._name, lambda: self._agreed(key, call, None)).verdict
 
     def run(self, call: Call, run: Run) -> Tree:
         """Runs a call as it was checked.
@@ -112,7 +112,9 @@ class Checked:
         self._calls += 1
         key = signature(call, self._surroundings)
         if call.mesh.kind in PROCESS_KINDS:
-            return guarded(call.mesh, self._name, lambda: self._run_checked(key, call, run, True))
+            return posting_errors(
+                call.mesh, self._name, lambda: self._run_checked(key, call, run, True)
+            )
         return self._run_checked(key, call, run, False)
 
     def _run_checked(self, key: Signature, call: Call, run: Run, processes: bool) -> Tree:
@@ -154,7 +156,7 @@ class Checked:
             CollectiveMismatchError: another process has none.
         """
         if mesh.kind in PROCESS_KINDS:
-            guarded(mesh, self._name, lambda: agree(refused(self._name, error)))
+            posting_errors(mesh, self._name, lambda: agree(refused(self._name, error)))
         raise error
 
     def _find(self, key: Signature, call: Call) -> "_Known":

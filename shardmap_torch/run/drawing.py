@@ -1,7 +1,7 @@
 """Drawing: seeds a body's draws from torch's default generator according to their types.
 
 `torch.rand` or `F.dropout` in a body would depend on the processes' seeds, and on simulated ranks
-on the order of the threads. In a checked body that draws, each draw is seeded anew instead: from
+on the order of the threads. In a checked body that draws, each draw is seeded again instead: from
 one number that the first rank takes from its default generator at the first draw of each call, from
 the number of the draw, and from the rank's position along the axes over which the checker has typed
 the draw V. So ranks agree over all other axes, every mesh gives the same numbers, and
@@ -89,7 +89,7 @@ class Drawing:
         return _Fork(self, self._count, self._forks)
 
     def later(self, key: object, count: int, fork: int) -> "Drawing":
-        """Returns the drawing of that code: a checkpoint repeats its draws, others draw anew."""
+        """Returns the drawing of that code: a checkpoint repeats its draws, others draw again."""
         if key == _AGAIN:
             return Drawing(self._mesh, self._place, self._seed, count)
         domain = 1 << 63 | fork

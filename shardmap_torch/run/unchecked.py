@@ -11,7 +11,7 @@ from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.mesh import PROCESS_KINDS
 from shardmap_torch.run.agree import Description, agree, describe, is_compared
-from shardmap_torch.run.safety.guarded import guarded
+from shardmap_torch.run.safety.error_posting import posting_errors
 
 
 class Unchecked:
@@ -28,7 +28,7 @@ class Unchecked:
         """
         if call.mesh.kind not in PROCESS_KINDS:
             return run(call, False)
-        return guarded(call.mesh, call.name, lambda: self._compare_and_run(call, run))
+        return posting_errors(call.mesh, call.name, lambda: self._compare_and_run(call, run))
 
     def _compare_and_run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
         if current() is not None:

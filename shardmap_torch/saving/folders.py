@@ -30,7 +30,7 @@ def begin(root: Path, step: int) -> Path:
     final = folder_of(root, step)
     if final.exists():
         raise CheckpointError(
-            f"Step {step} has been saved already, in {final}. Delete that folder to save it anew."
+            f"Step {step} has been saved already, in {final}. Delete that folder to save it again."
         )
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():

@@ -61,7 +61,7 @@ def kill_at_random(agent: "subprocess.Popen[bytes]", folder: Path, kills: int, s
             os.kill(random_.choice(victims), signal.SIGKILL)
             killed += 1
             while set(victims) & set(workers(agent.pid)) and agent.poll() is None:
-                time.sleep(0.01)  # the agent ends the others, and starts all anew
+                time.sleep(0.01)  # the agent ends the others, and starts all again
     return killed
 
 

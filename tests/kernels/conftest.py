@@ -12,6 +12,6 @@ from shardmap_torch.core.caching import Memo
 
 @pytest.fixture
 def forget() -> Iterator[Callable[[], None]]:
-    """Has everything held anew, where a test has changed the kernels."""
+    """Has everything held again, where a test has changed the kernels."""
     with mock.patch.object(equivalence, "_COMPARED", Memo[Any]()):
         yield lambda: setattr(equivalence, "_COMPARED", Memo[Any]())

@@ -262,7 +262,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     folder = save([1], tmp_path, 4)
     with pytest.raises(CheckpointError) as error:
         save([2], tmp_path, 4)
-    text = f"Step 4 has been saved already, in {folder}. Delete that folder to save it anew."
+    text = f"Step 4 has been saved already, in {folder}. Delete that folder to save it again."
     assert str(error.value) == text
     assert load([0], tmp_path) == [1]
 

@@ -321,7 +321,7 @@ def fake_mode(env: "ShapeEnv | None" = None) -> FakeTensorMode:
 
     torch remembers the shapes of every operation that any mode has seen, a kilobyte each, and
     forgets none, also those of signatures that were evicted long ago; beyond `REMEMBERED` it has to
-    begin anew.
+    begin again.
     """
     if len(FakeTensorMode.cache) > REMEMBERED:
         FakeTensorMode.cache_clear()

@@ -14,10 +14,10 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import seeing
 from shardmap_torch.checker.ir.program import Equation, bytes_sent, use_of
-from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair, axes_of
+from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVES
-from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.operations import Collective, Extremum
 from shardmap_torch.collectives.protocol import Form, Readings, WithoutAutomaticAxes
 from shardmap_torch.core.source_location import call_sites
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
@@ -242,9 +242,7 @@ class AbstractBackend(WithoutAutomaticAxes):
 def _shown(move: str, collective: Collective | None) -> str:
     if collective is None:
         return "nothing"
-    if move in EXTREMA:
-        return f"all_reduce({axes_of(collective)}, V -> {collective.dst}, op={move!r})"
-    return str(collective)
+    return str(Extremum(move, collective) if move in EXTREMA else collective)
 
 
 def _summed_varying(

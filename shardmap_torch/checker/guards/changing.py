@@ -167,7 +167,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _left(iterator: Any) -> str:
-    """Tells how much is left in an iterator over a container, or what a count comes to."""
+    """Describes how much is left in an iterator over a container, or the value of a count."""
     shown = repr(iterator) if type(iterator) in (itertools.count, itertools.repeat) else ""
     try:
         return f"{operator.length_hint(iterator, -1)} {shown}"

@@ -1,4 +1,4 @@
-"""Libraries: modules whose objects count as unchanging, told from the user's own by name."""
+"""Libraries: modules whose objects count as unchanging, recognised by name."""
 
 import site
 import sys

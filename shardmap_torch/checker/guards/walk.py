@@ -260,7 +260,7 @@ class Walk(References):
     def _enter_modules(self) -> None:
         """Enters what any code may read of modules that it gets by closures or attributes.
 
-        Also the functions of torch's classes that it may call, which somebody may replace.
+        Also the functions of torch's classes that it may call, which may be replaced.
         """
         for owner in self._named:
             for name in _SELF_NAMES.intersection(self._names):

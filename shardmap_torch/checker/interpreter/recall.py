@@ -1,7 +1,7 @@
-"""Types a call as an equal one before: the layers of a network are the same calls.
+"""Types a call like an equal one that came before: layers of a network repeat the same calls.
 
-A call that is not known here, or in a state of the interpretation that matters for few, is typed by
-`Interpreter.call`, which is also what raises every error.
+New calls, and calls in rare states of the interpretation, are typed by `Interpreter.call`, which
+also raises every error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -125,7 +125,7 @@ def learn(
 def repeat(
     interpreter: "Interpreter", op: OpOverload, args: Sequence[Any], kwargs: Any, found: Found
 ) -> Any:
-    """Types a call as before, and makes its result; NotImplemented where it must be typed anew."""
+    """Types a call as before, and makes its result; NotImplemented where it must be typed again."""
     known, outcome = found.known, found.outcome
     if known is None or outcome is None:
         return NotImplemented

@@ -88,7 +88,7 @@ class Failing:
     def __init__(
         self, branches: "Branches", locate: Callable[[ShardTypeError], None] | None = None
     ) -> None:
-        """Keeps the branches, where the error is recorded; `locate` is told of it first."""
+        """Keeps the branches, where the error is recorded; `locate` gets it first."""
         self._branches, self._locate = branches, locate
 
     def __enter__(self) -> None:

@@ -118,7 +118,7 @@ _KEEPING: Final[WeakKeyDictionary[type, type[KeepingFunction]]] = WeakKeyDiction
 """Functions that bodies apply in place of plain ones whose backward communicates."""
 
 _COMMUNICATING: Final[set[tuple[str, str]]] = set()
-"""Modules and names of these: a body may make the class anew whenever it runs."""
+"""Modules and names of these: a body may make the class again whenever it runs."""
 
 
 def keep_scope(function: type[Function]) -> bool:

@@ -10,7 +10,7 @@ _SHAPE: Final = Row(unread=("self",))
 ZEROS: Final = merged(
     each(ZERO, "zeros empty.memory_format empty_strided empty_permuted _efficientzerotensor"),
     each(
-        # Memory not yet written may hold anything; whoever reads it before writing errs anyway.
+        # Memory not yet written may hold anything; to read it before writing is wrong anyway.
         Row(zero=True, unread=("self",)),
         "zeros_like new_zeros empty_like new_empty new_empty_strided zero",
     ),

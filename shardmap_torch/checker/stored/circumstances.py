@@ -53,7 +53,7 @@ def _active() -> Iterator[tuple[bool, str]]:
     yield torch.compiler.is_compiling(), "torch.compile"
     yield table_version() > 0, "a rule or a decomposition that was registered"
     patched = next(patches(), None)
-    yield patched is not None, f"{patched}, which somebody has replaced in a library"
+    yield patched is not None, f"{patched}, which has been replaced in a library"
     yield bool(_hooks()), "a hook of all modules"
     yield is_keeping(), "an autograd Function whose backward communicates"
 

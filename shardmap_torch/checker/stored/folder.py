@@ -64,7 +64,7 @@ class Folder:
             self._file(key).unlink(missing_ok=True)
 
     def ignore(self, key: str, why: str) -> None:
-        """Warns of a file that cannot be used, and will be written anew."""
+        """Warns of a file that cannot be used, and will be written again."""
         _warn(f"{self._file(key)} is ignored: {why}")
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Functions of libraries that somebody has replaced, of which no version tells."""
+"""Functions of libraries that have been replaced, which no version number shows."""
 
 import builtins
 import math

@@ -2,7 +2,7 @@
 
 A verdict is kept only if it is certain what it depends on: see `content`. A run compares itself
 with a verdict from disk as with any other, so that a program which the key does not see is checked
-anew, and its file is dropped.
+again, and its file is dropped.
 """
 
 import os

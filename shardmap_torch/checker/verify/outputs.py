@@ -52,7 +52,7 @@ _READINGS: Final = {
     **{("Z", promise): "ZKIRVP" for promise in "P"},
     ("Z", "S"): "ZKIRV",
 }
-"""Types for which a result may be taken, by its type and the one promised."""
+"""Types that a result may be read as, by its own type and the promised one."""
 
 
 class Uncommitted:
@@ -166,7 +166,7 @@ class Exits:
         repair: Repair,
         uncommitted: Uncommitted,
     ) -> None:
-        """Keeps the type assumed of a result that is K, and the choices that all paths share."""
+        """Takes `resolved`, the choices that all paths share, and the `repair` that is tried."""
         self._call, self._interpreter, self._backend = call, interpreter, backend
         self._resolved, self._repair, self._uncommitted = resolved, repair, uncommitted
         self.exits: dict[Where, Exit] = {}

@@ -32,7 +32,7 @@ def to_replicate(x: X, axis: Axis) -> X:
     return convert(x, axis, src=I, dst=R) if torch.is_grad_enabled() else x
 
 
-def as_used(
+def replicate_weight(
     weight: Tensor, axis: Axis, weight_type: TypeLike, name: str, word: str = "weight_type"
 ) -> Tensor:
     """Converts a weight that is equal on all ranks to R, for ranks that use it differently.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.core.tree import flatten, unflatten
-from shardmap_torch.nn.core.arguments import as_used, num_ranks
+from shardmap_torch.nn.core.arguments import num_ranks, replicate_weight
 from shardmap_torch.nn.core.region import PerRank, Types, axes_of
 from shardmap_torch.nn.moe import balance_loss, check_experts, one_hot
 from shardmap_torch.ops import all_to_all, ragged_all_to_all
@@ -85,7 +85,7 @@ def dropless_moe(
     """
     check_experts("dropless_moe", x, router, experts, axis, num_selected)
     num_experts = router.shape[-1]
-    router = as_used(router, axis, router_type, "dropless_moe", "router_type")
+    router = replicate_weight(router, axis, router_type, "dropless_moe", "router_type")
     chances = (x @ router).softmax(-1)  # [b/n, t, e]
     values, chosen = chances.topk(num_selected, -1)
     shares = values / values.sum(-1, keepdim=True)

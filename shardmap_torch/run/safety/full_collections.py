@@ -33,7 +33,7 @@ class _Postponed:
         with self._lock:
             self._num_open -= 1
             first, second, third = gc.get_threshold()
-            if self._num_open == 0 and third == _NEVER:  # else somebody else has set it
+            if self._num_open == 0 and third == _NEVER:  # else other code has set it
                 gc.set_threshold(first, second, self._before)
 
 

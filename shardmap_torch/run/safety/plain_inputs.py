@@ -38,7 +38,7 @@ class PlainInputs:
         `gather` stacks a tensor of all processes, in rank order.
 
         All processes compare in a call, or none does, independently of what a process has to check
-        anew. The environment variable SHARDMAP_DEBUG, if set, decides instead: 1 compares in every
+        again. The environment variable SHARDMAP_DEBUG, if set, decides instead: 1 compares in every
         call, and 0 in none.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Warns of a Python value that changes in each call, so that each call is checked anew."""
+"""Warns of a Python value that changes in each call, so that each call is checked again."""
 
 import warnings
 import weakref
@@ -34,7 +34,7 @@ class _Series:
 
 
 class Changing:
-    """Records every check of one function, and warns once if each call is checked anew."""
+    """Records every check of one function, and warns once if each call is checked again."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -94,7 +94,7 @@ _ENDED: Final[dict[CodeType, int]] = {}
 
 
 def watch_remaking(owner: object, name: str, function: Callable[..., Any]) -> None:
-    """Warns once of a function that is shard_mapped anew for each call, and so checked anew.
+    """Warns once of a function that is shard_mapped again for each call, and so checked again.
 
     Args:
         owner: an object with the lifetime of the shard_mapped function.
@@ -109,7 +109,7 @@ def watch_remaking(owner: object, name: str, function: Callable[..., Any]) -> No
         file, line = code.co_filename, code.co_firstlineno
         warnings.warn_explicit(
             f"{name}: shard_map has been applied to this function {LIMIT} times, and each result "
-            "was dropped, so that each was checked anew. Apply shard_map once, outside of the "
+            "was dropped, so that each was checked again. Apply shard_map once, outside of the "
             "loop.",
             UserWarning,
             file,
@@ -143,7 +143,7 @@ def _warn_of_size(function: str, recheck: Recheck, sizes: Sequence[int]) -> None
     why = f" The verdict holds for one size only: {recheck.why}." if recheck.why else ""
     site = call_site()
     warnings.warn_explicit(
-        f"{function}: checked anew {len(sizes) - 1} times, since {names} had another size each "
+        f"{function}: checked again {len(sizes) - 1} times, since {names} had another size each "
         f"time: ..., {latest}.{why} Pad it to one of a few sizes; of a cache that grows, pass all "
         "of its length, and the position as a tensor.",
         UserWarning,
@@ -156,7 +156,7 @@ def _warn(function: str, series: _Series) -> None:
     value = series.values[-1]
     site = call_site()
     warnings.warn_explicit(
-        f"{function}: each of the last {len(series.values)} calls was checked anew, since "
+        f"{function}: each of the last {len(series.values)} calls was checked again, since "
         f"{series.label} was another one each time: ..., {latest}. What is no tensor is a part of "
         f"the program. {_NUMBER.format(value) if isinstance(value, Number) else _OTHER}",
         UserWarning,

@@ -1,4 +1,4 @@
-"""Tests that calls which are typed as before get the types, texts and errors of calls anew."""
+"""Tests that calls which are typed as before get the types, texts and errors of calls again."""
 
 from collections.abc import Callable
 from typing import Any

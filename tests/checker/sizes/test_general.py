@@ -285,7 +285,7 @@ HIDDEN = (
 
 
 @pytest.mark.parametrize("body", HIDDEN, ids=lambda body: str(body.__name__))
-@pytest.mark.filterwarnings("ignore:.*checked anew:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*checked again:UserWarning")
 def test_a_size_for_which_the_body_is_wrong_is_refused(body: Callable[[Tensor], Tensor]) -> None:
     f = shard_map(body, mesh=MESH, in_specs=P("dp"), out_specs=P())
     for size in (2, 3, 4, 6, 7):

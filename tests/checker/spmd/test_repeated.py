@@ -1,4 +1,4 @@
-"""Tests that comparisons made as before find what comparisons made anew find."""
+"""Tests that comparisons made as before find what comparisons made again find."""
 
 from collections.abc import Callable
 from typing import Any

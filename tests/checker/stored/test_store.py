@@ -199,7 +199,7 @@ BODIES = (halves, drawn, kept_in_memory, branching, learned, nested_results)
 
 
 def outcome(body: Callable[[Tensor], Any], mesh: Mesh) -> list[Any]:
-    """The results and the gradient of a function that is mapped anew, as after a restart."""
+    """The results and the gradient of a function that is mapped again, as after a restart."""
     mapped = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P())
     x = torch.arange(12.0, dtype=torch.float64).reshape(4, 3).requires_grad_()
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Recorded ATen calls: what op_db's operators, forward and backward, ask of each overload.
 
 `calls.json` maps an overload to a few calls of it. Floating tensors are kept as shape and dtype and
-made anew from a seed, integer and bool tensors (indices, masks) by value. `record_calls.py` writes
+made again from a seed, integer and bool tensors (indices, masks) by value. `record_calls.py` writes
 the file; calls of overloads that op_db never reaches are written by hand in `extra_calls.py`.
 """
 

@@ -1,4 +1,4 @@
-"""A program in three files, which is imported anew as a restarted process would."""
+"""A program in three files, which is imported again as a restarted process would."""
 
 import importlib
 import sys

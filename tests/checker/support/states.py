@@ -30,7 +30,7 @@ class State:
     change: str
 
     def script(self, undo: list[Any]) -> tuple[Callable[[], bool], Callable[[], None]]:
-        """Runs it anew; returns what reads it, and what changes it."""
+        """Runs it again; returns what reads it, and what changes it."""
         module = types.ModuleType("script_of_a_user")
         source = f"{HEAD}{self.make}\ndef read(): return {self.read}\n"
         exec(compile(source, "script.py", "exec"), vars(module))

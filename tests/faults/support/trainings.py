@@ -3,7 +3,7 @@
 python -m tests.faults.support.trainings [kills] [seed]
 
 Two processes are forked from this one, which has imported the example already, so that a start
-costs seconds; they are ended by SIGKILL, one or both, and started anew, as torchrun does. A run
+costs seconds; they are ended by SIGKILL, one or both, and started again, as torchrun does. A run
 that has come to its end must have the bits of one that was never disturbed.
 """
 

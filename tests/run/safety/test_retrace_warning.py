@@ -45,7 +45,7 @@ def warned(call: Callable[[int], Any], count: int = 6) -> list[str]:
 def test_a_static_argument_that_counts_is_named_with_its_last_values_once() -> None:
     f = mapped(scaled, None)
     assert warned(lambda step: f(X, step / 4)) == [
-        "scaled: each of the last 4 calls was checked anew, since step was another one each time: "
+        "scaled: each of the last 4 calls was checked again, since step was another one each time: "
         "..., 0.25, 0.5, 0.75. What is no tensor is a part of the program. Pass it as a tensor, "
         "such as torch.tensor(0.75), with P() as its spec."
     ]
@@ -84,7 +84,7 @@ def test_a_size_is_named_at_the_third_check_anew_with_its_dim_and_a_remedy() -> 
     f = mapped(rows, P())
     assert warned(lambda size: f(X, torch.ones(2 + size)), 3) == []
     assert warned(lambda size: f(X, torch.ones(5 + size)), 4) == [
-        "rows: checked anew 3 times, since dim 0 of y had another size each time: ..., 3, 4, 5. "
+        "rows: checked again 3 times, since dim 0 of y had another size each time: ..., 3, 4, 5. "
         "The verdict holds for one size only: TypeError: unhashable type: non-nested SymInt. Pad "
         "it to one of a few sizes; of a cache that grows, pass all of its length, and the position "
         "as a tensor."
@@ -232,7 +232,7 @@ def test_a_function_that_is_made_anew_for_each_call_is_warned_of_once_and_freed_
         gc.enable()
     assert [str(warning.message) for warning in caught] == [
         "<lambda>: shard_map has been applied to this function 4 times, and each result was "
-        "dropped, so that each was checked anew. Apply shard_map once, outside of the loop."
+        "dropped, so that each was checked again. Apply shard_map once, outside of the loop."
     ]
     assert not any(ref() is not None for ref in held[:-1])
 

@@ -1,4 +1,4 @@
-"""`guarded`: runs a call on processes, and posts its error for the ranks that wait for it."""
+"""Runs a call on processes, and posts its error for the ranks that wait for it."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,7 +10,7 @@ from shardmap_torch.mesh import Mesh
 T = TypeVar("T")
 
 
-def guarded(mesh: Mesh, name: str, run: Callable[[], T]) -> T:
+def posting_errors(mesh: Mesh, name: str, run: Callable[[], T]) -> T:
     """Runs a call of the function `name` on a mesh of processes.
 
     Raises:
