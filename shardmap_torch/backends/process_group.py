@@ -17,7 +17,7 @@ from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.control.control import Control
-from shardmap_torch.control.deadlock import Party
+from shardmap_torch.control.deadlock import RankGroup
 from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import StuckError
 from shardmap_torch.core.caching import constant, lazy
@@ -46,13 +46,13 @@ class Line:
         wire: the communicator of their group, which numbers them in mesh order.
         order: the group rank at each position along the axes.
         own: this rank's position.
-        party: the ranks themselves, by their global numbers.
+        rank_group: the ranks themselves, by their global numbers.
     """
 
     wire: Wire | TracedWire
     order: tuple[int, ...]
     own: int
-    party: Party
+    rank_group: RankGroup
 
     @lazy
     def in_order(self) -> bool:
@@ -122,7 +122,7 @@ class ProcessGroupBackend(RankBackend):
         control = current()
         if control is None:
             return line.wire.start_gather(x)
-        control.begin(collective, x, self._site(), line.party, self._compares_all)
+        control.begin(collective, x, self._site(), line.rank_group, self._compares_all)
         try:
             finish = line.wire.start_gather(x)
         except (RuntimeError, StuckError) as error:
@@ -132,7 +132,7 @@ class ProcessGroupBackend(RankBackend):
     def _finish(
         self, control: Control, line: Line, collective: Collective, finish: Callable[[], Tensor]
     ) -> Tensor:
-        control.resume(line.party)
+        control.resume(line.rank_group)
         try:
             return finish()
         except (RuntimeError, StuckError) as error:
@@ -141,7 +141,7 @@ class ProcessGroupBackend(RankBackend):
     def _communicate(
         self, control: Control, line: Line, move: str, collective: Collective, x: Tensor
     ) -> Tensor:
-        control.begin(collective, x, self._site(), line.party, self._compares_all)
+        control.begin(collective, x, self._site(), line.rank_group, self._compares_all)
         try:
             return unviewed(_on_wire(line, move, collective, x))
         except (RuntimeError, StuckError) as error:
@@ -163,7 +163,7 @@ class ProcessGroupBackend(RankBackend):
         if torch.compiler.is_compiling():
             name, order, own = _constants(self, axes)
             # Made here: Dynamo cannot trace an object of a default that the backward comes upon.
-            return Line(TracedWire(name, len(order), order[own]), order, own, Party())
+            return Line(TracedWire(name, len(order), order[own]), order, own, RankGroup())
         known = self._lines.get(axes)
         if known is None:
             known = self._lines[axes] = self._make_line(axes)
@@ -177,7 +177,7 @@ class ProcessGroupBackend(RankBackend):
         group = self.mesh.group(axes)
         wire = Wire(group, len(order), order[own], patient=dist.get_backend(group) == "gloo")
         name = f"{','.join(axes)} from rank {in_group[0]} of {len(in_group)}"
-        return Line(wire, order, own, Party(name, tuple(in_group)))
+        return Line(wire, order, own, RankGroup(name, tuple(in_group)))
 
 
 @constant

@@ -1,7 +1,7 @@
 """Operations: collective calls with their arguments, pull-backs and push-forwards."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -141,6 +141,15 @@ class Collective(Linear):
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         return bind(self.transpose, grad)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments beside name, types and axes that are not the defaults, by name."""
+        return {
+            each.name: value
+            for each in fields(self)
+            if each.default is not MISSING and (value := getattr(self, each.name)) != each.default
+        }
 
     def __str__(self) -> str:
         """Formats it as `all_reduce('tp', Partial -> R)`."""

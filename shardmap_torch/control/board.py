@@ -11,7 +11,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Final
 
-from shardmap_torch.control.deadlock import Ballot, Stand, read
+from shardmap_torch.control.deadlock import Report, Status, read
 from shardmap_torch.core.torch_private.engine import Store
 
 BEAT: Final = 1.0
@@ -26,15 +26,15 @@ class Board:
     """The posts of all ranks, as this rank knows them."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, stand: Callable[[], Stand], timeout: timedelta
+        self, store: Store, rank: int, size: int, status: Callable[[], Status], timeout: timedelta
     ) -> None:
-        """Starts the thread; `stand` is called on it."""
-        self._store, self._rank, self._size, self._stand = _own(store, timeout), rank, size, stand
+        """Starts the thread; `status` is called on it."""
+        self._store, self._rank, self._size, self._status = _own(store, timeout), rank, size, status
         # A store of thousands of ranks is posted to, and read, less often.
         many: Any = self._store
         self._reads_many = bool(many.has_extended_api())
         self._interval = BEAT * max(1.0, size / 512)
-        self._seen: dict[int, Stand] = {}
+        self._seen: dict[int, Status] = {}
         self._changed_at: dict[int, float] = {}
         self._wake = threading.Condition()
         self._requests = self._answered = self._touched = self._posted = 0
@@ -49,7 +49,7 @@ class Board:
             self._touched += 1
             self._wake.notify_all()
 
-    def look(self, patience: float) -> Mapping[int, Stand]:
+    def look(self, patience: float) -> Mapping[int, Status]:
         """Reads the posts of all ranks; returns older ones if the store does not answer in time."""
         end = monotonic() + patience
         with self._wake:
@@ -60,24 +60,24 @@ class Board:
                 self._wake.wait(remaining)
             return dict(self._seen)
 
-    def look_on(self, patience: float) -> Mapping[int, Stand]:
+    def look_on(self, patience: float) -> Mapping[int, Status]:
         """Reads the posts of all ranks until none of them runs, for at most `patience` seconds."""
         end = monotonic() + patience
         while True:
-            stands = self.look(max(0.1, end - monotonic()))
-            if monotonic() > end or not any(s.state == "runs" for s in stands.values()):
-                return stands
+            statuses = self.look(max(0.1, end - monotonic()))
+            if monotonic() > end or not any(s.state == "runs" for s in statuses.values()):
+                return statuses
             self.pause()
 
-    def ballots(self, own: Ballot, patience: float) -> dict[int, Ballot]:
-        """Reads the ballots of the check of `own`: of all ranks, or those of `patience` seconds."""
-        ballots, end = {self._rank: own}, monotonic() + patience
-        while len(ballots) < self._size and monotonic() < end:
-            for rank, stand in self.look(1.0).items():
-                if stand.ballot is not None and stand.ballot[0] == own[0]:
-                    ballots[rank] = stand.ballot
+    def reports(self, own: Report, patience: float) -> dict[int, Report]:
+        """Reads the reports of the check of `own`: of all ranks, or those of `patience` seconds."""
+        reports, end = {self._rank: own}, monotonic() + patience
+        while len(reports) < self._size and monotonic() < end:
+            for rank, status in self.look(1.0).items():
+                if status.report is not None and status.report[0] == own[0]:
+                    reports[rank] = status.report
             self.pause()
-        return ballots
+        return reports
 
     def silence(self, rank: int) -> float:
         """Returns the seconds since the last new post of a rank was read."""
@@ -103,7 +103,7 @@ class Board:
                     self._wake.wait(self._interval)
                 closing, request, touched = self._closing, self._requests, self._touched
             try:
-                self._store.set(_key(self._rank), self._stand().to_json())
+                self._store.set(_key(self._rank), self._status().to_json())
                 posts = self._read() if request > self._answered else {}
                 self.failure = ""
             except Exception as error:  # the store is gone, or its host is
@@ -112,16 +112,16 @@ class Board:
                     threading.Event().wait(BEAT / 4)
             with self._wake:
                 self._posted = touched
-                for rank, stand in posts.items():
-                    if self._seen.get(rank) != stand:
-                        self._seen[rank], self._changed_at[rank] = stand, monotonic()
+                for rank, status in posts.items():
+                    if self._seen.get(rank) != status:
+                        self._seen[rank], self._changed_at[rank] = status, monotonic()
                 self._answered = request
                 self._wake.notify_all()
 
     def _is_touched(self) -> bool:
         return self._touched > self._posted
 
-    def _read(self) -> dict[int, Stand]:
+    def _read(self) -> dict[int, Status]:
         keys = [_key(rank) for rank in range(self._size)]
         present = [key for key in keys if self._store.check([key])] if not self._seen else keys
         if self._reads_many:
@@ -137,7 +137,7 @@ class Board:
 
 
 def _key(rank: int) -> str:
-    return f"shardmap_torch/stand/{rank}"
+    return f"shardmap_torch/status/{rank}"
 
 
 def _own(store: Any, timeout: timedelta) -> Store:

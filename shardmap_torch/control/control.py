@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.control.board import Board
-from shardmap_torch.control.deadlock import CHECK, Party, Stand, lacks
+from shardmap_torch.control.deadlock import CHECK, RankGroup, Status, lacks
 from shardmap_torch.control.exchange import Comparison, Exchange
 from shardmap_torch.control.history import History
 from shardmap_torch.control.messages import (
@@ -68,12 +68,12 @@ class Control:
         self._progress = Progress(self.recorder, self._history)
         self._task = -1
         self._pending: tuple[Comparison, Callable[[], str]] | None = None
-        self._everyone = Party(CHECK, tuple(range(self.size)))
+        self._everyone = RankGroup(CHECK, tuple(range(self.size)))
         # Other ranks may not read the addresses of an earlier control over this store.
         self._number = default_store().add(f"shardmap_torch/controls/{self.rank}", 1)
         self._exchange = self._connected()
-        stand = self._progress.stand
-        self._board = Board(default_store(), self.rank, self.size, stand, timeout)
+        status = self._progress.status
+        self._board = Board(default_store(), self.rank, self.size, status, timeout)
         self.waiting = Waiting(self.rank, self._progress, self._board)
 
     def _connected(self) -> Exchange:
@@ -167,7 +167,7 @@ class Control:
         if self._pending is None:
             return
         (comparison, text), self._pending = self._pending, None
-        self._progress.party = self._everyone
+        self._progress.rank_group = self._everyone
         doing = f"the check of {self._progress.doing}"
         try:
             self.waiting.wait(comparison)
@@ -179,7 +179,9 @@ class Control:
 
     # The collectives of this rank.
 
-    def begin(self, operation: Any, x: Tensor, site: Any, party: Party, every: bool) -> None:
+    def begin(
+        self, operation: Any, x: Tensor, site: Any, rank_group: RankGroup, every: bool
+    ) -> None:
         """Records a collective that is about to begin, after the checks that precede it.
 
         One function, and few calls: after a computation or a wait each finds cold caches.
@@ -188,7 +190,7 @@ class Control:
             operation: has `axes`, and a string that identifies it.
             x: its operand.
             site: the user's line, if it is known.
-            party: the ranks that it is among.
+            rank_group: the ranks that it is among.
             every: whether to compare it with the other ranks before it begins.
 
         Raises:
@@ -201,14 +203,14 @@ class Control:
         if every or not self.in_call:
             made_in = self._compare_first(operation, (dtype, shape), site, every)
         progress, new = self._progress, self.recorder.new
-        progress.party = party
-        new.append((progress.call, operation, dtype, shape, site, made_in, party))
+        progress.rank_group = rank_group
+        new.append((progress.call, operation, dtype, shape, site, made_in, rank_group))
         if len(new) >= LENGTH:
             self._history.catch_up()
 
-    def resume(self, party: Party) -> None:
+    def resume(self, rank_group: RankGroup) -> None:
         """Records that this rank waits from now on for a collective that it has begun before."""
-        self._progress.party = party
+        self._progress.rank_group = rank_group
 
     def _compare_first(self, operation: Any, operand: Operand, site: Any, every: bool) -> int:
         """Compares the first collective of a backward; returns the call that it belongs to, or 0.
@@ -251,20 +253,20 @@ class Control:
         self.waiting.block()
         # The other ranks post a little later that they wait.
         stuck = isinstance(error, StuckError)
-        posts = error.stands if isinstance(error, StuckError) else self._board.look_on(_GATHER)
-        mine = self._progress.stand()
-        stands = {**posts, self.rank: mine}
+        posts = error.statuses if isinstance(error, StuckError) else self._board.look_on(_GATHER)
+        mine = self._progress.status()
+        statuses = {**posts, self.rank: mine}
         missing = [
             rank
-            for rank in (self._progress.party.members or self._everyone.members)
-            if rank != self.rank and (rank not in stands or lacks(mine, stands[rank]))
+            for rank in (self._progress.rank_group.members or self._everyone.members)
+            if rank != self.rank and (rank not in statuses or lacks(mine, statuses[rank]))
         ]
         why, site = shorten(str(error)), call_site()
         if site is not None:
             what += f", at {site.place},"
         text = f"{what} failed on rank {self.rank}: {why}\n" + "\n".join(
             [
-                *self._described(stands, missing),
+                *self._described(statuses, missing),
                 f"The last collectives of each rank are in {dump_folder()}; compare them by "
                 f"`python -m shardmap_torch.postmortem {dump_folder()}`.",
             ]
@@ -286,20 +288,20 @@ class Control:
         if not self.broken:
             self._break(f"{error}".splitlines()[0], f"{error}", disagree=False)
 
-    def _described(self, stands: Mapping[int, Stand], missing: Sequence[int]) -> list[str]:
-        silences = {rank: self._board.silence(rank) for rank in stands if rank != self.rank}
-        return describe_ranks(self.size, stands, missing, silences, self._board.failure)
+    def _described(self, statuses: Mapping[int, Status], missing: Sequence[int]) -> list[str]:
+        silences = {rank: self._board.silence(rank) for rank in statuses if rank != self.rank}
+        return describe_ranks(self.size, statuses, missing, silences, self._board.failure)
 
     def _differ(self, text: str, is_clean: bool) -> NoReturn:
         """Posts this rank's text, collects those of the others, and raises their difference."""
         progress, site = self._progress, call_site()
         number, place = self._history.num_checks, "" if site is None else site.place
-        progress.ballot = own = number, place, text
+        progress.report = own = number, place, text
         self._board.touch()
         limit = min(2 * _GATHER, self.timeout.total_seconds())
-        ballots = self._board.ballots(own, limit)
-        texts = {rank: ballot[2] for rank, ballot in ballots.items()}
-        message = difference(progress.call[1], texts, {r: b[1] for r, b in ballots.items()})
+        reports = self._board.reports(own, limit)
+        texts = {rank: report[2] for rank, report in reports.items()}
+        message = difference(progress.call[1], texts, {r: b[1] for r, b in reports.items()})
         if is_clean:  # no message is in flight, and every rank knows
             self._history.clear()
             progress.call = 0, progress.call[1]
@@ -325,8 +327,8 @@ class Control:
         end = monotonic() + patience.total_seconds()
         late = list(self._everyone.members)
         while late and monotonic() < end:
-            stands = self._board.look(1.0)
-            late = [r for r in late if r not in stands or stands[r].epoch < self.epoch]
+            statuses = self._board.look(1.0)
+            late = [r for r in late if r not in statuses or statuses[r].epoch < self.epoch]
             self._board.pause()
         if late:
             progress.broken = f"recover() has not been called by {ranks_text(late)}."

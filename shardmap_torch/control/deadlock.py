@@ -11,7 +11,7 @@ PATIENCE: Final = timedelta(seconds=1)
 
 State: TypeAlias = Literal["runs", "waits", "raised", "broken", "disagrees", "exited"]
 
-Ballot: TypeAlias = tuple[int, str, str]
+Report: TypeAlias = tuple[int, str, str]
 """The number, line and text of a rank's call in a check that failed."""
 
 CHECK: Final = "check"
@@ -19,7 +19,7 @@ CHECK: Final = "check"
 
 
 @dataclass(frozen=True)
-class Party:
+class RankGroup:
     """Ranks that do an operation together.
 
     Attributes:
@@ -32,7 +32,7 @@ class Party:
 
 
 @dataclass(frozen=True)
-class Stand:
+class Status:
     """The progress of a rank, as it posts it for its peers.
 
     Attributes:
@@ -46,7 +46,7 @@ class Stand:
         post: differs between any two waits of one rank.
         beat: counter that grows while the rank's process is alive.
         epoch: number of its recoveries.
-        ballot: number, line and text of its call in the check that failed, if one did.
+        report: number, line and text of its call in the check that failed, if one did.
     """
 
     state: State = "runs"
@@ -58,34 +58,34 @@ class Stand:
     post: int = 0
     beat: int = 0
     epoch: int = 0
-    ballot: Ballot | None = None
+    report: Report | None = None
 
     def to_json(self) -> str:
         """Serialises it for the store; `read` is the inverse."""
         return json.dumps(asdict(self))
 
-    def will_never_join(self, waiting: "Stand") -> bool:
+    def will_never_join(self, waiting: "Status") -> bool:
         """Returns whether it cannot join the operation of `waiting`: it has left that call."""
         if self.state == "raised":  # and may go on with the next call
             return self.call >= waiting.call
         return self.state in ("broken", "disagrees", "exited")
 
 
-def read(text: str) -> Stand:
+def read(text: str) -> Status:
     """Parses the result of `to_json`."""
     raw = json.loads(text)
     raw["members"] = tuple(raw["members"])
-    raw["ballot"] = None if raw["ballot"] is None else tuple(raw["ballot"])
-    return Stand(**raw)
+    raw["report"] = None if raw["report"] is None else tuple(raw["report"])
+    return Status(**raw)
 
 
-def lacks(waiting: Stand, other: Stand) -> bool:
+def lacks(waiting: Status, other: Status) -> bool:
     """Returns whether `other` has not begun the operation that `waiting` waits in."""
     begun = other.counts.get(waiting.group, 0)
     return begun < waiting.counts.get(waiting.group, 0)
 
 
-def find_deadlock(rank: int, stands: Mapping[int, Stand]) -> Sequence[int]:
+def find_deadlock(rank: int, statuses: Mapping[int, Status]) -> Sequence[int]:
     """Finds ranks that `rank` waits for, directly or through others, and that can never arrive.
 
     A rank waits for the members of its group that have not begun the operation. It waits for ever
@@ -99,11 +99,11 @@ def find_deadlock(rank: int, stands: Mapping[int, Stand]) -> Sequence[int]:
     done: set[int] = set()
 
     def search(at: int, path: tuple[int, ...]) -> tuple[int, ...]:
-        stand = stands[at]
-        for member in stand.members if stand.state == "waits" else ():
-            if member == at or member not in stands or not lacks(stand, stands[member]):
+        status = statuses[at]
+        for member in status.members if status.state == "waits" else ():
+            if member == at or member not in statuses or not lacks(status, statuses[member]):
                 continue
-            if stands[member].will_never_join(stand) or member in (*path, at):
+            if statuses[member].will_never_join(status) or member in (*path, at):
                 return (*path, at, member)
             if member not in done and (found := search(member, (*path, at))):
                 return found

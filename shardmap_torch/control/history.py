@@ -50,16 +50,16 @@ class History:
     def counts(self) -> Mapping[str, int]:
         """Returns the number of operations by group; called on any thread."""
         new, counts = self._recorder.new.copy(), self._counts.copy()  # at once, while others write
-        for *_, party in new:
-            counts[party.name] = counts.get(party.name, 0) + 1
+        for *_, rank_group in new:
+            counts[rank_group.name] = counts.get(rank_group.name, 0) + 1
         return counts
 
     def catch_up(self) -> None:
         """Adds the collectives recorded since the last time."""
         moves, counts = self._moves, self._counts
-        for _, operation, dtype, shape, _, made_in, party in self._recorder.take():
+        for _, operation, dtype, shape, _, made_in, rank_group in self._recorder.take():
             moves = (moves * _FACTOR + self.key(operation, dtype, shape, made_in)) % _MODULUS
-            counts[party.name] = counts.get(party.name, 0) + 1
+            counts[rank_group.name] = counts.get(rank_group.name, 0) + 1
         self._moves = moves
 
     def key(self, operation: Any, dtype: torch.dtype, shape: torch.Size, made_in: int) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from shardmap_torch.control.deadlock import PATIENCE, Stand
+from shardmap_torch.control.deadlock import PATIENCE, Status
 
 
 def describe_error(error: BaseException) -> str:
@@ -35,7 +35,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def describe_ranks(
     size: int,
-    stands: Mapping[int, Stand],
+    statuses: Mapping[int, Status],
     missing: Sequence[int],
     silences: Mapping[int, float],
     failure: str,
@@ -44,7 +44,7 @@ def describe_ranks(
 
     Args:
         size: the number of ranks.
-        stands: the newest post of each, where one is known.
+        statuses: the newest post of each, where one is known.
         missing: those that another waits for.
         silences: the seconds since each of the others posted.
         failure: of the store; empty if it answers.
@@ -52,7 +52,7 @@ def describe_ranks(
     lines = [f"  missing: {ranks_text(missing)}"] if missing else []
     texts: dict[str, list[int]] = {}
     for rank in range(size):
-        known = stands.get(rank)
+        known = statuses.get(rank)
         what = known.what if known is not None else "has never been heard of"
         silence = silences.get(rank, 0.0)
         if silence > _SILENT:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shardmap_torch.control.deadlock import CHECK, Ballot, Party, Stand, State
+from shardmap_torch.control.deadlock import CHECK, RankGroup, Report, State, Status
 from shardmap_torch.control.history import History
 from shardmap_torch.control.recorder import Recorder
 
@@ -13,7 +13,7 @@ class Progress:
 
     Attributes:
         call: the number of the newest call of a shard_mapped function, and the function's name.
-        party: the ranks of its newest operation.
+        rank_group: the ranks of its newest operation.
         is_blocked: whether it has posted that it waits in that operation.
         doing: the description of the newest comparison.
         raised: the error of its newest call.
@@ -21,19 +21,19 @@ class Progress:
         failed: the state of a rank that is broken.
         exited: whether the process ends.
         epoch: number of its recoveries.
-        ballot: its call in a comparison that failed.
+        report: its call in a comparison that failed.
         suspect: the ranks that could not arrive when it was last looked.
     """
 
     def __init__(self, recorder: Recorder, history: History) -> None:
         self._recorder, self._history = recorder, history
         self.call: tuple[int, str] = (0, "")
-        self.party = Party()
+        self.rank_group = RankGroup()
         self.is_blocked = self.exited = False
         self.doing = self.raised = self.broken = ""
         self.failed: State = "broken"
         self.epoch = 0
-        self.ballot: Ballot | None = None
+        self.report: Report | None = None
         self.suspect: Sequence[Any] = ()
         self._post = self._beat = 0
 
@@ -41,7 +41,7 @@ class Progress:
         """Notes that this rank waits for others."""
         self._post += 1
         self.is_blocked = True
-        self._recorder.is_open = self.party.name != CHECK
+        self._recorder.is_open = self.rank_group.name != CHECK
 
     def unblock(self) -> None:
         """Notes that the wait is over."""
@@ -54,21 +54,21 @@ class Progress:
         self.broken, self.raised = self.broken or "it calls recover().", ""
         self.unblock()
 
-    def stand(self) -> Stand:
+    def status(self) -> Status:
         """Describes the progress; called on any thread."""
         self._beat += 1
         state, what = self._state()
-        return Stand(
+        return Status(
             state=state,
             call=self.call[0],
             what=what,
-            group=self.party.name,
-            members=self.party.members if state == "waits" else (),
+            group=self.rank_group.name,
+            members=self.rank_group.members if state == "waits" else (),
             counts=self._history.counts(),
             post=self._post,
             beat=self._beat,
             epoch=self.epoch,
-            ballot=self.ballot,
+            report=self.report,
         )
 
     def _state(self) -> tuple[State, str]:
@@ -82,7 +82,7 @@ class Progress:
             return self.failed, f"has failed before: {self.broken}"
         if self.raised:
             return "raised", f"{self.raised}, in {where}"
-        if self.is_blocked and self.party.name == CHECK:
+        if self.is_blocked and self.rank_group.name == CHECK:
             return "waits", f"waits in the check of {self.doing}"
         if self.is_blocked:
             return "waits", f"waits in {last}"

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from shardmap_torch.control.deadlock import Party
+from shardmap_torch.control.deadlock import RankGroup
 from shardmap_torch.errors import PostmortemError, show_shape
 
 VARIABLE: Final = "SHARDMAP_TORCH_DUMPS"
@@ -59,7 +59,7 @@ class Dump:
     entries: Sequence[Entry]
 
 
-Raw: TypeAlias = tuple[tuple[int, str], Any, torch.dtype, torch.Size, Any, int, Party]
+Raw: TypeAlias = tuple[tuple[int, str], Any, torch.dtype, torch.Size, Any, int, RankGroup]
 """A collective as it is recorded: the call and its function, the operation, dtype and shape of its
 operand, the user's line, the call whose backward it is in or 0, and the ranks it is among."""
 

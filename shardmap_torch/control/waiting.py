@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from shardmap_torch.control.board import Board
-from shardmap_torch.control.deadlock import CHECK, PATIENCE, Stand, find_deadlock
+from shardmap_torch.control.deadlock import CHECK, PATIENCE, Status, find_deadlock
 from shardmap_torch.control.exchange import Comparison
 from shardmap_torch.control.progress import Progress
 from shardmap_torch.core.source_location import call_site
@@ -14,15 +14,15 @@ from shardmap_torch.core.source_location import call_site
 class StuckError(Exception):
     """The ranks that this one waits for can never arrive."""
 
-    def __init__(self, path: Sequence[int], stands: Mapping[int, Stand]) -> None:
+    def __init__(self, path: Sequence[int], statuses: Mapping[int, Status]) -> None:
         """Keeps the result and the argument of `find_deadlock`."""
         super().__init__(f"waits for ever for rank {path[0]}")
-        self.path, self.stands = path, stands
+        self.path, self.statuses = path, statuses
 
     @property
     def is_disagreement(self) -> bool:
         """Returns whether all ranks are alive, and wait in different operations."""
-        return self.stands[self.path[-1]].state in ("waits", "disagrees")
+        return self.statuses[self.path[-1]].state in ("waits", "disagrees")
 
 
 def is_done(work: dist.Work | Comparison) -> bool:
@@ -72,11 +72,11 @@ class Waiting:
         """
         progress = self._progress
         self.block()
-        stands = {**self._board.look(PATIENCE.total_seconds()), self._rank: progress.stand()}
-        path = find_deadlock(self._rank, stands)
-        seen = tuple((r, stands[r].post, stands[r].call, stands[r].state) for r in path)
+        statuses = {**self._board.look(PATIENCE.total_seconds()), self._rank: progress.status()}
+        path = find_deadlock(self._rank, statuses)
+        seen = tuple((r, statuses[r].post, statuses[r].call, statuses[r].state) for r in path)
         if path and seen == progress.suspect:
-            raise StuckError(path, stands)
+            raise StuckError(path, statuses)
         progress.suspect = seen
 
     def block(self) -> None:
@@ -85,7 +85,7 @@ class Waiting:
         if progress.is_blocked:
             return
         site = call_site()
-        if progress.party.name == CHECK and site is not None:
+        if progress.rank_group.name == CHECK and site is not None:
             progress.doing += f" at {site.place}"
         progress.block()
         self._board.touch()

@@ -6,7 +6,7 @@ without knowing why; or would add numbers that do not belong together.
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from torch import Tensor
@@ -16,7 +16,6 @@ from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.replay import Difference
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.control.control import Control
 from shardmap_torch.control.start import current
 from shardmap_torch.core.source_location import call_site
@@ -67,17 +66,10 @@ def describe(call: Call, verdict: Verdict | None) -> Description:
     return Description(call.name, "\n".join([head_only.text, *equations]), head_only.digest)
 
 
-_DEFAULTS: Final = {field.name: field.default for field in fields(Collective)}
-
-
 def _collective(equation: Equation) -> str:
     """Formats a collective with its arguments, which the program's text leaves out."""
-    collective = equation.collective
-    words = [
-        f"{name}={getattr(collective, name)}"
-        for name, default in _DEFAULTS.items()
-        if default is not MISSING and getattr(collective, name) != default
-    ]
+    options = {} if equation.collective is None else equation.collective.options
+    words = [f"{name}={value}" for name, value in options.items()]
     site = f"  # {equation.site}" if equation.site is not None else ""
     return "  " + ", ".join([equation.name, *words]) + site
 

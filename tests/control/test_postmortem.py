@@ -7,7 +7,7 @@ import torch
 
 from shardmap_torch import I, Partial, PostmortemError, R
 from shardmap_torch.collectives.operations import collective_of
-from shardmap_torch.control.deadlock import Party
+from shardmap_torch.control.deadlock import RankGroup
 from shardmap_torch.control.recorder import VARIABLE, Recorder, read_dump
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.postmortem import main
@@ -21,7 +21,7 @@ def record(*operations: object) -> Recorder:
     recorder = Recorder()
     for number, operation in enumerate(operations, 1):
         site = Site("model.py", 10 + number)
-        recorder.new.append(((number, "step"), operation, *OPERAND, site, 0, Party()))
+        recorder.new.append(((number, "step"), operation, *OPERAND, site, 0, RankGroup()))
     recorder.is_open = True
     return recorder
 

@@ -1,7 +1,6 @@
 """Values of verdicts as JSON, and back; a value of another type is an error, in both directions."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -51,25 +50,15 @@ def decode(value: Json) -> Any:
 
 _PLAIN: Final = frozenset({type(None), bool, int, str})
 
-_DEFAULTS: Final = {field.name: field.default for field in fields(Collective)}
-_GIVEN: Final = ("name", "src", "dst", "axes")
+
+def _write_collective(c: Collective) -> Json:
+    options = {name: encode(value) for name, value in c.options.items()}
+    return [c.name, encode(c.src), encode(c.dst), encode(c.axes), options]
 
 
-def _write_collective(collective: Collective) -> Json:
-    values = {name: getattr(collective, name) for name in _DEFAULTS}
-    return {
-        name: encode(value)
-        for name, value in values.items()
-        if name in _GIVEN or value != _DEFAULTS[name]
-    }
-
-
-def _read_collective(content: Mapping[str, Json]) -> Collective:
-    values = {name: decode(value) for name, value in content.items()}
-    if not _DEFAULTS.keys() >= values.keys():
-        raise EncodingError("a collective")
-    given = [values.pop(name) for name in _GIVEN]
-    return collective_of(*given, **values)
+def _read_collective(content: Json) -> Collective:
+    *given, options = content
+    return collective_of(*map(decode, given), **{n: decode(x) for n, x in options.items()})
 
 
 def _write_spec(spec: P) -> Json:
