@@ -6,7 +6,7 @@ others in the collectives that autograd runs there.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -239,8 +239,24 @@ def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-class _RanksFunction(TypedFunction):
-    """Autograd Function of one call of all ranks; first-order reverse mode only."""
+class _FirstOrder(TypedFunction):
+    """Autograd Function that has first-order reverse mode only."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise TransformError(_FIRST_ORDER)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise TransformError(_FIRST_ORDER)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        raise TransformError(_FIRST_ORDER)
+
+
+class _RanksFunction(_FirstOrder):
+    """Autograd Function of one call of all ranks."""
 
     @staticmethod
     def forward(ranks: _Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -260,16 +276,8 @@ class _RanksFunction(TypedFunction):
         reject_batched_gradients()
         return None, *_RanksBackward.apply(ctx.ranks, len(grads), *grads, *ctx.saved_tensors)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise TransformError(_FIRST_ORDER)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        raise TransformError(_FIRST_ORDER)
-
-
-class _RanksBackward(TypedFunction):
+class _RanksBackward(_FirstOrder):
     """Backward of `_RanksFunction`: a Function too, so that functorch unwraps its operands.
 
     It has the inputs as operands so that a second derivative reaches it, and fails, rather than
@@ -284,20 +292,8 @@ class _RanksBackward(TypedFunction):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise TransformError(_FIRST_ORDER)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise TransformError(_FIRST_ORDER)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        raise TransformError(_FIRST_ORDER)
-
-
-_FIRST_ORDER = (
+_FIRST_ORDER: Final = (
     "Simulated ranks that run as threads give first-order reverse gradients only. For forward "
     'mode, vmap from outside and higher orders use make_mesh(..., simulate="vmap").'
 )
