@@ -99,7 +99,8 @@ class Board:
         closing = False
         while not closing:
             with self._wake:
-                if not (self._closing or self._requests > self._answered or self._is_touched()):
+                is_asked = self._requests > self._answered or self._touched > self._posted
+                if not (self._closing or is_asked):
                     self._wake.wait(self._interval)
                 closing, request, touched = self._closing, self._requests, self._touched
             try:
@@ -117,9 +118,6 @@ class Board:
                         self._seen[rank], self._changed_at[rank] = status, monotonic()
                 self._answered = request
                 self._wake.notify_all()
-
-    def _is_touched(self) -> bool:
-        return self._touched > self._posted
 
     def _read(self) -> dict[int, Status]:
         keys = [_key(rank) for rank in range(self._size)]

@@ -88,7 +88,7 @@ class _CrossEntropyMode(TorchFunctionMode):
             if isinstance(logits, DTensor):
                 return _cross_entropy(**bound.arguments, **_layout_of(logits))
             if self._mesh is not None and isinstance(logits, Tensor):
-                spec = _with_classes(logits, self._axis)
+                spec = P(*[None] * _class_dim(logits), self._axis)
                 return _cross_entropy(**bound.arguments, mesh=self._mesh, spec=spec)
         return func(*args, **kwargs)
 
@@ -98,10 +98,6 @@ _SIGNATURE: Final = inspect.signature(functional.cross_entropy)
 
 def _class_dim(logits: Tensor) -> int:
     return 1 if logits.ndim > 1 else 0
-
-
-def _with_classes(logits: Tensor, axis: str) -> P:
-    return P(*[None] * _class_dim(logits), axis)
 
 
 def _layout_of(logits: DTensor) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.replay import Difference
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.control.control import Control
 from shardmap_torch.control.start import current
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
@@ -112,13 +111,9 @@ def agree(own: Description, departure: Difference | None = None, now: bool = Tru
     control = current()
     if control is None:
         return
-    digest, text, doing = own.digest, own.text, _doing(control, own.name)
+    digest, text, doing = own.digest, own.text, f"call {control.call} of {own.name}"
     if departure is not None:
         difference = f"comes to {departure.found}, where the program has {departure.expected}"
         digest = zlib.crc32(f"{digest} {departure.depth}".encode())
         text, doing = f"{difference}\n{text}", f"{doing}, where it {difference}"
     control.check(digest, lambda: text, doing, now)
-
-
-def _doing(control: Control, name: str) -> str:
-    return f"call {control.call} of {name}"

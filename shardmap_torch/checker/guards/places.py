@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from operator import eq, is_
 from typing import Any, Final
 
-from shardmap_torch.checker.guards.changing import NUMPY_RANDOM, content_of
+from shardmap_torch.checker.guards.changing_objects import NUMPY_RANDOM, content_of
 
 ABSENT: Final = object()
 """Stands for the value of an attribute that an object lacks."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.guards.changing import Objects, gives_other_values, state_of
+from shardmap_torch.checker.guards.changing_objects import Objects, gives_other_values, state_of
 from shardmap_torch.checker.guards.places import (
     ABSENT,
     CONTAINERS,

@@ -34,7 +34,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardmap_torch.checker.guards.changing import (
+from shardmap_torch.checker.guards.changing_objects import (
     CHANGING_MODULES,
     DICT_VIEWS,
     Objects,

@@ -19,8 +19,8 @@ from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.ir.sizes import Sizes
 from shardmap_torch.checker.sizes.instance import NAMES, Values, verdict_at
-from shardmap_torch.checker.sizes.passing import MARKED, passing_for_numbers
 from shardmap_torch.checker.sizes.slots import Slot
+from shardmap_torch.checker.sizes.symbols_as_numbers import MARKED, passing_for_numbers
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.torch_private.symbols import PythonPrinter, Source

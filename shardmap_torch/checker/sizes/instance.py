@@ -10,7 +10,7 @@ import torch
 
 from shardmap_torch.checker.guards.replay import Step
 from shardmap_torch.checker.ir.program import Equation, KernelCollective, ProgramPath, Use
-from shardmap_torch.checker.sizes.passing import MARKED, NUMBERS, expression, is_symbol
+from shardmap_torch.checker.sizes.symbols_as_numbers import MARKED, NUMBERS, expression, is_symbol
 from shardmap_torch.checker.verify.verdict import Verdict
 
 NAMES: Mapping[str, Any] = {"math": math, "torch": torch}

@@ -30,7 +30,7 @@ from typing import Any, Final, Generic, Protocol
 import optree
 import torch
 
-from shardmap_torch.checker.guards.changing import is_array
+from shardmap_torch.checker.guards.changing_objects import is_array
 from shardmap_torch.checker.guards.code_names import names_in
 from shardmap_torch.checker.guards.libraries import is_library, is_library_name
 from shardmap_torch.checker.guards.walk import Walk

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.captured_state import Surroundings
-from shardmap_torch.checker.guards.changing import is_there, position_of
+from shardmap_torch.checker.guards.changing_objects import is_there, position_of
 from shardmap_torch.checker.guards.places import Kept, Place, looking
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.errors import ShardTypeError
