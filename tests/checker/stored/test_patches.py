@@ -31,7 +31,7 @@ def test_a_replaced_function_is_named(
     new = functools.wraps(theirs)(lambda *args: theirs(*args)) if copies_name else another
     monkeypatch.setattr(owner, name, new)
     assert list(patches()) == [name]
-    with as_started(), pytest.raises(UnstableError, match=rf"^{name}, which somebody has replaced"):
+    with as_started(), pytest.raises(UnstableError, match=rf"^{name}, which has been replaced"):
         circumstances()
 
 
