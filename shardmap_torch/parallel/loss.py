@@ -128,7 +128,7 @@ def _cross_entropy(
     if axis is None:
         raise SpecError(
             f"loss_parallel: the classes, dim {class_dim} of the logits {list(input.shape)}, must "
-            f"be sharded over a mesh axis, but are by {spec!r}. Give the last layer "
+            f"be sharded over a mesh axis, but their spec is {spec!r}. Give the last layer "
             "output_layouts=Shard(-1), use_local_output=False, or leave loss_parallel."
         )
     _check(input, target, batch, size_average, reduce, reduction, label_smoothing)
@@ -178,7 +178,7 @@ def _check(
         problems.append(f"targets have shape {expected} here, not {list(target.shape)}")
     elif batch.sharded_dims and isinstance(logits, DTensor) and not isinstance(target, DTensor):
         problems.append(
-            f"the batch lies by {batch!r}, so the target is a DTensor that does too; make it by "
+            f"the batch is sharded by {batch!r}, so the target is a DTensor sharded alike; make it by "
             "from_local or device_put"
         )
     if size_average is not None or reduce is not None:

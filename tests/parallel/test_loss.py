@@ -193,8 +193,8 @@ def wrong_layouts() -> list[str]:
 def test_logits_that_lie_otherwise_are_refused(gloo: Gloo) -> None:
     assert gloo(4).run(wrong_layouts)[0] == [
         "loss_parallel: the classes, dim 1 of the logits [4, 6], must be sharded over a mesh "
-        "axis, but lie by P('dp'). Give the last layer output_layouts=Shard(-1), "
+        "axis, but their spec is P('dp'). Give the last layer output_layouts=Shard(-1), "
         "use_local_output=False, or leave loss_parallel.",
-        "loss_parallel: the batch lies by P('dp'), so the target is a DTensor that does "
-        "too; make it by from_local or device_put.",
+        "loss_parallel: the batch is sharded by P('dp'), so the target is a DTensor sharded "
+        "alike; make it by from_local or device_put.",
     ]
