@@ -178,8 +178,8 @@ def _check(
         problems.append(f"targets have shape {expected} here, not {list(target.shape)}")
     elif batch.sharded_dims and isinstance(logits, DTensor) and not isinstance(target, DTensor):
         problems.append(
-            f"the batch is sharded by {batch!r}, so the target is a DTensor sharded alike; make it by "
-            "from_local or device_put"
+            f"the batch is sharded by {batch!r}, so the target is a DTensor sharded alike; make it "
+            "by from_local or device_put"
         )
     if size_average is not None or reduce is not None:
         problems.append("size_average and reduce are not supported; use reduction")
