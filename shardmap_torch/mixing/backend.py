@@ -18,7 +18,7 @@ from shardmap_torch.core.functorch import base_of
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.mixing.layouts import replicated, settled
 from shardmap_torch.mixing.values import Place, Share, Unshare, local_of, moved
-from shardmap_torch.mixing.writes import Copies
+from shardmap_torch.mixing.writes import RedistributedViews
 
 _GRAD: Final = "gradient"
 """The name of redistributions of gradients in reports."""
@@ -41,7 +41,7 @@ class SharingBackend(ProcessGroupBackend):
         assert mesh.device_mesh is not None  # only process-group meshes come here
         names = mesh.device_mesh.mesh_dim_names or ()
         self.automatic = axes
-        self.copies = Copies()
+        self.copies = RedistributedViews()
         self.shared: DeviceMesh = mesh.device_mesh[
             tuple(names[mesh.axis_names.index(axis)] for axis in axes)
         ]

@@ -24,7 +24,7 @@ def here() -> str:
     return f"at {site}" if site is not None else "in the body"
 
 
-class Copies:
+class RedistributedViews:
     """The views of one run of a body that had to be redistributed, and so are copies.
 
     After a write the value and those of its copies that are still there would differ.

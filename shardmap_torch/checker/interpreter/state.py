@@ -19,7 +19,7 @@ from shardmap_torch.checker.calls.fake_results import fake_mode
 from shardmap_torch.checker.calls.remembered import Remembered, address_of
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import StorageType, varying
-from shardmap_torch.checker.rewrites.aliases import Rows
+from shardmap_torch.checker.rewrites.aliases import AliasedRows
 from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.core.closures import name_in
@@ -103,7 +103,7 @@ class Memory:
         self.observer: Observer = UNOBSERVED
         self.body: Callable[..., Any] | None = None
         self.closures: dict[int, Tensor] = {}
-        self.rows, self.copies = Rows(), Copies()
+        self.rows, self.copies = AliasedRows(), Copies()
         self.types_by_storage: dict[int, StorageType] = {}
         self.remembered = Remembered(self.fake)
         self.is_paused = False

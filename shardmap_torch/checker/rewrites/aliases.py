@@ -28,7 +28,7 @@ class Host(selections.Host, Protocol):
     """An interpreter, as the functions of this package see it."""
 
     numbers: Numbers
-    rows: "Rows"
+    rows: "AliasedRows"
 
     def paused(self) -> AbstractContextManager[None]:
         """Ignores operations in a context."""
@@ -49,7 +49,7 @@ class _Row:
     of_source: Equation | None
 
 
-class Rows:
+class AliasedRows:
     """The rows that are copies here and views in a run.
 
     Attributes:

@@ -27,7 +27,7 @@ from shardmap_torch.types import I, K, R, Z
 _SUMMED: tuple[Cast, ...] = (("convert", I, R),)
 
 
-class Inner:
+class NestedBoundaries:
     """The boundaries of inner functions on one path through a body."""
 
     def __init__(self, interpreter: Interpreter, uncommitted: Uncommitted) -> None:

@@ -31,7 +31,7 @@ from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.backward import PullBack, record_backward
 from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape, local_shape
 from shardmap_torch.checker.verify.merge import is_raised_by_body
-from shardmap_torch.checker.verify.nested import Inner
+from shardmap_torch.checker.verify.nested import NestedBoundaries
 from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, repair_results, report_values
 from shardmap_torch.checker.verify.record import Recording
 from shardmap_torch.checker.verify.reference import OneDevice
@@ -220,7 +220,7 @@ class _Verification:
         self._interpreter = Interpreter(call.name, call.mesh, branches, request.repair, env)
         self._interpreter.body = call.function  # for messages
         self._uncommitted = Uncommitted(self._interpreter, uncommitted)
-        self._inner = Inner(self._interpreter, self._uncommitted)
+        self._inner = NestedBoundaries(self._interpreter, self._uncommitted)
         spots = self._interpreter.spots
         if one is not None and spots is not None:
             spots.all_runs = one.runs

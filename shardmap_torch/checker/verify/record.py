@@ -8,7 +8,7 @@ from torch import Tensor
 from shardmap_torch.checker.guards.places import look
 from shardmap_torch.checker.guards.replay import TYPE, Step
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.verify.nested import Inner
+from shardmap_torch.checker.verify.nested import NestedBoundaries
 from shardmap_torch.collectives.operations import is_rounded_by
 from shardmap_torch.collectives.protocol import Casts, Edge, Note, Reruns
 from shardmap_torch.core.source_location import call_site
@@ -19,7 +19,7 @@ from shardmap_torch.types import AxisType
 class Recording:
     """Notes a body's steps while it is interpreted; see `backend.Monitor`."""
 
-    def __init__(self, interpreter: Interpreter, start: Step, inner: Inner) -> None:
+    def __init__(self, interpreter: Interpreter, start: Step, inner: NestedBoundaries) -> None:
         """Adds to `start`, which may have the notes of other paths already."""
         self._interpreter, self._at, self._inner = interpreter, start, inner
 
