@@ -396,6 +396,37 @@ def test_rank_threads_refuse_a_closure_that_an_outer_transform_tracks() -> None:
     )
 
 
+class Scaled:
+    """A body that finds its weight in an attribute."""
+
+    w: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return all_reduce((x * self.w).sum(), "tp", dst=I)
+
+
+BODIES: dict[str, Callable[[Scaled], Callable[[Tensor], Tensor]]] = {
+    "callable object": lambda scaled: scaled,
+    "bound method": lambda scaled: scaled.__call__,
+    "attribute of a closure": lambda scaled: lambda x: scaled(x),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_rank_threads_refuse_such_a_tensor_in_an_attribute(name: str) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
+
+    def loss(w: Tensor) -> Tensor:
+        scaled = Scaled()
+        scaled.w = w
+        body = BODIES[name](scaled)
+        out: Tensor = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P())(X)
+        return out
+
+    with pytest.raises(TransformError, match="the body closes over a tensor that a torch"):
+        torch.func.grad(loss)(torch.tensor(2.0).double())
+
+
 def losses_on(mesh: Mesh, check: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """A loss whose body closes over its weights, in a dict and by another function; and by hand."""
 

@@ -15,6 +15,7 @@ from shardmap_torch.backends.threads import Rendezvous, ThreadBackend, by_ranks,
 from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
 from shardmap_torch.boundary.matching import crosses
 from shardmap_torch.boundary.shards import global_of, locals_of
+from shardmap_torch.checker.guards.walk import Walk
 from shardmap_torch.collectives.autograd import TypedFunction
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import can_receive_gradient, reject_batched_gradients
@@ -23,7 +24,6 @@ from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing
 from shardmap_torch.run.drawing import CallSeed, Drawing
-from shardmap_torch.run.safety.captures import closed_over
 from shardmap_torch.run.vmap import unequal
 from shardmap_torch.spec import P
 
@@ -47,7 +47,7 @@ def run(call: Call) -> Tree:
 def _reject_wrapped(call: Call) -> None:
     """Rejects closures over a transform's tensors: on other threads their gradient is lost."""
     wrapped = functorch.is_functorch_wrapped_tensor
-    if any(wrapped(tensor) for tensor in closed_over(call.function)):
+    if any(map(wrapped, Walk(call.function).tensors)):
         raise TransformError(
             f"{call.name}: the body closes over a tensor that a torch.func transform outside "
             "differentiates or batches. Pass it as an argument."
