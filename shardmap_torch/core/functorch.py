@@ -1,16 +1,19 @@
 """torch.func's levels of transforms: the values under them, and what they differentiate."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from shardmap_torch.core.torch_private.engine import (
     TransformType,
     forward_level,
     functorch,
     is_vmapped_by_autograd,
+    temporarily_pop_interpreter_stack,
 )
 from shardmap_torch.errors import TransformError
 
@@ -28,6 +31,34 @@ def levels(tensor: Tensor) -> Iterator[Tensor]:
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
         yield tensor
+
+
+def tangents(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the tangents that forward mode knows of a value, and theirs, each after its value.
+
+    Example:
+        >>> def note(x):
+        ...     print([(value.shape, tangent.shape) for value, tangent in tangents(x)])
+        ...     return x
+        >>> _ = torch.func.jvp(note, (torch.zeros(2),), (torch.ones(2),))
+        [(torch.Size([2]), torch.Size([2]))]
+    """
+    for each in levels(tensor) if forward_level() >= 0 else ():
+        if not functorch.is_batchedtensor(each):
+            tangent = _tangent(each)
+            if tangent is not None and not base_of(tangent)._is_zerotensor():
+                yield each, tangent
+                yield from tangents(tangent)
+
+
+def _tangent(tensor: Tensor) -> Tensor | None:
+    """Returns the tangent of a tensor at its own level, below those of later transforms."""
+    level = functorch.maybe_get_level(tensor)
+    with ExitStack() as popped:
+        while (top := functorch.peek_interpreter_stack()) is not None and top.level() > level:
+            popped.enter_context(temporarily_pop_interpreter_stack())
+        tangent: Tensor | None = forward_ad.unpack_dual(tensor, level=0).tangent
+    return tangent
 
 
 def can_receive_gradient(value: Any) -> bool:

@@ -20,6 +20,7 @@ from shardmap_torch.core.torch_private.engine import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    forward_level,
     has_kernel,
     make_subclass,
     set_throw_on_data_pointer,
@@ -142,7 +143,12 @@ def run_fake(
     if key is None:
         if mode.shape_env is None and _is_in_place_on_lists(op):
             args, _ = _distinct(args, kwargs) or (args, ())
-        return op(*args, **kwargs)
+        # torch remembers calls by operands of which it does not see whether they are zeros.
+        before, mode.cache_enabled = mode.cache_enabled, forward_level() < 0
+        try:
+            return op(*args, **kwargs)
+        finally:
+            mode.cache_enabled = before
     known = _RESULTS.find(key)
     if known is not None:
         return make(mode, known, _operands(args))

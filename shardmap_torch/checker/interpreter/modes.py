@@ -41,7 +41,7 @@ from shardmap_torch.checker.rules.distributed_calls import NAMESPACES
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.registry import MEANINGS
 from shardmap_torch.core.autograd_state import graph_nodes
-from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.functorch import base_of, tangents
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
@@ -49,6 +49,7 @@ from shardmap_torch.core.torch_private.engine import (
     HigherOrderOperator,
     TorchDispatchMode,
     custom_function_call,
+    forward_level,
     function_mode_stack,
     functorch,
     gradient_of_transform,
@@ -291,7 +292,20 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
         gradients.check_gradient(interpreter, operand, gradient)
     grads = gradients.hand_over(interpreter, inputs, grads)
     interpreter.observer.on_gradient(outputs, given_seeds, inputs, grads)
+    if forward_level() >= 0:
+        _note_tangents(interpreter, grads)
     return gradients.sum_by_repair(interpreter, grads)
+
+
+def _note_tangents(interpreter: Interpreter, grads: Sequence[Tensor | None]) -> None:
+    with interpreter.paused(), DisableTorchFunction():
+        pairs = [pair for grad in grads if grad is not None for pair in tangents(grad)]
+    interpreter.observer.on_tangents([value for value, _ in pairs], [made for _, made in pairs])
+
+
+def _make_dual(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    interpreter.observer.on_dual(*args[:2])
+    return func(*args, **kwargs)
 
 
 def _ending(outputs: Sequence[Any]) -> int | None:
@@ -397,6 +411,7 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
 
 _SPECIAL: Final[Mapping[Any, Any]] = {
     Tensor.requires_grad_: _requires_grad,
+    torch._C._VariableFunctions._make_dual: _make_dual,
     torch.autograd.grad: _grad,
     Tensor.backward: _backward,
     torch.autograd.backward: _several_backward,

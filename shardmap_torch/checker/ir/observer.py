@@ -90,6 +90,14 @@ class Observer:
         arguments = {"outputs": outputs, "seeds": seeds, "operands": operands, "before": before}
         self.on_step(GRADIENT, arguments, _present(gradients))
 
+    def on_dual(self, primal: Tensor, tangent: Tensor) -> None:
+        """Observes that forward mode begins at a value, with a tangent."""
+        self.on_step(DUAL, {"primal": primal, "tangent": tangent}, [])
+
+    def on_tangents(self, values: Sequence[Tensor], tangents: Sequence[Tensor]) -> None:
+        """Observes the tangents of gradients, which a backward has made in forward mode."""
+        self.on_step(TANGENT, {"values": values}, _present(tangents))
+
     def on_backward_start(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> None:
@@ -136,6 +144,8 @@ LITERAL: Final = "a literal"
 COLLECTIVE: Final = "a collective"
 INDEX: Final = "axis_index"
 GRADIENT: Final = "a gradient"
+DUAL: Final = "forward mode"
+TANGENT: Final = "the tangent of a gradient"
 BACKWARD: Final = "the backward of"
 REGION: Final = "local_region"
 VALUE: Final = "a Python value by"

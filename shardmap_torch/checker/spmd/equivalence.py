@@ -20,11 +20,13 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import (
     BACKWARD,
     COLLECTIVE,
+    DUAL,
     GRADIENT,
     INDEX,
     LITERAL,
     REGION,
     RESULT,
+    TANGENT,
     UNOBSERVED,
     VALUE,
     Observer,
@@ -228,6 +230,18 @@ class Relation(Observer):
                 for value, name in ((seeds, "seeds"), (operands, "operands"), (before, "before")):
                     self._maxima.keep(event, value, there[name])
                 self._gradients.has_custom_backward &= bool(self.followed)
+
+    def on_dual(self, primal: Tensor, tangent: Tensor) -> None:
+        """Looks whether a tangent is sharded like its value."""
+        with self._judged(DUAL, []) as live:
+            if live:
+                self._gradients.note_dual(self._take(DUAL), primal, tangent)
+
+    def on_tangents(self, values: Sequence[Tensor], tangents: Sequence[Tensor]) -> None:
+        """Lays out the tangents of gradients like these."""
+        with self._judged(TANGENT, []) as live:
+            if live:
+                self._gradients.note_tangents(self._take(TANGENT), values, tangents)
 
     def on_backward_start(
         self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]

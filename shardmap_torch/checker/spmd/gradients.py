@@ -1,6 +1,7 @@
 """Gradients in the ranks' program and on one device: sharded like the values they belong to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from torch import Tensor
@@ -37,6 +38,8 @@ class Gradients:
         """Reads the layouts of the values from `notes`; `store` has the terms of microbatches."""
         self._notes, self._terms = notes, store
         self.has_custom_backward = False
+        self._are_alike = True  # tangents and the values that they belong to
+        self._pushed: dict[int, Dim] = {}  # what a vmap batches of tangents, by its level
 
     def note(
         self,
@@ -63,19 +66,64 @@ class Gradients:
             if gradient is not None:
                 shard = self._notes.find(operand, ref, "what it is the gradient of")
                 number, shape = next(found)
-                shard = self._batched_like(shard, operand, gradient, shape)
+                shard = self._batched_like(shard, operand, gradient, shape, self._batched)
                 self._note(shard, operand, gradient, number, scale, old)
                 values = (outputs, seeds, operand, gradient, old[0])
                 note_gradient(self._terms, *values, self.has_custom_backward)
 
+    def note_dual(self, event: Event, primal: Tensor, tangent: Tensor) -> None:
+        """Notes whether a tangent, where forward mode begins, is laid out like its value."""
+        value, moves = event.arguments["primal"], event.arguments["tangent"]
+        try:
+            for each in (primal, tangent):
+                self._notes.reject_unfinished(each)
+            shard = self._notes.find(primal, value, "what is differentiated")
+            given = self._notes.find(tangent, moves, "its tangent")
+        except UnrelatedError:
+            self._are_alike = False
+            return
+        pairs = _pairs(primal, tangent)
+        self._are_alike &= all(given.dims[to] in (shard.dims[at], ANY) for at, to in pairs)
+        self._are_alike &= self._notes.sums(primal).partial == self._notes.sums(tangent).partial
+        dims = {to: shard.dims[at] for at, to in pairs}
+        laid_out = tuple(dims.get(at, dim) for at, dim in enumerate(given.dims))
+        for level, at in dims_of(tangent)[1].items():
+            self._are_alike &= self._pushed.setdefault(level, laid_out[at]) == laid_out[at]
+        if self._are_alike:
+            self._notes.note(tangent, moves.number, replace(given, dims=laid_out))
+
+    def note_tangents(
+        self, event: Event, values: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> None:
+        """Lays out tangents of gradients like these.
+
+        For whatever values, each sharded in one way, the gradients on the ranks are those on one
+        device. So they move alike where the values do.
+        """
+        found = zip(event.arguments["values"], event.results, strict=True)
+        for value, tangent, (ref, (number, shape)) in zip(values, tangents, found, strict=True):
+            if self._are_alike and not self.has_custom_backward and self._is_known(value):
+                shard = self._notes.find(value, ref, "what it is the tangent of")
+                shard = self._batched_like(shard, value, tangent, shape, self._pushed)
+                self._notes.note(tangent, number, shard)
+                self._notes.set_sums(tangent, self._notes.sums(value))
+
+    def _is_known(self, gradient: Tensor) -> bool:
+        return self._notes.find_any(gradient) is not None and self._book.part_of(gradient) is None
+
     def _batched_like(
-        self, shard: ShardedTensor, operand: Tensor, gradient: Tensor, shape: Shape
+        self,
+        shard: ShardedTensor,
+        operand: Tensor,
+        gradient: Tensor,
+        shape: Shape,
+        batches: Mapping[int, Dim],
     ) -> ShardedTensor:
         """Lays out a gradient like its value, and what a vmap batches like what it is of."""
         (own, levels), (mine, batched) = dims_of(operand), dims_of(gradient)
         dims: dict[int, Dim] = {to: shard.dims[at] for at, to in zip(own, mine, strict=True)}
         for level, at in batched.items():
-            found = shard.dims[levels[level]] if level in levels else self._batched.get(level)
+            found = shard.dims[levels[level]] if level in levels else batches.get(level)
             if found is None:
                 raise UnrelatedError("nothing is known about how what a vmap batches is sharded")
             dims[at] = found
@@ -98,14 +146,12 @@ class Gradients:
             if seed is not None:
                 self._notes.reject_unfinished(seed)
                 given = self._notes.find(seed, seed_ref, "the cotangent")
-                (own, levels), (mine, batched) = dims_of(output), dims_of(seed)
-                pairs = [*zip(own, mine, strict=True)]
-                pairs += [(levels[each], batched[each]) for each in levels if each in batched]
-                same = all(shard.dims[at] == given.dims[to] for at, to in pairs)
+                pairs = _pairs(output, seed)
+                same = all(given.dims[to] in (shard.dims[at], ANY) for at, to in pairs)
                 pending = self._notes.sums(seed).partial & self._no_addends(output)
                 if not same or pending:
                     raise UnrelatedError("the cotangent is not sharded like its value")
-                self._batched.update({each: given.dims[at] for each, at in batched.items()})
+                self._batched.update({e: given.dims[at] for e, at in dims_of(seed)[1].items()})
             self._batched.update({e: shard.dims[at] for e, at in dims_of(output)[1].items()})
             scales.append(sums)
         if any(each.scale == 1 for each in scales) and any(each.scale != 1 for each in scales):
@@ -213,3 +259,10 @@ class Gradients:
                 "its value has one for each rank",
                 WRAP,
             )
+
+
+def _pairs(value: Tensor, other: Tensor) -> list[tuple[int, int]]:
+    """Returns the dims that a value and its cotangent, or tangent, have in common."""
+    (own, levels), (mine, batched) = dims_of(value), dims_of(other)
+    both = [(at, batched[level]) for level, at in levels.items() if level in batched]
+    return [*zip(own, mine, strict=True), *both]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product as product_of
 from typing import Any, Final
 
 import pytest
@@ -44,6 +45,7 @@ def pushed_again(x: Tensor, w: Tensor, total: Total) -> Tensor:
 
 
 BODIES: Final[tuple[Any, ...]] = (product, with_the_gradient, hessian, pushed_again)
+CHECKS: Final[tuple[Any, ...]] = ("local", "global")
 
 
 def summed(g: Tensor) -> Tensor:
@@ -56,9 +58,9 @@ def unsummed(g: Tensor) -> Tensor:
 
 def everything(mesh: Mesh) -> None:
     x, w = random((2 * mesh.size, 3), 1), random((3,), 0)
-    for body in BODIES:
+    for body, check in product_of(BODIES, CHECKS):
         own = partial(body, total=summed)
-        f: Any = shard_map(own, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())
+        f: Any = shard_map(own, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check=check)
         same(f(x, w), body(x, w, unsummed))
 
 
@@ -75,7 +77,7 @@ def test_without_its_sum_it_is_refused(body: Any) -> None:
         found: Tensor = body(x, w, unsummed)
         return w.sum() - 0.1 * found
 
-    for check in ("local", "global"):
+    for check in CHECKS:
         f: Any = shard_map(step, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check=check)
         with pytest.raises(ShardTypeError, match=r"once per rank|is not what it is on one device"):
             f(random((4, 3), 1), random((3,), 0))

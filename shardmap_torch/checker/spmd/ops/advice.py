@@ -7,10 +7,10 @@ from shardmap_torch.checker.spmd.layout import BLOCK, BLOCKS, ShardedTensor
 from shardmap_torch.spec import P
 
 UNSEEN: Final = (
-    "take second derivatives by a gradient of the gradient, not in forward mode; or wrap what "
-    "computes it in local_region(f, in_types, out_types)."
+    "of gradients in forward mode, shard tangents like their values, and do not take parts of a "
+    "batch; or wrap what computes it in local_region(f, in_types, out_types)."
 )
-"""Advice for values of which nothing is known."""
+"""Advice for values of which nothing is known, as tangents of gradients may be."""
 
 NUMBER: Final = (
     "a number that depends on local shapes must be right on one device too: multiply sizes by "
