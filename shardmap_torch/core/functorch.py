@@ -34,15 +34,7 @@ def levels(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def tangents(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the tangents that forward mode knows of a value, and theirs, each after its value.
-
-    Example:
-        >>> def note(x):
-        ...     print([(value.shape, tangent.shape) for value, tangent in tangents(x)])
-        ...     return x
-        >>> _ = torch.func.jvp(note, (torch.zeros(2),), (torch.ones(2),))
-        [(torch.Size([2]), torch.Size([2]))]
-    """
+    """Yields the tangents that forward mode knows of a value, and theirs, each after its value."""
     for each in levels(tensor) if forward_level() >= 0 else ():
         if not functorch.is_batchedtensor(each):
             tangent = _tangent(each)
