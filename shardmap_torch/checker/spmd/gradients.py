@@ -109,7 +109,7 @@ class Gradients:
                 self._notes.set_sums(tangent, self._notes.sums(value))
 
     def _is_known(self, gradient: Tensor) -> bool:
-        return self._notes.find_any(gradient) is not None and self._book.part_of(gradient) is None
+        return self._notes.find_any(gradient) is not None and self._terms.term_of(gradient) is None
 
     def _batched_like(
         self,
