@@ -12,6 +12,7 @@ import logging
 import operator
 import os
 import sys
+import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -67,10 +68,10 @@ _CACHE: Final = functools._lru_cache_wrapper
 _HIDDEN: Final = ("fget", "__func__", "func", "__wrapped__")
 """Attributes of built-in objects that refer to the user's function that they call."""
 _DYNAMIC: Final = frozenset({"globals", "eval", "exec"})
-"""Builtins by which code may read any global of its module."""
+"""Builtins by which code may read any global of its module, as by the globals of a frame."""
 _IMPORTING: Final = frozenset({"import_module", "__import__", "modules"})
 """Names by which code may get a module that its strings name."""
-_READING: Final = frozenset({"getattr", "vars", "__dict__", "attrgetter", "getmembers"})
+_READING: Final = frozenset({"getattr", "hasattr", "vars", "__dict__", "attrgetter", "getmembers"})
 """Names by which code may read attributes that its strings name, or any."""
 _SELF_NAMES: Final = frozenset({"__name__", "__qualname__", "__doc__", "__annotations__"})
 """Attributes of functions and classes that are compared where some code names them."""
@@ -229,7 +230,7 @@ class Walk(References):
         """Enters the globals of some code, and the attributes that it may read of modules."""
         globals_, attributes, imports, texts = names_in(code)
         self._names |= dict.fromkeys(attributes)
-        if not _DYNAMIC.isdisjoint(globals_):
+        if not _DYNAMIC.isdisjoint(globals_) or "f_globals" in attributes:
             # The names among its strings, as in globals()["FLAG"]; else it may be any global.
             named = [text for text in texts if text in table]
             new = [text for text in texts if text.isidentifier()]
@@ -240,7 +241,8 @@ class Walk(References):
             self._reads_any = self._reads_any or not any(map(str.isidentifier, texts))
             self._names |= dict.fromkeys(texts)
         if not _IMPORTING.isdisjoint(attributes):
-            imports = (*imports, *texts)
+            named = [table[name] for name in globals_ if type(table.get(name)) is str]
+            imports = (*imports, *texts, *named)
         tables = [(table, globals_)]
         tables += [
             (vars(module), tuple(name for name in attributes if name in vars(module)))
@@ -459,6 +461,10 @@ class Walk(References):
         self._enter_attribute(value, "parent")
         return self._keep(value)
 
+    def _enter_event(self, value: threading.Event) -> Hashable:
+        self._enter_attribute(value, "_flag")
+        return self._keep(value)
+
     def _enter_table(self, table: Table) -> Hashable:
         names, values = tuple(table), tuple(table.values())
         self._add_entries(table, names, values)
@@ -521,6 +527,7 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[Walk, Any], Hashable]], ...]] = (
     (ModuleType, Walk._enter_module),
     (operator.attrgetter, Walk._enter_getter),
     (logging.Logger, Walk._enter_logger),
+    (threading.Event, Walk._enter_event),
 )
 """Functions that enter an object, by its type; the first match counts."""
 

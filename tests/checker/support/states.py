@@ -356,6 +356,18 @@ STATES: Final[Mapping[str, State]] = {
     "argument of an exception": State(
         "e = ValueError([True])", "e.args[0][0]", "e.args[0][0] = False"
     ),
+    "attribute of a module that is asked for": State(
+        "m = types.ModuleType('script_a'); m.on = True", "hasattr(m, 'on')", "del m.on"
+    ),
+    "module of a global's name": State(
+        f"{_SETTINGS}; n = 'script_settings'", "importlib.import_module(n).on", "s.on = False"
+    ),
+    "globals of a frame": State(
+        "on = True; name = 'o' + 'n'\ndef f(): return sys._getframe().f_globals[name]",
+        "f()",
+        "globals()['on'] = False",
+    ),
+    "event": State("e = threading.Event(); e.set()", "e.is_set()", "e.clear()"),
     "annotation of a class": State(
         "class A: x: typing.Annotated[int, Box()]",
         "A.__annotations__['x'].__metadata__[0].on",
