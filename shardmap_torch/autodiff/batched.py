@@ -17,23 +17,18 @@ from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.protocol import Note
 from shardmap_torch.collectives.scope import Scope
-from shardmap_torch.core.functorch import base_of, dims_of
-from shardmap_torch.core.torch_private.engine import (
-    TransformType,
-    forward_level,
-    functorch,
-    temporarily_clear_interpreter_stack,
-)
+from shardmap_torch.core.functorch import base_of, batched_at, dims_of
+from shardmap_torch.core.torch_private.engine import temporarily_clear_interpreter_stack
 from shardmap_torch.types import AxisType, K, Partial, R, V, Z
 
 Body = Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]
 """Makes the value that is differentiated, and other tensors, from leaves."""
 
 _APART: Final = (V, Partial, R)
-"""Types of values that each rank differentiates, and of gradients by each rank's own copy."""
+"""Types of values of which each rank has its own, as operands, gradients or results."""
 
-_NO: Final = (K, Z)
-"""Types of gradients of what nothing depends on."""
+_OPEN: Final = (K, Z)
+"""Types of gradients that are each rank's own where that is so of the value."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +90,7 @@ class Ranks:
 
     def _unstacked(self, x: Tensor, levels: frozenset[int]) -> Tensor:
         """Returns what the body has of such values."""
-        for level in self.sizes:
-            if level in levels:
-                x = functorch._add_batch_dim(x, 0, level)
-        return x
+        return batched_at(x, [level for level in self.sizes if level in levels])
 
 
 def ranks_of(scope: Scope | None, note: Note | None, leaves: Sequence[Tensor]) -> Ranks | None:
@@ -107,10 +99,12 @@ def ranks_of(scope: Scope | None, note: Note | None, leaves: Sequence[Tensor]) -
         return None
     if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
         return None
-    axes = scope.backend.mesh.axis_names
-    levels = _levels(scope)
-    if levels is None or len(note.types) != len(axes) * (len(leaves) + 1):
+    backend, axes = scope.backend, scope.backend.mesh.axis_names
+    if not isinstance(backend, BatchedBackend) or not backend.is_alone():
         return None
+    if len(note.types) != len(axes) * (2 * len(leaves) + 1):
+        return None
+    levels = backend.levels
     of = [base_of(x) for x in leaves]
     if not levels.keys() <= set(axes) or any(x.requires_grad or x.is_inference() for x in of):
         return None
@@ -120,26 +114,12 @@ def ranks_of(scope: Scope | None, note: Note | None, leaves: Sequence[Tensor]) -
         row = dict(zip(axes, note.types[at * len(axes) :], strict=False))
         return frozenset(level for axis, level in levels.items() if plain(row[axis]) in types)
 
-    batched, summed = [frozenset(dims_of(x)[1]) for x in leaves], where(len(leaves), _APART)
-    apart = tuple(where(at, _APART) | (own & where(at, _NO)) for at, own in enumerate(batched))
-    if any(own - found for own, found in zip(batched, apart, strict=True)):
-        return None
+    count = len(leaves)
+    summed = where(2 * count, _APART)
+    apart = tuple(
+        where(at, _APART) | where(count + at, _APART) | (summed & where(count + at, _OPEN))
+        for at in range(count)
+    )
     by_level = sorted((level, axis) for axis, level in levels.items())
-    sizes = {level: scope.backend.mesh.shape[axis] for level, axis in by_level}
+    sizes = {level: backend.mesh.shape[axis] for level, axis in by_level}
     return Ranks(sizes, apart, summed)
-
-
-def _levels(scope: Scope) -> dict[str, int] | None:
-    """Returns the level of each axis that is bound; None if others are open, or none is."""
-    backend = scope.backend
-    markers = backend.axis_markers if isinstance(backend, BatchedBackend) else {}
-    stack = functorch.get_interpreter_stack() or ()
-    if not markers or forward_level() >= 0 or len(stack) != len(markers):
-        return None
-    if any(each.key() != TransformType.Vmap for each in stack):
-        return None
-    found = [list(dims_of(marker)[1]) for marker in markers.values()]
-    levels = {each.level() for each in stack}
-    if any(len(own) != 1 for own in found) or {own[0] for own in found} != levels:
-        return None
-    return {axis: own for axis, (own,) in zip(markers, found, strict=True)}

@@ -317,7 +317,7 @@ def _gradients(call: _Call) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor
         return [value], aux, gradients
     with adjoint_of_ranks(note) as write_types:
         gradients, (value, aux) = torch.func.grad_and_value(run, has_aux=True)(call.leaves)
-        write_types((*gradients, value))
+        write_types((*call.leaves, *gradients, value))
     _write(note, (value, *aux, *gradients))
     return [value], aux, _placed(gradients, call.leaves)
 

@@ -3,11 +3,12 @@
 A value is batched at an axis' level exactly when it varies over that axis, so values that are equal
 on all ranks are computed once. Each level has a marker, `arange(size)` batched there alone, and
 every collective takes the markers of its axes as operands: a level at which a marker is batched is
-the collective's own, any other (another mesh axis, the user's own vmap) is passed through.
+the collective's own, any other (another mesh axis, the user's own vmap) is passed through. Where no
+levels are open but those of axes, the values of all ranks are taken out of all of them at once.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Final
 
@@ -22,8 +23,14 @@ from shardmap_torch.collectives.moves import MOVES as TRAITS
 from shardmap_torch.collectives.operations import Collective, Extremum, Operation, is_rounded_by
 from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
 from shardmap_torch.collectives.scope import Scope
-from shardmap_torch.core.caching import constant
+from shardmap_torch.core.caching import constant, memo
+from shardmap_torch.core.functorch import base_of, batched_at, dims_of
 from shardmap_torch.core.storage import memory_of
+from shardmap_torch.core.torch_private.engine import (
+    forward_level,
+    functorch,
+    temporarily_clear_interpreter_stack,
+)
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import Partial, R, V
@@ -56,10 +63,20 @@ class Staged:
 class BatchedBackend(WithoutAutomaticAxes):
     """Backend of all ranks at once; `axes` are the vmap levels that are open around the body."""
 
-    def __init__(self, mesh: Mesh, axes: Mapping[str, Tensor]) -> None:
-        """`axes` maps each axis name to its marker."""
+    def __init__(
+        self, mesh: Mesh, axes: Mapping[str, Tensor], levels: Mapping[str, int] | None = None
+    ) -> None:
+        """`axes` maps each axis name to its marker, and `levels` to its level, where known."""
         self.mesh = mesh
         self.axis_markers = dict(axes)
+        self.levels = dict(levels or {})
+        count = len(self.levels)
+        self._innermost = count if {*self.levels.values()} == {*range(1, count + 1)} else 0
+
+    def is_alone(self) -> bool:
+        """Returns whether no transforms are active but the levels of the axes."""
+        top = functorch.peek_interpreter_stack()
+        return top is not None and top.level() == self._innermost and forward_level() < 0
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
         return tuple(self.axis_markers[axis] for axis in axes)
@@ -86,6 +103,30 @@ class BatchedBackend(WithoutAutomaticAxes):
             f"{collective} ran after the batched body had ended, where its ranks exist no more. "
             'Use make_mesh(..., simulate="ranks") for code that runs backward by itself.'
         )
+
+    def at_once(self, operation: Any, x: Tensor) -> Tensor | None:
+        """Runs an operation on the values of all ranks, taken out of all levels.
+
+        Returns None where it has to go through them one after the other: others are open too, or
+        the operation does not name the dims that it moves.
+        """
+        if operation.move == "ragged" or not self.is_alone():
+            return None
+        _reject_rounding(operation, x)
+        x = functorch.unwrap_if_dead(x)
+        dims, at = dims_of(x)
+        if operation.move == "same":
+            is_spread = (operation.src, operation.dst) in SPREAD
+            is_equal = any(self.levels[axis] not in at for axis in operation.axes)
+            return None if is_spread and is_equal else x
+        with temporarily_clear_interpreter_stack():
+            base = base_of(x)
+            y, axes = sum_of(operation, base), _axes_after(operation)
+            if y is None:
+                leading = [axis for axis, level in self.levels.items() if level in at]
+                base = base.permute([*[at[self.levels[axis]] for axis in leading], *dims])
+                y, axes = moved(self.mesh, operation, base, leading)
+        return batched_at(y, [self.levels[axis] for axis in axes])
 
     def trace(self, operation: Operation, x: Tensor, markers: Sequence[Tensor]) -> Tensor:
         """Runs an operation while Dynamo traces: its graph calls it, and AOTAutograd looks into it.
@@ -136,55 +177,57 @@ class BatchedBackend(WithoutAutomaticAxes):
 
     def _complete(self, staged: Staged, x: Tensor) -> Tensor:
         """Moves the data of all ranks once all levels are open, in the order of the axes' tuple."""
-        axes: tuple[str, ...] = tuple(staged.operation.axes)
-        if len(axes) == 1:
-            (_, varies) = staged.opened[0]
-            return self._move(staged.operation, x, varies, self.mesh.shape[axes[0]])
-        opened = [axis for axis, _ in staged.opened]
-        sizes = [self.mesh.shape[axis] for axis in axes]
-        order = [opened.index(axis) for axis in axes]
-        varies = any(varying for _, varying in staged.opened)
-        if varies:
-            x = self._expand(staged, x).permute(
-                *order, *range(len(axes), len(axes) + self._local_ndim(staged, x))
-            )
-            x = x.flatten(0, len(axes) - 1)
-        y: Tensor = self._move(staged.operation, x, varies, prod(sizes))
-        if TRAITS[staged.operation.move].equal:
-            return y
-        y = y.unflatten(0, sizes)
-        back = [axes.index(axis) for axis in opened]
-        return y.permute(*back, *range(len(axes), y.ndim))
+        leading = [axis for axis, varies in staged.opened if varies]
+        y, axes = moved(self.mesh, staged.operation, x, leading)
+        back = [axes.index(axis) for axis, _ in staged.opened] if axes else []
+        return y.permute([*back, *range(len(back), y.ndim)])
 
-    def _move(self, operation: Any, x: Tensor, varies: bool, num_ranks: int) -> Tensor:
-        """Moves data that is stacked along one dim, if it varies."""
-        y: Tensor = operation.run(_StackRunner(self.mesh, varies, num_ranks), x)
-        if TRAITS[operation.move].sends and memory_of(y) == memory_of(x):
-            y = y.clone()
-        return y
 
-    def _local_ndim(self, staged: Staged, x: Tensor) -> int:
-        return x.ndim - sum(varying for _, varying in staged.opened)
+def moved(
+    mesh: Mesh, operation: Any, x: Tensor, leading: Sequence[str]
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Moves the data of all ranks, which `x` has along leading dims for these axes.
 
-    def _expand(self, staged: Staged, x: Tensor) -> Tensor:
-        """Gives `x` a leading dim for every opened axis."""
-        for position, (axis, varying) in enumerate(staged.opened):
-            if not varying:
-                shape = list(x.shape)
-                shape.insert(position, self.mesh.shape[axis])
-                x = x.unsqueeze(position).expand(shape)
-        return x
+    Returns:
+        The result, and the axes of its leading dims.
+    """
+    axes: tuple[str, ...] = tuple(operation.axes)
+    own = [axis for axis in axes if axis in leading]
+    others = [axis for axis in leading if axis not in axes]
+    order = [leading.index(axis) for axis in (*own, *others)]
+    x = x.permute([*order, *range(len(order), x.ndim)])
+    sizes = [mesh.shape[axis] for axis in axes]
+    if own:
+        for position, axis in enumerate(axes):
+            if axis not in own:
+                x = x.unsqueeze(position)
+        x = x.expand(*sizes, *x.shape[len(axes) :]).flatten(0, len(axes) - 1)
+    y: Tensor = operation.run(_StackRunner(mesh, bool(own), prod(sizes), len(others)), x)
+    if TRAITS[operation.move].sends and memory_of(y) == memory_of(x):
+        y = y.clone()
+    after = _axes_after(operation)
+    return (y.unflatten(0, sizes) if after else y), (*after, *others)
+
+
+def _axes_after(operation: Any) -> tuple[str, ...]:
+    """The axes over which the result of an operation varies."""
+    return () if TRAITS[operation.move].equal else tuple(operation.axes)
 
 
 def _staged(operation: Any, x: Tensor) -> Staged:
-    """Begins an operation.
+    """Begins an operation."""
+    _reject_rounding(operation, x)
+    return Staged(operation, tuple(operation.axes), ())
+
+
+def _reject_rounding(operation: Any, x: Tensor) -> None:
+    """Rejects an operation whose gradient from outside is not rounded as the collective says.
 
     Raises:
-        TransformError: a gradient from outside would not be rounded as the collective says.
+        TransformError: always then.
     """
     if is_rounded_by(operation, x):
         raise TransformError(_ROUNDS.format(operation))
-    return Staged(operation, tuple(operation.axes), ())
 
 
 _ROUNDS: Final = (
@@ -244,10 +287,22 @@ def rebound(scope: Scope | None, markers: Sequence[Tensor]) -> Scope | None:
 
 
 class _StackRunner:
-    """A backend whose local value is the stack of all ranks' values."""
+    """A backend whose local value is the stack of all ranks' values.
 
-    def __init__(self, mesh: Mesh, varies: bool, num_ranks: int) -> None:
+    Other axes have `num_others` dims between that of the ranks and the local ones.
+    """
+
+    def __init__(self, mesh: Mesh, varies: bool, num_ranks: int, num_others: int) -> None:
         self.mesh, self._varies, self._num_ranks = mesh, varies, num_ranks
+        self._num_others = num_others
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        return MOVES[move](collective, Stack(x, self._varies, self._num_ranks)).value
+        shifted = _behind(collective, self._num_others)
+        return MOVES[move](shifted, Stack(x, self._varies, self._num_ranks)).value
+
+
+@memo
+def _behind(collective: Collective, count: int) -> Collective:
+    """Returns the collective of values that have so many dims before those that it names."""
+    dim, concat_dim = collective.dim + count, collective.concat_dim + count
+    return replace(collective, dim=dim, concat_dim=concat_dim) if count else collective

@@ -18,7 +18,7 @@ _NEVER: Final[tuple[AxisType, ...]] = (Z,)
 
 @contextmanager
 def adjoint_of_ranks(note: Note | None) -> Iterator[Callable[[Sequence[Tensor]], None]]:
-    """Gives what notes the types of gradients and of the value that is differentiated.
+    """Gives what notes the types of leaves, their gradients and the value that is differentiated.
 
     It notes them where the gradients that are computed in this context, by the transposes of the
     collectives, are also the derivative of the program of all ranks.

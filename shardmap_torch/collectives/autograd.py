@@ -41,10 +41,12 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
         ):
             return x
     traced = torch.compiler.is_dynamo_compiling()
-    if traced and markers:
+    if markers:
         batched: Any = backend
-        result: Tensor = batched.trace(operation, x, markers)
-        return result
+        found = batched.trace(operation, x, markers) if traced else batched.at_once(operation, x)
+        if found is not None:
+            result: Tensor = found
+            return result
     # As `is_transformed`, whose call would cost as much again.
     if markers or (is_transformed() if traced else _has_levels() or forward_level() >= 0):
         return apply_transformed(x, operation, backend, *markers)

@@ -1,6 +1,6 @@
 """torch.func's levels of transforms: the values under them, and what they differentiate."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -89,6 +89,29 @@ def dims_of(tensor: Tensor) -> tuple[list[int], dict[int, int]]:
     return dims, levels
 
 
+def batched_at(x: Tensor, levels: Sequence[int]) -> Tensor:
+    """Batches the leading dims of a tensor, each at the level of a vmap that is open."""
+    rest = list(levels)
+    for level in sorted(levels):
+        position = rest.index(level)
+        x = functorch._add_batch_dim(x, position, level)
+        del rest[position]
+    return x
+
+
+def stacked_over(x: Tensor, levels: Sequence[int]) -> Tensor:
+    """Returns a tensor under vmaps with a leading dim for each of these levels, all that it has.
+
+    The dim is of length 1 at levels at which it is not batched.
+    """
+    dims, own = dims_of(x)
+    x = base_of(x).permute([*[own[level] for level in levels if level in own], *dims])
+    for position, level in enumerate(levels):
+        if level not in own:
+            x = x.unsqueeze(position)
+    return x
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Returns whether a torch.func.vmap batches it, at any level."""
     return any(map(functorch.is_batchedtensor, levels(tensor)))
@@ -104,6 +127,12 @@ def is_transformed_otherwise() -> bool:
     levels = functorch.get_interpreter_stack() or ()
     others = any(level.key() != TransformType.Grad for level in levels)
     return others or forward_level() >= 0
+
+
+def is_only_vmapped() -> bool:
+    """Returns whether all transforms that are active are vmaps."""
+    stack = functorch.get_interpreter_stack() or ()
+    return forward_level() < 0 and all(level.key() == TransformType.Vmap for level in stack)
 
 
 def reject_batched_gradients() -> None:

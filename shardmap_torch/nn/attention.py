@@ -68,8 +68,10 @@ def attention(
     if _has_kernel() and mask is None and (is_square or not causal):
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=is_square, scale=scale)
     else:
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         visible = _visible_keys(q, k, causal, mask, offset)
-        y = _unfused(q, k, v, visible, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        sees_some = mask is None and (is_square or not causal)
+        y = _unfused(q, k, v, visible, scale, sees_some)
     return y.transpose(-2, -3)
 
 
@@ -155,13 +157,22 @@ def _visible_keys(
     return past if mask is None else past & mask
 
 
-def _unfused(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Computes `scaled_dot_product_attention` with all scores in memory."""
-    scores: Tensor = (q @ k.mT) * scale
+def _unfused(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, sees_some: bool
+) -> Tensor:
+    """Computes `scaled_dot_product_attention` with all scores in memory.
+
+    `sees_some`: whether each query sees a key. Adding then takes a tenth of the time of filling,
+    and nothing backward.
+    """
+    scores: Tensor = q @ k.mT
     if visible is None:
-        return scores.softmax(-1) @ v
+        return (scores * scale).softmax(-1) @ v
     hidden = ~visible
-    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    if sees_some:
+        bias = scores.new_zeros(hidden.shape).masked_fill(hidden, -math.inf)
+        return (scores * scale + bias).softmax(-1) @ v
+    scores = (scores * scale).masked_fill(hidden, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).masked_fill(hidden, 0.0)  # a query that sees nothing gets zeros
     return weights @ v
 

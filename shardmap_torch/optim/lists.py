@@ -10,9 +10,16 @@ from torch.distributed.tensor import DTensor
 
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.core.caching import constant
-from shardmap_torch.core.torch_private.engine import are_transforms_active, functorch
+from shardmap_torch.core.functorch import batched_at, dims_of, is_only_vmapped, stacked_over
+from shardmap_torch.core.torch_private.engine import (
+    are_transforms_active,
+    functorch,
+    temporarily_clear_interpreter_stack,
+)
 
 Tensors: TypeAlias = list[Tensor]
+
+Operands: TypeAlias = Sequence[Sequence[Tensor] | Tensor | float]
 
 _NUMBERS: Final = frozenset(
     (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
@@ -22,8 +29,9 @@ _NUMBERS: Final = frozenset(
 def foreach(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: float) -> Tensors:
     """Applies the operator `torch.<name>` at every position of the operands that are lists.
 
-    Runs `torch._foreach_<name>`, one kernel for many tensors on CUDA, and one operator after the
-    other under functorch transforms, for which torch has no batching rules of these.
+    Runs `torch._foreach_<name>`, one kernel for many tensors on CUDA. torch has no batching rules
+    of these: where only vmaps are active, as in batched bodies, it runs on what they batch, and
+    under other functorch transforms one operator after the other.
 
     Example:
         >>> foreach("add", [torch.ones(1)], [torch.ones(1)], alpha=2.0)
@@ -34,6 +42,11 @@ def foreach(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: 
         return []
     if not _is_transformed(operands):
         return list(_fused(f"_foreach_{name}", operands, scalars))
+    levels = _levels_of_vmap(operands)
+    if levels is not None:
+        with temporarily_clear_interpreter_stack():
+            found = _fused(f"_foreach_{name}", _unbatched(operands, levels), scalars)
+        return [batched_at(x, own) for x, own in zip(found, levels, strict=True)]
     single: Any = getattr(torch, name)
     return [
         single(*(o[i] if isinstance(o, list) else o for o in operands), **scalars)
@@ -48,10 +61,43 @@ def foreach_in_place(
 
     New memory costs more than the arithmetic of an optimizer: the OS kernel has to clear its pages.
     """
-    if not own or _is_transformed((own, *operands)):
+    every = (own, *operands)
+    if not own:
+        return own
+    if not _is_transformed(every):
+        _fused(f"_foreach_{name}_", every, scalars)
+        return own
+    levels = _levels_of_vmap(every)
+    if levels is None or levels != _levels_of_vmap((own,)):
         return foreach(name, own, *operands, **scalars)
-    _fused(f"_foreach_{name}_", (own, *operands), scalars)
+    with temporarily_clear_interpreter_stack():
+        _fused(f"_foreach_{name}_", _unbatched(every, levels), scalars)
     return own
+
+
+def _levels_of_vmap(operands: Operands) -> list[list[int]] | None:
+    """Returns the levels at which each position of the lists is batched.
+
+    None where other transforms are active too, what is no list is batched, or dims would not match.
+    """
+    if torch.compiler.is_dynamo_compiling() or not is_only_vmapped():
+        return None
+    lists = [operand for operand in operands if isinstance(operand, list)]
+    rest = [operand for operand in operands if not isinstance(operand, list)]
+    if any(isinstance(x, Tensor) and dims_of(x)[1] for x in rest):
+        return None
+    columns = list(zip(*lists, strict=True))
+    if any(len({x.ndim for x in column}) > 1 for column in columns):
+        return None
+    return [sorted({level for x in column for level in dims_of(x)[1]}) for column in columns]
+
+
+def _unbatched(operands: Operands, levels: list[list[int]]) -> list[Any]:
+    """Returns the operands with a leading dim for each of these levels."""
+    return [
+        list(map(stacked_over, operand, levels)) if isinstance(operand, list) else operand
+        for operand in operands
+    ]
 
 
 def _fused(name: str, operands: Sequence[Any], scalars: Mapping[str, float]) -> Any:
@@ -68,9 +114,11 @@ def as_number(scalar: Tensor | float) -> Tensor | float:
     A tensor stays one where it has no value that can be read, or the device would have to be
     waited for.
     """
-    if torch.compiler.is_dynamo_compiling() or are_transforms_active():
+    if torch.compiler.is_dynamo_compiling() or type(scalar) is not Tensor:
         return scalar
-    is_plain = type(scalar) is Tensor and scalar.device.type == "cpu" and not scalar.requires_grad
+    if are_transforms_active() and not (is_only_vmapped() and not dims_of(scalar)[1]):
+        return scalar
+    is_plain = scalar.device.type == "cpu" and not scalar.requires_grad
     return float(scalar) if is_plain else scalar
 
 

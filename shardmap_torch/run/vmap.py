@@ -55,7 +55,7 @@ def run(call: Call) -> Tree:
 
     def body(*values: Tensor) -> tuple[Tensor, ...]:
         markers = dict(zip(axes, values[len(values) - len(axes) :], strict=True))
-        backend = BatchedBackend(call.mesh, _outer_markers() | markers)
+        backend = BatchedBackend(call.mesh, *_with_outer(markers))
         with folding or nullcontext():
             result = run_body(call, backend, values[: len(values) - len(axes)])
         if folding is not None:
@@ -90,11 +90,14 @@ def _folding(call: Call, axes: Sequence[str]) -> Folding | None:
     return Folding(call.mesh.shape[axes[0]]) if many else None
 
 
-def _outer_markers() -> dict[str, Tensor]:
+def _with_outer(markers: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Returns the markers of these axes and of those around them, and their levels."""
+    traced = torch.compiler.is_dynamo_compiling()
+    levels = {} if traced else {a: functorch.maybe_get_level(x) for a, x in markers.items()}
     scope = current_scope()
     if scope is None or not isinstance(scope.backend, BatchedBackend):
-        return {}
-    return scope.backend.axis_markers
+        return markers, levels
+    return scope.backend.axis_markers | markers, scope.backend.levels | levels
 
 
 def _nest(

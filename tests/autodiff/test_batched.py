@@ -30,6 +30,7 @@ from shardmap_torch import (
     typeof,
     value_and_grad,
 )
+from shardmap_torch.autodiff.batched import Ranks
 from shardmap_torch.types import K, Z
 from tests.programs.support.harness import random
 
@@ -215,3 +216,45 @@ def test_a_gradient_that_is_differentiated_from_outside_leads_there() -> None:
         value, found = shard_map(body, mesh=mesh, in_specs=SPECS, out_specs=specs)(x, W, S)
         outcomes.append(torch.autograd.grad(value + found.sin().sum(), x)[0])
     torch.testing.assert_close(*outcomes, rtol=1e-12, atol=1e-12)
+
+
+def of_equal_numbers(x: Tensor, w: Tensor, s: Tensor) -> list[Tensor]:
+    """Each rank has made them by itself, as many as it has of another value."""
+
+    def largest_of_dp(ones: Tensor) -> Tensor:
+        y = ones.sin().sum() * (1 + axis_index("dp"))
+        return all_reduce(y, "dp", op="max", dst=I)
+
+    own = convert(x, "tp", src=I, dst=R) * axis_index("tp")
+    value, found = value_and_grad(largest_of_dp)(torch.ones_like(own))
+    return [value, found]
+
+
+def beside_what_nothing_depends_on(x: Tensor, w: Tensor, s: Tensor) -> list[Tensor]:
+    """The gradient of what each rank has by itself may be zero on all of them."""
+
+    def loss(leaves: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return leaves[1].sin().sum(), leaves[0].cos()
+
+    (value, cosines), found = value_and_grad(loss, has_aux=True)((x, s))
+    return [value, cosines, *found]
+
+
+@pytest.mark.parametrize("made", [of_equal_numbers, beside_what_nothing_depends_on])
+def test_leaves_are_each_ranks_own_where_their_types_say_so(
+    made: Callable[..., list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = Mock(side_effect=Ranks.gradients)
+    monkeypatch.setattr(Ranks, "gradients", lambda *args: used(*args))
+    outcomes = [
+        shard_map(
+            lambda *values: tuple(map(per_rank, made(*values))),
+            mesh=mesh,
+            in_specs=SPECS,
+            out_specs=P(AXES),
+        )(X, W, S)
+        for mesh in (BATCHED, BY_RANK)
+    ]
+    assert used.call_count == 1
+    for actual, wanted in zip(*outcomes, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
