@@ -176,7 +176,7 @@ def check_inputs(
     mesh: Mesh,
     mapped: Sequence[str],
     leaves: Sequence[Placed[Spec] | Mismatch],
-    infers: bool = False,
+    infers: bool,
     runs: bool = True,
 ) -> tuple[Placed[Spec], ...]:
     """Requires that every leaf matches its spec.

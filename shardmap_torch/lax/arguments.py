@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -118,8 +118,10 @@ def copied(x: Tensor, arguments: Arguments) -> Tensor:
     return ops.reinterpret(x, arguments.axes, src=R, dst=V) if copies == V else x
 
 
-def agree(x: Tensor, source: Source) -> Tensor:
-    """Casts to I along the axes over which `x` is R."""
+def combined(x: Tensor, source: Source, scope: Scope, op: Literal["sum", "max", "min"]) -> Tensor:
+    """All-reduces over the axes along which `x` varies, and casts it to I where it is R."""
+    if source.varying:
+        x = spread(ops.all_reduce(x, source.varying, dst=I, op=op), source.varying, scope)
     replicate = source.where(R)
     return ops.convert(x, replicate, src=R, dst=I) if replicate else x
 

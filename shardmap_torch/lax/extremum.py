@@ -4,18 +4,16 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from shardmap_torch import ops
 from shardmap_torch.lax.arguments import (
     EQUAL_OR_VARYING,
     Groups,
-    agree,
+    combined,
     each_leaf_or_number,
     read,
-    spread,
 )
 from shardmap_torch.lax.groups import gather_groups
 from shardmap_torch.ops.arguments import Axis
-from shardmap_torch.types import I, TypeLike
+from shardmap_torch.types import TypeLike
 
 X = TypeVar("X")
 
@@ -96,10 +94,6 @@ def _extremum(
         if arguments.groups:
             every = gather_groups(arguments.varying(leaf), arguments.axes, arguments.groups)
             return every.amax(0) if op == "max" else every.amin(0)
-        source = arguments.source(leaf)
-        if source.varying:
-            leaf = ops.all_reduce(leaf, source.varying, dst=I, op=op)
-            leaf = spread(leaf, source.varying, arguments.scope)
-        return agree(leaf, source)
+        return combined(leaf, arguments.source(leaf), arguments.scope, op)
 
     return each_leaf_or_number(f"p{op}", x, one, lambda number: number)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import ops
-from shardmap_torch.lax.arguments import ANY, Groups, agree, each_leaf_or_number, read, spread
+from shardmap_torch.lax.arguments import ANY, Groups, combined, each_leaf_or_number, read
 from shardmap_torch.lax.groups import exchange_groups, gather_groups, split
 from shardmap_torch.ops.arguments import Axis, each_leaf, read_dim
-from shardmap_torch.types import I, TypeLike
+from shardmap_torch.types import TypeLike
 
 X = TypeVar("X")
 
@@ -58,10 +58,7 @@ def psum(
         source = arguments.source(leaf)
         # Along axes with equal values n copies are added by a product, along the others by a sum.
         total = leaf * arguments.num_along(source.equal) if source.equal else leaf
-        if source.varying:
-            total = ops.all_reduce(total, source.varying, dst=I)
-            total = spread(total, source.varying, arguments.scope)
-        return agree(total, source)
+        return combined(total, source, arguments.scope, "sum")
 
     return each_leaf_or_number("psum", x, one, lambda number: number * arguments.num_members)
 

@@ -32,7 +32,7 @@ _REPAIR: Final = (
 
 
 def verify_purely(
-    name: str, surroundings: Surroundings, verify: Callable[[], Verdict], shares: bool = False
+    name: str, surroundings: Surroundings, verify: Callable[[], Verdict], shares: bool
 ) -> Verdict:
     """Returns the verdict on a body, after requiring that repeated checks find the same program.
 
