@@ -45,7 +45,7 @@ def _bound() -> frozenset[str]:
 
 
 def finest(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Replaces axes of views of the mesh by those of which they consist; see `make_mesh`."""
+    """Replaces axes of views of the mesh by the finest axes that make them up; see `make_mesh`."""
     scope = current_scope()
     if scope is None or not scope.backend.mesh.aliases:
         return axes

@@ -135,7 +135,7 @@ class P:
 
 @memo
 def expanded(spec: P, aliases: tuple[tuple[str, tuple[str, ...]], ...]) -> P:
-    """Replaces the axes of a mesh's views by those of which they consist; see `Mesh.aliases`.
+    """Replaces the axes of a mesh's views by the finest axes of these; see `Mesh.aliases`.
 
     Example:
         >>> expanded(P(("dp", "cp"), "tp"), (("dp", ("edp", "x")),))

@@ -49,7 +49,7 @@ class Grid:
         return prod([sizes[axis] for axis in axes])
 
     def finest(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Replaces axes of views by those of which they consist; leaves other names alone.
+        """Replaces axes of views by the finest axes that make them up; leaves other names alone.
 
         Example:
             >>> from shardmap_torch import make_mesh

@@ -254,7 +254,7 @@ def _plan(params: Any, axis: str, specs: Any) -> _Plan:
 
 
 def _gather_planned(plan: _Plan, axis: str, early: Sequence[Gather | None] = ()) -> Any:
-    """Gathers each group, or waits for its gather, and converts what is not sharded."""
+    """Gathers each group, or waits for its gather, and converts leaves that are not sharded."""
     leaves = plan.leaves
     gathers = early or [None] * len(plan.groups)
     for group, gather in zip(plan.groups, gathers, strict=True):

@@ -118,7 +118,7 @@ def _described(leaf: Any) -> Any:
 
 @constant
 def _check(asked: Asked, mesh: Mesh, outline: Tree, *described: Any) -> str:
-    """Returns the name of what is found: Dynamo calls this, and takes the result for a constant.
+    """Returns the name of the findings: Dynamo calls this, and takes the result for a constant.
 
     It cannot look into a constant that is an object, and so finds that by its name.
     """
@@ -277,7 +277,7 @@ class Trace:
 
 
 def _traced_with_its_forward(key: Hashable) -> None:
-    """Returns no monitor: what runs again is traced with what it belongs to."""
+    """Returns no monitor: code that runs again is traced with its forward."""
 
 
 @constant

@@ -301,7 +301,7 @@ def described(key: Key | None) -> Result | None:
 
 
 def make(mode: FakeTensorMode, result: Result, operands: Sequence[FakeTensor]) -> Any:
-    """Makes the result of a call on these operands, of which it may have views."""
+    """Makes the result of a call on these operands, which may be views of them."""
     if not result.items and result.container is None:
         return result.value
     if result.container is None:

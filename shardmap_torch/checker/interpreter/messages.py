@@ -271,7 +271,7 @@ def _source_advice(collective: Collective, axis: str, have: AxisType, expected: 
 
 
 def _equal_advice(collective: Collective, axis: str, have: AxisType, expected: AxisType) -> str:
-    """Returns advice for a collective of what is equal on all ranks."""
+    """Returns advice for a collective whose operand is equal on all ranks."""
     name, dst, own = collective.name, collective.dst, R if have == K else have
     if name in ("convert", "reinterpret"):
         if have == dst:

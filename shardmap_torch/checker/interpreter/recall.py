@@ -83,7 +83,7 @@ def find(
 
 
 def _situation(interpreter: "Interpreter", found: Found, known: Known) -> Situation:
-    """Returns what the types of the results depend on: those of operands, as they are read."""
+    """Returns the types of the operands, as they are read, and the axes that batch them."""
     situation: list[Any] = []
     number_of = interpreter.remembered.number_of
     for tensor, storage_type in zip(found.call.tensors, found.storage_types, strict=True):

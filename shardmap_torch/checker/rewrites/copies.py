@@ -53,7 +53,7 @@ class Copies:
         return bool(self._stale)
 
     def reject_stale(self, name: str, read: Iterable[Tensor]) -> None:
-        """Refuses tensors of which a write has made unknown what they are in a run.
+        """Refuses tensors whose values in a run are unknown because of a write.
 
         In a backward it does not: there autograd compares the versions of what it has saved.
         """

@@ -137,7 +137,7 @@ class History:
         return frozenset(slot.name for slot in family.slots if slot.dim is None)
 
     def forget(self, key: Sequence[Any], call: Call) -> None:
-        """Forgets what is known of calls like this one, of which one has turned out otherwise."""
+        """Forgets the verdicts on calls like this one, since a run of one has departed from it."""
         self._families.pop(layout_of(key, call), None)
 
     def _family(self, key: Sequence[Any], call: Call, new: bool = False) -> _Family | None:

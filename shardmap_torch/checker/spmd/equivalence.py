@@ -182,7 +182,7 @@ class Relation(Observer):
         specs: Sequence[P],
         axes: frozenset[str],
     ) -> Observer:
-        """Requires what a region declares, and returns what follows its steps."""
+        """Requires the layouts that a region declares, and returns the observer of its steps."""
         for tensor, ref, spec in zip(inputs, refs, specs, strict=True):
             self._notes.require(tensor, ref, spec)
         return UNOBSERVED

@@ -119,7 +119,7 @@ class Gradients:
         shape: Shape,
         batches: Mapping[int, Dim],
     ) -> ShardedTensor:
-        """Lays out a gradient like its value, and what a vmap batches like what it is of."""
+        """Lays out a gradient like its value, and a batch of gradients like a batch of values."""
         (own, levels), (mine, batched) = dims_of(operand), dims_of(gradient)
         dims: dict[int, Dim] = {to: shard.dims[at] for at, to in zip(own, mine, strict=True)}
         for level, at in batched.items():

@@ -152,7 +152,7 @@ class _ContentWalk(Walk):
         return self._enter_table({k: x for k, x in vars(value).items() if k != "__doc__"})
 
     def _note_library_code(self, value: Any) -> None:
-        """Leaves out what a library's version tells; `patches` finds what has been replaced."""
+        """Leaves out code of libraries: versions are hashed, and `patches` finds replacements."""
 
     def _enter_operator(self, value: OpOverload | OpOverloadPacket) -> Hashable:
         name = str(value)

@@ -15,7 +15,7 @@ Table = Mapping[str, Any]
 
 
 def _tables() -> Iterator[Table]:
-    """Yields what bodies mostly call of libraries, and what their classes have, by name."""
+    """Yields the attributes of modules and classes whose functions bodies mostly call."""
     for module in (builtins, math, torch, torch.nn.functional, torch.linalg, torch.special):
         yield vars(module)
     for cls in (torch.Tensor, torch.autograd.Function, *vars(torch.nn).values()):

@@ -80,7 +80,7 @@ class _States:
 
     @contextmanager
     def joined(self, starts: list[Any] | None = None) -> Iterator[None]:
-        """Leaves, after what runs in it, what the ranks have left together."""
+        """Puts into the places, after the block, the state that the ranks have left together."""
         before = [kept.value for kept in self.altered] if starts is None else starts
         after = self._read()
         try:

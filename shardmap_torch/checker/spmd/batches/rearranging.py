@@ -71,7 +71,7 @@ def _viewed(store: TermStore, step: Step, call: PairedCall) -> Rearranged | None
 
 
 def _begin(store: TermStore, x: Tensor) -> int:
-    """Returns the expression of what is divided."""
+    """Returns the expression of the tensor that is divided."""
     if store.term_of(x) is not None:
         raise UnrelatedError(
             "it divides a microbatch again", "divide the batch once, into all microbatches."
@@ -83,7 +83,7 @@ def _begin(store: TermStore, x: Tensor) -> int:
 
 
 def _all_in_order(store: TermStore, tensors: Sequence[Tensor]) -> tuple[Term, ShardedTensor] | None:
-    """Returns what these are, if they are the same expression of all microbatches in order."""
+    """Returns the first one's, if they are one expression of all microbatches, in order."""
     terms = [store.term_of(x) for x in tensors]
     first, shard = terms[0], store.notes.find_any(tensors[0])
     if first is None or shard is None or first.indices == ALL:

@@ -108,7 +108,7 @@ _PLAIN: Final = (int, float, bool, str, type(None), torch.dtype, torch.device, t
 
 
 def plain_key(value: Any) -> Any:
-    """Returns a key that equal arguments share; of what is not plain one of its own."""
+    """Returns a key that equal arguments share; an object that is not plain has its own."""
     if isinstance(value, list | tuple):
         return tuple(map(plain_key, value))
     if isinstance(value, _PLAIN) or isinstance(value, torch.memory_format):

@@ -30,7 +30,7 @@ _ADDING: Final = overloads(
 
 
 def as_addends(call: PairedCall, notes: Notes) -> Sums | None:
-    """Returns what a sum is of which some operands are equal on all ranks, and others addends.
+    """Returns the state of a sum of which some operands are equal on all ranks, others addends.
 
     Each rank adds the equal ones, so that they add up to as many times their value as there are
     ranks. That is right where the addends add up to that multiple too, as means of parts do: the

@@ -1,4 +1,4 @@
-"""Advice of global strictness: what to write in place of what is refused."""
+"""Advice of global strictness: code to write in place of refused code."""
 
 from collections.abc import Sequence
 from typing import Final

@@ -51,7 +51,7 @@ _MONOTONE: Final[Mapping[OpOverload, Mapping[str, str]]] = {
 
 
 def carried(op: OpOverload, dtype: torch.dtype, pending: Pending) -> Mapping[str, str]:
-    """Returns what an operation leaves pending over axes, of what is pending of an operand.
+    """Returns the extrema that are pending after an operation, given those of an operand.
 
     Example:
         >>> carried(aten.logical_not.default, torch.bool, frozenset({("dp", "max")}))

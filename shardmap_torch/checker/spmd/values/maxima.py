@@ -295,7 +295,7 @@ def _total(args: Arguments) -> Form | None:
 
 
 def _filled(args: Arguments) -> Form | None:
-    """Entries in place of which there is what does not depend on the maximum in that form."""
+    """Entries that are replaced by values that do not depend on the maximum in that form."""
     fill = args.get("value", args.get("other"))
     x = args["self"]
     if not isinstance(x, Degree):
