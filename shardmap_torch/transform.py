@@ -244,11 +244,11 @@ class _Body:
             infers = scope is not None and scope.monitor is not None
             call = self._call(scope, args, kwargs, infers)
             if scope is None and not torch.compiler.is_compiling():
-                return self._unchecked.run(call, _run_alone)
-            return _run(call, scope, batches=False)
+                return self._unchecked.run(call, runtime_of(call.mesh).run)
+            return _run(call, scope)
         if torch.compiler.is_dynamo_compiling():
             call = self._call(None, args, kwargs, infers=True)
-            return _run(as_checked(self._asked, call), None, batches=False)
+            return _run(as_checked(self._asked, call), None)
         # Dynamo may have given the call up, and look into what runs then.
         if eval_frame_callback() is not None:
             uncompiled = torch.compiler.disable(self._run_checked)
@@ -262,9 +262,10 @@ class _Body:
             except SpecError as error:
                 self._checked.refuse(_resolve_mesh(self._mesh, None), error)
             try:
-                if not runtime_of(call.mesh).has_data:
+                runtime = runtime_of(call.mesh)
+                if not runtime.has_data:
                     return shapes_of(self._checked.verdict(call))
-                return self._checked.run(call, _run_alone)
+                return self._checked.run(call, runtime.run)
             except ShardTypeError as error:
                 if not self._lifts(error):
                     raise
@@ -431,14 +432,10 @@ def _read_axis_names(name: str, axis_names: Collection[str]) -> tuple[str, ...]:
     return names
 
 
-def _run_alone(call: Call, batches: bool) -> Tree:
-    return _run(call, None, batches)
-
-
-def _run(call: Call, scope: Scope | None, batches: bool) -> Tree:
-    """Runs a call on its mesh; with `batches` a simulated mesh may run one batched program."""
+def _run(call: Call, scope: Scope | None) -> Tree:
+    """Runs a call that has no verdict of its own, on its mesh or in the body around it."""
     if scope is None:
-        return runtime_of(call.mesh).run(call, batches)
+        return runtime_of(call.mesh).run(call, False)
     if isinstance(scope.backend, BatchedBackend):
         return vmap.run(call)
     return nested.run(call, scope.backend)

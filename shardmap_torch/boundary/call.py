@@ -6,6 +6,7 @@ Every runtime calls `run_body`; meshes differ only in how global values are shar
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -149,20 +150,24 @@ def run_body(
         tensors: the local values of the leaves that cross, in order.
         drawing: seeds what the body draws; by default that of the body around it.
     """
-    monitor = _monitor(call)
-    with enter_scope(Scope(backend, call.bound, monitor, drawing or _drawing())):
+    outer = current_scope()  # an inner body has the monitor of the program around it
+    monitor = outer.monitor if call.follow is None and outer is not None else None
+    monitor = monitor if call.follow is None else call.follow()
+    drawing = outer.drawing if drawing is None and outer is not None else drawing
+    with enter_scope(Scope(backend, call.bound, monitor, drawing)):
         values = list(call.leaves)
         for position, casts, local in zip(
             call.match.crossing, call.match.entries, tensors, strict=True
         ):
             values[position] = apply(backend, casts, local) if casts else local
-        for position, inferred in _enter(call, monitor).items():
-            values[position] = apply(backend, inferred, values[position])
+        if monitor is not None and call.follow is None:
+            for position, inferred in _enter(call, monitor).items():
+                values[position] = apply(backend, inferred, values[position])
         args, kwargs = unflatten(call.structure, values)
         out = _apply(call, args, kwargs)
         leaves, structure = flatten(out)
-        key = (structure, call.mapped, *map(_output_signature, leaves))
-        match = call.out_matches.get(key, lambda: _place(call, out))
+        ranks = [x.ndim if type(x) is Tensor else _output_signature(x) for x in leaves]
+        match = call.out_matches.get((structure, call.mapped, *ranks), lambda: _place(call, out))
         exits = _leave(call, monitor, match, leaves)
         for position, casts in zip(match.crossing, match.exits, strict=True):
             promised = exits.get(position, ())
@@ -185,28 +190,13 @@ def _place(call: Call, out: Tree) -> Match:
     return place_results(call.name, call.mesh, call.mapped, call.out_specs, out)
 
 
-def _monitor(call: Call) -> Monitor | None:
-    """Returns the monitor of the body; an inner body has that of the program around it."""
-    if call.follow is not None:
-        return call.follow()
-    scope = current_scope()
-    return None if scope is None else scope.monitor
-
-
-def _drawing() -> Drawing | None:
-    scope = current_scope()
-    return None if scope is None else scope.drawing
-
-
 def is_checked(call: Call) -> bool:
     """Returns whether the checker has seen the call, alone or in the program around it."""
     scope = current_scope()
     return call.follow is not None or (scope is not None and scope.monitor is not None)
 
 
-def _enter(call: Call, monitor: Monitor | None) -> Casts:
-    if call.follow is not None or monitor is None:
-        return _NONE
+def _enter(call: Call, monitor: Monitor) -> Casts:
     return monitor.enter(
         ("shard_map", call.mapped, call.match.specs), _edge(call, call.match, call.leaves)
     )
@@ -223,9 +213,6 @@ def _leave(call: Call, monitor: Monitor | None, match: Match, leaves: list[Any])
 
 def _edge(call: Call, match: Match, leaves: Sequence[Any]) -> Edge:
     return Edge(call.name, call.mapped, leaves, match.paths, match.specs, match.crossing)
-
-
-_NONE: Final[Casts] = {}
 
 
 def _output_signature(leaf: Any) -> Any:
@@ -256,11 +243,14 @@ class Untouched:
         raise ShardTypeError(listing(head, written))
 
 
+_VERSION: Final[Callable[[Tensor], int]] = attrgetter("_version")
+
+
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     # Under torch.compile versions are not known yet; there the writes are not seen.
     if torch.compiler.is_dynamo_compiling():
         return []
     try:
-        return [x._version for x in tensors]
+        return list(map(_VERSION, tensors))
     except RuntimeError:  # tensors of inference mode have none
         return [0 if x.is_inference() else x._version for x in tensors]

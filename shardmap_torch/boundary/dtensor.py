@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardmap_torch.boundary.casts import entry_shards, over
 from shardmap_torch.boundary.placements import Placements, placements_of, spec_of
-from shardmap_torch.collectives.autograd import apply_eager, bind, is_transformed
+from shardmap_torch.collectives.autograd import apply_eager, bind
 from shardmap_torch.collectives.operations import Bind, Collective, Linear, Mover, Saved
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import Memo, memo
@@ -262,9 +262,10 @@ class Crossings:
     last time gets the DTensorSpec of last time. That costs a sixth per leaf.
     """
 
-    def __init__(self, mesh: Mesh, specs: Sequence[P]) -> None:
+    def __init__(self, mesh: Mesh, backend: Backend, specs: Sequence[P]) -> None:
         """Starts empty, for leaves with these specs."""
-        self.mesh: Mesh | None = mesh
+        self.mesh: Any = mesh
+        self.backend: Any = backend
         self._specs = specs
         self._entered: list[tuple[DTensorSpec, Enter] | None] = [None] * len(specs)
         self._exited: list[tuple[Any, ...] | None] = [None] * len(specs)
@@ -272,12 +273,16 @@ class Crossings:
 
     def close(self) -> None:
         """Drops the mesh, which is freed or whose groups change; it cannot be used any more."""
-        self.mesh, self._entered, self._exited = None, [], []
+        self.mesh = self.backend = None
+        self._entered, self._exited = [], []
 
-    def enter(self, mesh: Mesh, backend: Backend, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Brings values into a body on its mesh, differentiably; see `Enter`."""
-        specs, known = self._specs, self._entered
-        if torch.compiler.is_dynamo_compiling() or is_transformed():
+    def enter(self, leaves: Sequence[Tensor], follows: bool) -> list[Tensor]:
+        """Brings values into a body on its mesh, differentiably; see `Enter`.
+
+        `follows`: whether Dynamo or a torch.func transform follows each value.
+        """
+        mesh, backend, specs, known = self.mesh, self.backend, self._specs, self._entered
+        if follows:
             pairs = zip(specs, leaves, strict=True)
             return [enter(backend, mesh, spec, x) for spec, x in pairs]
         tracked, result = torch.is_grad_enabled(), []
@@ -296,10 +301,10 @@ class Crossings:
             known[at] = _known_entry(mesh, specs[at], x)
         return result
 
-    def leave(self, mesh: Mesh, backend: Backend, values: Sequence[Tensor]) -> list[Tensor]:
-        """Brings values out of a body on its mesh, differentiably; see `Leave`."""
-        specs, known = self._specs, self._exited
-        if torch.compiler.is_dynamo_compiling() or is_transformed():
+    def leave(self, values: Sequence[Tensor], follows: bool) -> list[Tensor]:
+        """Brings values out of a body on its mesh, differentiably; see `Leave` and `enter`."""
+        mesh, backend, specs, known = self.mesh, self.backend, self._specs, self._exited
+        if follows:
             pairs = zip(specs, values, strict=True)
             return [leave(backend, mesh, spec, x) for spec, x in pairs]
         tracked = torch.is_grad_enabled()

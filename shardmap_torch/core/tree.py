@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar, final
 
 import optree
 import torch
@@ -20,6 +20,7 @@ NAMESPACE = "shardmap_torch"
 """The optree namespace in which users may register node types for this package alone."""
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class Traced:
     """The structure of a tree under torch.compile, which cannot trace optree's own.
@@ -61,9 +62,9 @@ def flatten(tree: Tree) -> tuple[list[Any], Structure]:
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
     """Rebuilds a tree with `leaves` in the order of `flatten`."""
-    if isinstance(structure, Traced):
+    if type(structure) is Traced:
         return structure.unflatten(iter(leaves))
-    return optree.tree_unflatten(structure, leaves)
+    return structure.unflatten(leaves)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -160,7 +160,8 @@ class Checked:
         raise error
 
     def _find(self, key: Signature, call: Call) -> "_Known":
-        return self._verdicts.get(key, lambda: self._know(key, call))
+        known = self._verdicts.find(key)
+        return self._verdicts.get(key, lambda: self._know(key, call)) if known is None else known
 
     def _know(self, key: Signature, call: Call) -> "_Known":
         known = self._history.find(key, call)

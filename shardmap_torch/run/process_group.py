@@ -11,7 +11,7 @@ from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
 from shardmap_torch.boundary.dtensor import Crossings, Enter, Leave
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.boundary.placements import placements_of
-from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.collectives.autograd import bind, is_transformed
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
@@ -33,18 +33,18 @@ _MESHES: Final = 4
 
 def run(call: Call, batches: bool) -> Tree:
     """Runs a call on this process; results are DTensors, or plain where equal on all ranks."""
-    backend = _backend_of(call.mesh)
-    if call.mapped != call.mesh.axis_names and (shared := entry_specs(call)) is not None:
-        return _run_shared(call, backend, shared)
-    local = _crossings(call.mesh, call.match).enter(
-        call.mesh, backend, [call.leaves[i] for i in call.crossing]
-    )
+    mesh, leaves = call.mesh, call.leaves
+    if call.mapped != mesh.axis_names and (shared := entry_specs(call)) is not None:
+        return _run_shared(call, _backend_of(mesh), shared)
+    crossings = _crossings(mesh, call.match)
+    backend, follows = crossings.backend, torch.compiler.is_dynamo_compiling() or is_transformed()
+    local = crossings.enter([leaves[i] for i in call.match.crossing], follows)
     watch = Untouched(call, local)
     drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
     result = run_body(call, backend, local, drawing)
     watch.check()
-    values = apart(result.crossing, call.leaves, _sharing(call, result))
-    return result.rebuild(_crossings(call.mesh, result.match).leave(call.mesh, backend, values))
+    values = apart(result.crossing, leaves, _sharing(call, result))
+    return result.rebuild(_crossings(mesh, result.match).leave(values, follows))
 
 
 def _run_shared(call: Call, backend: ProcessGroupBackend, specs: Sequence[P]) -> Tree:
@@ -69,7 +69,7 @@ def _crossings(mesh: Mesh, match: Match) -> Crossings:
         known: Crossings | None = match.crossings.get(id(mesh))
         if known is not None and known.mesh is mesh:
             return known
-    new = Crossings(mesh, [match.spec(i) for i in match.crossing])
+    new = Crossings(mesh, _backend_of(mesh), [match.spec(i) for i in match.crossing])
     if not torch.compiler.is_dynamo_compiling():
         if len(match.crossings) >= _MESHES:  # those that are closed go, too
             match.crossings.clear()

@@ -116,22 +116,28 @@ class References:
         entries, attributes = self._looked_up, self._attributes
         try:
             return (
-                not any(self._empty)
-                and all(map(eq, map(len, self._filled), self._lengths))
-                and all(map(is_, chain.from_iterable(self._iterables), self._items))
-                and all(map(is_, map(getitem, entries.owners, entries.names), entries.values))
-                and all(
+                all(
                     map(
                         is_,
                         map(getattr, attributes.owners, attributes.names, repeat(ABSENT)),
                         attributes.values,
                     )
                 )
+                and not (self._empty and any(self._empty))
+                and (not self._filled or all(map(eq, map(len, self._filled), self._lengths)))
+                and (
+                    not self._items
+                    or all(map(is_, chain.from_iterable(self._iterables), self._items))
+                )
+                and (
+                    not entries.owners
+                    or all(map(is_, map(getitem, entries.owners, entries.names), entries.values))
+                )
                 and (not self._typed or all(map(is_, map(type, self._typed), self._types)))
                 and (not self._sets or all(all(map(is_, items, was)) for items, was in self._sets))
                 and (not self._calls or all(_is_still(call(), was) for call, was in self._calls))
                 and (not self._contents or not self._changed_contents())
-                and not any([name in table for (_, name), table in self._missing.items()])
+                and not (self._missing and any([n in t for (_, n), t in self._missing.items()]))
             )
         except (LookupError, RuntimeError):  # as of a dict that another thread changes
             return False

@@ -26,8 +26,9 @@ def apart(
     if torch.compiler.is_dynamo_compiling():
         return _traced_apart(results, arguments, sharing)
     kind = dtensor_class()
-    plain = [x for x in arguments if isinstance(x, Tensor) and not isinstance(x, kind)]
-    used = {memory_of(x) for x in plain} - {None}
+    others = [x for x in arguments if type(x) is not kind]
+    plain = [x for x in others if isinstance(x, Tensor) and not isinstance(x, kind)]
+    used = set(map(memory_of, plain)) - {None}
     if not used:
         return list(results)
     return [y.clone() if memory_of(y) in used else y for y in results]
