@@ -19,6 +19,7 @@ from shardmap_torch.boundary.matching import (
     check_inputs,
     input_signature,
     is_spec,
+    kinds_of,
     place_arguments,
 )
 from shardmap_torch.boundary.signature_cache import SignatureCache
@@ -231,6 +232,7 @@ class _Body:
         # Annotated, since Dynamo cannot call the generic alias Memo[Match].
         self._in_matches: Memo[_Bound] = Memo()
         self._bound_calls: SignatureCache[_Bound] = SignatureCache()
+        self._kinds: Memo[_Bound] = Memo()
         self._out_matches: Memo[Match] = Memo()
         self._checked = Checked(self._name, function, strictness or "local", debug)
         self._unchecked = Unchecked()
@@ -339,8 +341,16 @@ class _Body:
         # Not the mesh itself, whose groups a cached key would keep alive.
         rest = structure, mesh.layout or mesh, outer, infers, runs
 
+        def resize() -> _Bound:
+            kinds = kinds_of(leaves)
+            if kinds is None:
+                return bind()
+            known = self._kinds.get((*rest, *kinds), bind)
+            match = known.match.resized(leaves, mesh)
+            return bind() if match is None else _Bound(match, known.mapped, known.axes)
+
         def find() -> _Bound:
-            return self._in_matches.get((*rest, *map(input_signature, leaves)), bind)
+            return self._in_matches.get((*rest, *map(input_signature, leaves)), resize)
 
         bound = self._bound_calls.get(rest, leaves, find)
         return Call(

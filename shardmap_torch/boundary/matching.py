@@ -8,13 +8,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from shardmap_torch.boundary.casts import entry_casts, exit_casts
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
-from shardmap_torch.core.dtensors import is_dtensor
+from shardmap_torch.core.dtensors import dtensor_class, is_dtensor
 from shardmap_torch.core.functorch import base_of, can_receive_gradient
-from shardmap_torch.core.torch_private.engine import dispatch_mode_stack
+from shardmap_torch.core.torch_private.engine import are_transforms_active, dispatch_mode_stack
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
@@ -67,6 +68,13 @@ class Match:
             tuple(position for position, leaf in enumerate(placed) if crosses(leaf)),
             tuple(i for i, leaf in enumerate(placed) if not isinstance(leaf.value, Tensor)),
         )
+
+    def resized(self, leaves: Sequence[Any], mesh: Mesh) -> "Match | None":
+        """Returns the match of leaves that differ in sizes only; None where a spec refuses one."""
+        ranks = mesh.shape
+        if any([mismatches(self.spec(at), leaves[at].shape, ranks) for at in self.crossing]):
+            return None
+        return Match(self.paths, self.specs, self.crossing, self.static)
 
     def spec(self, position: int) -> P:
         """Returns the spec of a leaf that crosses."""
@@ -169,6 +177,23 @@ def input_signature(leaf: Any) -> Any:
         return leaf.shape, leaf.dtype, leaf.layout, leaf.device, can_receive_gradient(leaf)
     except RuntimeError:  # a nested tensor has no shape; `check_inputs` refuses it
         return type(leaf), leaf.layout
+
+
+def kinds_of(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Returns what `check_inputs` depends on beside sizes; None where it looks more closely."""
+    if torch.compiler.is_dynamo_compiling() or are_transforms_active():
+        return None
+    kinds: list[Any] = []
+    tracked, known = torch.is_grad_enabled(), (Tensor, Parameter, dtensor_class())
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            kinds.append(type(leaf))
+        elif type(leaf) not in known or leaf.is_nested:
+            return None
+        else:
+            grad = tracked and leaf.requires_grad
+            kinds.append((type(leaf), leaf.ndim, leaf.dtype, leaf.layout, leaf.device, grad))
+    return tuple(kinds)
 
 
 def check_inputs(

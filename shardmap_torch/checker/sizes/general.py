@@ -84,21 +84,29 @@ class General:
         made: Callable[..., bool] = eval(source, dict(NAMES))  # of torch's own printer
         return made
 
+    def find(self, numbers: Numbers) -> Verdict | None:
+        """Returns the verdict for these sizes, if it covers them."""
+        values = self._values(numbers)
+        return self._at(values) if values is not None and self.holds(*values) else None
+
     def at(self, numbers: Numbers) -> Verdict:
         """Returns the verdict for sizes that it covers."""
         values = self._values(numbers)
         assert values is not None  # it covers them
+        return self._at(values)
+
+    def _at(self, values: Sequence[int]) -> Verdict:
         symbols = dict(zip(self.names, values, strict=True))
         return verdict_at(self.verdict, Values(self.codes, symbols))
 
     def _values(self, numbers: Numbers) -> list[int] | None:
-        if any(numbers[slot] != number for slot, number in self.fixed.items()):
+        if [numbers[slot] for slot in self.fixed] != [*self.fixed.values()]:
             return None
         values = []
         for group in self.groups:
             first, *others = [numbers[slot] for slot in group.slots]
             value, rest = divmod(first, group.multiple)
-            if rest or value < group.least or any(other != first for other in others):
+            if rest or value < group.least or others.count(first) < len(others):
                 return None
             values.append(value)
         return values

@@ -73,8 +73,9 @@ class History:
             return None
         numbers = numbers_of(call)
         for general in family.generals:
-            if general.covers(numbers):
-                return general.at(numbers)
+            verdict = general.find(numbers)
+            if verdict is not None:
+                return verdict
         return None
 
     def derive(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardmap_torch.boundary.call import Result
 from shardmap_torch.checker.guards.replay import Step
 from shardmap_torch.checker.ir.program import Equation, KernelCollective, ProgramPath, Use
 from shardmap_torch.checker.sizes.symbols_as_numbers import MARKED, NUMBERS, expression, is_symbol
@@ -62,7 +63,7 @@ def verdict_at(general: Verdict, values: Values) -> Verdict:
         outputs=outputs,
         # A run does not ask for the program.
         make_paths=lambda: tuple(_path(path, values) for path in general.program_paths),
-        result=replace(general.result, leaves=leaves),
+        result=Result(leaves, general.result.match, general.result.structure),
         start=_steps(general.start, values),
     )
 
@@ -85,7 +86,12 @@ def _steps(start: Step, values: Values) -> Step:
 
 def _step(step: Step, values: Values) -> Step:
     shape = None if step.shape is None else torch.Size(values.shape(step.shape))
-    return replace(step, shape=shape, next=[], later={})
+    # Not dataclasses.replace, which looks up every field of every step.
+    return Step(
+        *(step.what, shape, step.dtype, step.depth, step.types, step.note, step.site),
+        last=step.last,
+        crossing=step.crossing,
+    )
 
 
 def _path(path: ProgramPath, values: Values) -> ProgramPath:
