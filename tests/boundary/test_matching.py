@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardmap_torch import Mesh, P, SpecError, make_mesh, shard_map
+from shardmap_torch import P, SpecError, make_mesh, shard_map
 from shardmap_torch.boundary.matching import Match, kinds_of
 
 MESH = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
@@ -60,14 +60,16 @@ def test_a_size_is_matched_without_the_specs(monkeypatch: pytest.MonkeyPatch) ->
         raise AssertionError
 
     monkeypatch.setattr(Match, "of", of)
-    assert torch.equal(f(torch.ones(6)), torch.full((6,), 2.0)) and not made
+    assert torch.equal(f(torch.ones(6)), torch.full((6,), 2.0))
+    assert not made
 
 
 def test_a_match_of_other_sizes_is_another_object() -> None:
     match = Match(("x",), (P("tp"),), (0,))
     one = match.resized([torch.ones(4)], MESH)
     assert one is not None
-    assert one is not match and one.specs == match.specs
+    assert one is not match
+    assert one.specs == match.specs
     assert match.resized([torch.ones(5)], MESH) is None
 
 
@@ -89,4 +91,5 @@ def test_kinds_tell_apart_what_is_refused_or_typed_otherwise() -> None:
     kinds = [kinds_of([leaf]) for leaf in leaves]
     assert len(set(kinds)) == len(leaves)
     assert kinds[0] == kinds_of([torch.ones(7)])
-    assert kinds_of([fake()]) is None and kinds_of([nested()]) is None
+    assert kinds_of([fake()]) is None
+    assert kinds_of([nested()]) is None
