@@ -58,14 +58,6 @@ def finest_spec(spec: P) -> P:
     return spec if scope is None else expanded(spec, scope.backend.mesh.aliases)
 
 
-def finest_specs(specs: tuple[P, ...]) -> tuple[P, ...]:
-    """Replaces the axes of several specs, as `finest_spec`."""
-    scope = current_scope()
-    if scope is None or not scope.backend.mesh.aliases:
-        return specs
-    return tuple(map(finest_spec, specs))
-
-
 def read_type(
     name: str, value: TypeLike | None, word: str, allowed: Sequence[AxisType]
 ) -> AxisType:

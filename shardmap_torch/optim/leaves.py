@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.caching import memo
 from shardmap_torch.core.tree import (
     Broadcast,
     Placed,
@@ -16,8 +18,7 @@ from shardmap_torch.core.tree import (
     rebuilt,
 )
 from shardmap_torch.errors import SpecError, listing
-from shardmap_torch.ops.arguments import finest_specs
-from shardmap_torch.spec import P, is_partition
+from shardmap_torch.spec import P, expanded, is_partition
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -27,14 +28,23 @@ class Leaves:
     Attributes:
         values: the tensors.
         structure: puts them back into the tree.
-        paths: the path of each.
-        specs: the spec of each, over the finest axes of the mesh.
+        match: their paths, and their specs over the finest axes of the mesh; plans are cached by
+            it, since it is one object for all trees alike.
     """
 
     values: list[Tensor]
     structure: Structure
-    paths: tuple[str, ...]
-    specs: tuple[P, ...]
+    match: Broadcast[P]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each."""
+        return self.match.paths
+
+    @property
+    def specs(self) -> tuple[P, ...]:
+        """The spec of each."""
+        return self.match.specs
 
 
 def match_leaves(what: str, specs: Tree, tree: Tree, head: str) -> Leaves:
@@ -49,7 +59,17 @@ def match_leaves(what: str, specs: Tree, tree: Tree, head: str) -> Leaves:
     matched: Broadcast[P] = broadcast_prefix_all(specs, structure, tree, what, is_partition)
     if matched.mismatches or not all([isinstance(leaf, Tensor) for leaf in values]):
         raise SpecError(listing(head, [*map(str, matched.mismatches), *_others(specs, tree, what)]))
-    return Leaves(values, structure, matched.paths, finest_specs(matched.specs))
+    scope = current_scope()
+    aliases = () if scope is None else scope.backend.mesh.aliases
+    return Leaves(values, structure, _finest(matched, aliases) if aliases else matched)
+
+
+@memo
+def _finest(
+    matched: Broadcast[P], aliases: tuple[tuple[str, tuple[str, ...]], ...]
+) -> Broadcast[P]:
+    specs = tuple([expanded(spec, aliases) for spec in matched.specs])
+    return Broadcast(matched.paths, specs, ())
 
 
 def _others(specs: Tree, tree: Tree, what: str) -> Iterator[str]:

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.tree import Tree, closed, flatten, opened
+from shardmap_torch.core.caching import memo
+from shardmap_torch.core.tree import Broadcast, Tree, closed, flatten, opened
 from shardmap_torch.errors import OptimizerError, SpecError, show
 from shardmap_torch.ops import all_reduce
 from shardmap_torch.optim.leaves import Leaves, match_leaves
@@ -215,12 +216,18 @@ def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
     leaves = match_leaves("tree", specs, tree, "global_norm: the specs do not match the tree:")
     if ord == math.inf:
         return list(_largest(leaves))
-    axes_of = [tuple(sorted(spec.mentioned)) for spec in leaves.specs]
+    axes_of = _axes_of(leaves.match)
     amounts = zip(axes_of, [_amount(x, ord) for x in leaves.values], strict=True)
     return [
         all_reduce(amount, axes, dst=I) if axes else amount
         for axes, amount in _by_group(amounts, "sum")
     ]
+
+
+@memo
+def _axes_of(match: Broadcast[P]) -> tuple[tuple[str, ...], ...]:
+    """Returns the axes over which each leaf is sharded."""
+    return tuple([tuple(sorted(spec.mentioned)) for spec in match.specs])
 
 
 def _largest(leaves: Leaves) -> Iterator[Tensor]:

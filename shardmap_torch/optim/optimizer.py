@@ -190,7 +190,7 @@ def _like(
     tree: Tree, params: Tree, expected: Sequence[Tensor], expected_structure: Structure
 ) -> Tensors:
     """Returns the leaves of a tree that must have the structure and shapes of `params`."""
-    leaves, structure = opened(tree)
+    leaves, structure = opened(tree, expected_structure)
     if structure == expected_structure and [x.shape for x in leaves] == [p.shape for p in expected]:
         return leaves
     paths, names = leaf_paths(rebuilt(tree)), leaf_paths(rebuilt(params))
@@ -216,7 +216,7 @@ def _cast(column: Tensors, dtypes: Sequence[torch.dtype]) -> Tensors:
 
 
 def _has_dtensors(column: Sequence[Tensor]) -> bool:
-    return any([isinstance(x, DTensor) for x in column])
+    return any([type(x) is not Tensor and isinstance(x, DTensor) for x in column])
 
 
 def _locals(column: Sequence[Tensor]) -> Tensors:

@@ -11,7 +11,7 @@ from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.tree import Flat, Tree, closed
+from shardmap_torch.core.tree import Broadcast, Flat, Tree, closed
 from shardmap_torch.errors import ShardTypeError, SpecError, listing, read_names, show
 from shardmap_torch.ops.arguments import Axis, finest
 from shardmap_torch.optim.buckets import BUCKET_BYTES, Stage, Transfer, transfer_all
@@ -81,7 +81,7 @@ def sync_gradients(
     axes = finest(names)
     leaves = _leaves("sync_gradients", "grads", specs, grads)
     targets = leaves if into is None else _leaves("sync_gradients", "grads", into, grads)
-    plan = _plan_sums(leaves.paths, leaves.specs, targets.specs, axes)
+    plan = _plan_sums(leaves.match, targets.match, axes)
     _check_types(leaves, plan.pending)
     moved: X = _move(grads, leaves, (plan.scatters, plan.sums), bucket_bytes, comm_dtype)
     return moved
@@ -164,17 +164,15 @@ def _reshard(
 ) -> X:
     leaves = _leaves(name, "params", specs, params)
     targets = _leaves(name, "params", shards, params)
-    stage = _plan_reshard(name, make, leaves.paths, leaves.specs, targets.specs)
+    stage = _plan_reshard(name, make, leaves.match, targets.match)
     moved: X = _move(params, leaves, (stage,), bucket_bytes, comm_dtype)
     return moved
 
 
 @memo
-def _plan_reshard(
-    name: str, make: Make, paths: tuple[str, ...], specs: tuple[P, ...], shards: tuple[P, ...]
-) -> Stage:
-    _check_added(name, paths, specs, shards)
-    return Stage(tuple(map(make, specs, shards)))
+def _plan_reshard(name: str, make: Make, own: Broadcast[P], shards: Broadcast[P]) -> Stage:
+    _check_added(name, own.paths, own.specs, shards.specs)
+    return Stage(tuple(map(make, own.specs, shards.specs)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,9 +185,8 @@ class _Sums:
 
 
 @memo
-def _plan_sums(
-    paths: tuple[str, ...], specs: tuple[P, ...], shards: tuple[P, ...], axes: tuple[str, ...]
-) -> _Sums:
+def _plan_sums(own: Broadcast[P], into: Broadcast[P], axes: tuple[str, ...]) -> _Sums:
+    paths, specs, shards = own.paths, own.specs, into.specs
     _check_added("sync_gradients", paths, specs, shards)
     pending = tuple([_pending(spec, axes) for spec in specs])
     _check_scattered(paths, specs, shards, pending)

@@ -15,6 +15,7 @@ from shardmap_torch.core.tree import (
     Tree,
     broadcast_prefix,
     flatten,
+    flatten_like,
     unflatten,
 )
 from shardmap_torch.errors import SpecError, listing, read_names, show
@@ -171,8 +172,9 @@ class _Zero(Optimizer):
         # Trees of those who take them flat, and write into none of them, stay so from here on.
         if isinstance(self.optimizer, Elementwise) and not torch.compiler.is_dynamo_compiling():
             own, into = self._flat_specs
-            params, grads = Flat(*flatten(params)), Flat(*flatten(grads))
+            params = Flat(*flatten(params))
             structure = params.structure
+            grads = Flat(*flatten_like(structure, grads))
         shards: Any = sync_gradients(
             grads,
             own,
