@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.boundary.casts import apply
+from shardmap_torch.boundary.casts import apply_all
 from shardmap_torch.boundary.matching import Match, Spec, place_results
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, Casts, Drawing, Edge, Monitor
@@ -156,23 +156,20 @@ def run_body(
     drawing = outer.drawing if drawing is None and outer is not None else drawing
     with enter_scope(Scope(backend, call.bound, monitor, drawing)):
         values = list(call.leaves)
-        for position, casts, local in zip(
-            call.match.crossing, call.match.entries, tensors, strict=True
-        ):
-            values[position] = apply(backend, casts, local) if casts else local
+        for position, local in zip(call.match.crossing, tensors, strict=True):
+            values[position] = local
+        apply_all(backend, zip(call.match.crossing, call.match.entries, strict=True), values)
         if monitor is not None and call.follow is None:
-            for position, inferred in _enter(call, monitor).items():
-                values[position] = apply(backend, inferred, values[position])
+            apply_all(backend, _enter(call, monitor).items(), values)
         args, kwargs = unflatten(call.structure, values)
         out = _apply(call, args, kwargs)
         leaves, structure = flatten(out)
         ranks = [x.ndim if type(x) is Tensor else _output_signature(x) for x in leaves]
         match = call.out_matches.get((structure, call.mapped, *ranks), lambda: _place(call, out))
-        exits = _leave(call, monitor, match, leaves)
-        for position, casts in zip(match.crossing, match.exits, strict=True):
-            promised = exits.get(position, ())
-            if casts or promised:
-                leaves[position] = apply(backend, (*casts, *promised), leaves[position])
+        promised = _leave(call, monitor, match, leaves)
+        apply_all(backend, zip(match.crossing, match.exits, strict=True), leaves)
+        crossing = match.crossing if promised else ()
+        apply_all(backend, [(at, promised[at]) for at in crossing if at in promised], leaves)
     return Result(leaves, match, structure)
 
 

@@ -1,10 +1,12 @@
 """Casts at the boundary: the conversions and collectives that a spec implies for a leaf."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.backends.rank import RankBackend
+from shardmap_torch.collectives.autograd import bind, is_transformed
 from shardmap_torch.collectives.operations import Collective, Operation, collective_of
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.caching import memo
@@ -17,6 +19,23 @@ def apply(backend: Backend, operations: Sequence[Operation], x: Tensor) -> Tenso
     for operation in operations:
         x = bind(backend, operation, x)
     return x
+
+
+def apply_all(
+    backend: Backend, operations_of: Iterable[tuple[int, Sequence[Operation]]], values: list[Any]
+) -> None:
+    """Applies to values in a list, by their places, one operation after the other.
+
+    Most are casts of what is not differentiated; see `bind`, of which this spares the calls.
+    """
+    alone = isinstance(backend, RankBackend) and not is_transformed()
+    for place, operations in operations_of:
+        for operation in operations:
+            x, idle = values[place], False
+            if type(operation) is Collective:
+                idle = alone and operation.move == "same" and operation.keeps_dtype
+            if x.requires_grad or not idle:
+                values[place] = bind(backend, operation, x)
 
 
 def over(axes: Iterable[str], name: str, src: AxisType, dst: AxisType) -> tuple[Collective, ...]:

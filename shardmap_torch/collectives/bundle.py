@@ -22,7 +22,7 @@ from shardmap_torch.collectives.autograd import (
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, sends_bundles
 from shardmap_torch.collectives.scope import Scope
-from shardmap_torch.core.storage import spare, unviewed
+from shardmap_torch.core.storage import all_spare, spare, unviewed
 
 SMALL: Final = 2**20
 """Bytes above which a tensor is sent by itself, since its copy costs more than a message."""
@@ -44,11 +44,28 @@ def issue_all(
 
     `after` is applied to each of the results.
     """
+    if _is_spared(scope.backend, operation, xs):
+        for x in xs:
+            scope.on_operation(operation, x)
+        return list(map(after, xs))
     if not _can_bundle(scope.backend, operation, xs):
         return [after(issue(scope, operation, x)) for x in xs]
     for x in xs:
         scope.on_operation(operation, x)
     return list(map(after, bind_all(scope.backend, operation, xs)))
+
+
+def _is_spared(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> bool:
+    """Returns whether each is a spare operand of a sum over one rank, and so its result."""
+    return (
+        operation.move == "sum"
+        and operation.keeps_dtype
+        and sends_bundles(backend)
+        and backend.mesh.num_ranks(operation.axes) == 1
+        and not torch.compiler.is_compiling()
+        and not is_transformed()
+        and all_spare(xs)
+    )
 
 
 def _can_bundle(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> bool:

@@ -1,13 +1,15 @@
 """Tensors' memory: keys of storages, and buffers that a collective may overwrite."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.torch_private.engine import functorch
 
 
 class _Spare(threading.local):
@@ -42,9 +44,20 @@ def is_spare(x: Tensor) -> bool:
     return named and not x.requires_grad and x.is_contiguous()
 
 
+def all_spare(xs: Sequence[Tensor]) -> bool:
+    """Returns whether `is_spare` holds for each of several tensors."""
+    buffers = _SPARE.tensors
+    return (
+        len(xs) == len(buffers)
+        and all(map(is_, xs, buffers))
+        and not any([x.requires_grad or not x.is_contiguous() for x in xs])
+    )
+
+
 def memory_of(x: Tensor) -> int | None:
     """Returns a key that tensors sharing memory have in common; None where unknown."""
-    x = base_of(x)
+    if functorch.is_functorch_wrapped_tensor(x):
+        x = base_of(x)
     return x.untyped_storage()._cdata if x.layout is torch.strided else None
 
 
