@@ -57,7 +57,8 @@ def match_leaves(what: str, specs: Tree, tree: Tree, head: str) -> Leaves:
     """
     values, structure = opened(tree)
     matched: Broadcast[P] = broadcast_prefix_all(specs, structure, tree, what, is_partition)
-    if matched.mismatches or not all([isinstance(leaf, Tensor) for leaf in values]):
+    others = [leaf for leaf in values if type(leaf) is not Tensor]
+    if matched.mismatches or not all([isinstance(leaf, Tensor) for leaf in others]):
         raise SpecError(listing(head, [*map(str, matched.mismatches), *_others(specs, tree, what)]))
     scope = current_scope()
     aliases = () if scope is None else scope.backend.mesh.aliases

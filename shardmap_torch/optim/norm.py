@@ -66,7 +66,8 @@ def global_norm(tree: Tree, specs: Tree | None = None, *, ord: float = 2.0) -> T
     leaves = opened(tree)[0]
     if not leaves:
         raise OptimizerError("global_norm: the tree has no leaves.")
-    if not all([isinstance(leaf, Tensor) for leaf in leaves]):
+    others = [leaf for leaf in leaves if type(leaf) is not Tensor]
+    if not all([isinstance(leaf, Tensor) for leaf in others]):
         raise OptimizerError("global_norm: a leaf of the tree is no tensor.")
     in_body = current_scope() is not None
     amounts = _in_body(tree, specs, ord) if in_body else _outside(tree, ord)
@@ -113,7 +114,8 @@ def clip_by_global_norm(
     scale = (max_norm / norm).clamp(max=1)
     leaves, structure = opened(tree)
     dtypes = {leaf.dtype for leaf in leaves}
-    if len(dtypes) == 1 and not any([isinstance(leaf, DTensor) for leaf in leaves]):
+    others = [leaf for leaf in leaves if type(leaf) is not Tensor]
+    if len(dtypes) == 1 and not any([isinstance(leaf, DTensor) for leaf in others]):
         scaled = foreach("mul", leaves, scale.to(dtypes.pop()))
     else:
         scaled = [placed_like(_local(leaf) * scale.to(leaf.dtype), leaf) for leaf in leaves]
