@@ -1,21 +1,24 @@
 """Counts the calls of functions that a training step makes, part by part, ours and by hand.
 
-    python -m benchmarks.train_step.profile [width]
+    python -m benchmarks.train_step.profile [--json]
 
 Times of single functions mislead here: a profiler slows down small functions most, and cold caches
 make each call cost several times what it costs in a loop. Counts are the same in each run. Measured
 on torch's fake process group, of one rank of two, for a signature that has been checked.
 """
 
+import json
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from types import CodeType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
-from benchmarks.timing import show
+from benchmarks.sheets import Sheet
 from benchmarks.train_step import handwritten, ours
 from benchmarks.train_step.setting import Setting, Step
 from shardmap_torch.autodiff.gradients import _forward
@@ -30,6 +33,8 @@ PARTS: Final[dict[CodeType, str]] = {
     _Zero.update.__code__: "norm and optimizer",
 }
 AROUND: Final = "around them"
+BEFORE: Final = {"forward": 2684, "backward": 1021, "norm and optimizer": 2568, AROUND: 2794}
+"""Those of commit 0b59b58, where this file was put to count them."""
 
 
 def count(step: Step) -> Counter[str]:
@@ -54,23 +59,32 @@ def count(step: Step) -> Counter[str]:
     return calls
 
 
+def sheet(counts: Mapping[str, Mapping[str, int]]) -> Sheet:
+    """Makes the table of calls by hand and ours."""
+    columns = [counts["by hand"], counts["ours"], BEFORE]
+    rows = [(part, *(f"{column[part]:,}" for column in columns)) for part in BEFORE]
+    rows.append(("together", *(f"{sum(column.values()):,}" for column in columns)))
+    title = "Calls of functions in a step"
+    return Sheet(title, ("part", "by hand", "ours", "ours at 0b59b58"), tuple(rows))
+
+
 def main() -> None:
-    """Measures and prints."""
+    """Counts, and prints a table or JSON."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    setting = Setting(int(sys.argv[1]) if len(sys.argv) > 1 else 64)
+    setting = Setting(64)
     steps = {"by hand": handwritten.make(setting), "ours": ours.make(setting)}
-    counts = {}
+    counts: dict[str, Counter[str]] = {}
     for name, step in steps.items():
         for _ in range(3):
             step()
         counts[name] = count(step)
-    parts = ["forward", "backward", "norm and optimizer", AROUND]
-    rows = [(part, *(f"{found[part]:,}" for found in counts.values())) for part in parts]
-    rows.append(("together", *(f"{found.total():,}" for found in counts.values())))
-    show("Calls of functions in a step", ("", *counts), rows)
+    if "--json" in sys.argv:
+        print(json.dumps(counts))
+    else:
+        sheet(counts).show(Console())
 
 
 if __name__ == "__main__":

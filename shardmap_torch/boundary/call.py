@@ -158,7 +158,8 @@ def run_body(
         values = list(call.leaves)
         for position, local in zip(call.match.crossing, tensors, strict=True):
             values[position] = local
-        apply_all(backend, zip(call.match.crossing, call.match.entries, strict=True), values)
+        if call.match.entries:
+            apply_all(backend, call.match.entries, values)
         if monitor is not None and call.follow is None:
             apply_all(backend, _enter(call, monitor).items(), values)
         args, kwargs = unflatten(call.structure, values)
@@ -167,9 +168,11 @@ def run_body(
         ranks = [x.ndim if type(x) is Tensor else _output_signature(x) for x in leaves]
         match = call.out_matches.get((structure, call.mapped, *ranks), lambda: _place(call, out))
         promised = _leave(call, monitor, match, leaves)
-        apply_all(backend, zip(match.crossing, match.exits, strict=True), leaves)
-        crossing = match.crossing if promised else ()
-        apply_all(backend, [(at, promised[at]) for at in crossing if at in promised], leaves)
+        if match.exits:
+            apply_all(backend, match.exits, leaves)
+        if promised:
+            crossing = [(at, promised[at]) for at in match.crossing if at in promised]
+            apply_all(backend, crossing, leaves)
     return Result(leaves, match, structure)
 
 

@@ -83,14 +83,16 @@ class Match:
         return spec
 
     @lazy
-    def entries(self) -> "tuple[tuple[Collective, ...], ...]":
-        """The casts of each leaf that crosses, if these are arguments."""
-        return tuple(entry_casts(self.spec(position)) for position in self.crossing)
+    def entries(self) -> "tuple[tuple[int, tuple[Collective, ...]], ...]":
+        """The positions and casts of the leaves that have some, if these are arguments."""
+        casts = ((position, entry_casts(self.spec(position))) for position in self.crossing)
+        return tuple(each for each in casts if each[1])
 
     @lazy
-    def exits(self) -> "tuple[tuple[Collective, ...], ...]":
-        """The casts of each leaf that crosses, if these are results."""
-        return tuple(exit_casts(self.spec(position)) for position in self.crossing)
+    def exits(self) -> "tuple[tuple[int, tuple[Collective, ...]], ...]":
+        """The positions and casts of the leaves that have some, if these are results."""
+        casts = ((position, exit_casts(self.spec(position))) for position in self.crossing)
+        return tuple(each for each in casts if each[1])
 
     def place(self, leaves: Sequence[Any]) -> tuple[Placed[Spec], ...]:
         """Gives other leaves of the same signature their paths and specs."""

@@ -4,10 +4,18 @@ from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
+import torch
 
 from shardmap_torch import P
 from shardmap_torch.boundary.matching import is_spec
-from shardmap_torch.core.tree import Mismatch, broadcast_prefix, flatten, map_leaves, unflatten
+from shardmap_torch.core.tree import (
+    Mismatch,
+    broadcast_prefix,
+    flatten,
+    flatten_like,
+    map_leaves,
+    unflatten,
+)
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -56,3 +64,17 @@ def test_named_tuples_are_told_by_their_fields() -> None:
 def test_every_place_where_the_trees_part_is_told(prefix: Any, tree: Any, texts: list[str]) -> None:
     problems = [str(leaf) for leaf in found(prefix, tree) if isinstance(leaf, Mismatch)]
     assert problems == texts
+
+
+def test_a_tree_is_flattened_alike_whatever_structure_it_should_have() -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    _, expected = flatten({"a": one, "b": [two]})
+    trees: list[Any] = [
+        *({"b": [one], "a": two}, {"a": one, "b": (two,)}, {"a": one}, {"a": [one], "b": [two]}),
+        *({"a": None, "b": [two]}, {"a": one, "b": [3]}, one, None),
+    ]
+    for tree in trees:
+        leaves, structure = flatten(tree)
+        likewise, same = flatten_like(expected, tree)
+        assert all(a is b for a, b in zip(likewise, leaves, strict=True))
+        assert same == structure
