@@ -27,16 +27,27 @@ _OPS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-class Done:
-    """Work that has ended, as `async_op=True` returns it."""
+class Arriving(dist.Work):
+    """Work as `async_op=True` returns it: what is written arrives when it is waited for.
+
+    Whoever reads it earlier gets what was there before, so that a check refuses it. On processes it
+    may be either.
+    """
+
+    def __init__(self, arrive: Callable[[], object]) -> None:
+        """Calls `arrive` once."""
+        super().__init__()
+        self._arrivals = [arrive]
 
     def wait(self, timeout: object = None) -> bool:
-        """Returns at once."""
+        """Writes what has come."""
+        while self._arrivals:
+            self._arrivals.pop()()
         return True
 
     def is_completed(self) -> bool:
-        """Returns True."""
-        return True
+        """Writes it too, and returns True."""
+        return self.wait()
 
 
 class _GroupName(str):
@@ -100,25 +111,24 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         scope = current_scope()
         return (self.mesh if scope is None else scope.backend.mesh).num_ranks(self.axes)
 
-    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Done:
-        """Sums each tensor over the ranks, in place."""
-        for tensor in tensors:
-            self._write(tensor, [], "all_reduce", partial(self.reduced, tensor, options))
-        return Done()
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Arriving:
+        """Sums a tensor over the ranks, in place."""
+        (tensor,) = tensors
+        return self._write(tensor, [], "all_reduce", partial(self.reduced, tensor, options))
 
-    def all_gather_single(self, output: Tensor, x: Tensor, options: Any = None) -> Done:
+    def all_gather_single(self, output: Tensor, x: Tensor, options: Any = None) -> Arriving:
         """Writes the values of all ranks, one after the other along dim 0, into `output`."""
         tiled = output.ndim == x.ndim
         return self._write(output, [x], "all_gather", lambda: self.gathered(x, tiled))
 
-    def reduce_scatter_single(self, output: Tensor, x: Tensor, options: Any) -> Done:
+    def reduce_scatter_single(self, output: Tensor, x: Tensor, options: Any) -> Arriving:
         """Writes this rank's shard along dim 0 of the sum into `output`."""
         tiled = output.ndim == x.ndim
         return self._write(output, [x], "reduce_scatter", lambda: self.scattered(x, options, tiled))
 
     def all_to_all_single(
         self, output: Tensor, x: Tensor, received: Any, sent: Any, options: Any = None
-    ) -> Done:
+    ) -> Arriving:
         """Sends shard i along dim 0 to rank i, and writes those that arrive into `output`."""
         sizes = [*received, *sent]
         return self._write(output, [x], "all_to_all", lambda: self.exchanged(x, sizes))
@@ -156,7 +166,7 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         operands: Sequence[Tensor],
         name: str,
         collective: Callable[[], Tensor],
-    ) -> Done:
+    ) -> Arriving:
         _, scope = read_axes(name, self.axes)
         scope.backend.needs_ranks()  # torch.func.vmap cannot write into what it does not batch
         if any(map(can_receive_gradient, [output, *operands])):
@@ -167,9 +177,12 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
                 f"{name} of torch.distributed gives {list(result.shape)} over {self.axes}, and "
                 f"its output has {list(output.shape)}."
             )
-        with torch.no_grad():
-            output.copy_(result)
-        return Done()
+
+        def arrive() -> None:
+            with torch.no_grad():
+                output.copy_(result)
+
+        return Arriving(arrive)
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,22 @@ class Body:
         dist.all_reduce(total, group=self.group)
         return total
 
+    def early(self, x: Tensor) -> Tensor:
+        """Reads what is summed before it has come."""
+        total = x.sum()
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        read = total * 2
+        work.wait()
+        return read
+
+    def awaited(self, x: Tensor) -> Tensor:
+        total = x.sum()
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        while not work.is_completed():
+            pass
+        work.wait()
+        return total * 2
+
     def differentiated(self, x: Tensor) -> Tensor:
         def loss(x: Tensor) -> Tensor:
             total = x.square().sum()
@@ -169,6 +185,7 @@ PROGRAMS: Final[dict[str, Program]] = {
     "scatter": (lambda b: b.scattered, (X,), P(None, "tp"), P("tp"), lambda x: x @ x.mT, True),
     "exchange": (lambda b: b.exchanged, (X,), P("tp"), P("tp"), lambda x: x[SWAPPED], True),
     "exchange back": (lambda b: b.exchanged_back, (X,), P("tp"), P("tp"), Tensor.sin, "global"),
+    "wait": (lambda b: b.awaited, (X,), P("tp"), P(), lambda x: x.sum() * 2, "global"),
     "max": (lambda b: b.largest, (X,), P("tp"), P(), Tensor.max, "global"),
 }
 FUNCTIONAL: Final[dict[str, Program]] = {
@@ -195,6 +212,7 @@ FUNCTIONAL: Final[dict[str, Program]] = {
 WRONG: Final[dict[str, tuple[Callable[[Body], Any], tuple[Tensor, ...], Any, str]]] = {
     "no sum": (lambda b: gradients(b.forgetful), MLP, SPECS, "is a pending sum over 'tp'"),
     "twice": (lambda b: b.twice, (X,), P("tp"), "but its operand is K (equal on all ranks)"),
+    "early": (lambda b: b.early, (X,), P("tp"), "one value on all ranks of 'tp', but"),
     "differentiated": (
         lambda b: b.differentiated,
         (X,),

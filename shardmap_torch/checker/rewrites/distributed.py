@@ -15,7 +15,13 @@ from torch import Tensor
 from shardmap_torch.checker.rewrites.aliases import Host
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.torch_private.engine import OpOverload, c10d
-from shardmap_torch.ops.groups import FUNCTIONAL, AxisGroup, group_axes, unseen_by_autograd
+from shardmap_torch.ops.groups import (
+    FUNCTIONAL,
+    Arriving,
+    AxisGroup,
+    group_axes,
+    unseen_by_autograd,
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,15 @@ def typed_call(
     # Runs do not see the call, so that it is no step of their program.
     with context, enter_scope(Scope(scope.backend, scope.axes)):
         result = found.call(AxisGroup(scope.backend.mesh, axes))
+        if isinstance(result, Arriving) and not _is_asynchronous(op, args):
+            result.wait()
     if isinstance(result, Tensor):
         return result
-    work = c10d.Work.boxed(c10d.FakeWork())
+    found.tensors[0]._shardmap_work = result  # type: ignore[attr-defined]  # torch's box does not
+    work = c10d.Work.boxed(result)
     return work if len(op._schema.returns) == 1 else (args[0], work)
+
+
+def _is_asynchronous(op: OpOverload, args: tuple[Any, ...]) -> bool:
+    at = [argument.name for argument in op._schema.arguments].index("async_op")
+    return bool(args[at] if at < len(args) else op._schema.arguments[at].default_value)
