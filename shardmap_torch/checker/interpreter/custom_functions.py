@@ -21,10 +21,10 @@ from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import propose
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.torch_private.engine import FakeTensor
+from shardmap_torch.core.functorch import base_of, levels
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction, FakeTensor
 from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.types import I, K, R, V, Z
+from shardmap_torch.types import I, K, Partial, R, V, Z
 
 if TYPE_CHECKING:  # for annotations; what starts a backward calls this module
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -35,7 +35,7 @@ def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
     for node, name in own_nodes(outputs):
         if node not in interpreter.watched:
             interpreter.watched.add(node)
-            node.register_prehook(partial(enter_backward, interpreter, node, name))
+            node.register_prehook(partial(_enter, interpreter, node, name))
             node.register_hook(partial(_check, interpreter, node, name))
 
 
@@ -65,7 +65,48 @@ def uncommitted(
         own = tuple(K if at in open_axes and have == I else have for at, have in enumerate(types))
         return interpreter.retyped(value, own)
 
-    return tuple(map(reopened, out)) if isinstance(out, tuple) else reopened(out)
+    made = tuple(map(reopened, out)) if isinstance(out, tuple) else (reopened(out),)
+    for value in made:
+        if isinstance(value, Tensor):
+            _link(interpreter, value, open_axes)
+    return made if isinstance(out, tuple) else made[0]
+
+
+def _link(interpreter: "Interpreter", result: Tensor, open_axes: Sequence[int]) -> None:
+    """Notes the types that a result has at the end of a Function, for the node it comes from.
+
+    Over axes on which an operand varies, and the result does not, ranks have met in the forward.
+    """
+    with DisableTorchFunction():
+        nodes = [(each.grad_fn, each.output_nr) for each in levels(result)]
+    use = use_of("", base_of(result), interpreter.storage_type(result))
+    met = frozenset(at for at, have in enumerate(use.types) if have == K and at not in open_axes)
+    for node, number in nodes:
+        if node is not None:
+            interpreter.results_of[node._sequence_nr(), number] = use, met
+
+
+def _enter(
+    interpreter: "Interpreter", node: Node, name: str, gradients: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Types cotangents of results in which ranks have met, and which each uses, as pending sums.
+
+    So that a backward which takes no sum is refused.
+    """
+
+    def as_sum(number: int, gradient: Tensor | None) -> Tensor | None:
+        _, met = interpreter.results_of.get((node._sequence_nr(), number), (None, ()))
+        if gradient is None or not met:
+            return gradient
+        types = interpreter.storage_type(base_of(gradient)).types
+        own = tuple(
+            Partial if at in met and plain(have) == V else have for at, have in enumerate(types)
+        )
+        return interpreter.retyped(gradient, own)
+
+    typed = tuple(as_sum(number, gradient) for number, gradient in enumerate(gradients))
+    enter_backward(interpreter, node, name, typed)
+    return typed
 
 
 _COMPILED: Final = ("torch.", "shardmap_torch.collectives.")
@@ -126,7 +167,7 @@ def _as_own(interpreter: "Interpreter", gradient: Any, cotangents: Sequence[Type
     types = interpreter.storage_type(base_of(gradient)).types
     own = tuple(
         V
-        if axis_type in (I, R, K) and any(plain(seed[at]) in (V, R) for seed in cotangents)
+        if axis_type in (I, R, K) and any(plain(seed[at]) in (V, R, Partial) for seed in cotangents)
         else axis_type
         for at, axis_type in enumerate(types)
     )
@@ -138,8 +179,12 @@ def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> 
     variable = getattr(producer, "variable", None)
     if isinstance(variable, Tensor):
         return use_of("", variable, interpreter.storage_type(variable))
+    if producer is None:
+        return None
     source: Equation | None = interpreter.equation_of(producer)
-    return source.results[number] if source is not None and number < len(source.results) else None
+    results = () if source is None else source.results
+    made = results[number] if number < len(results) else None
+    return interpreter.results_of.get((producer._sequence_nr(), number), (made, ()))[0]
 
 
 def _wrong(

@@ -102,6 +102,8 @@ class Interpreter(Memory):
         self.traits, self.is_decomposing = Traits(), False
         self.function: Any = None
         self._made_by: dict[int, Equation] = {}
+        # Of Functions, by node and number, with the axes over which ranks have met in it.
+        self.results_of: dict[tuple[int, int], tuple[Use, frozenset[int]]] = {}
         self._sequence = 0
         self._count = 0
         self._places, self.gradient_places = Places(), Places()
