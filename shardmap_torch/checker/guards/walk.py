@@ -331,7 +331,7 @@ class Walk(References):
 
     def _enter_layer(self, value: nn.Module) -> Hashable:
         """Enters a module of torch or of the user, and the hooks of all modules."""
-        self._packages.add(root_of(type(value)))
+        self._packages |= {*map(root_of, type(value).__mro__)}
         for name in ("forward", "__call__") if is_library(type(value)) else ():
             if (type(value), name) not in self._called:
                 self._enter_function_of(type(value), name)
@@ -487,7 +487,7 @@ def _parts_of(function: Callable[..., Any]) -> Iterator[Any]:
         for part in (function.func, *function.args, *function.keywords.values()):
             yield from _parts_of(part)
     elif isinstance(function, MethodType):
-        yield type(function.__self__)
+        yield from type(function.__self__).__mro__
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -62,6 +62,9 @@ SEEN: Final = {
         "box[0] = False",
     ),
     "table of a layer's package": State("import shipped\nf = shipped.Layer()", "f()", DEEP),
+    "table of the package of a layer's base": State(
+        "import shipped\nclass Own(shipped.Layer): pass\nf = Own()", "f()", DEEP
+    ),
     "table of the package of a layer that comes later": State(
         "import shipped\nf = [[[shipped.Layer()]], shipped.aside]",
         "f[1]()",
