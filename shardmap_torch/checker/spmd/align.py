@@ -1,13 +1,13 @@
 """Aligns the ranks' program with the one-device program: the same steps in the same order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.core.torch_private.engine import OpOverload
 
-_IDENTITIES: Final = overloads("clone alias contiguous")
+IDENTITIES: Final = overloads("clone alias contiguous")
 """Operations that one of the programs may lack: shapes decide whether torch copies."""
 
 _RESHAPES: Final = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
@@ -30,6 +30,31 @@ class Alignment:
         self._at = 0
         self._same: dict[int, int] = {}
         self._newly_same: list[int] = []
+
+    @property
+    def at(self) -> int:
+        """The number of the next step."""
+        return self._at
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """All steps of the one-device program."""
+        return self._events
+
+    def skip(self, to: int) -> None:
+        """Goes on at another step, since those before it repeat others."""
+        self._at = to
+
+    def identify(self, number: int, source: int) -> None:
+        """Notes that a tensor of steps that are skipped has the entries of another one."""
+        if self.canonical(Ref(number)) != source:
+            self._same[number] = source
+            self._newly_same.append(source)
+
+    def next_of(self, name: Any) -> Event | None:
+        """Returns the next step if it has that name, else None."""
+        event = self._events[self._at] if self._at < len(self._events) else None
+        return event if event is not None and _alike(name, event.name) else None
 
     def newly_same(self) -> list[int]:
         """Returns the tensors that only the one-device program has copied since the last call."""
@@ -62,7 +87,7 @@ class Alignment:
         try:
             return self.take(op)
         except PartedError:
-            if op in _IDENTITIES:
+            if op in IDENTITIES:
                 return None
             raise
 
@@ -71,13 +96,11 @@ class Alignment:
 
     def _skips(self, event: Event) -> bool:
         """Skips a copy that the ranks do not make, and returns whether there was one."""
-        if event.name not in _IDENTITIES:
+        if event.name not in IDENTITIES:
             return False
         ((number, _),) = event.results
         source = self.canonical(event.arguments["self"])
-        if self.canonical(Ref(number)) != source:
-            self._same[number] = source
-            self._newly_same.append(source)
+        self.identify(number, source)
         self._at += 1
         return True
 
@@ -117,10 +140,15 @@ def differing(arguments: Mapping[str, Any], event: Event) -> dict[str, Any]:
     }
 
 
+def is_reshape(op: OpOverload) -> bool:
+    """Returns whether sizes and strides decide whether a result shares its operand's memory."""
+    return op._schema.name.split("::")[1] in _RESHAPES
+
+
 def _alike(name: Any, other: Any) -> bool:
     """Returns whether two steps are the same; whether a reshape copies depends on shapes."""
     if name == other:
         return True
     if not isinstance(name, OpOverload) or not isinstance(other, OpOverload):
         return False
-    return {name._schema.name.split("::")[1], other._schema.name.split("::")[1]} <= _RESHAPES
+    return is_reshape(name) and is_reshape(other)

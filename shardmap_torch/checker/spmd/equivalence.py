@@ -10,7 +10,9 @@ own backwards and hooks are compared: they get and return gradients sharded like
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -34,11 +36,13 @@ from shardmap_torch.checker.ir.observer import (
 )
 from shardmap_torch.checker.rules.infer import named_tensors
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, equal, shown
+from shardmap_torch.checker.spmd.batches.items import Items
 from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
 from shardmap_torch.checker.spmd.batches.term_store import TermStore
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations
+from shardmap_torch.checker.spmd.ops.advice import OTHER
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
 from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import PairedCall
@@ -56,6 +60,8 @@ from shardmap_torch.errors import show_shape
 from shardmap_torch.spec import P
 
 Named = Sequence[tuple[str, Tensor]]
+
+NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Relation(Observer):
@@ -76,12 +82,14 @@ class Relation(Observer):
         self._alignment = Alignment(one)
         self._notes = Notes(interpreter, self._alignment, without)
         self._inside: list[Observer] = []
-        self._microbatches = Microbatches(TermStore(interpreter, self._notes))
+        self._items = Items(TermStore(interpreter, self._notes), self._alignment, bool(without))
+        self._microbatches = Microbatches(self._items.store, self._items)
         self._notes.reject_term = self._microbatches.reject
         self._gradients = Gradients(self._notes, self._microbatches.store)
         self._positions = Positions(self._notes, interpreter.mesh)
         self._vocabulary = VocabularyValues(self._notes, self._positions)
         self._maxima = Maxima(interpreter, self._notes, bool(without))
+        self._notes.finish = partial(self._items.finish, self._maxima.join)
         self._operations = Operations(
             *(interpreter, self._notes, self._microbatches),
             *(self._positions, self._vocabulary, self._maxima),
@@ -130,8 +138,14 @@ class Relation(Observer):
         extremum = f"all_reduce with op={move!r}"
         with self._judged(extremum if move in EXTREMA else str(collective), [("x", x)]) as live:
             if live:
-                event = self._take(COLLECTIVE)
+                event = self._take(COLLECTIVE, {"x": x})
                 ((number, global_shape),) = event.results
+                if move == "gather" and self._operations.candidates.gather(collective, event, x, y):
+                    self._maxima.move(event, x)
+                    return
+                self._notes.finish(x, event.arguments["x"])
+                on = collective.axes if collective is not None else ()
+                self._items.reject_move(on, x)
                 sums = self._notes.sums(x)
                 self._notes.reject_loose(x, sums.over(move))
                 if move in EXTREMA:
@@ -148,7 +162,6 @@ class Relation(Observer):
                     sums = replace(_without(sums, frozenset(axes)), partial=partial)
                 self._notes.note(y, number, shard)
                 self._notes.set_sums(y, sums)
-                on = collective.axes if collective is not None else ()
                 self._microbatches.note_move(move, str(collective), on, x, y)
                 self._maxima.move(event, x)
 
@@ -300,19 +313,23 @@ class Relation(Observer):
         with self._judged(messages.friendly(op), named_tensors(arguments)) as live:
             if live:
                 results = made_by(op, arguments, out)
+                self._items.advance(op, arguments)
                 event = self._alignment.take_unless_copy(op)
                 self._notes.make_copies_read_only()
                 if event is None:
                     ((_, source),) = named_tensors(arguments)
                     self._notes.copy(source, results[0])
                     self._microbatches.note_copy(source, results[0])
+                elif event.has_grad != torch.is_grad_enabled():
+                    raise UnrelatedError("gradients are recorded in one program only", OTHER)
                 elif results:  # else it answers a question about shapes
                     call = PairedCall(op, arguments, event, results)
                     self._operations.compare(call, bool(self.followed), key)
 
     # ------------------------------------------------------------------------------ errors
 
-    def _take(self, name: Any) -> Event:
+    def _take(self, name: Any, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Event:
+        self._items.advance(name, arguments)
         event = self._alignment.take(name)
         self._notes.make_copies_read_only()
         return event

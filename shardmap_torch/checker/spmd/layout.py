@@ -47,14 +47,17 @@ BLOCK: Final = ">"
 ADDENDS: Final = "+"
 """Axis of a digit that a rank has in a dim of its own: gathered addends of a sum."""
 
+CANDIDATES: Final = "?"
+"""Axis of a digit that a rank has in a dim of its own: gathered candidates for an extremum."""
+
 EACH: Final = "each microbatch"
 """Axis of a digit that numbers microbatches: ranks have all of them, of their own rows.
 
 So the entries of that digit are not those on one device, but are treated alike, as shards are.
 """
 
-_MARKS: Final = frozenset({BLOCKS, BLOCK, ADDENDS})
-_LOCAL: Final = frozenset({None, BLOCKS, ADDENDS, EACH})
+_MARKS: Final = frozenset({BLOCKS, BLOCK, ADDENDS, CANDIDATES})
+_LOCAL: Final = frozenset({None, BLOCKS, ADDENDS, CANDIDATES, EACH})
 
 
 def is_stacked(dims: Iterable[Dim]) -> bool:
@@ -207,7 +210,7 @@ def fitted(dims: Sequence[Dim], local: Shape, global_shape: Shape) -> ShardedTen
         if dim == ANY or step_of(dim) is not None:
             continue
         here = prod(base for axis, base in dim if axis in _LOCAL)
-        there = prod(base for axis, base in dim if axis not in (BLOCKS, ADDENDS))
+        there = prod(base for axis, base in dim if axis not in (BLOCKS, ADDENDS, CANDIDATES))
         if (here, there) != (mine, all_):
             raise UnrelatedError(
                 f"dim {number} of the result, {in_words(dim)}, has size {mine} on a rank and "

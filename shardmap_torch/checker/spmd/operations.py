@@ -33,6 +33,7 @@ from shardmap_torch.checker.spmd.sums import (
     reject_scaled,
 )
 from shardmap_torch.checker.spmd.values.blocks import Blocks
+from shardmap_torch.checker.spmd.values.candidates import Candidates
 from shardmap_torch.checker.spmd.values.maxima import Maxima
 from shardmap_torch.checker.spmd.values.positions import Positions
 from shardmap_torch.checker.spmd.values.vocabulary import VocabularyValues
@@ -60,7 +61,7 @@ class Operations:
         self._interpreter, self._notes = interpreter, notes
         self._microbatches, self._positions = microbatches, positions
         self._vocabulary, self._maxima = vocabulary, maxima
-        self._blocks = Blocks(notes)
+        self._blocks, self.candidates = Blocks(notes), Candidates(notes, positions, maxima)
         self._repeated = Repeated(interpreter, notes)
 
     def compare(self, call: PairedCall, in_backward: bool, key: Key | None) -> None:
@@ -75,7 +76,8 @@ class Operations:
             UnrelatedError: they are not.
         """
         event = call.event
-        if self._blocks.lay_out(call):
+        steps = (self._blocks.lay_out, self.candidates.lay_out, self._takes_items)
+        if any(lays_out(call) for lays_out in steps):
             self._maxima.follow(call)
             return
         if len(call.results) != len(event.results):
@@ -87,6 +89,8 @@ class Operations:
             )
         positions = self._positions.lay_out(call)
         part = self._vocabulary.lay_out(call)
+        if part is not None:
+            self._microbatches.items.reject(call)
         positions = part if positions is None else positions
         # A run does not look at what backwards call.
         function = None if in_backward else self._interpreter.function
@@ -97,11 +101,20 @@ class Operations:
         else:
             self._repeated.learn(key, call, self._compare_anew(call, function, positions))
 
+    def _takes_items(self, call: PairedCall) -> bool:
+        """Notes items of a dim, but for positions, of which more is known."""
+        x = call.arguments.get("self")
+        is_position = isinstance(x, Tensor) and self._positions.pair_of(x) is not None
+        is_known = is_position and call.op is torch.ops.aten.select.int
+        return not is_known and self._microbatches.items.lay_out(call)
+
     def _compare_anew(
         self, call: PairedCall, function: Any, positions: list[Sharded] | None
     ) -> Sequence[Sharded] | None:
         """Compares by all rules; returns how results are sharded if nothing else was noted."""
         op, event = call.op, call.event
+        if positions is None:
+            self._microbatches.items.adopt(call, self._positions.pair_of)
         for tensor in call.read if positions is None else ():
             if self._notes.sums(tensor).loose:
                 self._notes.reject_loose(tensor, self._kept(op, tensor))
@@ -117,7 +130,7 @@ class Operations:
         rearranged = None if positions else rearrange(self._microbatches.store, step, call)
         special = positions or (rearranged.sharded if rearranged is not None else None)
         special = special or self._overwrite(call, step.arguments)
-        combined = rearranged or self._microbatches.combine(call)
+        combined = rearranged or self._microbatches.combine(call, positions is not None)
         layouts, combined = self._microbatches.complete(special or propagate(step), combined)
         if op in IGNORING and any(sharded.means for sharded in layouts):
             self._interpreter.traits.averages = True
@@ -126,6 +139,7 @@ class Operations:
             self._finish(call, index, sharded, summed, extrema)
             if any(axis_type in EXTREMA for _, axis_type in sharded.pending):
                 self._maxima.begin(call, index)
+                self.candidates.begin(call, step.arguments["self"])
         self._maxima.follow(call)
         self._microbatches.note(call, combined)
         is_plain = factor in (None, 1) and special is None and combined is None

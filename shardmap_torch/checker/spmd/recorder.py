@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from shardmap_torch.checker.calls.remembered import PLACE
@@ -107,6 +108,7 @@ class Event:
         site: the user's line.
         literal: the tensor that a literal makes.
         key: equal for calls that are the same but for the values of their tensors; None if unknown.
+        has_grad: whether gradients are recorded there.
     """
 
     name: Any
@@ -115,6 +117,7 @@ class Event:
     site: Site | None
     literal: Tensor | None = None
     key: Key | None = None
+    has_grad: bool = True
 
 
 class Recorder(Observer):
@@ -165,7 +168,8 @@ class Recorder(Observer):
         if not self.is_ignored:
             read = {name: self._refer(value) for name, value in arguments.items()}
             made = tuple((self._number(tensor), tuple(tensor.shape)) for tensor in results)
-            self.events.append(Event(name, read, made, call_site(), literal, key))
+            has_grad = torch.is_grad_enabled()
+            self.events.append(Event(name, read, made, call_site(), literal, key, has_grad))
 
     def on_python_result(self, path: str, value: object) -> None:
         self.returns[path] = value

@@ -54,6 +54,7 @@ class Notes:
         self._known: TensorMap[_Note] = TensorMap()
         self._sums: dict[int, Sums] = {}
         self.reject_term: Callable[[Tensor], None] = lambda tensor: None
+        self.finish: Callable[[Tensor, Ref], None] = lambda tensor, ref: None
         # Cells and not tensors: torch copies a new tensor that has another reference already.
         self._where: dict[int, StorageType] = {}
 
@@ -69,6 +70,11 @@ class Notes:
         for _, note in self._known.of_storage(tensor):
             note.shards.clear()
         self.note(tensor, number, shard)
+
+    def numbers_of(self, tensor: Tensor) -> list[int]:
+        """Returns the numbers of the one-device tensors that a tensor is a shard of."""
+        known = self._known.get(self._interpreter.fakify(tensor))
+        return [] if known is None else [*known.shards]
 
     def canonical(self, ref: Ref) -> int:
         """Returns the number of a one-device tensor, or that of what it is a copy of."""
@@ -89,6 +95,7 @@ class Notes:
         Raises:
             UnrelatedError: it is no shard of it.
         """
+        self.finish(tensor, ref)
         known = self._known.get(self._interpreter.fakify(tensor))
         if known is None:
             raise UnrelatedError(f"nothing is known about how {what} is sharded", UNSEEN)

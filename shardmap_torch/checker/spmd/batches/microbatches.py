@@ -10,14 +10,16 @@ and keeps the rows. Until then nothing else may be done with more than one part.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rules.infer import signature_of
-from shardmap_torch.checker.spmd.batches.term_store import ADD_UP, TermStore
+from shardmap_torch.checker.rules.infer import draws
+from shardmap_torch.checker.spmd.batches.items import Items
+from shardmap_torch.checker.spmd.batches.term_store import ADD_UP, TermStore, advice
 from shardmap_torch.checker.spmd.batches.terms import (
+    ADDS,
     ALL,
     Combined,
     Entry,
@@ -31,22 +33,23 @@ from shardmap_torch.checker.spmd.batches.terms import (
 from shardmap_torch.checker.spmd.layout import EACH, UnrelatedError, step_of
 from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, is_view
 from shardmap_torch.collectives.moves import EXTREMA
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 
 aten = torch.ops.aten
-
-_ADDS: Final = (aten.add.Tensor, aten.add_.Tensor)
 
 
 class Microbatches:
     """Compares what operations make of microbatches, and notes the terms of results."""
 
-    def __init__(self, store: TermStore) -> None:
-        self.store, self._notes = store, store.notes
+    def __init__(self, store: TermStore, items: Items) -> None:
+        self.store, self.items, self._notes = store, items, store.notes
 
     # -------------------------------------------------------------------------- operations
 
-    def combine(self, call: PairedCall) -> Combined | None:
+    def combine(self, call: PairedCall, is_position: bool) -> Combined | None:
         """Returns what an operation makes of its operands, before results and writes are noted.
+
+        Of positions, their numbers say of which items they are.
 
         Raises:
             UnrelatedError: microbatches are combined otherwise than by adding them up.
@@ -55,7 +58,7 @@ class Microbatches:
             return None
         made = self._number_of(call)
         terms = [term for term in map(self.store.term_of, call.read) if term is not None]
-        if not terms:
+        if not terms or (is_position and all(term.is_item for term in terms)):
             return Combined(made)
         added = self._added(call)
         if added is not None:
@@ -96,7 +99,11 @@ class Microbatches:
             return
         self.store.forget_written(call.written)
         for index, result in enumerate(call.results):
-            self.store.put(result, self._entry(combined, index, result))
+            entry = self._entry(combined, index, result)
+            is_known = is_view(call.op) and self.store.knows(result)
+            if not is_known or (entry.term is None) != (self.store.term_of(result) is None):
+                self.store.put(result, entry)
+        self.items.note_results(call.results)
 
     def _entry(self, combined: Combined, index: int, result: Tensor) -> Entry:
         if combined.added is not None:
@@ -118,7 +125,7 @@ class Microbatches:
             return None
         first, states = combined.terms[0], {term.state for term in combined.terms}
         axes, shard = set(first.axes), self._notes.find_any(result)
-        state: State = "mixed"
+        state: State = "item" if first.is_item else "mixed"
         if states == {"rows"} and shard is not None:
             if axes <= self._notes.sums(result).partial:
                 state = "additive"
@@ -130,7 +137,7 @@ class Microbatches:
 
     def _number_of(self, call: PairedCall) -> int:
         """Returns a number of an operation and its arguments, which equal calls share."""
-        if signature_of(call.op).random:
+        if draws(call.op, call.arguments):
             return self.store.number(object())
         there = call.event.arguments
         arguments = [
@@ -148,9 +155,11 @@ class Microbatches:
 
     def _added(self, call: PairedCall) -> Term | None:
         """Returns the sum of microbatches; None where an operation is not one."""
-        if call.op not in _ADDS or call.arguments.get("alpha", 1) != 1:
+        if call.op not in ADDS or call.arguments.get("alpha", 1) != 1:
             return None
         x, y = call.arguments["self"], call.arguments["other"]
+        if not torch.is_grad_enabled() and any(map(self._flows, call.tensors)):
+            return None  # it cuts the gradients of some
         one, other = self.store.term_of(x), self.store.term_of(y) if isinstance(y, Tensor) else None
         if one is not None and other is not None:
             apart = one.indices.isdisjoint(other.indices)
@@ -162,6 +171,12 @@ class Microbatches:
             return None
         return one or other
 
+    def _flows(self, tensor: Tensor) -> bool:
+        interpreter = self.store.interpreter
+        base = interpreter.base(tensor)
+        with DisableTorchFunction():
+            return base.requires_grad or interpreter.flows(base)
+
     def _is_zero(self, value: Any) -> bool:
         if isinstance(value, Tensor):
             return self._notes.sums(value).zero
@@ -171,18 +186,20 @@ class Microbatches:
         """Requires that all terms are of the same microbatches, and other operands of none."""
         first = terms[0]
         if any(term.group != first.group or term.indices != first.indices for term in terms):
-            raise UnrelatedError("it combines microbatches", ADD_UP)
+            what = "items of a sharded dim" if first.is_item else "microbatches"
+            raise UnrelatedError(f"it combines {what}", advice(first))
         if len(first.indices) > 1 and not is_linear:
-            raise UnrelatedError(f"it is not linear in {shown(first)}", ADD_UP)
+            raise UnrelatedError(f"it is not linear in {shown(first)}", advice(first))
         for x in call.read:
             shard = self._notes.find_any(x)
             if self.store.term_of(x) is not None or shard is None:
                 continue
             own = {*shard.axes, *self._notes.sums(x).partial} & set(first.axes)
             if own or any(step_of(dim) is not None for dim in shard.dims):
+                how = "taken apart" if first.is_item else "divided into microbatches"
                 raise UnrelatedError(
                     f"it combines {shown(first)} with a value that is sharded over "
-                    f"{min(own or first.axes)!r} and not divided into microbatches",
+                    f"{min(own or first.axes)!r} and not {how}",
                     "divide it in the same way.",
                 )
 
@@ -204,11 +221,12 @@ class Microbatches:
         expression = self.store.number((move, what, self.store.expression_of(x)))
         if term is not None:
             if move in EXTREMA and len(term.indices) > 1:
-                raise UnrelatedError(f"it is not linear in {shown(term)}", ADD_UP)
+                raise UnrelatedError(f"it is not linear in {shown(term)}", advice(term))
             mixes = term.state == "rows" and not set(axes).isdisjoint(term.axes)
-            state: State = "mixed" if mixes or move in EXTREMA else term.state
-            term = replace(term, expression=expression, state=state)
+            mixes |= move in EXTREMA and not term.is_item
+            term = replace(term, expression=expression, state="mixed" if mixes else term.state)
         self.store.put(y, Entry(expression, term))
+        self.items.note_results([y])
 
     def note_index(self, index: Tensor, axes: Sequence[str]) -> None:
         """Notes a rank's index, which is the same whenever a body asks for it."""
@@ -228,6 +246,9 @@ class Microbatches:
         """
         term = self.store.term_of(tensor)
         if term is not None:
-            raise UnrelatedError(
-                f"it depends on {shown(term)}, which have other rows on one device", ADD_UP
+            there = (
+                "of which one device has more"
+                if term.is_item
+                else "which have other rows on one device"
             )
+            raise UnrelatedError(f"it depends on {shown(term)}, {there}", advice(term))

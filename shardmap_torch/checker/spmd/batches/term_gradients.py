@@ -36,6 +36,11 @@ def note_gradient(
             f"it is a gradient of {shown(first)}, and code of your own has worked on it",
             "apply it to the sum of all microbatches.",
         )
+    if first is not None and first.is_item:
+        raise UnrelatedError(
+            f"it is a gradient of, or with respect to, what depends on {shown(first)}",
+            "take the gradient of all, with respect to the tensor that has the dim.",
+        )
     skeletons = tuple(_skeleton(store, x, operand) for x in outputs)
     expression = store.number(("gradient", tuple(map(store.expression_of, outputs)), skeletons))
     term = None

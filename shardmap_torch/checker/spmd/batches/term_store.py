@@ -19,6 +19,17 @@ ADD_UP: Final = (
 )
 """Advice where microbatches are used otherwise."""
 
+JOIN: Final = (
+    "do the same with each item, and add up the results, or stack or concatenate all in order; "
+    "or gather the dim first, with all_gather."
+)
+"""Advice where items of a dim are used otherwise."""
+
+
+def advice(term: Term) -> str:
+    """Returns what to do with microbatches, or items."""
+    return JOIN if term.is_item else ADD_UP
+
 
 class TermStore:
     """The expression that each tensor is, and the term that it is of some microbatches.
@@ -62,6 +73,12 @@ class TermStore:
             return entry.expression
         return self.number((TensorMap._key(tensor), version))
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Returns whether these entries of memory have had an expression since the last write."""
+        entry, version = self._entries.get(tensor), self._versions.get(self._memory(tensor), 0)
+        is_read = (TensorMap._key(tensor), version) in self._numbers
+        return is_read or (entry is not None and entry.version == version)
+
     def put(self, tensor: Tensor, entry: Entry) -> None:
         """Notes what a tensor is."""
         memory = self._memory(tensor)
@@ -71,7 +88,7 @@ class TermStore:
 
     def sum_entry(self, term: Term) -> Entry:
         """Returns the entry of a sum of microbatches: that of all is another expression."""
-        if len(term.indices) < term.count:
+        if term.is_item or len(term.indices) < term.count:
             return Entry(term.expression, term)
         return Entry(self.number(("all", term.expression)), None)
 

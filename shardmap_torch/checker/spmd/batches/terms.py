@@ -9,7 +9,11 @@ import torch
 from shardmap_torch.checker.spmd.recorder import Ref
 from shardmap_torch.checker.spmd.sharded import Sharded
 
-State: TypeAlias = Literal["rows", "additive", "mixed"]
+aten = torch.ops.aten
+
+State: TypeAlias = Literal["rows", "additive", "mixed", "item"]
+
+ADDS: Final = (aten.add.Tensor, aten.add_.Tensor)
 
 ALL: Final = frozenset({-1})
 """The indices of a value that has every microbatch in an entry of its own along a dim."""
@@ -26,6 +30,7 @@ class Term:
         expression: what it is of them, as a number that equal expressions share.
         state: "rows" where each rank's value is a function of its own rows; "additive" where the
             value on one device is the sum, or the mean, of those of blocks of rows; else "mixed".
+            "item" where it is no microbatch but an item of a dim of which each rank has `count`.
     """
 
     count: int
@@ -35,9 +40,14 @@ class Term:
     state: State
 
     @property
-    def group(self) -> tuple[int, tuple[str, ...]]:
-        """Returns what values must share to be of the same microbatches."""
-        return self.count, self.axes
+    def group(self) -> tuple[int, tuple[str, ...], bool]:
+        """Returns what values must share to be of the same microbatches, or items."""
+        return self.count, self.axes, self.is_item
+
+    @property
+    def is_item(self) -> bool:
+        """Returns whether it is an item of a dim."""
+        return self.state == "item"
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,7 @@ def united(one: Term | None, other: Term | None) -> Term | None:
     """Returns the sum of an expression of several microbatches; None where there is none."""
     if one is None or other is None or not one.indices.isdisjoint(other.indices):
         return None
-    if replace(one, indices=other.indices) != other or one.state != "additive":
+    if replace(one, indices=other.indices) != other or one.state not in ("additive", "item"):
         return None
     return replace(one, indices=one.indices | other.indices)
 
@@ -101,6 +111,9 @@ def shown(term: Term) -> str:
     if term.indices == ALL:
         return f"each of {term.count} microbatches"
     which = ", ".join(map(str, sorted(term.indices)))
+    if term.is_item:
+        over = ", ".join(map(repr, term.axes))
+        return f"items {which} of the {term.count} that each rank has of a dim sharded over {over}"
     return f"microbatches {which} of {term.count}"
 
 

@@ -11,6 +11,7 @@ from shardmap_torch.checker.spmd.layout import (
     ANY,
     BLOCK,
     BLOCKS,
+    CANDIDATES,
     Dim,
     ShardedTensor,
     UnrelatedError,
@@ -107,7 +108,7 @@ def add(step: Step) -> list[Sharded]:
     if any(x.dims[dim] == ANY for dim in over):
         raise size_of_one_rank()
     inside = [axis for dim in over for axis, _ in x.dims[dim]]
-    if (BLOCK in inside) != (BLOCKS in inside):
+    if (BLOCK in inside) != (BLOCKS in inside) or CANDIDATES in inside:
         raise UnrelatedError(_ALONE, STACKED)
     kept: list[Dim | None] = [*x.dims]
     for dim in over:

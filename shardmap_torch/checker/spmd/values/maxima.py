@@ -9,7 +9,7 @@ on one device, where collectives are the identity. What autograd does not see, b
 detached, is a constant.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf
@@ -105,6 +105,11 @@ class Maxima:
         for _, found in self._found(value, ref):
             self._note(event, replace(found, form=OTHER))
 
+    def join(self, numbers: Iterable[int], number: int) -> None:
+        """Follows what is made of values of these numbers like any function of them."""
+        for known in [self._known[each] for each in numbers if each in self._known]:
+            self._known.setdefault(number, replace(known, form=OTHER))
+
     def move(self, event: Event, value: Tensor) -> None:
         """Follows the result of a collective, which is its operand on one device."""
         for tensor, found in self._found(value, event.arguments["x"]):  # without grad mode
@@ -170,7 +175,7 @@ class Maxima:
             value = call.arguments.get(name)
             args[name] = there
             if isinstance(there, Ref) and isinstance(value, Tensor):
-                shape = self._notes.find(value, there, name).global_shape
+                shape = self._notes.find(value, there, name, takes_stacks=True).global_shape
                 args[name] = depending.get(id(value)) or without_rows(shape)
             elif any(True for _ in tensors_of(value)):
                 return None

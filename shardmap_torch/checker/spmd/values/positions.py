@@ -114,6 +114,17 @@ def _counted_from(args: Arguments, shape: Shape) -> Affine | None:
     return Affine(shape, start, (step if shape[0] != 1 else 0,), {})
 
 
+def _spaced(args: Arguments, shape: Shape) -> Affine | None:
+    """Counts from one number to another, by steps that are whole."""
+    first, last = _number(args["start"]), _number(args["end"])
+    if first is None or last is None or first.shape or last.shape or shape[0] < 2:
+        return None
+    between = last.plus(first.times(-1), ())
+    if any(between.axes.values()) or between.base % (shape[0] - 1):
+        return None
+    return Affine(shape, first.base, (between.base // (shape[0] - 1),), first.axes)
+
+
 def _sum(args: Arguments, shape: Shape) -> Affine | None:
     alpha = args.get("alpha", 1)
     x, y = _number(args["self"]), _number(args["other"])
@@ -206,8 +217,9 @@ def is_whole(value: Any) -> bool:
 
 Rule = Callable[[Arguments, Shape], Affine | None]
 
-_RULES: Final[Mapping[str, Rule]] = {
+RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(("arange", "arange.start", "arange.start_step"), _counted_from),
+    **dict.fromkeys(("linspace.Tensor_Tensor", "linspace.Tensor_Scalar"), _spaced),
     **dict.fromkeys(("add.Tensor", "add.Scalar"), _sum),
     **dict.fromkeys(("sub.Tensor", "sub.Scalar"), _difference),
     **dict.fromkeys(("rsub.Tensor", "rsub.Scalar"), _reverse_difference),
@@ -280,7 +292,7 @@ class Positions:
         if call.written:
             self._written |= set(map(memory_of, call.written))
             return None
-        rule = _RULES.get(name_of(call.op))
+        rule = RULES.get(name_of(call.op))
         if rule is None or len(call.results) != 1 or call.results[0].dtype not in _EXACT:
             return None
         args = self._in_both(call)

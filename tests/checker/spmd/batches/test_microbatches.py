@@ -251,6 +251,18 @@ def with_a_hook(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return all_reduce(leaf.grad, "dp", dst=I)
 
 
+def added_without_gradient(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def of(w: Tensor) -> Tensor:
+        acc = torch.zeros((), dtype=w.dtype)
+        for i, mb in enumerate(x.chunk(COUNT)):
+            h = (mb @ w).square().sum()
+            with torch.set_grad_enabled(i > 0):
+                acc = acc + h
+        return all_reduce(acc, "dp", dst=I)
+
+    return all_reduce(grad(of, w), "dp", dst=I)
+
+
 def sliced_by_the_rank_s_size(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     acc = torch.zeros_like(w)
     for i in range(COUNT):
@@ -340,7 +352,16 @@ WRONG: Final[list[tuple[Step, tuple[str, str, str]]]] = [
             "Fix: apply it to the sum of all microbatches.",
         ),
     ),
-    (sliced_by_the_rank_s_size, ("slice", "it takes a part of dim 0, which is sharded", GATHER)),
+    (
+        sliced_by_the_rank_s_size,
+        (
+            "a gradient",
+            "it is a gradient of, or with respect to, what depends on items 0 of the 3 that each "
+            "rank has of a dim sharded over 'dp'",
+            "Fix: take the gradient of all, with respect to the tensor that has the dim.",
+        ),
+    ),
+    (added_without_gradient, COMBINES),
     (sliced_twice, COMBINES),
     (square_of_two, ("pow", "it is not linear in microbatches 0, 1 of 3", ADD_UP)),
     (

@@ -193,14 +193,14 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (X,),
         (P("a"),),
         P("a"),
-        "takes dim 0 apart, which is sharded",
+        "it combines items 0 of the 2 that each rank has of a dim sharded over 'a'",
     ),
     "iteration over a sharded stack": (
         rows_in_reverse,
         (X,),
         (P("a"),),
         P("a"),
-        "it gives 2 tensors on a rank and 4 on one device",
+        "it joins other items of a sharded dim than all, in order",
     ),
     "chunks of shards": (
         lambda x: torch.cat(x.chunk(2)[::-1]),

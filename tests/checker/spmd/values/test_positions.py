@@ -56,6 +56,12 @@ def causal_of_slices(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bts,bs->bt", scores.softmax(-1), keys)
 
 
+def spaced(x: Tensor, last: int) -> Tensor:
+    """Twice the positions of a rank's entries, up to that one from its first."""
+    first = axis_index("a") * x.shape[1]
+    return torch.linspace(2 * first, 2 * (first + last), x.shape[1])
+
+
 def rotary(x: Tensor) -> Tensor:
     positions = own(x).to(x.dtype)
     angles = positions[:, None] * 100 ** -torch.linspace(0, 1, 3, dtype=x.dtype)
@@ -136,6 +142,7 @@ RIGHT: Final[dict[str, tuple[Body, Sequence[Tensor], Any, P]]] = {
     "written over": (lambda x: x * own(x).add_(1), (X,), (ROWS,), ROWS),
     "one each": (lambda x: x * own(x), (numbers(4, 2),), (ROWS,), ROWS),
     "counted by ones": (counted_by_ones, (X,), (ROWS,), ROWS),
+    "spaced": (lambda x: x * spaced(x, x.shape[1] - 1), (X,), (ROWS,), ROWS),
     "a row of a table": (row_of_a_table, (X,), (ROWS,), ROWS),
     "floats": (
         lambda x: x * (torch.arange(x.shape[1], dtype=x.dtype) + x.shape[1] * axis_index("a")),
@@ -205,6 +212,7 @@ WRONG: Final[dict[str, tuple[Body, P]]] = {
         lambda x: x * torch.arange(8).view(axis_size("a"), x.shape[1])[-1],
         ROWS,
     ),
+    "spaced up to the next": (lambda x: x * spaced(x, x.shape[1]), ROWS),
     "cropped": (lambda x: x * own(x)[1:].sum(), ROWS),
 }
 

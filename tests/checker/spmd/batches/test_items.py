@@ -1,0 +1,380 @@
+"""check="global": loops over the items of a sharded dim, of which one device has more."""
+
+import random
+from collections.abc import Callable
+from functools import reduce
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardMapError,
+    ShardTypeError,
+    all_reduce,
+    axis_index,
+    axis_size,
+    convert,
+    make_mesh,
+    shard_map,
+)
+
+Body = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+SPECS: Final = (P(), P("ep"), P("ep"), P(None, "ep"))
+X: Final = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
+W: Final = torch.randn(4, 4, 4, dtype=torch.float64)
+V: Final = torch.randn(4, 4, 4, dtype=torch.float64)
+GATES: Final = torch.rand(3, 4, dtype=torch.float64)
+
+
+def total(x: Tensor | int) -> Tensor:
+    assert isinstance(x, Tensor)
+    return all_reduce(x, "ep", dst=I)
+
+
+def added(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for a, b in zip(w, v, strict=True):
+        y = y + (x.relu() @ a).tanh() @ b
+    return total(y)
+
+
+def in_place(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e in range(w.shape[0]):
+        y += gates[:, e, None] * (x @ w[e]).softmax(-1)
+    return total(y)
+
+
+def routed(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    chosen, first = gates.shape[0] - torch.arange(3), axis_index("ep") * w.shape[0]
+    return total(sum((chosen == first + e)[:, None] * (x @ w[e]) for e in range(w.shape[0])))
+
+
+def by_positions(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    n = w.shape[0]
+    experts = torch.arange(n) + axis_index("ep") * n
+    return total(
+        sum((torch.arange(3) == e)[:, None] * (x @ a) for e, a in zip(experts, w, strict=True))
+    )
+
+
+def two_sums(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = z = torch.zeros_like(x)
+    for a, b in zip(w, v, strict=True):
+        y = y + x @ a
+        z = z + (x @ b).sin()
+    return total(y) * total(z)
+
+
+def two_lists(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    hidden = [(x @ a).tanh() for a in w]
+    return total(torch.stack([h @ b for h, b in zip(hidden, v.split(1), strict=True)]).sum((0, 1)))
+
+
+def twice(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = convert(total(sum((x @ a).tanh() for a in w)), "ep", src=I, dst=R)
+    return total(sum((y @ a).tanh() for a in w)) / (w.shape[0] * axis_size("ep"))
+
+
+def penalty(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(sum(a.square().sum().sqrt() for a in w))
+
+
+def own_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    def loss(w: Tensor) -> Tensor:
+        return total(sum((x @ a).tanh().square().sum() for a in w))
+
+    found: Tensor = torch.func.grad(loss)(w)
+    return total(torch.stack([a - 0.1 * g for a, g in zip(w, found, strict=True)]).sum(0)[:3])
+
+
+def concatenated(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(torch.cat([x @ a for a in w], 1) @ torch.cat([*v]))
+
+
+def attended(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return total(
+        reduce(
+            torch.add,
+            [attend(x[None] @ a, x[None] @ b, x[None]) for a, b in zip(w, v, strict=True)],
+        )
+    )
+
+
+def in_a_vmap(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(torch.func.vmap(lambda row: sum((row @ a).tanh() for a in w))(x))
+
+
+RIGHT: Final = [
+    *(attended, in_a_vmap),
+    *(added, in_place, routed, by_positions, two_sums, two_lists, twice, penalty, own_gradient),
+    concatenated,
+]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("body", RIGHT)
+def test_a_loop_over_a_ranks_items_is_one_over_all_items(body: Body, size: int) -> None:
+    compare(body, size)
+
+
+def compare(body: Body, size: int = 2) -> None:
+    """Requires that ranks and one device agree, and so do the gradients of all arguments."""
+    found = []
+    for ranks in (size, 1):
+        mesh = make_mesh((ranks,), ("ep",), kind="simulated")
+        args = [x.clone().requires_grad_() for x in (X, W, V, GATES)]
+        y = shard_map(body, mesh=mesh, in_specs=SPECS, out_specs=P(), check="global")(*args)
+        seed = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).reshape(y.shape)
+        grads = torch.autograd.grad((y * seed).sum(), args, allow_unused=True)
+        found.append((y, *(g for g in grads if g is not None)))
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(here, there)
+
+
+def in_sequence(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    for a in w:
+        x = (x @ a).tanh()
+    return total(x)
+
+
+def summed_in_the_loop(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return reduce(torch.add, [total(x @ a).tanh() for a in w])
+
+
+def by_number(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(sum(x @ w[e] for e in range(2)))
+
+
+def by_number_in_place(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e in range(2):
+        y += x @ w[e]
+    return total(y)
+
+
+def the_first(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(x @ w[0])
+
+
+def begun_elsewhere(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = x
+    for a in w:
+        y = y + x @ a
+    return total(y)
+
+
+def numbered(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(sum(e * (x @ a) for e, a in enumerate(w)))
+
+
+def decayed(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for a in w:
+        y = 0.5 * y + x @ a
+    return total(y)
+
+
+def of_sums_so_far(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = z = torch.zeros_like(x)
+    for a in w:
+        y = y + x @ a
+        z = z + y.tanh()
+    return total(z)
+
+
+def later_ones_twice(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e, a in enumerate(w):
+        h = x @ a
+        y = y + (h + h if e >= 2 else h)
+    return total(y)
+
+
+def with_the_next(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(sum(x @ a @ b for a, b in zip(w, [*v[1:], v[0]], strict=True)))
+
+
+def paired_crosswise(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(sum(x @ a @ b for a, b in zip(w, reversed([*v]), strict=True)))
+
+
+def of_the_sum(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(reduce(torch.add, [x @ a for a in w]).tanh())
+
+
+def times_a_counter(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y, count = torch.zeros_like(x), torch.ones(3, 4, dtype=x.dtype)
+    for a in w:
+        y = y + count * (x @ a)
+        count += 1
+    return total(y)
+
+
+def later_ones_without_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e, a in enumerate(w):
+        with torch.set_grad_enabled(e < 2):
+            y = y + x @ a
+    return total(y)
+
+
+def later_ones_added_without_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e, a in enumerate(w):
+        h = x @ a
+        with torch.set_grad_enabled(e < 2):
+            y = y + h
+    return total(y)
+
+
+def the_first_added_without_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e, a in enumerate(w):
+        h = x @ a
+        with torch.set_grad_enabled(e > 0):
+            y = y + h
+    return total(y)
+
+
+def backwards(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(torch.cat([x @ a for a in w][::-1], 1) @ torch.cat([*v]))
+
+
+def largest(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(reduce(torch.maximum, [x @ a for a in w]))
+
+
+def dropped(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(sum(torch.nn.functional.dropout(x @ a) for a in w))
+
+
+def own_numbers(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(sum((torch.arange(3) == e)[:, None] * (x @ a) for e, a in enumerate(w)))
+
+
+def numbers_off_by_one(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    first = axis_index("ep") * w.shape[0] + 1
+    return total(sum((torch.arange(3) == first + e)[:, None] * (x @ a) for e, a in enumerate(w)))
+
+
+def numbers_of_a_literal(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    first = axis_index("ep") * 4
+    return total(sum((torch.arange(3) == first + e)[:, None] * (x @ a) for e, a in enumerate(w)))
+
+
+def later_ones_from_a_second_stack(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    return total(sum(x @ (w[e] if e < 2 else v[e]) for e in range(w.shape[0])))
+
+
+WRONG: Final[dict[Body, str]] = {
+    in_sequence: "mm",
+    summed_in_the_loop: "all_reduce",
+    by_number: "all_reduce",
+    by_number_in_place: "all_reduce",
+    the_first: "all_reduce",
+    begun_elsewhere: "add",
+    numbered: "add",
+    decayed: "add",
+    of_sums_so_far: "tanh",
+    later_ones_twice: "the ranks come to all_reduce",
+    with_the_next: "slice",
+    paired_crosswise: "mm",
+    of_the_sum: "tanh",
+    times_a_counter: "add",
+    later_ones_without_gradient: "the ranks come to all_reduce",
+    later_ones_added_without_gradient: "the ranks come to all_reduce",
+    the_first_added_without_gradient: "add",
+    backwards: "cat",
+    largest: "maximum",
+    dropped: "div_",
+    own_numbers: "add",
+    numbers_off_by_one: "mul",
+    numbers_of_a_literal: "mul",
+    later_ones_from_a_second_stack: "the ranks come to all_reduce",
+}
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_a_loop_that_means_something_else_on_one_device_is_refused(body: Body) -> None:
+    refuse(body, 2, WRONG[body])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        later_ones_added_without_gradient,
+        numbered,
+        decayed,
+        later_ones_twice,
+        times_a_counter,
+        own_numbers,
+        dropped,
+        the_first,
+    ],
+)
+def test_a_loop_of_one_item_a_rank_is_not_taken_for_one_over_all(body: Body) -> None:
+    refuse(body, 4, "")
+
+
+def refuse(body: Body, size: int, what: str) -> None:
+    """Requires that a body is refused at a step of that name."""
+    mesh = make_mesh((size,), ("ep",), kind="abstract")
+    with pytest.raises(ShardTypeError, match=f"check='global': {what}"):
+        shard_map(body, mesh=mesh, in_specs=SPECS, out_specs=P(), check="global")(
+            X.clone().requires_grad_(), W.clone().requires_grad_(), V, GATES
+        )
+
+
+# ---------------------------------------------------------------------------- random loops
+
+PIECES: Final = [
+    *("h = h.tanh()", "h = h @ b", "h = h * g", "h = h + x", "h = h.softmax(-1)", "h = h * 0.5"),
+    *("h = h * (e + 1)", "h = h if e % 2 else h.sin()", "h = h + h", "h = h @ W[0]", "h *= 2"),
+    *("h = h.detach()", "x = h", "h = h * (e == first + e)", "h = h - y", "h = h / W.shape[0]"),
+    *("h = h * (first + e)", "n += 1", "h = h * n", "h = x.cos() @ a", "h = h * W.shape[0]"),
+    *("h = h if e < 2 else h.sin()", "h = h.sum(0, keepdim=True)", "h = x.T @ h"),
+]
+SUMS: Final = ["y = y + h", "y += h", "y = y + h; y = y * 1.5", "y = y - h", "y = h", "y += h + x"]
+ENDS: Final = [
+    *("total(y)", "total(y)", "total(y).tanh()", "total(torch.stack(hs).sum(0))"),
+    *("total(torch.cat(hs, 1).sin().sum(1))", "total(torch.stack(hs).tanh().sum((0, 1)))"),
+    *("total(y.tanh())", "total(sum(hs[1:], hs[0]))", "total(hs[0])", "y"),
+]
+
+
+def random_body(rng: random.Random) -> str:
+    """Writes a loop over items, right or wrong."""
+    pieces = rng.choices(PIECES[:6], k=rng.randint(0, 2)) + rng.choices(PIECES, k=rng.randint(0, 2))
+    rng.shuffle(pieces)
+    lines = ["h = x @ a", *pieces, rng.choice([*SUMS[:2], *SUMS]), "hs.append(h)"]
+    begin = "y, hs, first = torch.zeros_like(x), [], axis_index('ep') * W.shape[0]"
+    loop = "for e, (a, b) in enumerate(zip(W, V)):\n  g = G[:, e, None]\n  " + "\n  ".join(lines)
+    text = f"{begin}\nn = torch.ones(3, 4, dtype=x.dtype)\n{loop}\nreturn {rng.choice(ENDS)}"
+    return "def body(x, W, V, G):\n  " + text.replace("\n", "\n  ")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(n, marks=pytest.mark.fuzz) for n in range(2, 20))]
+)
+def test_random_loops_that_are_accepted_equal_one_device(seed: int, size: int) -> None:
+    rng, accepted = random.Random(f"{seed} {size}"), 0
+    for _ in range(4 if seed == 1 else 60):
+        text = random_body(rng)
+        names = dict(globals())
+        exec(text, names)
+        try:
+            compare(names["body"], size)
+        except (ShardMapError, RuntimeError, IndexError):
+            continue
+        except AssertionError as error:
+            raise AssertionError(text) from error
+        accepted += 1
+    assert accepted
