@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchDispatch,
     DisableTorchFunction,
@@ -25,6 +26,7 @@ from shardmap_torch.core.torch_private.engine import (
     make_subclass,
     set_throw_on_data_pointer,
 )
+from shardmap_torch.errors import TransformError
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -139,7 +141,25 @@ def is_simple(tensor: FakeTensor) -> bool:
 def run_fake(
     mode: FakeTensorMode, key: Key | None, op: OpOverload, args: Sequence[Any], kwargs: Any
 ) -> Any:
-    """Runs an operation on fake tensors of this mode, or makes its result from what is known."""
+    """Runs an operation on fake tensors of this mode, or makes its result from what is known.
+
+    Raises:
+        TransformError: torch cannot find shapes through the transforms that are active.
+    """
+    try:
+        return _result(mode, key, op, args, kwargs)
+    except RuntimeError as error:
+        if forward_level() < 0 or "devices, meta and" not in str(error):
+            raise
+        raise TransformError(
+            f"torch finds no shapes through these transforms at {call_site()}. Take derivatives "
+            "in reverse mode in place of forward mode, as jacrev(grad(f)) for hessian(f)."
+        ) from error
+
+
+def _result(
+    mode: FakeTensorMode, key: Key | None, op: OpOverload, args: Sequence[Any], kwargs: Any
+) -> Any:
     if key is None:
         if mode.shape_env is None and _is_in_place_on_lists(op):
             args, _ = _distinct(args, kwargs) or (args, ())

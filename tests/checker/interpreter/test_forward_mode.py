@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import I, Mesh, P, ShardTypeError, all_reduce, make_mesh, shard_map
+from shardmap_torch import (
+    I,
+    Mesh,
+    P,
+    ShardTypeError,
+    TransformError,
+    all_reduce,
+    make_mesh,
+    shard_map,
+)
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on, same
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
@@ -81,3 +90,23 @@ def test_without_its_sum_it_is_refused(body: Any) -> None:
         f: Any = shard_map(step, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check=check)
         with pytest.raises(ShardTypeError, match=r"once per rank|is not what it is on one device"):
             f(random((4, 3), 1), random((3,), 0))
+
+
+def test_transforms_of_which_torch_finds_no_shapes_are_named_and_reverse_mode_is_accepted() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    x, w = random((4, 3), 1), random((3,), 0)
+
+    def of_each(x: Tensor, w: Tensor, second: Any) -> Tensor:
+        return summed(torch.func.vmap(lambda row: second(loss_of(row))(w))(x).sum(0))
+
+    def by_reverse_mode(f: Total) -> Any:
+        return torch.func.jacrev(torch.func.grad(f))
+
+    for second in (torch.func.hessian, by_reverse_mode):
+        own = partial(of_each, second=second)
+        f: Any = shard_map(own, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check="global")
+        if second is by_reverse_mode:
+            same(f(x, w), torch.func.vmap(lambda row: by_reverse_mode(loss_of(row))(w))(x).sum(0))
+        else:
+            with pytest.raises(TransformError, match=r"finds no shapes .* at test_forward_mode.py"):
+                f(x, w)
