@@ -28,13 +28,15 @@ def apply_all(
 
     Most are casts of what is not differentiated; see `bind`, of which this spares the calls.
     """
-    alone = isinstance(backend, RankBackend) and not is_transformed()
+    alone: bool | None = None
     for place, operations in operations_of:
         for operation in operations:
             x, idle = values[place], False
-            if type(operation) is Collective:
-                idle = alone and operation.move == "same" and operation.keeps_dtype
-            if x.requires_grad or not idle:
+            if type(operation) is Collective and operation.move == "same":
+                idle = operation.keeps_dtype and not x.requires_grad
+            if idle and alone is None:
+                alone = isinstance(backend, RankBackend) and not is_transformed()
+            if not (idle and alone):
                 values[place] = bind(backend, operation, x)
 
 

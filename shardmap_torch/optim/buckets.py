@@ -13,6 +13,7 @@ from typing import Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.core.caching import lazy, memo
 from shardmap_torch.core.storage import spare
@@ -106,7 +107,8 @@ def transfer_all(
 def _as_region(
     move: Callable[..., tuple[Tensor, ...]], transfers: Sequence[Transfer]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    if torch.compiler.is_dynamo_compiling():  # a region does nothing then
+    # A region does nothing but under the checker.
+    if torch.compiler.is_dynamo_compiling() or current_interpreter() is None:
         return move
     move.__name__ = f"{transfers[0].name}_buckets"  # shown in reports
     sources, targets = tuple(t.src for t in transfers), tuple(t.dst for t in transfers)
