@@ -1,10 +1,11 @@
 """Megatron-LM's tensor parallel layers with raw torch.distributed calls.
 
 Source: megatron/core/tensor_parallel/mappings.py, layers.py and cross_entropy.py. What a port
-changes: ranks are `axis_index`, a tensor, so that a rank's part is narrowed and not taken from a
-list; the early returns for one rank are gone; the cross entropy's cotangent, which all ranks share,
-is converted before each rank multiplies it by its own; and under global strictness its gradient
-compares ids with positions in place of writing at masked ones.
+changes: Functions are those of shardmap_torch; sizes are `axis_size`, and ranks are `axis_index`, a
+tensor, so that a rank's part is narrowed and not taken from a list; the early returns for one rank
+are gone; the cross entropy's cotangent, which all ranks share, is converted before each rank
+multiplies it by its own; and under global strictness its gradient compares ids with positions in
+place of writing at masked ones.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch import (
+    Function,
     I,
     Mesh,
     P,
@@ -25,6 +27,7 @@ from shardmap_torch import (
     ShardTypeError,
     axis_group,
     axis_index,
+    axis_size,
     convert,
     make_mesh,
     shard_map,
@@ -58,12 +61,12 @@ class Mappings:
             return x
 
         def gathered(x: Tensor) -> Tensor:
-            out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+            out = x.new_empty(x.shape[0] * axis_size("tp"), *x.shape[1:])
             dist.all_gather_into_tensor(out, x.contiguous(), group=group)
             return out
 
         def scattered(x: Tensor) -> Tensor:
-            out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+            out = x.new_empty(x.shape[0] // axis_size("tp"), *x.shape[1:])
             dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
             return out
 
@@ -74,7 +77,7 @@ class Mappings:
 
 
 def _function(run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Any:
-    class Mapping(torch.autograd.Function):
+    class Mapping(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return run(x)
