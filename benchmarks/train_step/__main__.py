@@ -109,7 +109,7 @@ def main() -> None:
     options = parse()
     about = "\n".join(header(options.rounds, options.steps))
     steps = step_sheet("A training step", measure_steps(options, ON_PROCESSES, NUM_RANKS))
-    alone = step_sheet("The step on simulated meshes", measure_steps(options, simulated.STEPS, 1))
+    alone = step_sheet("The step on simulated meshes", measure_steps(options, simulated.MADE, 1))
     overhead = overhead_sheet(measure_alone("benchmarks.train_step.overhead"))
     calls = profile.sheet(measure_alone("benchmarks.train_step.profile", "--json"))
     console = Console()

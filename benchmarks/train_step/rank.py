@@ -21,7 +21,7 @@ ON_PROCESSES: Final[Mapping[str, Callable[[Setting], Step]]] = {
     "ours (compiled)": partial(ours.make, compiles=True),
 }
 
-CONTESTANTS: Final[Mapping[str, Callable[[Setting], Step]]] = {**ON_PROCESSES, **simulated.STEPS}
+CONTESTANTS: Final[Mapping[str, Callable[[Setting], Step]]] = {**ON_PROCESSES, **simulated.MADE}
 
 Samples = dict[str, list[list[float]]]
 """Wall and processor seconds of a step, by contestant and round, the mean of the ranks."""

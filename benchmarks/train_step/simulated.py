@@ -9,9 +9,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.train_step import ours
-from benchmarks.train_step.setting import BETAS, DECAY, MAX_NORM, PEAK, Setting, Step, rate
+from benchmarks.train_step.setting import (
+    BETAS,
+    DECAY,
+    MAX_NORM,
+    PEAK,
+    STEPS,
+    WARMUP,
+    Setting,
+    Step,
+    rate,
+)
 from examples.gpt import plain
-from shardmap_torch import make_mesh
+from shardmap_torch import make_mesh, value_and_grad
+from shardmap_torch.optim import adamw, clip_by_global_norm, warmup_cosine
 
 
 def one_device(setting: Setting, compiles: bool = False) -> Step:
@@ -38,13 +49,33 @@ def one_device(setting: Setting, compiles: bool = False) -> Step:
     return run
 
 
+def with_new_trees(setting: Setting) -> Step:
+    """Makes the step of torch's own layers with an optimizer that writes nothing in place."""
+    params, batch = setting.params(), setting.batch()
+    decays = optree.tree_map(lambda p: p.ndim > 1, params)
+    schedule = warmup_cosine(PEAK, steps=STEPS, warmup=WARMUP, final=PEAK / 10)
+    optimizer = adamw(schedule, betas=BETAS, weight_decay=DECAY, decays=decays)
+    state = optimizer.init(params)
+
+    def run() -> Tensor:
+        nonlocal params, state
+        loss, grads = value_and_grad(plain.loss)(params, batch)
+        clipped, _ = clip_by_global_norm(grads, max_norm=MAX_NORM)
+        params, state = optimizer.update(params, clipped, state)
+        value: Tensor = loss
+        return value
+
+    return run
+
+
 def on_mesh(shape: tuple[int, int], setting: Setting, compiles: bool = False) -> Step:
     """Makes our step on a simulated mesh."""
     return ours.on(make_mesh(shape, ours.AXES, kind="simulated"), setting, compiles)
 
 
-STEPS: Final[Mapping[str, Callable[[Setting], Step]]] = {
+MADE: Final[Mapping[str, Callable[[Setting], Step]]] = {
     "one device": one_device,
+    "one device (new trees)": with_new_trees,
     "simulated 1x1": partial(on_mesh, (1, 1)),
     "simulated 2x4": partial(on_mesh, (2, 4)),
     "one device (compiled)": partial(one_device, compiles=True),

@@ -133,7 +133,7 @@ MOVES: Final[Mapping[AxisType, tuple[_Move, ...]]] = {
         lambda x, axis: all_to_all(x, axis, split_dim=0, concat_dim=1).reshape(N, N),
     ),
 }
-"""What may be done with a value along an axis, by its type there."""
+"""Collectives over an axis for values of each type there."""
 
 ENDS: Final[Mapping[AxisType, tuple[_Move, ...]]] = {
     R: (
@@ -148,7 +148,7 @@ ENDS: Final[Mapping[AxisType, tuple[_Move, ...]]] = {
         lambda x, _: x,
     ),
 }
-"""What becomes of a scalar along an axis before it is differentiated."""
+"""Collectives over an axis for scalars of each type there, before they are differentiated."""
 
 
 def _by_value_and_grad(loss: Loss, leaves: Leaves) -> Leaves:
