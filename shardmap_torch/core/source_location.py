@@ -4,7 +4,6 @@ import contextlib
 import linecache
 import sys
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -88,24 +87,30 @@ def _site(file: str, line: int) -> Site:
 
 def call_site() -> Site | None:
     """Finds the innermost line on the stack that is neither in this package nor in torch."""
-    return next(_call_sites(), None)
+    frame = _users(sys._getframe(1))
+    return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
 
 
 def call_sites() -> tuple[Site, ...]:
     """Finds all such lines, the innermost first: they tell the callers of a helper apart."""
-    return tuple(_call_sites())
+    found, frame = [], _users(sys._getframe(1))
+    while frame is not None:
+        found.append(_site(frame.f_code.co_filename, frame.f_lineno))
+        frame = _users(frame.f_back)
+    return tuple(found)
 
 
-def _call_sites() -> Iterator[Site]:
-    frame: FrameType | None = sys._getframe(1)
+def _users(frame: FrameType | None) -> FrameType | None:
+    """Finds the innermost frame of the user's code, from this one outwards."""
     while frame is not None:
         name = frame.f_code.co_filename
         is_users = _USERS.get(name)
         if is_users is None:
             is_users = _USERS[name] = not name.startswith(_OWN)
         if is_users:
-            yield _site(name, frame.f_lineno)
+            return frame
         frame = frame.f_back
+    return None
 
 
 def calling(frame: FrameType | None) -> tuple[Site, int] | None:

@@ -129,6 +129,16 @@ class Memory:
         self.watched.clear()
         self.hooked.clear()
 
+    def end(self) -> None:
+        """Unties what refers to each other, when all is verified: it is freed without a collector.
+
+        That would go through the equations of a check in the next one.
+        """
+        self.observer.end()
+        self.observer = UNOBSERVED
+        for storage_type in self.types_by_storage.values():
+            storage_type.made = None
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Ignores operations in this context: they are not the body's."""

@@ -139,6 +139,9 @@ class Observer:
         """Returns the spec of a tensor, if it is known."""
         return None
 
+    def end(self) -> None:
+        """Unties what refers to each other, after the last step."""
+
 
 LITERAL: Final = "a literal"
 COLLECTIVE: Final = "a collective"

@@ -326,6 +326,10 @@ class Relation(Observer):
                     call = PairedCall(op, arguments, event, results)
                     self._operations.compare(call, bool(self.followed), key)
 
+    def end(self) -> None:
+        """Unties notes and microbatches."""
+        del self._notes.reject_part
+
     # ------------------------------------------------------------------------------ errors
 
     def _take(self, name: Any, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Event:

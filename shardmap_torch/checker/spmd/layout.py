@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeAlias
 
+from shardmap_torch.core.caching import Memo, lazy
 from shardmap_torch.spec import Entry, P
 
 Shape: TypeAlias = tuple[int, ...]
@@ -173,7 +174,7 @@ class ShardedTensor:
         """Returns the dim that an axis shards, or None."""
         return next((dim for dim, digits in enumerate(self.dims) if axis in axes_of(digits)), None)
 
-    @property
+    @lazy
     def axes(self) -> tuple[str, ...]:
         """All axes that shard a dim."""
         return tuple(axis for dim in self.dims for axis in axes_of(dim))
@@ -206,6 +207,14 @@ def fitted(dims: Sequence[Dim], local: Shape, global_shape: Shape) -> ShardedTen
     Raises:
         UnrelatedError: they are not.
     """
+    key = tuple(dims), local, global_shape
+    return _FITTED.get(key, lambda: _fitted(*key))
+
+
+_FITTED: Final = Memo[ShardedTensor](4096)
+
+
+def _fitted(dims: tuple[Dim, ...], local: Shape, global_shape: Shape) -> ShardedTensor:
     for number, (dim, mine, all_) in enumerate(zip(dims, local, global_shape, strict=True)):
         if dim == ANY or step_of(dim) is not None:
             continue
@@ -218,7 +227,7 @@ def fitted(dims: Sequence[Dim], local: Shape, global_shape: Shape) -> ShardedTen
                 "write sizes that are right on one device too: -1, x.shape[...], or a size "
                 "divided by axis_size(axis).",
             )
-    shard = ShardedTensor(tuple(dims), local, global_shape)
+    shard = ShardedTensor(dims, local, global_shape)
     axes = shard.axes
     twice = [axis for axis in axes if axes.count(axis) > 1]
     if twice:

@@ -288,14 +288,15 @@ class Operations:
             mean = Fraction(prod(sizes[axis] for axis in sharded.means), sharded.divided)
             scale *= mean
         cause = "" if scale is ONE or scale == 1 else self._at(messages.friendly(call.op))
-        sums = summed.scaled(mean, sharded.means, cause)
+        scaled = summed.scaled(mean, sharded.means, cause)
         twice = dict(extrema).keys() & set(shard.axes)
         if twice:
             raise UnrelatedError(
                 f"over {min(twice)!r} one operand is pending, and its result is sharded",
                 f"all_reduce the first over {min(twice)!r} before.",
             )
-        sums = replace(sums, partial=partial, pending=sharded.pending | extrema)
+        factor = scaled.scale, scaled.means, scaled.cause
+        sums = Sums(partial, scaled.loose, sharded.pending | extrema, *factor)
         is_equal = not draws(call.op, call.arguments)
         if call.written and not self._is_overwritten(result, number, shard, sums, is_equal):
             # Sums that are pending in the rest of the storage stay pending.

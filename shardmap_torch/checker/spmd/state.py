@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from shardmap_torch.checker.calls.remembered import address_of
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.program import StorageType
 from shardmap_torch.checker.ir.sizes import hashable_size
@@ -24,7 +25,8 @@ from shardmap_torch.checker.spmd.layout import (
 )
 from shardmap_torch.checker.spmd.ops.advice import OTHER, UNSEEN, spec_advice, stacked
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
-from shardmap_torch.checker.spmd.sums import NO_AXES, Axes, Sums, reject_scaled
+from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Axes, Sums, reject_scaled
+from shardmap_torch.core.torch_private.engine import FakeTensor
 from shardmap_torch.errors import SpecError
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, Z
@@ -245,7 +247,7 @@ class Notes:
 
     def sums(self, tensor: Tensor) -> Sums:
         """Returns the pending sums and the factor of a tensor's storage."""
-        return self._sums.get(self._storage(tensor), Sums())
+        return self._sums.get(self._storage(tensor), FINISHED)
 
     def knows_sums(self, tensor: Tensor) -> bool:
         """Returns whether the sums of a tensor's storage have been set."""
@@ -255,7 +257,8 @@ class Notes:
         """Sets the pending sums and the factor of a tensor's storage."""
         partial, loose = sums.partial & self._on, sums.loose & self._on
         zero = set(self._interpreter.storage_type(tensor).types) == {Z}
-        self.keep_sums(tensor, replace(sums, partial=partial, loose=loose, zero=zero))
+        rest = sums.pending, sums.scale, sums.means, sums.cause
+        self.keep_sums(tensor, Sums(partial, loose, *rest, zero))
 
     def keep_sums(self, tensor: Tensor, sums: Sums) -> None:
         """Sets them to those that a tensor of these types has had."""
@@ -300,6 +303,8 @@ class Notes:
         return ((axis, axis_type) for axis, axis_type in types.items() if axis in self.sizes)
 
     def _storage(self, tensor: Tensor) -> int:
+        if type(tensor) is FakeTensor and not self._interpreter.rows.any:
+            return address_of(tensor)  # what follows finds the same, at several times the cost
         return int(self._interpreter.storage_type(tensor).storage._cdata)
 
 

@@ -64,6 +64,9 @@ class Sums:
         return Sums(self.partial, self.loose, self.pending, scale, self.means | means, kept)
 
 
+FINISHED: Final = Sums()
+
+
 def reject_scaled(sums: Sums) -> None:
     """Requires that a value is not a multiple of that on one device.
 
@@ -124,4 +127,4 @@ def common_scale(sums: Sequence[Sums]) -> Sums:
                 f"one operand is {found[0].scale} times its value there, because of "
                 f"{found[0].cause}, and another {other.scale} times, because of {other.cause}"
             )
-    return found[0] if found else Sums()
+    return found[0] if found else FINISHED

@@ -267,7 +267,9 @@ class _Verification:
             self._inner.resolve()
         if self._one is not None:
             self._one.require(self._call.name, self._branches.taken, self.numbers)
-        return self._outcome(result, outgoing, back)
+        outcome = self._outcome(result, outgoing, back)
+        interpreter.end()
+        return outcome
 
     def record(self, steps: Observer) -> None:
         """Interprets the forward, and records its steps, also those of the user's own backwards.
@@ -286,6 +288,7 @@ class _Verification:
             if self._interpreter.hooked or any(True for _ in own_nodes(outputs)):
                 with suppress(ShardTypeError):  # types are judged where there are ranks
                     record_backward(self._interpreter, outputs, locals_.values())
+        self._interpreter.end()
 
     def _run_body(self, locals_: Mapping[int, Tensor]) -> Result:
         recording = Recording(self._interpreter, self._request.start, self._inner)

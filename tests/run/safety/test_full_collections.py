@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,15 @@ from shardmap_torch import P, ShardTypeError, check_program, make_mesh, shard_ma
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 
 
-def check(body: Callable[[Tensor], Tensor]) -> None:
+def check(body: Callable[[Tensor], Tensor], strictness: Any = True) -> None:
     mesh = make_mesh((2,), ("dp",), kind="abstract")
-    check_program(shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")), torch.ones(4))
+    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check=strictness)
+    check_program(f, torch.ones(4, requires_grad=True))
 
 
 def is_postponed() -> bool:
-    return gc.get_threshold()[2] > 1_000_000
+    first, _, third = gc.get_threshold()
+    return first > 10_000 and third > 1_000_000
 
 
 @pytest.mark.parametrize("error", [None, ValueError, ShardTypeError])
@@ -58,3 +61,30 @@ def test_a_threshold_that_a_body_sets_stays() -> None:
         assert gc.get_threshold() == (*before[:2], 77)
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("first", [0, 1 << 20])
+def test_a_threshold_that_is_higher_stays(first: int) -> None:
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(first, *before[1:])
+        with postponing_full_collections():
+            assert gc.get_threshold()[0] == first
+    finally:
+        gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("strictness", ["local", "global"])
+def test_a_check_leaves_no_equation_to_the_collector(strictness: str) -> None:
+    def garbage_of(num_layers: int) -> int:
+        def body(x: Tensor) -> Tensor:
+            for _ in range(num_layers):
+                x = torch.relu(x) * 2
+            return x
+
+        gc.collect()
+        check(body, strictness)
+        return gc.collect()
+
+    garbage_of(1)  # torch's own, of a first check
+    assert garbage_of(40) < garbage_of(2) + 38
