@@ -129,6 +129,9 @@ class _Operations(TorchDispatchMode):
         self._interpreter = interpreter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Autograd asks for devices three times as often as it runs operations.
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         interpreter = self._interpreter
         with interpreter.insisting():
             found = find(interpreter, func, args, kwargs)
@@ -147,23 +150,6 @@ class _Operations(TorchDispatchMode):
                 if out is not NotImplemented:
                     return out
             return interpreter.call(func, args, kwargs or {}, found)
-
-
-_interpret: Final[Callable[..., Any]] = _Operations.__torch_dispatch__
-
-
-def _answer(mode: _Operations, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Answers questions for devices, and passes on all else.
-
-    Autograd asks them more often than it runs operations, and before each call of a mode's method
-    torch switches Dynamo off, which takes longer than the answer.
-    """
-    if func is _DEVICE and isinstance(args[0], FakeTensor):
-        return args[0].fake_device
-    return _interpret(mode, func, types, args, kwargs)
-
-
-_Operations.__torch_dispatch__ = _answer  # type: ignore[method-assign]
 
 
 def _unknown(name: str, func: HigherOrderOperator) -> ShardTypeError:

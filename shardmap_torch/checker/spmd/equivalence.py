@@ -327,8 +327,8 @@ class Relation(Observer):
                     self._operations.compare(call, bool(self.followed), key)
 
     def end(self) -> None:
-        """Unties notes and microbatches."""
-        del self._notes.reject_part
+        """Unties the notes from what refers to them."""
+        del self._notes.reject_term, self._notes.finish
 
     # ------------------------------------------------------------------------------ errors
 

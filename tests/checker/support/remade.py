@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from shardmap_torch.checker.calls import fake_results
-from shardmap_torch.checker.interpreter import interpreter, modes
+from shardmap_torch.checker.interpreter import interpreter, modes, recall
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.recall import Found
 from shardmap_torch.checker.rules import infer
@@ -86,7 +86,7 @@ def _comparisons(counts: Counter[str]) -> Iterator[None]:
 @contextmanager
 def _calls(counts: Counter[str]) -> Iterator[None]:
     """Types of results of calls, and their metadata."""
-    call, type_, learn = Interpreter.call, Interpreter._type, interpreter.learn
+    call, type_, learn = Interpreter.call, Interpreter._type, recall.learn
     expected: list[Found | None] = [None]
 
     def call_anew(
