@@ -11,9 +11,7 @@ from shardmap_torch import (
     I,
     Mesh,
     P,
-    Partial,
     R,
-    V,
     all_gather,
     all_reduce,
     all_to_all,
@@ -25,13 +23,11 @@ from shardmap_torch import (
     make_mesh,
     ppermute,
     reduce_scatter,
-    reinterpret,
     shard_map,
-    typeof,
     value_and_grad,
 )
 from shardmap_torch.autodiff.batched import Ranks
-from shardmap_torch.types import K, Z
+from tests.autodiff.support.random_bodies import per_rank
 from tests.programs.support.harness import random
 
 SIZES, AXES = (2, 3), ("dp", "tp")
@@ -41,18 +37,6 @@ BY_RANK = make_mesh(SIZES, AXES, kind="simulated", simulate="ranks")
 X, W, S = random((4, 6), 0), random((6, 6), 1), random((6, 2), 2)
 SPECS = (P("dp", invariant="tp"), P(None, "tp", replicate="dp"), P(invariant=AXES))
 """Of a batch, columns of a weight that each rank of "dp" uses for its own rows, and a scale."""
-
-
-def per_rank(x: Tensor) -> Tensor:
-    """Stacks all ranks' values."""
-    for axis, axis_type in typeof(x).items():
-        if axis_type == Partial:
-            x = reinterpret(x, axis, src=Partial, dst=V)
-        elif axis_type in (I, K, Z):
-            x = convert(x, axis, src=I, dst=R)
-        if axis_type in (I, K, R, Z):
-            x = reinterpret(x, axis, src=R, dst=V)
-    return x.unsqueeze(0)
 
 
 def sharded(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
