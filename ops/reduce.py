@@ -80,13 +80,14 @@ def all_reduce(
         tensor(28.)
     """
     axes, scope = read_axes("all_reduce", axis)
-    operation = _reduction(axes, dst, src, op, comm_dtype, grad_comm_dtype, out_dtype)
+    made = scope.reduction(op, axes, x)
+    operation = _reduction(axes, dst, src, made, comm_dtype, grad_comm_dtype, out_dtype)
     if isinstance(operation, Extremum):
         return each_leaf("all_reduce", x, lambda leaf: issue(scope, operation, _ordered(op, leaf)))
-    if op == "sum" and isinstance(x, Tensor):
+    if made == "sum" and isinstance(x, Tensor):
         x = _summable(x)  # type: ignore[assignment]  # X is Tensor
         return issue(scope, for_operand(operation, x), x)  # type: ignore[return-value]
-    finish = _mean_over("all_reduce", op, scope.backend.mesh.num_ranks(axes))
+    finish = _mean_over("all_reduce", made, scope.backend.mesh.num_ranks(axes))
     return all_leaves("all_reduce", x, partial(_sum_all, scope, operation, finish))
 
 
@@ -154,8 +155,9 @@ def reduce_scatter(
     num_ranks = scope.backend.mesh.num_ranks(axes)
     if op not in ("sum", "mean"):
         raise CollectiveError(f"reduce_scatter: op={op!r} is none of sum, mean.")
+    made = scope.reduction(op, axes, x)
     lengths = check_sizes("reduce_scatter", "sizes", sizes, num_ranks)
-    finish = _mean_over("reduce_scatter", op, num_ranks)
+    finish = _mean_over("reduce_scatter", made, num_ranks)
     dtypes = comm_dtype, grad_comm_dtype, out_dtype
 
     def one(leaf: Tensor) -> Tensor:

@@ -71,6 +71,10 @@ class Checker(Backend, Protocol):
         """Returns whether the equal result that is being made is cast; see `Readings`."""
         ...
 
+    def reduction(self, op: str, axes: Sequence[str], x: object) -> str:
+        """Returns the reduction that a call makes: `op`, unless a repair is tried."""
+        ...
+
     def seeing(self) -> AbstractContextManager[object]:
         """Returns a context in which code that a backward runs again is seen like the body."""
         ...

@@ -72,6 +72,10 @@ class Scope:
             note.value = self.backend.is_cast()
         return note.value
 
+    def reduction(self, op: str, axes: Sequence[str], x: object) -> str:
+        """Returns the reduction that a call makes: `op`, unless a repair is tried."""
+        return self.backend.reduction(op, axes, x) if is_checker(self.backend) else op
+
     def fork(self, what: object) -> "Scope":
         """Returns the scope to keep for code that a backward will run again; see `Monitor.fork`."""
         if self.monitor is None:

@@ -48,6 +48,12 @@ def test_checks_of_dropped_functions_leave_no_objects(strictness: Any) -> None:
     assert last.objects - first.objects < 10 * (last.after - first.after), (first, last)
 
 
+@pytest.mark.parametrize("strictness", [True, "global"])
+def test_refused_checks_leave_no_objects(strictness: Any) -> None:
+    first, last = growth.refused(strictness, 6)
+    assert last.objects - first.objects < 10 * (last.after - first.after), (first, last)
+
+
 def some(rank: int) -> dict[str, list[Sample]]:
     mesh = make_mesh((2,), ("tp",), kind="process_group")
     return {

@@ -75,6 +75,11 @@ class AbstractBackend(WithoutAutomaticAxes):
         self._readings.results[self._interpreter.equations[-1]] = lines
         return lines in self._readings.cast
 
+    def reduction(self, op: str, axes: Sequence[str], x: object) -> str:
+        """Returns the reduction that a call makes, under the repair that is tried."""
+        spots = self._interpreter.spots
+        return op if spots is None else spots.enter_reduction(op, axes, x)
+
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
         """Requires that a value has this type, as an operation reads it."""
         interpreter = self._interpreter
@@ -204,7 +209,7 @@ class AbstractBackend(WithoutAutomaticAxes):
     ) -> Collective | None:
         """Returns the collective under the repair that is tried; None if it is left out."""
         if place is not None:
-            return self._repair.collectives.get(place, collective)
+            return self._repair.collective_at(place, collective)
         if forward is None or forward.written is None or forward.written == forward.collective:
             return collective
         if collective != forward.written.transpose:

@@ -22,7 +22,7 @@ from shardmap_torch.checker.ir.own_functions import name_of_own
 from shardmap_torch.checker.ir.paths import Branches, Failing
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
 from shardmap_torch.checker.ir.rank_only import rank_only_part
-from shardmap_torch.checker.ir.repairs import NONE, Places, Repair, propose
+from shardmap_torch.checker.ir.repairs import NONE, Op, Places, Repair, propose
 from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules import distributed_calls
 from shardmap_torch.checker.rules.builders import overloads
@@ -137,6 +137,13 @@ class Interpreter(Memory):
         """Starts recording autograd nodes; earlier ones are not the body's."""
         self._sequence = sequence_number()
 
+    def forget_nodes(self) -> None:
+        """Drops also what a repair was tried on, and an error, whose frames have tensors."""
+        super().forget_nodes()
+        self.numbers.branches.refusal = None
+        if self.spots is not None:
+            self.spots.forget_tensors()
+
     def needs_ranks(self, what: str | None = "") -> None:
         """Records code that `torch.func.vmap` would reject or, if it says `what`, may drop."""
         if what is not None and not self.is_paused:
@@ -181,6 +188,7 @@ class Interpreter(Memory):
         if not self.running and running_backward() != NO_BACKWARD:
             raise ShardTypeError(
                 f"{self.name}: a backward was started that the checker did not see start.\n"
+                f"  at {call_site()}\n"
                 "Fix: use torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
                 "Tensor.backward()."
             )
@@ -304,19 +312,19 @@ class Interpreter(Memory):
         pairs = zip(self.storage_type(value).types, types[0], strict=True)
         return [tuple([V if plain(own) == V else axis_type for own, axis_type in pairs])]
 
-    def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    def check_value(self, op: OpOverload, arguments: Mapping[str, Any]) -> Op | None:
         """Requires that a Python value, or a shape, read from tensors is equal on all ranks.
 
-        Returns whether the repair that is tried reduces the tensors first.
+        Returns the op by which the repair that is tried reduces the tensors first, or None.
         """
         place = self._places.next(self.site()[0])
         if place in self.repair.values:
-            return True
+            return self.repair.values[place]
         try:
             self._type(op, arguments, None)
         except ShardTypeError as error:
             raise propose(error, list(scalars.proposals(self, place, arguments))) from None
-        return False
+        return None
 
     def _reject_read_only(self, op: OpOverload, value: Any) -> None:
         for tensor in tensors_of(value):

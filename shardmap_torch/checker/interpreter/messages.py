@@ -35,13 +35,14 @@ _FRIENDLY: Final = {
     "_softmax": "softmax",
     "_log_softmax": "log_softmax",
     "native_layer_norm": "layer_norm",
+    "threefry": "a draw",
 }
 """Readable names of some ATen operations."""
 
 
 def friendly(op: OpOverload) -> str:
     """Returns the users' name of an operation."""
-    name = op._schema.name.split("::")[1]
+    name = op._schema.name.split("::")[1].removeprefix("_foreach_")
     return _FRIENDLY.get(name, name)
 
 
@@ -82,8 +83,9 @@ def refused(
         for label, value in arguments.items()
         for tensor in tensors_of(value)
     ]
-    lines = [_describe(use, refusal.axis) for use in uses]
-    lines += _chains(uses, refusal.axis)
+    shown = _of_each(uses, refusal.axis)
+    lines = [f"{_describe(use, refusal.axis)}{more}" for use, more in shown]
+    lines += _chains([use for use, _ in shown], refusal.axis)
     head = f"{name} over axis {axis!r} of {' and '.join(map(str, types))}: {refusal.reason}."
     if conflict.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
         return _both_ways(interpreter, axis, uses, refusal.axis)
@@ -192,6 +194,15 @@ def _retype(equation: Equation, axis_type: AxisType) -> Iterator[Repair]:
     if (collective.name, collective.src, axis_type) in TABLE:
         text = f"dst={axis_type} in {collective.name}{_at(equation)}"
         yield Repair(text, collectives={place: replace(collective, dst=axis_type)})
+
+
+def _of_each(uses: Sequence[Use], axis: int) -> list[tuple[Use, str]]:
+    """Returns the first of the tensors of a list that have one type, and says how many more do."""
+    groups: dict[tuple[str, AxisType], list[Use]] = {}
+    for use in uses:
+        groups.setdefault((use.name, use.types[axis]), []).append(use)
+    every = groups.values()
+    return [(g[0], f", and {len(g) - 1} more" if len(g) > 1 else "") for g in every]
 
 
 def _describe(use: Use, axis: int) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.program import Equation, use_of
-from shardmap_torch.checker.ir.repairs import Place, Repair
+from shardmap_torch.checker.ir.repairs import Op, Place, Repair
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import bind
@@ -36,11 +36,11 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
     Raises:
         ShardTypeError: the ranks would get different values.
     """
-    is_repaired = interpreter.check_value(op, arguments)
+    repaired = interpreter.check_value(op, arguments)
     tensors = [x for value in arguments.values() for x in tensors_of(value)]
     interpreter.copies.reject_stale(interpreter.name, tensors)
-    if is_repaired:
-        tensors = [_reduced(interpreter, x) for x in tensors]
+    if repaired is not None:
+        tensors = [_reduced(interpreter, x, repaired) for x in tensors]
     if all(getattr(x, "constant", None) is not None for x in tensors):
         with interpreter.paused():
             return op(**arguments)
@@ -56,7 +56,7 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
     return number
 
 
-def _reduced(interpreter: "Interpreter", x: Tensor) -> Tensor:
+def _reduced(interpreter: "Interpreter", x: Tensor, op: Op) -> Tensor:
     """Applies the collective of the repair that is tried to a tensor; see `proposals`."""
     scope, types = current_scope(), interpreter.storage_type(x).types
     by_axis = interpreter.by_axis(types).items()
@@ -66,7 +66,8 @@ def _reduced(interpreter: "Interpreter", x: Tensor) -> Tensor:
     total = Collective("all_reduce", Partial, I, axes)
     if x.dtype == torch.bool:
         return bind(scope.backend, Extremum("max", total), x.int())
-    return bind(scope.backend, total, x)
+    summed = bind(scope.backend, total, x)
+    return summed / interpreter.mesh.num_ranks(axes) if op == "mean" else summed
 
 
 def _identity(storage_type: Any, tensor: Tensor) -> Any:
@@ -122,8 +123,11 @@ def proposals(
     axes = repr(names[0] if len(names) == 1 else names)
     site = interpreter.site()[0]
     at = "" if site is None else f" at {site.place}"
-    text = f"all_reduce({x}, {axes}, dst=I{op}) before its value is taken{at}"
-    yield Repair(text, values=frozenset({place}))
+    taken: list[tuple[Op, str]] = [("sum", op)]
+    taken += [("mean", ", op='mean'")] * tensors[0].is_floating_point()
+    for each, asked in taken:
+        text = f"all_reduce({x}, {axes}, dst=I{asked}) before its value is taken{at}"
+        yield Repair(text, values={place: each})
 
 
 # ------------------------------------------------------------------- as torch functions see it

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from operator import itemgetter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -15,30 +16,45 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from shardmap_torch import ops
-from shardmap_torch.checker.ir.insertions import LIKELY, State, exchange, inserts, state_of
+from shardmap_torch.checker.ir.insertions import (
+    LIKELY,
+    State,
+    chain_of,
+    distinct,
+    exchange,
+    inserts,
+    numbered,
+    scalings,
+    state_of,
+    with_inserted,
+)
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.ir.repairs import (
+    NUMBER,
     Insert,
+    Op,
     Place,
     Repair,
+    Scaling,
     Spot,
     applied,
+    both,
     insertion,
     note_reached,
     propose,
     proposed,
 )
 from shardmap_torch.checker.rewrites.table import METADATA
-from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import base_of, is_batched
-from shardmap_torch.core.source_location import calling
-from shardmap_torch.core.tree import flatten, unflatten
+from shardmap_torch.core.source_location import Site, calling
+from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
+from shardmap_torch.types import R, V
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -47,46 +63,31 @@ if TYPE_CHECKING:  # for annotations; the interpreter calls this module
 Call = tuple[Spot, Sequence[Tensor]]
 
 
-def distinct(values: Any) -> list[Tensor]:
-    """Returns the tensors that a call gets, each of them once."""
-    return list({id(x): x for value in values for x in tensors_of(value)}.values())
+_REDUCING: Final = (ops.all_reduce.__code__, ops.reduce_scatter.__code__)
 
 
-def with_inserted(
-    spot: Spot, inserted: Mapping[Spot, Sequence[Insert]], args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    """Returns the arguments of a call, with a repair applied to those tensors that it names."""
-    changed: dict[int, Tensor] = {}
-    for index, x in enumerate(distinct([*args, *kwargs.values()])):
-        chain = chain_of(replace(spot, index=index), inserted)
-        if chain:
-            changed[id(x)] = applied(chain, x)
-    if not changed:
-        return args, kwargs
-    leaves, structure = flatten((tuple(args), kwargs))
-    given: tuple[Any, Any] = unflatten(structure, [changed.get(id(x), x) for x in leaves])
-    return given
-
-
-def chain_of(spot: Spot, inserted: Mapping[Spot, Sequence[Insert]]) -> Sequence[Insert]:
-    """Returns what is inserted at a spot, in this run or in all."""
-    return inserted.get(spot, inserted.get(replace(spot, run=None), ()))
-
-
-_DIVIDING: Final = (ops.all_reduce.__code__, ops.reduce_scatter.__code__)
+def _reducing() -> FrameType | None:
+    """Returns the frame of the call of all_reduce or reduce_scatter that goes on, if one does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _REDUCING:
+        frame = frame.f_back
+    return frame
 
 
 def is_divided() -> bool:
-    """Returns whether the collective that is issued now is one with op="mean".
+    """Returns whether the collective that is issued now is one with op="mean"."""
+    frame = _reducing()
+    return frame is not None and bool(frame.f_locals["made"] == "mean")
 
-    What is put in its place would be divided as well, and another program than what is printed.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _DIVIDING:
-            return bool(frame.f_locals["op"] == "mean")
-        frame = frame.f_back
-    return False
+
+def _reduction() -> Spot | None:
+    """Returns the spot of the body's call of all_reduce or reduce_scatter that goes on."""
+    frame = _reducing()
+    found = None if frame is None else calling(frame.f_back)
+    return None if frame is None or found is None else Spot(*found, frame.f_code.co_name)
+
+
+_OTHER: Final[Mapping[str, Op]] = {"sum": "mean", "mean": "sum"}
 
 
 class Spots:
@@ -95,14 +96,23 @@ class Spots:
     Attributes:
         total: how many calls there were, of collectives too: how far the check has come.
         runs: how often each has run.
-        all_runs: how often each runs on one device, if that is known.
+        numbers: the Python numbers that each run of a call gets.
+        issued: the number of collectives at each line.
+        calls: the positions in the code of each line from which it calls each function.
+        there: the same on one device, if that is known.
         now: the call that goes on, or was the last.
     """
 
     def __init__(self, interpreter: "Interpreter", repair: Repair) -> None:
         self._interpreter, self._inserted = interpreter, repair.inserted
+        self._ops = repair.ops
         self.total, self.runs = 0, Counter[Spot]()
-        self.all_runs: Mapping[Spot, int] = self.runs
+        self.numbers: dict[Spot, list[float]] = {}
+        self.issued = Counter[Site | None]()
+        self.calls: dict[tuple[Site, str], dict[int, None]] = {}
+        self.there = self
+        self._factors: dict[str, Repair] = {}
+        self._scaled: dict[str, Repair] = {}
         self.is_inserting = False
         self.now: Call | None = None
         self._collective: tuple[Place, Collective, Tensor] | None = None
@@ -117,7 +127,7 @@ class Spots:
         if found is None:
             return args, kwargs
         name = getattr(func, "__name__", "").strip("_") or "a function"
-        base = Spot(*found, name)
+        base = self._call(Spot(*found, name))
         spot = replace(base, run=self.runs[base])
         self.runs[base] += 1
         self.total += 1
@@ -125,15 +135,80 @@ class Spots:
             with self.inserting():
                 args, kwargs = with_inserted(spot, self._inserted, args, kwargs)
         self.now = spot, distinct([*args, *kwargs.values()])
+        self._note_numbers(spot, args, kwargs)
         self._starts.append((len(self._interpreter.equations), self.now))
         return args, kwargs
 
+    def forget_tensors(self) -> None:
+        """Drops all tensors, at the end."""
+        self.now = self._collective = None
+        self._gathers.clear()
+        self._starts.clear()
+
     def leave(self, now: Call | None, out: Any) -> Any:
         """Returns the result of a call, repaired."""
-        if now is None or not self._inserted or not isinstance(out, Tensor):
+        if now is None or not isinstance(out, Tensor):
             return out
-        with self.inserting():
-            return applied(chain_of(replace(now[0], index=-1), self._inserted), out)
+        spot = replace(now[0], index=-1)
+        if self._inserted:
+            with self.inserting():
+                out = applied(chain_of(spot, self._inserted), out)
+        scale = self._scale(out)
+        if scale != 1 and all(self._scale(x) == 1 for x in now[1]):
+            self._rescale(self._scaled, spot, 1 / scale)
+        return out
+
+    def _call(self, spot: Spot) -> Spot:
+        """Returns the spot of a call, which says which it is if its line has several."""
+        self.calls.setdefault((spot.site, spot.name), {})[spot.at] = None
+        known = [*self.there.calls.get((spot.site, spot.name), {spot.at: None})]
+        if len(known) < 2 or spot.at not in known:
+            return spot
+        return replace(spot, which=f" (call {known.index(spot.at) + 1} of {len(known)} there)")
+
+    # ----------------------------------------------------------------------------- factors
+
+    @property
+    def factors(self) -> Sequence[Repair]:
+        """The repairs of numbers, and of values that are multiples of those on one device."""
+        return [*self._factors.values(), *self._scaled.values()]
+
+    def enter_reduction(self, op: str, axes: Sequence[str], x: object) -> str:
+        """Returns the op of a reduction that a body calls, under the repair that is tried."""
+        called = None if self.is_inserting else _reduction()
+        if called is None:
+            return op
+        spot = self._call(called)
+        op = self._ops.get(spot, op)
+        other = _OTHER.get(op)
+        if other is not None and self._interpreter.mesh.num_ranks(axes) > 1:
+            is_scaled = any(self._scale(y) != 1 for y in flatten(x)[0] if isinstance(y, Tensor))
+            if is_scaled == (op == "sum"):
+                text = f"op={other!r} in {spot.called}"
+                self._factors[text] = Repair(text, ops={spot: other})
+        return op
+
+    def _scale(self, x: Tensor) -> Fraction:
+        observer = self._interpreter.observer
+        if observer is UNOBSERVED:
+            return observer.scale_of(x)
+        return observer.scale_of(base_of(self._interpreter.fakify(x)))
+
+    def _note_numbers(self, spot: Spot, args: Any, kwargs: Any) -> None:
+        """Notes the numbers that a call gets, and proposes those that one device has."""
+        leaves, _, indices = numbered(args, kwargs)
+        found = [x for x, at in zip(leaves, indices, strict=True) if (at or 0) <= NUMBER]
+        self.numbers[spot] = found
+        there = self.there.numbers.get(spot, found)
+        for at, (x, y) in enumerate(zip(found, there, strict=False)):
+            if x != y and x != 0:
+                which = replace(spot, index=NUMBER - at, number=repr(x))
+                self._rescale(self._factors, which, y / x)
+
+    def _rescale(self, into: dict[str, Repair], spot: Spot, ratio: Fraction | float) -> None:
+        for each in scalings(float(ratio), self._interpreter.mesh.shape):
+            repair = insertion(replace(spot, run=None), [each])
+            into[repair.text] = repair
 
     @contextmanager
     def inserting(self) -> Iterator[None]:
@@ -148,7 +223,8 @@ class Spots:
         """Counts a collective that the body calls."""
         self.total += 1
         self.now = None
-        self._collective = None if is_divided() else (place, collective, x)
+        self.issued[place[0]] += 1
+        self._collective = place, collective, x
         if collective.name == "all_gather":
             self._gathers.append((len(self._interpreter.equations), place, collective, x))
 
@@ -177,7 +253,11 @@ class Spots:
             more = list(self._insertions(*now))
         elif self._collective is not None and equation is None:
             place, collective, x = self._collective
-            more = list(exchange(collective, place, self.state(x)[0]))
+            is_repeated = self.there.issued[place[0]] > 1
+            more = list(exchange(collective, place, self.state(x)[0], is_repeated))
+            if is_divided():  # as what is put in its place must not be
+                called = _reduction()
+                more = [replace(e, ops={called: "sum"}) for e in more if called is not None]
             made = self._interpreter.storage_type(x).made
             maker = None if made is None else self._call_of(made)
             if maker is not None:
@@ -185,7 +265,7 @@ class Spots:
                 state, own = self.state(x)
                 for kind, each in inserts(state, x.ndim, (), own):
                     more += self._runs(spot, each) if kind in "PSV" else ()
-        propose(error, [*proposed(error), *more])
+        propose(error, [*proposed(error), *self.factors, *more])
 
     def _call_of(self, equation: Equation) -> Call | None:
         """Returns the call that an equation, or its forward, is part of."""
@@ -208,11 +288,12 @@ class Spots:
         for start, place, collective, operand in self._gathers:
             if made is not None and self._interpreter.equations[start : start + 1] == [made]:
                 for each in exchange(collective, place, self.state(operand)[0]):
-                    other = each.collectives[place]
+                    other = each.collectives.get(place)
                     if other is not None and other.name == "all_gather":
                         yield each
 
     def _insertions(self, spot: Spot, tensors: Sequence[Tensor]) -> Iterator[Repair]:
+        yield from self._shared(spot)
         known = [self.state(x) for x in tensors]
         found: list[tuple[int, Spot, Insert]] = []
         for index, (x, (state, spec)) in enumerate(zip(tensors, known, strict=True)):
@@ -225,9 +306,28 @@ class Spots:
                 found.append((LIKELY.index(kind), replace(spot, index=index), each))
         for _, where, each in sorted(found, key=itemgetter(0)):
             yield from self._runs(where, each)
+        for index, (state, _) in enumerate(known):
+            for axis, (kind, dim) in state.items():
+                if kind == "S":
+                    yield self._whole(spot, index, axis, dim)
+
+    def _whole(self, spot: Spot, index: int, axis: str, dim: int | None) -> Repair:
+        """Gathers a tensor that a call gets, and gives each rank its part of the result again."""
+        gather = Insert("all_gather", axis, (("dim", dim), ("dst", R)))
+        split = Insert("convert", axis, (("src", R), ("dst", V), ("dim", dim)))
+        operand, result = replace(spot, index=index, run=None), replace(spot, index=-1, run=None)
+        return both(insertion(operand, [gather]), insertion(result, [split]))
+
+    def _shared(self, spot: Spot) -> Iterator[Repair]:
+        """Yields each rank's part of the sizes that a call gets."""
+        for at, x in enumerate(self.numbers[spot]):
+            for axis, size in self._interpreter.mesh.shape.items():
+                if isinstance(x, int) and size > 1 and x > 1 and x % size == 0:
+                    which = replace(spot, index=NUMBER - at, number=repr(x), run=None)
+                    yield insertion(which, [Scaling(axis, "//")])
 
     def _runs(self, spot: Spot, insert: Insert) -> Iterator[Repair]:
         """Yields the repair in all runs of a line, and in this one if there are several."""
         yield insertion(replace(spot, run=None), [insert])
-        if self.all_runs.get(replace(spot, index=0, run=None), 0) > 1:
+        if self.there.runs.get(replace(spot, index=0, run=None), 0) > 1:
             yield insertion(spot, [insert])

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.state import kept
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.source_location import is_own
+from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     current_autograd_node,
@@ -122,6 +123,8 @@ def register_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any)
     interpreter.hooked.append(base_of(tensor))
 
     def watched(given: Tensor) -> Any:
+        if number >= len(interpreter.hooked):
+            raise kept(f"{interpreter.name}: at {call_site()} a backward runs a hook on")
         value = interpreter.hooked[number]
         observer, field = interpreter.observer, func == Tensor.register_post_accumulate_grad_hook
         found = _field(given) if field else base_of(given)

@@ -5,13 +5,70 @@ All of them keep the value that is meant on one device. Each is tried before it 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations, count
+from math import isclose, prod
 from typing import Any, Final
 
-from shardmap_torch.checker.ir.repairs import Insert, Place, Repair, axes_of
+from torch import Tensor
+
+from shardmap_torch.checker.ir.repairs import (
+    EVERY,
+    NUMBER,
+    Change,
+    Insert,
+    Place,
+    Repair,
+    Scaling,
+    Spot,
+    applied,
+    axes_of,
+)
+from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
+from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, Partial, R, V
+
+
+def distinct(values: Any) -> list[Tensor]:
+    """Returns the tensors that a call gets, each of them once."""
+    return list({id(x): x for value in values for x in tensors_of(value)}.values())
+
+
+def numbered(args: Any, kwargs: Any) -> tuple[list[Any], Any, list[int | None]]:
+    """Returns the leaves of a call's arguments, their structure, and which operand each is."""
+    tensors = {id(x): index for index, x in enumerate(distinct([*args, *kwargs.values()]))}
+    leaves, structure = flatten((tuple(args), kwargs))
+    numbers = count(NUMBER, -1)
+    return (
+        leaves,
+        structure,
+        [next(numbers) if type(x) in (int, float) else tensors.get(id(x)) for x in leaves],
+    )
+
+
+def with_inserted(
+    spot: Spot, inserted: Mapping[Spot, Sequence[Change]], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Returns the arguments of a call, with a repair applied to the operands that it names."""
+    leaves, structure, indices = numbered(args, kwargs)
+    changed: dict[int | None, Any] = {}
+    for x, index in zip(leaves, indices, strict=True):
+        chain = () if index is None else chain_of(replace(spot, index=index), inserted)
+        if chain and index not in changed:
+            changed[index] = applied(chain, x)
+    if not changed:
+        return args, kwargs
+    values = [changed.get(index, x) for x, index in zip(leaves, indices, strict=True)]
+    given: tuple[Any, Any] = unflatten(structure, values)
+    return given
+
+
+def chain_of(spot: Spot, inserted: Mapping[Spot, Sequence[Change]]) -> Sequence[Change]:
+    """Returns what is inserted at a spot, in this run or in all."""
+    return inserted.get(spot, inserted.get(replace(spot, run=None), ()))
+
 
 Met = tuple[str, int | None]
 """The letter of a type along an axis, and of an S the dim."""
@@ -120,6 +177,26 @@ def _to(axis: str, have: Met, need: Met) -> Iterator[Insert]:
         yield Insert("all_to_all", axis, (("split_dim", to), ("concat_dim", dim)))
 
 
+def scalings(ratio: float, sizes: Mapping[str, int]) -> Iterator[Scaling]:
+    """Yields what multiplies a value by this ratio on ranks, and by 1 on one device.
+
+    Example:
+        >>> [str(each.of("x")) for each in scalings(0.25, {"dp": 2, "tp": 4})]
+        ["x / axis_size('tp')"]
+    """
+    for length in range(1, len(sizes) + 1):
+        for axes in combinations(sizes, length):
+            ranks = prod(sizes[axis] for axis in axes)
+            axis = axes[0] if length == 1 else axes
+            for sign, factor in (("*", ranks), ("/", 1 / ranks)):
+                if isclose(ratio, factor, rel_tol=_ROUNDING) and ranks > 1:
+                    yield Scaling(axis, sign)
+
+
+_ROUNDING: Final = 1e-12
+"""Numbers nearer than this to a multiple of another, relatively, count as the multiple."""
+
+
 def to_spec(state: State, own: P | None, spec: P) -> Iterator[tuple[Insert, ...]]:
     """Yields what a result needs so that it is as its spec promises, over all axes at once."""
     for options in ({}, {"op": "mean"}):
@@ -140,18 +217,23 @@ def _leaves(axis: str, have: Met, need: Met, own: P | None, options: Any) -> Ite
         yield from _to(axis, have, need)
 
 
-def exchange(collective: Collective, place: Place, state: State) -> Iterator[Repair]:
-    """Yields collectives that take an operand of this state, in place of one that does not."""
+def exchange(
+    collective: Collective, place: Place, state: State, is_repeated: bool = False
+) -> Iterator[Repair]:
+    """Yields collectives that take an operand of this state, in place of one that does not.
+
+    The line issues several if it is repeated.
+    """
     site = place[0]
     at = "" if site is None else f" at {site.place}"
     at += f" (call {place[1] + 1} there)" if place[1] else ""
     name = collective.name
-    without = Repair(f"leave out {name}{at}", collectives={place: None})
+    without = list(_without(name, place, is_repeated))
     unequal = tuple(
         axis for axis in collective.axes if state.get(axis, ("K", None))[0] not in _SOURCE
     )
     if not unequal:
-        yield without
+        yield from without
     elif unequal != collective.axes:
         other = replace(collective, axes=unequal)
         yield Repair(f"{_written(other)} in place of {name}{at}", collectives={place: other})
@@ -166,7 +248,18 @@ def exchange(collective: Collective, place: Place, state: State) -> Iterator[Rep
                     text = f"{_written(other)} in place of {name}{at}"
                     yield Repair(text, collectives={place: other})
     if unequal:
-        yield without
+        yield from without
+
+
+def _without(name: str, place: Place, is_repeated: bool) -> Iterator[Repair]:
+    """Yields repairs that leave out a collective, or all those of its line, as in a loop."""
+    site, number = place
+    at = "" if site is None else f" at {site.place}"
+    alone = Repair(f"leave out {name}{at} (call {number + 1} there)", collectives={place: None})
+    every = Repair(f"leave out {name}{at}", collectives={(site, EVERY): None})
+    for each in (alone, every) if number else (every, alone):
+        if is_repeated or each is (alone if number else every):
+            yield each
 
 
 def _taking(

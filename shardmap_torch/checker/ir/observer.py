@@ -6,6 +6,7 @@ its steps, and then the ranks' program is compared with them, step by step.
 """
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Final
 
 import torch
@@ -139,6 +140,10 @@ class Observer:
         """Returns the spec of a tensor, if it is known."""
         return None
 
+    def scale_of(self, tensor: Tensor) -> Fraction:
+        """Returns the factor between a tensor and what it is on one device, as far as is known."""
+        return _ONE
+
     def end(self) -> None:
         """Unties what refers to each other, after the last step."""
 
@@ -154,6 +159,8 @@ REGION: Final = "local_region"
 VALUE: Final = "a Python value by"
 RESULT: Final = "the result"
 """Names of the steps that are no ATen operations."""
+
+_ONE: Final = Fraction(1)
 
 UNOBSERVED: Final = Observer()
 

@@ -146,8 +146,9 @@ class Branches:
         """
         if self._ended:
             raise ShardTypeError(
-                f"{self.name}: {condition} is asked of a number that the body kept when it was "
-                "checked. Return the number instead: the check of a body leaves nothing behind."
+                f"{self.name}: at {call_site()} {condition} is asked of a number that the body "
+                "kept when it was checked. Return the number instead: the check of a body leaves "
+                "nothing behind."
             )
         answers = self._possible(condition)
         if len(answers) == 1:

@@ -1,10 +1,11 @@
 """Repairs of a rejected program: proposed where it fails, and tried before they are printed."""
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -14,9 +15,18 @@ from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import MAX_LINES, ShardTypeError
 from shardmap_torch.types import AxisType
 
+T = TypeVar("T")
+
 Op = Literal["sum", "mean"]
 Place = tuple[Site | None, int]
 """A user's line, and how often it has run before; the same on all paths through a body."""
+
+EVERY: Final = -1
+"""In a place, all runs of the line."""
+
+
+NUMBER: Final = -2
+"""The index of a spot from which on, downwards, it is a number."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +37,11 @@ class Spot:
         site: the user's line.
         at: the position of the call in the code of the line.
         name: of the function.
-        index: which of the tensors it gets, each of them counted once; -1 is its result.
+        index: which of the tensors it gets, each of them counted once; -1 is its result, and -2 the
+            first of the Python numbers that it gets.
         run: how often it has run before; None for all runs, as in a loop.
+        number: the number, in words.
+        which: which call of the function it is, in words, if its line has several.
     """
 
     site: Site
@@ -36,12 +49,20 @@ class Spot:
     name: str
     index: int = 0
     run: int | None = None
+    number: str = field(default="", compare=False)
+    which: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         """Formats it as `operand 2 of matmul at model.py:12`."""
         what = "the result" if self.index < 0 else f"operand {self.index + 1}"
+        what = f"the number {self.number}" if self.index <= NUMBER else what
         run = "" if self.run is None else f", run {self.run + 1} of that line"
-        return f"{what} of {self.name} at {self.site.place}{run}"
+        return f"{what} of {self.called}{run}"
+
+    @property
+    def called(self) -> str:
+        """Formats the call."""
+        return f"{self.name} at {self.site.place}{self.which}"
 
 
 @dataclass(frozen=True)
@@ -74,17 +95,50 @@ class Insert:
         return called
 
 
-def nested(chain: Sequence[Insert], x: str = "x") -> str:
+_SIGNS: Final = {"*": operator.mul, "/": operator.truediv, "//": operator.floordiv}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A multiplication by the number of ranks of axes, or a division, which does nothing on one.
+
+    Attributes:
+        axis: the mesh axes.
+        sign: the operator.
+    """
+
+    axis: str | tuple[str, ...]
+    sign: str
+
+    def of(self, x: str) -> str:
+        """Writes it.
+
+        Example:
+            >>> Scaling("dp", "/").of("x")
+            "x / axis_size('dp')"
+        """
+        return f"{x} {self.sign} axis_size({self.axis!r})"
+
+    def apply(self, x: Any) -> Any:
+        """Does it in a body."""
+        return _SIGNS[self.sign](x, ops.axis_size(self.axis))
+
+
+Change: TypeAlias = Insert | Scaling
+"""A function that a repair applies to a value."""
+
+
+def nested(chain: Sequence[Change], x: str = "x") -> str:
     """Writes calls of which each takes the result of the one before."""
     return reduce(lambda x, insert: insert.of(x), chain, x)
 
 
-def applied(chain: Sequence[Insert], x: Tensor) -> Tensor:
+def applied(chain: Sequence[Change], x: Any) -> Any:
     """Calls one after the other in a body."""
     return reduce(lambda x, insert: insert.apply(x), chain, x)
 
 
-def insertion(spot: Spot, chain: Sequence[Insert]) -> "Repair":
+def insertion(spot: Spot, chain: Sequence[Change]) -> "Repair":
     """Makes the repair that applies functions to a tensor of a call."""
     return Repair(f"{nested(chain)} for x, {spot}", inserted={spot: tuple(chain)})
 
@@ -107,14 +161,16 @@ class Repair:
 
     Attributes:
         text: what to write.
-        collectives: for the place of a collective in the forward, its replacement, or None to
-            leave it out.
+        collectives: for the place of a collective in the forward, or of every one at a line, its
+            replacement, or None to leave it out.
         replicate: for the position of an input, an axis to name in its `replicate=`.
         exits: for the position of a result, what to apply to it before it is returned.
-        values: places at which to reduce a tensor before its Python value is taken.
+        values: for the place where a Python value is taken of a tensor, by which op to reduce it
+            before.
         gradients: for the place where the body takes gradients, the axes over which to reduce them,
             each with "sum" or "mean".
-        inserted: for a tensor that a call gets or returns, what to apply to it.
+        inserted: for a tensor that a call gets or returns, or a number, what to apply to it.
+        ops: for a call of all_reduce or reduce_scatter, by its spot, the op to use.
         parts: the repairs that it is made of, if there are several.
     """
 
@@ -122,10 +178,16 @@ class Repair:
     collectives: Mapping[Place, Collective | None] = field(default_factory=dict)
     replicate: Mapping[int, str] = field(default_factory=dict)
     exits: Mapping[int, tuple[Insert, ...]] = field(default_factory=dict)
-    values: frozenset[Place] = frozenset()
+    values: Mapping[Place, Op] = field(default_factory=dict)
     gradients: Mapping[Place, Sequence[tuple[str, Op]]] = field(default_factory=dict)
-    inserted: Mapping[Spot, tuple[Insert, ...]] = field(default_factory=dict)
+    inserted: Mapping[Spot, tuple[Change, ...]] = field(default_factory=dict)
+    ops: Mapping[Spot, Op] = field(default_factory=dict)
     parts: "tuple[Repair, ...]" = ()
+
+    def collective_at(self, place: Place, own: T) -> Collective | T | None:
+        """Returns what to call at a place where the program calls `own`, or None for nothing."""
+        every = self.collectives.get((place[0], EVERY), own)
+        return self.collectives.get(place, every)
 
 
 def both(first: Repair, second: Repair) -> Repair:
@@ -148,9 +210,10 @@ def both(first: Repair, second: Repair) -> Repair:
         {place: other for part in parts for place, other in part.collectives.items()},
         {position: axis for part in parts for position, axis in part.replicate.items()},
         _joined([part.exits for part in parts]),
-        frozenset().union(*(part.values for part in parts)),
+        {place: op for part in parts for place, op in part.values.items()},
         _joined([part.gradients for part in parts]),
         _joined([part.inserted for part in parts]),
+        {spot: op for part in parts for spot, op in part.ops.items()},
         parts,
     )
 
@@ -208,6 +271,16 @@ def of_types(error: ShardTypeError, types: Iterable[AxisType]) -> ShardTypeError
 def is_about(error: ShardTypeError, axis_type: AxisType) -> bool:
     """Returns whether a type is among those that `of_types` attached."""
     return axis_type in error.__dict__.get("_shardmap_types", ())
+
+
+def mark_step(error: ShardTypeError) -> None:
+    """Marks an error as that of a body which takes gradients by itself."""
+    error.__dict__["_shardmap_step"] = True
+
+
+def is_of_step(error: ShardTypeError) -> bool:
+    """Returns whether the body has taken gradients by itself before this error."""
+    return "_shardmap_step" in error.__dict__
 
 
 def note_reached(error: ShardTypeError, step: float) -> bool:

@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any, Final, NoReturn
 
 from shardmap_torch.checker.ir.paths import Branches, Condition
+from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.errors import ShardTypeError
 
 _KNOWN: Final = (int, float)
@@ -21,12 +22,19 @@ _KEEP: Final = (
 
 
 class Numbers:
-    """The symbolic numbers of one interpretation."""
+    """The symbolic numbers of one interpretation.
+
+    Attributes:
+        any: whether there are any.
+        sites: the user's line for each, in the order in which they were made, which decides the
+            stand-ins.
+    """
 
     def __init__(self, branches: Branches) -> None:
         """Starts without numbers; `branches` decides the outcome of their comparisons."""
         self.branches = branches
         self.any = False
+        self.sites: dict[str, Site | None] = {}
         self._by_source: dict[Any, SymbolicNumber] = {}
         self._by_text: dict[str, SymbolicNumber] = {}
         self._texts: dict[Any, str] = {}
@@ -49,12 +57,8 @@ class Numbers:
             stand_in = 0.5 + count / 2**20 if number_type is float else 100 + count
             self._by_text[text] = SymbolicNumber(self, text, number_type, stand_in)
             self._texts[stand_in] = text
+            self.sites[text] = call_site()
         return self._by_text[text]
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """All numbers, in the order in which they were made; it decides the stand-ins."""
-        return tuple(self._by_text)
 
     def shown(self, value: Any) -> str:
         """Formats a literal of an operation, with names for stand-ins."""

@@ -10,6 +10,7 @@ own backwards and hooks are compared: they get and return gradients sharded like
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -108,6 +109,10 @@ class Relation(Observer):
 
     def spec_of(self, tensor: Tensor) -> P | None:
         return self._notes.spec_of(tensor)
+
+    def scale_of(self, tensor: Tensor) -> Fraction:
+        """Returns the factor between a tensor and what it is on one device."""
+        return self._notes.sums(tensor).scale
 
     def on_literal(self, made: Tensor, numbers: Tensor) -> None:
         """Requires that a literal has the same numbers on one device."""

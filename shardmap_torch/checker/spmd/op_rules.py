@@ -29,7 +29,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.ops import indexing, networks, stacks
-from shardmap_torch.checker.spmd.ops.advice import NUMBER
+from shardmap_torch.checker.spmd.ops.advice import NUMBER, counted
 from shardmap_torch.checker.spmd.ops.attention import ATTENTION
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.ops.extrema import extremum
@@ -57,6 +57,9 @@ def propagate(step: Step) -> list[Sharded]:
     return rule(step)
 
 
+_DRAW: Final = "shardmap_torch::threefry"
+
+
 def _reject_counted(step: Step, rule: Rule) -> None:
     """Refuses positions that each rank counts by itself, but where they pick its own entries."""
     if rule in (stacks.copy, indexing.unsqueeze):
@@ -64,11 +67,7 @@ def _reject_counted(step: Step, rule: Rule) -> None:
     for name, value in step.arguments.items():
         counts = any(step_of(dim) is not None for x in shards_of(value) for dim in x.dims)
         if counts and (rule, name) not in _COUNTED:
-            raise UnrelatedError(
-                f"its {name} counts the entries that a rank has, from 0 on each rank",
-                "positions in a sharded dim depend on the rank: write torch.arange(n) + "
-                "axis_index(axis) * n, or pass them as an argument that is sharded.",
-            )
+            raise UnrelatedError(*counted(name, step.op._schema.name == _DRAW))
 
 
 def _pointwise(step: Step) -> list[Sharded]:

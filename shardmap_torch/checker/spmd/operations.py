@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.spots import is_divided
 from shardmap_torch.checker.rules.infer import Refusal, Types, draws, named_tensors, type_results
 from shardmap_torch.checker.rules.lattice import sum_advice
 from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
@@ -25,6 +26,7 @@ from shardmap_torch.checker.spmd.repeated import Repeated
 from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, Step, is_view
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
+    AVERAGED,
     NO_AXES,
     ONE,
     Sums,
@@ -122,10 +124,9 @@ class Operations:
         self._reject_hidden_writes(call, step)
         summed = self._summed(call)
         if factor not in (None, 1):
-            cause = (
-                f"{messages.friendly(op)}, whose argument other is {call.arguments['other']} on a "
-                f"rank and {event.arguments['other']} on one device,"
-            )
+            here, there = call.arguments["other"], event.arguments["other"]
+            numbers = f"whose argument other is {here} on a rank and {there} on one device,"
+            cause = AVERAGED if is_divided() else f"{messages.friendly(op)}, {numbers}"
             summed = summed.scaled(factor or Fraction(1), NO_AXES, self._at(cause))
         rearranged = None if positions else rearrange(self._microbatches.store, step, call)
         special = positions or (rearranged.sharded if rearranged is not None else None)

@@ -77,12 +77,29 @@ def reject_scaled(sums: Sums) -> None:
         return
     if sums.means:
         axis = min(sums.means & sums.partial or sums.means)
-        what = "mean of a rank's part" if axis in sums.partial else "sum of the means of all parts"
+        what, fix = _MEANS[axis in sums.partial]
         raise UnrelatedError(
-            f"over {axis!r} it is the {what}, from {sums.cause}",
-            f"all_reduce it over {axis!r} with op='mean' first.",
+            f"over {axis!r} it is the {what}, from {sums.cause}", fix.format(axis=axis)
+        )
+    if sums.cause.startswith(AVERAGED):
+        raise UnrelatedError(
+            f"it is {sums.scale} times that value, because of {sums.cause}, of what is to be "
+            "added up",
+            "leave out op='mean', which is right for means of each rank's part.",
         )
     raise UnrelatedError(f"it is {sums.scale} times that value, because of {sums.cause}", NUMBER)
+
+
+AVERAGED: Final = "op='mean'"
+"""How the cause of a factor begins that comes from a mean over the ranks."""
+
+_MEANS: Final = {
+    True: ("mean of a rank's part", "all_reduce it over {axis!r} with op='mean' first."),
+    False: (
+        "sum of the means of all parts",
+        "reduce it over {axis!r} with op='mean', or divide the mean by axis_size({axis!r}).",
+    ),
+}
 
 
 _DIVIDED: Final = overloads("div.Tensor div.Scalar div_.Tensor div_.Scalar")

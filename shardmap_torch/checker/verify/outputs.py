@@ -251,6 +251,7 @@ class Exits:
         if spots is None:
             return propose(error, repairs)
         note_reached(error, spots.step(False) + 0.25)
+        repairs += spots.factors
         chains = []
         for position in wrong:
             repairs += spots.regathers(result.leaves[position])

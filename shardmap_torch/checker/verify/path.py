@@ -4,7 +4,7 @@ What compares it with the program on one device is imported where global strictn
 is a fourth of the checker.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
@@ -18,12 +18,13 @@ from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.guards.replay import Step
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
+from shardmap_torch.checker.interpreter.spots import Spots
 from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
 from shardmap_torch.checker.ir.own_functions import own_nodes
 from shardmap_torch.checker.ir.paths import Branches, format_branches
 from shardmap_torch.checker.ir.program import ProgramPath
-from shardmap_torch.checker.ir.repairs import Repair, Spot
+from shardmap_torch.checker.ir.repairs import Repair, mark_step
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules import distributed_calls
@@ -38,6 +39,7 @@ from shardmap_torch.checker.verify.reference import OneDevice
 from shardmap_torch.checker.verify.shared_memory import input_sharing
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.source_location import Site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardMapError, ShardTypeError, SpecError
 from shardmap_torch.types import AxisType, K, R
@@ -120,7 +122,7 @@ def _on_one_device(request: Request, branches: Branches) -> OneDevice:
 
     steps = Recorder()
     verification, failure = _record(request, branches, steps, _uncompared(request))
-    return OneDevice(steps, branches.taken, verification.numbers, failure, verification.runs)
+    return OneDevice(steps, branches.taken, verification.numbers, failure, verification.spots)
 
 
 def _uncompared(request: Request) -> frozenset[str]:
@@ -194,6 +196,9 @@ class _Like(NamedTuple):
     grad: bool
 
 
+_OF_CODE: Final = (TypeError, AttributeError, NameError)
+"""Exceptions that do not come from shapes."""
+
 _SHOWN: Final = 3
 """Maximal number of inputs whose shapes are added to an error of the body."""
 
@@ -221,9 +226,9 @@ class _Verification:
         self._interpreter.body = call.function  # for messages
         self._uncommitted = Uncommitted(self._interpreter, uncommitted)
         self._inner = NestedBoundaries(self._interpreter, self._uncommitted)
-        spots = self._interpreter.spots
-        if one is not None and spots is not None:
-            spots.all_runs = one.runs
+        spots = self.spots
+        if one is not None and spots is not None and one.spots is not None:
+            spots.there = one.spots
         if one is not None and records is not None and one.failure is None:
             self._interpreter.observer = _relation(
                 self._interpreter, one, records, _uncompared(request)
@@ -231,15 +236,14 @@ class _Verification:
         self._backend = AbstractBackend(self._interpreter, request.repair, request.readings)
 
     @property
-    def numbers(self) -> Sequence[str]:
-        """The numbers made of values taken from tensors."""
-        return self._interpreter.numbers.texts
+    def numbers(self) -> Mapping[str, Site | None]:
+        """The numbers made of values taken from tensors, and their lines."""
+        return self._interpreter.numbers.sites
 
     @property
-    def runs(self) -> Mapping[Spot, int]:
-        """The number of runs of each call, if a repair is tried."""
-        spots = self._interpreter.spots
-        return {} if spots is None else spots.runs
+    def spots(self) -> Spots | None:
+        """The calls of the body, if a repair is tried."""
+        return self._interpreter.spots
 
     def run(self) -> PathOutcome:
         """Interprets forward and backward."""
@@ -313,7 +317,12 @@ class _Verification:
                 entered = {
                     position: self._enter(position, like) for position, like in likes.items()
                 }
-            yield entered
+            try:
+                yield entered
+            except ShardTypeError as error:
+                if interpreter.traits.takes_gradients:
+                    mark_step(error)
+                raise
 
     def _raised(self, error: Exception) -> PathOutcome:
         """Returns the outcome of a path that raises; errors not of the body fail the check."""
@@ -339,7 +348,7 @@ class _Verification:
         """Adds to an error of the body that shapes are those of shards, often its cause."""
         call = self._call
         sharded = [at for at in call.crossing if call.match.spec(at).mentioned]
-        if not sharded or isinstance(error, ShardMapError):
+        if not sharded or isinstance(error, (ShardMapError, *_OF_CODE)):
             return
         shown = []
         with DisableTorchFunction():  # which would refuse arguments of a transform outside

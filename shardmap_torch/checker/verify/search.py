@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
-from itertools import count
+from itertools import count, zip_longest
 from typing import Final
 
 from shardmap_torch.boundary.call import Call
@@ -72,19 +72,22 @@ class _Tries:
 def _proposed(tries: _Tries, error: ShardTypeError) -> list[Repair]:
     """Returns the repairs proposed with an error that help, or else the pairs of them that do."""
     right: list[Repair] = []
-    pairs: list[Repair] = []
-    given = list(proposed(error))
-    for number, repair in enumerate(given):
-        if number == _TRIES or (right and repair in pairs):
-            break
+    pairs: list[list[Repair]] = []
+    given = list({repair.text: repair for repair in proposed(error)}.values())[:_TRIES]
+    for repair in given:
         left = tries.left(repair)
         if left is None:
             right += [repair] * tries.keeps_meaning(repair)
-        elif repair not in pairs:
-            more = [both(repair, other) for other in proposed(left)]
-            pairs += more
-            given += more
-    return right
+        else:
+            pairs.append([both(repair, other) for other in proposed(left)])
+    if right:
+        return right
+    # In turn those of each: what is missing may be its last.
+    turns = [pair for turn in zip_longest(*pairs) for pair in turn if pair is not None]
+    for pair in turns[: _TRIES - len(given)]:
+        if tries.left(pair) is None and tries.keeps_meaning(pair):
+            return [pair]
+    return []
 
 
 def _shortest(tries: _Tries, repair: Repair) -> Repair:

@@ -21,6 +21,7 @@ from shardmap_torch.checker.ir.repairs import (
     NONE,
     Repair,
     is_about,
+    is_of_step,
     makers_of_equal,
     shortened,
     with_tried,
@@ -131,7 +132,10 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
         return verify(call, strictness)
     except ShardTypeError as error:
         step = _as_step(call, strictness)
-        refusal = shortened(with_tried(error, search(call, error, strictness, attempt)))
+        is_step = step is None and is_of_step(error) and not _is_transformed()
+        # With a repair, results of a step need no gradient either.
+        tried_on = replace(call, leaves=_detached(call)) if is_step else call
+        refusal = shortened(with_tried(error, search(tried_on, error, strictness, attempt)))
         if step is None:
             raise refusal from None
         return replace(step, refusal=refusal)
@@ -143,7 +147,7 @@ def _as_step(call: Call, strictness: Strictness) -> Verdict | None:
     None where it is not one, or is wrong; or where a transform around the call differentiates it.
     """
     leaves = [call.leaves[position] for position in call.crossing]
-    if functorch.peek_interpreter_stack() is not None:
+    if _is_transformed():
         return None
     if not any(map(can_receive_gradient, leaves)):
         return None
@@ -152,6 +156,11 @@ def _as_step(call: Call, strictness: Strictness) -> Verdict | None:
     except Exception:  # the first attempt has the error to show
         return None
     return verdict if verdict.traits.takes_gradients else None
+
+
+def _is_transformed() -> bool:
+    """Returns whether a transform of torch.func goes on around the call."""
+    return functorch.peek_interpreter_stack() is not None
 
 
 def _detached(call: Call) -> list[Any]:

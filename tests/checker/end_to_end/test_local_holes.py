@@ -18,10 +18,12 @@ from shardmap_torch import (
     P,
     Partial,
     R,
+    ShardMapError,
     ShardTypeError,
     V,
     all_reduce,
     assert_type,
+    check_program,
     checkpoint,
     convert,
     make_mesh,
@@ -453,6 +455,23 @@ def test_a_cache_that_the_body_fills_is_told(simulate: Any, body: str) -> None:
     places.cache_clear()
     rotate(DATA), places()
     assert mapped(DATA).shape == (6,)
+
+
+def test_a_hook_that_runs_after_its_check_says_so() -> None:
+    seen: list[Tensor] = []
+
+    def body(x: Tensor) -> Tensor:
+        y = x * 2
+        y.register_hook(lambda gradient: gradient * 1)
+        seen.append(y.sum())
+        return all_reduce(y.sum(0), "tp", dst=I)
+
+    mesh = make_mesh((4,), ("tp",), kind="abstract")
+    mapped = shard_map(body, mesh=mesh, **ONE, check="global")
+    with suppress(ShardMapError):
+        check_program(mapped, DATA.clone().requires_grad_())
+    with pytest.raises(ShardTypeError, match=r"body: at test_local_.*: .*a backward runs a hook"):
+        seen[-1].backward()
 
 
 # ------------------------------------------------------------------------------- Python's values

@@ -22,9 +22,17 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from shardmap_torch import P, ShardMapError, ShardTypeError, check_program, make_mesh, shard_map
+from shardmap_torch import (
+    Mesh,
+    P,
+    ShardMapError,
+    ShardTypeError,
+    check_program,
+    make_mesh,
+    shard_map,
+)
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.ir.repairs import Repair, tried
+from shardmap_torch.checker.ir.repairs import Repair, is_of_step, tried
 from shardmap_torch.checker.verify import search, verdict
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import unflatten
@@ -103,6 +111,7 @@ def fate_of(rejection: Rejection, repair: Repair) -> str:
         repair.values,
         repair.gradients,
         repair.inserted,
+        repair.ops,
     )
 
     def body(*tensors: Tensor) -> Any:
@@ -118,12 +127,30 @@ def fate_of(rejection: Rejection, repair: Repair) -> str:
     names = call.mesh.axis_names
     ranks = make_mesh(call.mesh.axis_sizes, names, kind="simulated", simulate="ranks")
     one = make_mesh((1,) * len(names), names, kind="simulated", simulate="ranks")
+    fate = _compared(ranks, one, body, specs, call.out_specs, own, args, grad, rejection)
+    if grad and fate in (REFUSED, OTHER) and is_of_step(rejection.error):
+        # The results of a step that takes gradients by itself may have none.
+        fate = _compared(ranks, one, body, specs, call.out_specs, own, args, False, rejection)
+    return fate
+
+
+def _compared(
+    ranks: Mesh,
+    one: Mesh,
+    body: Callable[..., Any],
+    specs: Sequence[P],
+    out_specs: Any,
+    repair: Repair,
+    args: Sequence[Tensor],
+    grad: bool,
+    rejection: Rejection,
+) -> str:
     try:
-        expected = outcome(body, one, specs, call.out_specs, None, args, grad)
+        expected = outcome(body, one, specs, out_specs, None, args, grad)
     except Exception:  # as of a step that only several ranks can make
         return OTHER
     try:
-        found = outcome(body, ranks, specs, call.out_specs, own, args, grad, rejection.strictness)
+        found = outcome(body, ranks, specs, out_specs, repair, args, grad, rejection.strictness)
     except ShardMapError:
         return REFUSED
     same = len(found) == len(expected) and all(map(_same, found, expected))

@@ -18,9 +18,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardmap_torch import I, Mesh, P, Partial, ShardMapError, all_reduce, shard_map, typeof
+from shardmap_torch import (
+    I,
+    Mesh,
+    P,
+    Partial,
+    ShardMapError,
+    all_reduce,
+    reduce_scatter,
+    shard_map,
+    typeof,
+)
 from shardmap_torch.checker.interpreter import modes
-from shardmap_torch.checker.interpreter.spots import chain_of, with_inserted
+from shardmap_torch.checker.ir.insertions import chain_of, with_inserted
 from shardmap_torch.checker.ir.repairs import Places, Repair, Spot
 from shardmap_torch.checker.ir.repairs import applied as applied_to
 from shardmap_torch.checker.rewrites.table import METADATA
@@ -69,6 +79,17 @@ _PENDING: Final[dict[Any, bool]] = {}
 
 
 @contextmanager
+def _replaced(function: Callable[..., Any], by: Callable[..., Any]) -> Iterator[None]:
+    """All modules but its own have another function in place of this one."""
+    name = function.__name__
+    with ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            if vars(module).get(name) is function and module.__name__ != function.__module__:
+                stack.enter_context(mock.patch.object(module, name, by))
+        yield
+
+
+@contextmanager
 def applied(repair: Repair) -> Iterator[None]:
     """Programs that run in here are repaired, if `counted` counts their lines."""
     issue, grad = autograd.issue, torch.autograd.grad
@@ -77,9 +98,7 @@ def applied(repair: Repair) -> Iterator[None]:
         if _AT.is_inserting:
             return issue(scope, operation, x)
         place = _AT.collectives.next(call_site())
-        if place not in repair.collectives:
-            return issue(scope, operation, x)
-        other = repair.collectives[place]
+        other = repair.collective_at(place, operation)
         return x if other is None else issue(scope, other, x)
 
     def repaired_grad(*args: Any, **kwargs: Any) -> Any:
@@ -97,12 +116,25 @@ def applied(repair: Repair) -> Iterator[None]:
     with ExitStack() as stack:
         own = (*source_location._OWN, __file__)  # the user's lines are those of the programs
         stack.enter_context(mock.patch.object(source_location, "_OWN", own))
-        for module in list(sys.modules.values()):
-            if vars(module).get("issue") is issue and module is not autograd:
-                stack.enter_context(mock.patch.object(module, "issue", repaired_issue))
+        stack.enter_context(_replaced(issue, repaired_issue))
+        for function in (all_reduce, reduce_scatter):
+            stack.enter_context(_replaced(function, _with_op(function, repair)))
         stack.enter_context(mock.patch.object(torch.autograd, "grad", repaired_grad))
         stack.enter_context(mock.patch.dict(modes._SPECIAL, {repaired_grad: modes._SPECIAL[grad]}))
         yield
+
+
+def _with_op(function: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
+    """A reduction that is called with another op where a repair says so."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        found = source_location.calling(sys._getframe(1))
+        spot = None if found is None else Spot(*found, function.__name__)
+        if spot is not None and spot in repair.ops:
+            kwargs = {**kwargs, "op": repair.ops[spot]}
+        return function(*args, **kwargs)
+
+    return called
 
 
 class _Inserting(TorchFunctionMode):

@@ -1,6 +1,8 @@
 """Repairs that are printed are right: values and gradients are those of one device."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
@@ -20,9 +22,11 @@ from shardmap_torch import (
     check_program,
     convert,
     make_mesh,
+    reduce_scatter,
     shard_map,
 )
 from shardmap_torch.checker.ir.repairs import Insert, Repair, tried
+from shardmap_torch.optim import adamw, sync_gradients
 from tests.checker.support import repair_trials
 from tests.checker.support.rejected import CASES, MESH, number_of_varying_value
 from tests.checker.support.repaired import outcome
@@ -226,6 +230,45 @@ def shards_of_a_whole(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).relu()
 
 
+def sum_of_means(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce((x @ w).square().mean(), "dp", dst=I)
+
+
+def mean_of_sums(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce((x @ w).square().sum(), "dp", dst=I, op="mean")
+
+
+def mean_of_scattered_sums(x: Tensor, w: Tensor) -> Tensor:
+    return reduce_scatter(x.T @ x @ w, "dp", op="mean")
+
+
+def divided_by_local_size(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce((x @ w).square().sum(), "dp", dst=I) / x.shape[0]
+
+
+def times_inverse_of_local_size(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce((x @ w).square().sum(), "dp", dst=I) * (1 / x.shape[0])
+
+
+def gradients_of_means_summed(x: Tensor, w: Tensor) -> Tensor:
+    g: Tensor = torch.func.grad(lambda w: (x @ w).square().mean())(w)
+    return w - 0.1 * sync_gradients(g, P(), "dp")
+
+
+def mean_of_equal(x: Tensor, w: Tensor) -> Tensor:
+    mean: Tensor = all_reduce(w * w, "dp", dst=R, op="mean")
+    return x @ mean
+
+
+def mean_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce(x @ w, "dp", dst=I, op="mean")
+
+
+def pairs_of_all_rows(x: Tensor, w: Tensor) -> Tensor:
+    pairs: Tensor = (x @ w).T.unflatten(1, (2, -1))
+    return pairs.sum(0)
+
+
 def mean_of_sum(x: Tensor, w: Tensor) -> Tensor:
     return all_reduce(all_reduce((x @ w).sum(), "dp", dst=I), ("dp", "tp"), dst=I, op="mean")
 
@@ -237,6 +280,18 @@ INSERTED: Final[tuple[tuple[Case, str], ...]] = (
     ((columns, P(), P()), "all_gather(x, 'dp', dim=0, dst=R) in place of all_gather"),
     ((returned_columns, P(), P()), "all_gather(x, 'dp', dim=0, dst=I) in place of all_gather"),
     ((shards_of_a_whole, P(), P()), "return all_gather(out, 'dp', dim=0, dst=I)"),
+    ((mean_of_equal, P(), P("dp")), "leave out all_reduce at test_repairs.py:"),
+    ((mean_of_rows, P(), P()), "all_gather(x, 'dp', dim=0, dst=I) in place of all_reduce at test"),
+    ((pairs_of_all_rows, P(), P("dp")), "x // axis_size('dp') for x, the number 2 of unflatten"),
+    ((sum_of_means, P(), P()), "op='mean' in all_reduce at test_repairs.py:"),
+    ((mean_of_sums, P(), P()), "op='sum' in all_reduce at test_repairs.py:"),
+    ((mean_of_scattered_sums, P(), P("dp")), "op='sum' in reduce_scatter at test_repairs.py:"),
+    ((divided_by_local_size, P(), P()), "x * axis_size('dp') for x, the number 4 of div at test_"),
+    (
+        (times_inverse_of_local_size, P(), P()),
+        "x / axis_size('dp') for x, the number 0.25 of mul at test_",
+    ),
+    ((gradients_of_means_summed, P(), P()), "x / axis_size('dp') for x, the result of mean at"),
 )
 """Rejected by global strictness, with the beginning of what is to be inserted."""
 
@@ -253,8 +308,59 @@ def test_a_collective_is_inserted_where_types_do_not_match(case: Case, text: str
     assert repair_trials.fate_of(found, repair) == repair_trials.RIGHT
 
 
+def test_the_gradients_of_a_step_are_summed_though_its_inputs_require_gradients() -> None:
+    def step(w: tuple[Tensor, Tensor], x: Tensor) -> Any:
+        def loss(w: tuple[Tensor, Tensor]) -> Tensor:
+            return all_reduce((x @ w[0] + w[1]).square().mean(), "dp", op="mean", dst=I)
+
+        return optimizer.update(w, torch.func.grad(loss)(w), optimizer.init(w))
+
+    optimizer = adamw(0.1)
+    ws = W.clone().requires_grad_(), torch.zeros(4, dtype=W.dtype, requires_grad=True)
+    mapped = shard_map(step, mesh=MESH, in_specs=(P(), P("dp")), out_specs=P())
+    (found,) = repair_trials.rejections_of(lambda: check_program(mapped, ws, X))
+    (repair,) = tried(found.error)
+    assert repair.text.startswith("all_reduce over 'dp' with dst=I of the gradients taken at")
+    assert repair_trials.fate_of(found, repair) == repair_trials.RIGHT
+    assert len(re.findall(r"tensor\d: .*, Partial, .*, and 1 more\n", str(found.error))) == 2
+
+
+def test_sums_that_come_too_late_are_left_out_of_every_run_of_their_line() -> None:
+    def updates(w: list[Tensor], x: Tensor) -> list[Tensor]:
+        def loss(ws: list[Tensor]) -> Tensor:
+            return torch.stack([(x @ w).square().mean() for w in ws]).sum()
+
+        gs: list[Tensor] = torch.func.grad(loss)(w)
+        changes = [g / (g.square() + 1).sqrt() for g in gs]
+        return [all_reduce(change, "dp", dst=I, op="mean") for change in changes]
+
+    mapped = shard_map(updates, mesh=MESH, in_specs=(P(), P("dp")), out_specs=P())
+    (found,) = repair_trials.rejections_of(lambda: check_program(mapped, [W, W + 1, W + 2], X))
+    (repair,) = tried(found.error)
+    first, second = repair.text.split("\n  and ")
+    assert first.startswith("all_reduce over 'dp' with dst=I and op='mean' of the gradients taken")
+    assert re.fullmatch(r"leave out all_reduce at test_repairs\.py:\d+", second)
+    assert repair_trials.fate_of(found, repair) == repair_trials.RIGHT
+
+
+def logged(x: Tensor, w: Tensor) -> Tensor:
+    loss = (x @ w).square().mean()
+    return all_reduce(loss, "dp", op="mean", dst=I) * (loss.item() > 1)
+
+
+def test_the_number_of_a_mean_is_to_be_averaged() -> None:
+    (repair,) = tried(rejection((logged, P(), P())) or ShardTypeError())
+    assert repair.text.startswith("all_reduce(x, 'dp', dst=I, op='mean') before its value is taken")
+
+
 def test_no_repair_is_printed_that_leaves_the_division_of_a_mean() -> None:
-    assert tried(rejection((mean_of_sum, P(), P())) or ShardTypeError()) == ()
+    mapped = shard_map(mean_of_sum, mesh=MESH, in_specs=(P("dp"), P()), out_specs=P())
+    (found,) = repair_trials.rejections_of(lambda: check_program(mapped, X, W))
+    (repair,) = tried(found.error)
+    assert repair.text.startswith("leave out all_reduce at")
+    assert repair.ops
+    assert repair_trials.fate_of(found, repair) == repair_trials.RIGHT
+    assert repair_trials.fate_of(found, replace(repair, ops={})) == repair_trials.WRONG
 
 
 def again(x: Tensor, w: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from shardmap_torch import (
     I,
     Mesh,
     P,
+    ShardMapError,
     all_reduce,
     check_program,
     device_put,
@@ -136,6 +138,25 @@ def dropped(strictness: Any, number: int, samples: int = 3) -> list[Sample]:
     def do(each: int) -> None:
         f = shard_map(body, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P(), check=strictness)
         check_program(f, torch.ones((), requires_grad=True), torch.ones(8))
+
+    return over(number, samples, do)
+
+
+def refused(strictness: Any, number: int, samples: int = 2) -> list[Sample]:
+    """Refuses so many functions, for which repairs are tried, of inputs that require grad."""
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+
+    def unsummed(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = Doubled.apply(w)
+        doubled.register_hook(lambda gradient: gradient * 1)
+        gradient: torch.Tensor = torch.func.grad(lambda w: (w * x).square().sum())(doubled)
+        return w - gradient
+
+    def do(each: int) -> None:
+        f = shard_map(unsummed, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P(), check=strictness)
+        with suppress(ShardMapError):
+            check_program(f, torch.ones((), requires_grad=True), torch.ones(8))
+            raise AssertionError
 
     return over(number, samples, do)
 

@@ -60,6 +60,21 @@ def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:
     )
 
 
+def counted(name: str, is_draw: bool) -> tuple[str, str]:
+    """Returns what is said of positions that each rank counts by itself, and advice."""
+    if is_draw:
+        return (
+            "each rank draws the first of the numbers that one device draws",
+            "say how what is drawn is sharded, as in dropout(key, x, p, spec=P('dp')); or wrap "
+            "draws of each rank's own, from fold_axis(key, axis), in local_region.",
+        )
+    return (
+        f"its {name} counts the entries that a rank has, from 0 on each rank",
+        "positions in a sharded dim depend on the rank: write torch.arange(n) + "
+        "axis_index(axis) * n, or pass them as an argument that is sharded.",
+    )
+
+
 def spec_advice(own: P, is_right: bool) -> str:
     """Returns advice for a value that is sharded otherwise than its spec promises.
 
