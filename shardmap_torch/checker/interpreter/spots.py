@@ -10,12 +10,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from operator import itemgetter
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from shardmap_torch import ops
 from shardmap_torch.checker.ir.insertions import (
     LIKELY,
     State,
@@ -41,9 +39,11 @@ from shardmap_torch.checker.ir.repairs import (
     applied,
     both,
     insertion,
+    is_divided,
     note_reached,
     propose,
     proposed,
+    reduction,
 )
 from shardmap_torch.checker.rewrites.table import METADATA
 from shardmap_torch.collectives.operations import Collective
@@ -61,30 +61,6 @@ if TYPE_CHECKING:  # for annotations; the interpreter calls this module
 
 
 Call = tuple[Spot, Sequence[Tensor]]
-
-
-_REDUCING: Final = (ops.all_reduce.__code__, ops.reduce_scatter.__code__)
-
-
-def _reducing() -> FrameType | None:
-    """Returns the frame of the call of all_reduce or reduce_scatter that goes on, if one does."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in _REDUCING:
-        frame = frame.f_back
-    return frame
-
-
-def is_divided() -> bool:
-    """Returns whether the collective that is issued now is one with op="mean"."""
-    frame = _reducing()
-    return frame is not None and bool(frame.f_locals["made"] == "mean")
-
-
-def _reduction() -> Spot | None:
-    """Returns the spot of the body's call of all_reduce or reduce_scatter that goes on."""
-    frame = _reducing()
-    found = None if frame is None else calling(frame.f_back)
-    return None if frame is None or found is None else Spot(*found, frame.f_code.co_name)
 
 
 _OTHER: Final[Mapping[str, Op]] = {"sum": "mean", "mean": "sum"}
@@ -175,7 +151,7 @@ class Spots:
 
     def enter_reduction(self, op: str, axes: Sequence[str], x: object) -> str:
         """Returns the op of a reduction that a body calls, under the repair that is tried."""
-        called = None if self.is_inserting else _reduction()
+        called = None if self.is_inserting else reduction()
         if called is None:
             return op
         spot = self._call(called)
@@ -256,7 +232,7 @@ class Spots:
             is_repeated = self.there.issued[place[0]] > 1
             more = list(exchange(collective, place, self.state(x)[0], is_repeated))
             if is_divided():  # as what is put in its place must not be
-                called = _reduction()
+                called = reduction()
                 more = [replace(e, ops={called: "sum"}) for e in more if called is not None]
             made = self._interpreter.storage_type(x).made
             maker = None if made is None else self._call_of(made)

@@ -1,17 +1,19 @@
 """Repairs of a rejected program: proposed where it fails, and tried before they are printed."""
 
 import operator
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from types import FrameType
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from shardmap_torch import ops
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.core.source_location import Site
+from shardmap_torch.core.source_location import Site, calling
 from shardmap_torch.errors import MAX_LINES, ShardTypeError
 from shardmap_torch.types import AxisType
 
@@ -141,6 +143,30 @@ def applied(chain: Sequence[Change], x: Any) -> Any:
 def insertion(spot: Spot, chain: Sequence[Change]) -> "Repair":
     """Makes the repair that applies functions to a tensor of a call."""
     return Repair(f"{nested(chain)} for x, {spot}", inserted={spot: tuple(chain)})
+
+
+_REDUCING: Final = (ops.all_reduce.__code__, ops.reduce_scatter.__code__)
+
+
+def _reducing() -> FrameType | None:
+    """Returns the frame of the call of all_reduce or reduce_scatter that goes on, if one does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _REDUCING:
+        frame = frame.f_back
+    return frame
+
+
+def is_divided() -> bool:
+    """Returns whether the collective that is issued now is one with op="mean"."""
+    frame = _reducing()
+    return frame is not None and bool(frame.f_locals["made"] == "mean")
+
+
+def reduction() -> Spot | None:
+    """Returns the spot of the body's call of all_reduce or reduce_scatter that goes on."""
+    frame = _reducing()
+    found = None if frame is None else calling(frame.f_back)
+    return None if frame is None or found is None else Spot(*found, frame.f_code.co_name)
 
 
 class Places:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.spots import is_divided
+from shardmap_torch.checker.ir.repairs import is_divided
 from shardmap_torch.checker.rules.infer import Refusal, Types, draws, named_tensors, type_results
 from shardmap_torch.checker.rules.lattice import sum_advice
 from shardmap_torch.checker.spmd.batches.microbatches import Microbatches

@@ -91,7 +91,7 @@ def reject_scaled(sums: Sums) -> None:
 
 
 AVERAGED: Final = "op='mean'"
-"""How the cause of a factor begins that comes from a mean over the ranks."""
+"""The start of the cause of a factor that comes from a mean over the ranks."""
 
 _MEANS: Final = {
     True: ("mean of a rank's part", "all_reduce it over {axis!r} with op='mean' first."),

@@ -193,7 +193,7 @@ WRONG = [
     (norms_of_pieces, P("dp"), "reduces each tensor of a list"),
     (steps_of_ranks, P("dp"), "the ranks come to mul"),
     (smoothing_over_vocabulary, P("dp"), "it is the sum of the means of all parts"),
-    (mean_all_reduce, P("dp"), "is 4 on a rank and 1 on one device"),
+    (mean_all_reduce, P("dp"), "1/4 times that value, because of op='mean'"),
     (write_of_another_cut, P("dp"), "one device"),
 ]
 
