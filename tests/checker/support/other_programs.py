@@ -25,6 +25,7 @@ from shardmap_torch import (
     convert,
     make_mesh,
     ppermute,
+    random,
     shard_map,
 )
 
@@ -157,6 +158,10 @@ def smoothing_over_vocabulary(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: T
     return nats - all_reduce(logits.mean(-1), "tp", dst=I)
 
 
+def dropped_as_a_whole(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return random.dropout(random.key(0), x, 0.5)  # without spec=, of the part as of all
+
+
 def mean_all_reduce(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return all_reduce(x @ w @ w2, "tp", op="mean", dst=I)
 
@@ -193,6 +198,7 @@ WRONG = [
     (norms_of_pieces, P("dp"), "reduces each tensor of a list"),
     (steps_of_ranks, P("dp"), "the ranks come to mul"),
     (smoothing_over_vocabulary, P("dp"), "it is the sum of the means of all parts"),
+    (dropped_as_a_whole, P("dp"), "each rank draws the first of the numbers"),
     (mean_all_reduce, P("dp"), "1/4 times that value, because of op='mean'"),
     (write_of_another_cut, P("dp"), "one device"),
 ]

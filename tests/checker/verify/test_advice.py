@@ -185,6 +185,16 @@ def test_an_error_of_the_body_tells_the_shapes_of_shards() -> None:
         ]
 
 
+def test_an_error_of_the_code_does_not_tell_the_shapes_of_shards() -> None:
+    def body(x: Tensor) -> Tensor:
+        reduced: Tensor = all_reduce(x, "tp")  # type: ignore[call-arg]
+        return reduced
+
+    with pytest.raises(TypeError, match="'dst'") as error:
+        shard_map(body, mesh=RANKS, in_specs=P(None, "tp"), out_specs=P())(X)
+    assert not hasattr(error.value, "__notes__")
+
+
 @pytest.mark.parametrize(
     "body",
     [
