@@ -209,7 +209,7 @@ class AbstractBackend(WithoutAutomaticAxes):
     ) -> Collective | None:
         """Returns the collective under the repair that is tried; None if it is left out."""
         if place is not None:
-            return self._repair.collective_at(place, collective)
+            return self._repair.collective_at(place, collective.name, collective)
         if forward is None or forward.written is None or forward.written == forward.collective:
             return collective
         if collective != forward.written.transpose:

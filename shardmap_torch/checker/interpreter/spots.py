@@ -20,6 +20,7 @@ from shardmap_torch.checker.ir.insertions import (
     chain_of,
     distinct,
     exchange,
+    gathered,
     inserts,
     numbered,
     scalings,
@@ -37,7 +38,6 @@ from shardmap_torch.checker.ir.repairs import (
     Scaling,
     Spot,
     applied,
-    both,
     insertion,
     is_divided,
     note_reached,
@@ -54,7 +54,6 @@ from shardmap_torch.core.source_location import Site, calling
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
-from shardmap_torch.types import R, V
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -154,6 +153,7 @@ class Spots:
         called = None if self.is_inserting else reduction()
         if called is None:
             return op
+        self.runs[called] += 1
         spot = self._call(called)
         op = self._ops.get(spot, op)
         other = _OTHER.get(op)
@@ -233,7 +233,9 @@ class Spots:
             more = list(exchange(collective, place, self.state(x)[0], is_repeated))
             if is_divided():  # as what is put in its place must not be
                 called = reduction()
-                more = [replace(e, ops={called: "sum"}) for e in more if called is not None]
+                runs = 2 if called is None else self.there.runs[called]
+                kept = [each for each in more if runs < 2 or (called and each.left_out)]
+                more = [replace(each, ops={called: "sum"}) for each in kept if called is not None]
             made = self._interpreter.storage_type(x).made
             maker = None if made is None else self._call_of(made)
             if maker is not None:
@@ -283,16 +285,7 @@ class Spots:
         for _, where, each in sorted(found, key=itemgetter(0)):
             yield from self._runs(where, each)
         for index, (state, _) in enumerate(known):
-            for axis, (kind, dim) in state.items():
-                if kind == "S":
-                    yield self._whole(spot, index, axis, dim)
-
-    def _whole(self, spot: Spot, index: int, axis: str, dim: int | None) -> Repair:
-        """Gathers a tensor that a call gets, and gives each rank its part of the result again."""
-        gather = Insert("all_gather", axis, (("dim", dim), ("dst", R)))
-        split = Insert("convert", axis, (("src", R), ("dst", V), ("dim", dim)))
-        operand, result = replace(spot, index=index, run=None), replace(spot, index=-1, run=None)
-        return both(insertion(operand, [gather]), insertion(result, [split]))
+            yield from gathered(replace(spot, index=index, run=None), state)
 
     def _shared(self, spot: Spot) -> Iterator[Repair]:
         """Yields each rank's part of the sizes that a call gets."""

@@ -12,7 +12,6 @@ from typing import Any, Final
 from torch import Tensor
 
 from shardmap_torch.checker.ir.repairs import (
-    EVERY,
     NUMBER,
     Change,
     Insert,
@@ -22,6 +21,8 @@ from shardmap_torch.checker.ir.repairs import (
     Spot,
     applied,
     axes_of,
+    both,
+    insertion,
 )
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.operations import Collective
@@ -153,6 +154,16 @@ def _gathers(axis: str, dim: int, spec: P | None) -> Iterator[Insert]:
             yield Insert("all_gather", over, (("dim", dim), ("dst", dst)))
 
 
+def gathered(operand: Spot, state: State) -> Iterator[Repair]:
+    """Yields gathers of what a call gets, each with the return of its part to each rank."""
+    for axis, (kind, dim) in state.items():
+        if kind == "S":
+            gather = Insert("all_gather", axis, (("dim", dim), ("dst", R)))
+            split = Insert("convert", axis, (("src", R), ("dst", V), ("dim", dim)))
+            result = replace(operand, index=-1)
+            yield both(insertion(operand, [gather]), insertion(result, [split]))
+
+
 def _wanted(axis: str, peer: State, more: int) -> Met | None:
     """Returns what a tensor would have to be to suit another one: sharded alike, or a sum."""
     kind, dim = peer.get(axis, ("K", None))
@@ -226,7 +237,7 @@ def exchange(
     """
     site = place[0]
     at = "" if site is None else f" at {site.place}"
-    at += f" (call {place[1] + 1} there)" if place[1] else ""
+    at += f" (collective {place[1] + 1} there)" if place[1] else ""
     name = collective.name
     without = list(_without(name, place, is_repeated))
     unequal = tuple(
@@ -255,8 +266,11 @@ def _without(name: str, place: Place, is_repeated: bool) -> Iterator[Repair]:
     """Yields repairs that leave out a collective, or all those of its line, as in a loop."""
     site, number = place
     at = "" if site is None else f" at {site.place}"
-    alone = Repair(f"leave out {name}{at} (call {number + 1} there)", collectives={place: None})
-    every = Repair(f"leave out {name}{at}", collectives={(site, EVERY): None})
+    alone = Repair(
+        f"leave out {name}{at} (collective {number + 1} there)", collectives={place: None}
+    )
+    several = "every " if site is not None and site.source.count(name) > 1 else ""
+    every = Repair(f"leave out {several}{name}{at}", left_out=frozenset([(site, name)]))
     for each in (alone, every) if number else (every, alone):
         if is_repeated or each is (alone if number else every):
             yield each

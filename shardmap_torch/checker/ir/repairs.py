@@ -23,9 +23,6 @@ Op = Literal["sum", "mean"]
 Place = tuple[Site | None, int]
 """A user's line, and how often it has run before; the same on all paths through a body."""
 
-EVERY: Final = -1
-"""In a place, all runs of the line."""
-
 
 NUMBER: Final = -2
 """The index of a spot from which on, downwards, it is a number."""
@@ -187,8 +184,8 @@ class Repair:
 
     Attributes:
         text: what to write.
-        collectives: for the place of a collective in the forward, or of every one at a line, its
-            replacement, or None to leave it out.
+        collectives: for the place of a collective in the forward, its replacement, or None to
+            leave it out.
         replicate: for the position of an input, an axis to name in its `replicate=`.
         exits: for the position of a result, what to apply to it before it is returned.
         values: for the place where a Python value is taken of a tensor, by which op to reduce it
@@ -197,6 +194,7 @@ class Repair:
             each with "sum" or "mean".
         inserted: for a tensor that a call gets or returns, or a number, what to apply to it.
         ops: for a call of all_reduce or reduce_scatter, by its spot, the op to use.
+        left_out: lines at which to leave out every collective of that name.
         parts: the repairs that it is made of, if there are several.
     """
 
@@ -208,12 +206,14 @@ class Repair:
     gradients: Mapping[Place, Sequence[tuple[str, Op]]] = field(default_factory=dict)
     inserted: Mapping[Spot, tuple[Change, ...]] = field(default_factory=dict)
     ops: Mapping[Spot, Op] = field(default_factory=dict)
+    left_out: frozenset[tuple[Site | None, str]] = frozenset()
     parts: "tuple[Repair, ...]" = ()
 
-    def collective_at(self, place: Place, own: T) -> Collective | T | None:
+    def collective_at(self, place: Place, name: str, own: T) -> Collective | T | None:
         """Returns what to call at a place where the program calls `own`, or None for nothing."""
-        every = self.collectives.get((place[0], EVERY), own)
-        return self.collectives.get(place, every)
+        if (place[0], name) in self.left_out:
+            return None
+        return self.collectives.get(place, own)
 
 
 def both(first: Repair, second: Repair) -> Repair:
@@ -240,6 +240,7 @@ def both(first: Repair, second: Repair) -> Repair:
         _joined([part.gradients for part in parts]),
         _joined([part.inserted for part in parts]),
         {spot: op for part in parts for spot, op in part.ops.items()},
+        frozenset().union(*(part.left_out for part in parts)),
         parts,
     )
 

@@ -112,6 +112,7 @@ def fate_of(rejection: Rejection, repair: Repair) -> str:
         repair.gradients,
         repair.inserted,
         repair.ops,
+        repair.left_out,
     )
 
     def body(*tensors: Tensor) -> Any:

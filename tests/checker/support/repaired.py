@@ -98,7 +98,8 @@ def applied(repair: Repair) -> Iterator[None]:
         if _AT.is_inserting:
             return issue(scope, operation, x)
         place = _AT.collectives.next(call_site())
-        other = repair.collective_at(place, operation)
+        name = getattr(operation, "total", operation).name
+        other = repair.collective_at(place, name, operation)
         return x if other is None else issue(scope, other, x)
 
     def repaired_grad(*args: Any, **kwargs: Any) -> Any:
