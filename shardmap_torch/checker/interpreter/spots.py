@@ -88,7 +88,7 @@ class Spots:
         self.there = self
         self._factors: dict[str, Repair] = {}
         self._scaled: dict[str, Repair] = {}
-        self.is_inserting = False
+        self.is_inserting, self._own = False, set[int]()
         self.now: Call | None = None
         self._collective: tuple[Place, Collective, Tensor] | None = None
         self._gathers: list[tuple[int, Place, Collective, Tensor]] = []
@@ -189,11 +189,12 @@ class Spots:
     @contextmanager
     def inserting(self) -> Iterator[None]:
         """Marks calls in this context as those of the repair."""
-        self.is_inserting = True
+        self.is_inserting, before = True, len(self._interpreter.equations)
         try:
             yield
         finally:
             self.is_inserting = False
+            self._own.update(map(id, self._interpreter.equations[before:]))
 
     def enter_collective(self, place: Place, collective: Collective, x: Tensor) -> None:
         """Counts a collective that the body calls."""
@@ -211,7 +212,8 @@ class Spots:
         """
         equations, observer = self._interpreter.equations, self._interpreter.observer
         compared = (observer is not UNOBSERVED) * 1e6
-        return compared + self.total + is_backward * (0.5 + len(equations) / 1e6)
+        known = sum(self._own.isdisjoint((id(each), id(each.forward))) for each in equations)
+        return compared + self.total + is_backward * (0.5 + known / 1e6)
 
     def locate(self, error: ShardTypeError, equation: Equation | None = None) -> None:
         """Attaches to an error how far the check came, and what could be put where it fails.

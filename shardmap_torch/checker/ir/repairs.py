@@ -223,6 +223,8 @@ def both(first: Repair, second: Repair) -> Repair:
         >>> both(Repair("a", replicate={0: "tp"}), Repair("b", replicate={1: "tp"})).text
         'a\n  and b'
     """
+    if second.parts:
+        return reduce(both, second.parts, first)
     changed = second.collectives.keys()
     kept = [each for each in first.parts or (first,) if not each.collectives.keys() & changed]
     again = [part for part in kept if part.inserted.keys() & second.inserted.keys()]
@@ -230,7 +232,7 @@ def both(first: Repair, second: Repair) -> Repair:
         ((spot, chain),) = second.inserted.items()
         second = insertion(spot, (*again[0].inserted[spot], *chain))
         kept.remove(again[0])
-    parts = (*kept, *(second.parts or (second,)))
+    parts = (*kept, second)
     return Repair(
         "\n  and ".join(part.text for part in parts),
         {place: other for part in parts for place, other in part.collectives.items()},

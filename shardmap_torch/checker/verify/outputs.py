@@ -213,7 +213,8 @@ class Exits:
         self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
         for (position, axis), exit_ in self.exits.items():
             casts = [Collective(name, src, dst, (axis,)) for name, src, dst in exit_.casts]
-            value = apply(self._backend, casts, result.leaves[position])
+            with self._backend.inserting():  # which no body calls
+                value = apply(self._backend, casts, result.leaves[position])
             result.leaves[position] = value  # type: ignore[index]
 
     def _exit(self, where: Where, found: tuple[Cast, ...], spec: P, value: Tensor) -> Exit:
