@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from shardmap_torch.checker.calls.draws import drawn_types
 from shardmap_torch.checker.calls.fake_results import Key, key_of, run_fake
 from shardmap_torch.checker.calls.remembered import forget_written
 from shardmap_torch.checker.interpreter import messages, scalars
-from shardmap_torch.checker.interpreter.draws import drawn_types
 from shardmap_torch.checker.interpreter.recall import Found, learn
 from shardmap_torch.checker.interpreter.spots import Spots
 from shardmap_torch.checker.interpreter.state import Memory, Token

@@ -5,10 +5,14 @@ values that are equal on ranks. A factory, such as `torch.rand(3)`, has no opera
 rank its own numbers. Runs seed the generator accordingly on every mesh; see `run.drawing`.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+from torch import Tensor
+
+from shardmap_torch.checker.ir.outcomes import Traits
 from shardmap_torch.checker.ir.program import StorageType, varying
+from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules.infer import Types, draws, may_draw, signature_of, tensors_of
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.source_location import call_site
@@ -16,15 +20,27 @@ from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import K, V
 
-if TYPE_CHECKING:  # for annotations; the interpreter calls this module
-    from shardmap_torch.checker.interpreter.interpreter import Interpreter
-
 DRAW = "draw"
 
 
-def drawn_types(
-    interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any]
-) -> Types | None:
+class Drawing(Protocol):
+    """The part of an interpreter that draws are typed by."""
+
+    name: str
+    axes: Sequence[str]
+    is_decomposing: bool
+    traits: Traits
+    numbers: Numbers
+
+    def needs_ranks(self, what: str) -> None:
+        """Records code that the mesh must not batch."""
+
+    def storage_type(self, tensor: Tensor) -> StorageType:
+        """Returns the storage type of a tensor."""
+        ...
+
+
+def drawn_types(interpreter: Drawing, op: OpOverload, arguments: Mapping[str, Any]) -> Types | None:
     """Returns V along the axes over which the ranks draw different numbers, K along the others.
 
     Records the draw for the runs. Returns None if runs do not seed it: for no draw, one from the
@@ -56,7 +72,7 @@ def drawn_types(
 
 
 def _own_axes(
-    interpreter: "Interpreter", scope: Scope, op: OpOverload, arguments: Mapping[str, Any]
+    interpreter: Drawing, scope: Scope, op: OpOverload, arguments: Mapping[str, Any]
 ) -> frozenset[int]:
     """Returns the axes, by position, over which each rank draws its own numbers."""
     outs = signature_of(op).outs
