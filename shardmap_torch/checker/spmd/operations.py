@@ -19,6 +19,7 @@ from shardmap_torch.checker.spmd.batches.rearranging import rearrange
 from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.op_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
+from shardmap_torch.checker.spmd.ops.advice import AVERAGED
 from shardmap_torch.checker.spmd.ops.extrema import carried
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.recorder import Key, Ref
@@ -26,7 +27,6 @@ from shardmap_torch.checker.spmd.repeated import Repeated
 from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, Step, is_view
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
-    AVERAGED,
     NO_AXES,
     ONE,
     Sums,

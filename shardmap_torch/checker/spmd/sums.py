@@ -14,7 +14,7 @@ from typing import Any, Final
 from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.rules.infer import is_factor
 from shardmap_torch.checker.spmd.layout import UnrelatedError
-from shardmap_torch.checker.spmd.ops.advice import NUMBER
+from shardmap_torch.checker.spmd.ops.advice import multiple
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 Axes = frozenset[str]
@@ -75,31 +75,8 @@ def reject_scaled(sums: Sums) -> None:
     """
     if sums.scale == 1:
         return
-    if sums.means:
-        axis = min(sums.means & sums.partial or sums.means)
-        what, fix = _MEANS[axis in sums.partial]
-        raise UnrelatedError(
-            f"over {axis!r} it is the {what}, from {sums.cause}", fix.format(axis=axis)
-        )
-    if sums.cause.startswith(AVERAGED):
-        raise UnrelatedError(
-            f"it is {sums.scale} times that value, because of {sums.cause}, of what is to be "
-            "added up",
-            "leave out op='mean', which is right for means of each rank's part.",
-        )
-    raise UnrelatedError(f"it is {sums.scale} times that value, because of {sums.cause}", NUMBER)
-
-
-AVERAGED: Final = "op='mean'"
-"""The start of the cause of a factor that comes from a mean over the ranks."""
-
-_MEANS: Final = {
-    True: ("mean of a rank's part", "all_reduce it over {axis!r} with op='mean' first."),
-    False: (
-        "sum of the means of all parts",
-        "reduce it over {axis!r} with op='mean', or divide the mean by axis_size({axis!r}).",
-    ),
-}
+    axis = min(sums.means & sums.partial or sums.means, default="")
+    raise UnrelatedError(*multiple(sums.scale, sums.cause, axis, axis in sums.partial))
 
 
 _DIVIDED: Final = overloads("div.Tensor div.Scalar div_.Tensor div_.Scalar")

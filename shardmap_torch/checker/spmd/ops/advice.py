@@ -1,6 +1,7 @@
 """Advice of global strictness: code to write in place of refused code."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Final
 
 from shardmap_torch.checker.spmd.layout import BLOCK, BLOCKS, ShardedTensor
@@ -58,6 +59,33 @@ def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:
         "gather the axes that shard the dim at once, in the order of its spec, or one by one, the "
         "last one first."
     )
+
+
+AVERAGED: Final = "op='mean'"
+"""The start of the cause of a factor that comes from a mean over the ranks."""
+
+
+def multiple(scale: Fraction, cause: str, axis: str, is_pending: bool) -> tuple[str, str]:
+    """Returns what is said of a value that is a multiple of that on one device, and advice.
+
+    Args:
+        scale: the factor.
+        cause: the step that made it.
+        axis: over which it is a mean of each rank's part; empty if it is none.
+        is_pending: whether the means have not been summed yet.
+    """
+    if axis and is_pending:
+        what, fix = "mean of a rank's part", f"all_reduce it over {axis!r} with op='mean' first."
+    elif axis:
+        what = "sum of the means of all parts"
+        fix = f"reduce it over {axis!r} with op='mean', or divide the mean by axis_size({axis!r})."
+    if axis:
+        return f"over {axis!r} it is the {what}, from {cause}", fix
+    told = f"it is {scale} times that value, because of {cause}"
+    if cause.startswith(AVERAGED):
+        fix = "leave out op='mean', which is right for means of each rank's part."
+        return f"{told}, of what is to be added up", fix
+    return told, NUMBER
 
 
 def counted(name: str, is_draw: bool) -> tuple[str, str]:
