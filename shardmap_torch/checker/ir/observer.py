@@ -144,6 +144,9 @@ class Observer:
         """Returns the factor between a tensor and what it is on one device, as far as is known."""
         return _ONE
 
+    def on_end(self) -> None:
+        """Notes that forward and backward have ended."""
+
     def end(self) -> None:
         """Unties what refers to each other, after the last step."""
 

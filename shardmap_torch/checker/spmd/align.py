@@ -91,6 +91,18 @@ class Alignment:
                 return None
             raise
 
+    def end(self) -> None:
+        """Requires that no step is left but copies that the ranks do not make.
+
+        Raises:
+            PartedError: there is one.
+        """
+        event = self._peek()
+        while event is not None and self._skips(event):
+            event = self._peek()
+        if event is not None:
+            raise PartedError(event)
+
     def _peek(self) -> Event | None:
         return self._events[self._at] if self._at < len(self._events) else None
 

@@ -331,6 +331,11 @@ class Relation(Observer):
                     call = PairedCall(op, arguments, event, results)
                     self._operations.compare(call, bool(self.followed), key)
 
+    def on_end(self) -> None:
+        """Requires that the program on one device has ended too, with its backward."""
+        with self._judged("their end", [], placed=False):
+            self._alignment.end()
+
     def end(self) -> None:
         """Unties the notes from what refers to them."""
         del self._notes.reject_term, self._notes.finish

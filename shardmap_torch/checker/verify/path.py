@@ -264,6 +264,7 @@ class _Verification:
             try:
                 back.run(result)
                 self._branches.require()
+                interpreter.observer.on_end()
             except ShardTypeError as error:
                 if self._uncommitted.met and self._uncommitted.assumed == K:
                     raise _RetryError(error) from None

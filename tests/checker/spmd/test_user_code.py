@@ -255,6 +255,22 @@ def test_a_hook_that_is_registered_inside_of_a_checkpoint_is_not_batched() -> No
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("rows", [X.shape[0], X.shape[0] // SIZES[0]])
+@pytest.mark.parametrize("way", ["hook", "Function"])
+def test_a_backward_of_ones_own_in_one_program_only_is_refused(rows: int, way: str) -> None:
+    doubled = function(lambda ctx, g: g * 2)
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        own = x.shape[0] == rows
+        h: Any = doubled.apply(x) if own and way == "Function" else x.clone()
+        if own and way == "hook":
+            h.register_hook(lambda g: g * 2)
+        return h @ w
+
+    with pytest.raises(ShardTypeError, match="the ranks come to|in one program only"):
+        check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
+
+
 def test_nodes_and_hooks_of_modules_are_refused() -> None:
     def node(x: Tensor, w: Tensor) -> Tensor:
         y = x @ w

@@ -12,7 +12,7 @@ from tests.programs.support.harness import worker_mesh
 from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
-MODULES: Final = ("test_positions", "test_maxima", "test_intervals")
+MODULES: Final = ("test_positions", "test_maxima", "test_vocabulary")
 
 
 def outcomes(module: str, names: list[str], shape: tuple[int, int]) -> dict[str, list[Tensor]]:
