@@ -17,9 +17,9 @@ from shardmap_torch.checker.rules.lattice import sum_advice
 from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
 from shardmap_torch.checker.spmd.batches.rearranging import rearrange
 from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
-from shardmap_torch.checker.spmd.op_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.advice import AVERAGED
+from shardmap_torch.checker.spmd.ops.aten_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.extrema import carried
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.recorder import Key, Ref

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from shardmap_torch import I, P, R, all_reduce, axis_index, convert, make_mesh, shard_map, trace
 from shardmap_torch.checker.spmd import operations
-from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.ops.aten_rules import propagate
 from shardmap_torch.checker.spmd.repeated import Repeated
 from shardmap_torch.errors import ShardTypeError
 

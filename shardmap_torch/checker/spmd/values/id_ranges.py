@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.spmd.layout import Dim, ShardedTensor, UnrelatedError, axes_of
-from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.ops.aten_rules import propagate
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, Step
 from shardmap_torch.checker.spmd.state import Notes

@@ -17,7 +17,7 @@ from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
     unsharded,
 )
-from shardmap_torch.checker.spmd.op_rules import propagate
+from shardmap_torch.checker.spmd.ops.aten_rules import propagate
 from shardmap_torch.checker.spmd.sharded import Step
 from shardmap_torch.core.torch_private.engine import OpOverload
 
