@@ -9,8 +9,8 @@ import torch
 from torch._ops import OpOverload
 from torch.testing._internal.common_methods_invocations import op_db
 
-from shardmap_torch.checker.spmd import op_rules
 from shardmap_torch.checker.spmd.layout import UnrelatedError
+from shardmap_torch.checker.spmd.ops import aten_rules
 from shardmap_torch.checker.spmd.sharded import Rule, Sharded, Step
 from tests.checker.support.fuzz_all import name_of, runs_here
 from tests.checker.support.global_fuzz import fuzz, is_drawn
@@ -53,5 +53,5 @@ WRONG: Final[Mapping[str, tuple[OpOverload, Rule]]] = {
 @pytest.mark.parametrize("name", sized(tuple(WRONG)[:3], tuple(WRONG)))
 def test_fuzzing_sees_a_wrong_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, rule = WRONG[name]
-    monkeypatch.setattr(op_rules, "RULES", {**op_rules.RULES, op: rule})
+    monkeypatch.setattr(aten_rules, "RULES", {**aten_rules.RULES, op: rule})
     assert fuzz(BY_NAME[name], samples=6, draws=40, until_wrong=True).wrong

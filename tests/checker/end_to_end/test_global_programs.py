@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from shardmap_torch import I, P, R
-from shardmap_torch.checker.spmd import op_rules
 from shardmap_torch.checker.spmd.layout import Dim, UnrelatedError, axes_of, merged
-from shardmap_torch.checker.spmd.ops import collective_rules
+from shardmap_torch.checker.spmd.ops import aten_rules, collective_rules
 from shardmap_torch.checker.spmd.ops.collective_rules import Move
 from tests.checker.support.global_programs import (
     FOREIGN,
@@ -121,7 +120,7 @@ WRONG: Final[Mapping[str, tuple[Any, str, Any]]] = {
     "shards of other ranks": _moves(permute=_UNTOUCHED, broadcast=_UNTOUCHED),
     "parts put together in another order": _moves(gather=(_in_any_order, _still_pending)),
     "a maximum of shards": _moves(max=(_same_dims, _lenient_sum)),
-    "softmax of a shard": (op_rules, "RULES", {**op_rules.RULES, aten._softmax.default: kept}),
+    "softmax of a shard": (aten_rules, "RULES", {**aten_rules.RULES, aten._softmax.default: kept}),
 }
 
 
