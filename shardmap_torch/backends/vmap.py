@@ -180,6 +180,8 @@ class BatchedBackend(WithoutAutomaticAxes):
         leading = [axis for axis, varies in staged.opened if varies]
         y, axes = moved(self.mesh, staged.operation, x, leading)
         back = [axes.index(axis) for axis, _ in staged.opened] if axes else []
+        if back == sorted(back):  # a view of what a Function makes could not be written to
+            return y
         return y.permute([*back, *range(len(back), y.ndim)])
 
 
@@ -206,7 +208,7 @@ def moved(
     if TRAITS[operation.move].sends and memory_of(y) == memory_of(x):
         y = y.clone()
     after = _axes_after(operation)
-    return (y.unflatten(0, sizes) if after else y), (*after, *others)
+    return (y.unflatten(0, sizes) if len(after) > 1 else y), (*after, *others)
 
 
 def _axes_after(operation: Any) -> tuple[str, ...]:

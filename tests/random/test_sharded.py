@@ -234,7 +234,9 @@ def test_global_strictness_refuses_masks_that_one_device_does_not_draw() -> None
         return str(error.value)
 
     assert "over 'dp' every rank has a value of its own" in run(fold)
-    assert "counts the entries that a rank has" in run(random.dropout)
+    refused = run(random.dropout)
+    assert "each rank draws the first of the numbers that one device draws" in refused
+    assert "spec=P('dp')" in refused
 
 
 def test_specs_that_do_not_match_are_refused() -> None:

@@ -53,6 +53,7 @@ from shardmap_torch.core.torch_private.engine import (
     function_mode_stack,
     functorch,
     gradient_of_transform,
+    make_dual,
     temporarily_clear_interpreter_stack,
 )
 from shardmap_torch.errors import ShardTypeError
@@ -411,7 +412,7 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
 
 _SPECIAL: Final[Mapping[Any, Any]] = {
     Tensor.requires_grad_: _requires_grad,
-    torch._C._VariableFunctions._make_dual: _make_dual,
+    make_dual: _make_dual,
     torch.autograd.grad: _grad,
     Tensor.backward: _backward,
     torch.autograd.backward: _several_backward,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, _make_dual
 from torch._C import DisableTorchFunction, _distributed_c10d
 from torch._C import _are_functorch_transforms_active as are_transforms_active
 from torch._C import _current_autograd_node as current_autograd_node
@@ -49,6 +49,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing as finish_i
 
 c10d: Final = _distributed_c10d
 make_subclass: Final[Callable[..., Any]] = Tensor._make_subclass
+make_dual: Final[Callable[..., Any]] = _make_dual
 # A public name since torch 2.14, which warns of the private one.
 set_timeout: Final[Callable[..., None]] = (
     getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
@@ -140,6 +141,7 @@ __all__ = (
     "is_always_active",
     "is_vmapped_by_autograd",
     "lazy_load_decompositions",
+    "make_dual",
     "make_subclass",
     "pop_saved_tensors_hooks",
     "probed",

@@ -167,8 +167,7 @@ COLUMNS = P(None, "tp")
         pytest.param(
             forgets_the_sum,
             WHOLE,
-            "the gradient of operand 0 is made by no collective, and by "
-            "reduce_scatter('tp', Partial -> V) in the composition.",
+            "the gradient of operand 0 is Partial over 'tp', and V in the composition.",
             id="of a whole w",
         ),
         pytest.param(
