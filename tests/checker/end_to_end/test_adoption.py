@@ -1,8 +1,8 @@
 """Programs of people who tried the library, by the files they came in, against one device.
 
-Those whose files are not named here have tests of their own: accumulation in
-`test_accumulation_programs.py`, losses in `spmd/ops/test_losses.py`, attention in
-`spmd/ops/test_attention.py`, custom backwards and hooks in `spmd/test_user_code.py`.
+Those whose files are not named here have tests of their own: repairs in `verify/test_repairs.py`,
+closures in `test_transform.py`, mixed trees in `optim/test_norm.py`, random numbers in
+`run/test_drawing.py`, custom backwards and hooks in `spmd/test_user_code.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
-from shardmap_torch import I, P, all_reduce, axis_index, make_mesh, shard_map
-from tests.checker.support.one_device import numbers
+from shardmap_torch import I, P, all_reduce, axis_index, shard_map
+from tests.checker.support.one_device import ONE, RANKS, assert_is_refused, numbers
 
-Body = Callable[..., Tensor]
-
-RANKS: Final = make_mesh((2,), ("a",), kind="simulated", simulate="ranks")
-ONE: Final = make_mesh((1,), ("a",), kind="simulated", simulate="ranks")
+Body = Callable[..., Any]
 
 X: Final = numbers(4, 8)
 W: Final = numbers(8)
@@ -29,6 +27,60 @@ HEADS: Final = P(None, "a")
 
 def squares(w: Tensor, x: Tensor) -> Tensor:
     return (x @ w).square().mean()
+
+
+def mlp_loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    h = functional.gelu(x @ p["w1"]) @ p["w2"]
+    return all_reduce(h, "b", dst=I).square().mean()
+
+
+def by_func_grad(p: dict[str, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    total = {k: torch.zeros_like(w) for k, w in p.items()}
+    for part in parts:
+        found = torch.func.grad(mlp_loss)(p, part)
+        total = {k: total[k] + found[k] / len(parts) for k in p}
+    return list(total.values())
+
+
+def by_backward(p: dict[str, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    leaves: Any = {k: w.detach().requires_grad_() for k, w in p.items()}
+    for part in parts:
+        (mlp_loss(leaves, part.detach()) / len(parts)).backward()  # Not into x.grad.
+    return [w.grad for w in leaves.values()]
+
+
+def by_autograd_grad(p: dict[str, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    leaves = {k: w.detach().requires_grad_() for k, w in p.items()}
+    total: list[Tensor] = []
+    for part in parts:
+        found = torch.autograd.grad(mlp_loss(leaves, part) / len(parts), [*leaves.values()])
+        total = [*map(torch.add, total, found)] if total else [*found]
+    return total
+
+
+def in_place(p: dict[str, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    total = {k: torch.zeros_like(w) for k, w in p.items()}
+    for part in parts:
+        found = torch.func.grad(mlp_loss)(p, part)
+        for k in total:
+            total[k] += found[k]
+    for k in total:
+        total[k] /= len(parts)
+    return list(total.values())
+
+
+def by_vmap(p: dict[str, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    found = torch.func.vmap(torch.func.grad(mlp_loss), (None, 0))(p, torch.stack([*parts]))
+    return [g.mean(0) for g in found.values()]
+
+
+def accumulation(style: Body) -> tuple[Body, Sequence[Tensor], Any, Any]:
+    def body(w1: Tensor, w2: Tensor, x: Tensor) -> list[Tensor]:
+        found = style({"w1": w1, "w2": w2}, x.chunk(2))
+        return [all_reduce(g, "a", op="mean", dst=I) for g in found]
+
+    weights = [P(None, "b"), P("b")]
+    return body, (numbers(8, 4), numbers(4, 8), numbers(8, 8)), (*weights, P("a")), weights
 
 
 def microbatches(w: Tensor, x: Tensor) -> Tensor:
@@ -82,20 +134,49 @@ def repeated_heads(c: Tensor, k: Tensor, pos: Tensor) -> Tensor:
 
 OWN: Final = P(replicate={"a"})
 DP: Final = ((W, X), (OWN, P("a")), P())
+ROWS: Final = (P("a"), OWN)
 WRITES: Final = (CACHE, (HEADS, HEADS, P()), HEADS)
 
-PROGRAMS: Final[dict[str, tuple[Body, Sequence[Tensor], Any, P]]] = {
+TARGETS: Final = torch.tensor([0, 7, 3, 3])
+QUERIES, KEYS, VALUES = numbers(2, 4, 4, 4), numbers(2, 2, 4, 4), numbers(2, 2, 4, 4) + 1
+
+PROGRAMS: Final[dict[str, tuple[Body, Sequence[Tensor], Any, Any]]] = {
+    "accumulation by torch.func.grad": accumulation(by_func_grad),
+    "accumulation by backward": accumulation(by_backward),
+    "accumulation by torch.autograd.grad": accumulation(by_autograd_grad),
+    "accumulation in place": accumulation(in_place),
+    "accumulation by vmap": accumulation(by_vmap),
+    "ce_mean_global": (
+        lambda x, t: all_reduce(functional.cross_entropy(x, t), "a", op="mean", dst=I),
+        *((X, TARGETS), P("a"), P()),
+    ),
+    "gqa_global": (
+        lambda q, k, v: functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        ),
+        *((QUERIES, KEYS, VALUES), HEADS, HEADS),
+    ),
     "ddp_pattern_global": (
         lambda w, x: all_reduce(torch.func.grad(squares)(w, x), "a", op="mean", dst=I),
         *DP,
     ),
     "microbatch_chunk_global": (microbatches, *DP),
-    "one_hot": (one_hot_in_a_gradient, (X,), P("a"), P("a")),
+    "one_hot": (lambda t: functional.one_hot(t, 8), (TARGETS,), P("a"), P("a")),
+    "one_hot of topk": (lambda x: functional.one_hot(x.topk(2, -1)[1], 8), (X,), P("a"), P("a")),
+    "one_hot in a gradient": (one_hot_in_a_gradient, (X,), P("a"), P("a")),
+    "one_hot of an input in a gradient": (
+        lambda x, t: torch.func.grad(lambda x: (functional.one_hot(t, 8) * x * x).sum())(x),
+        *((X, TARGETS), P("a"), P("a")),
+    ),
     "narrow_tensor_start": (
         lambda w, x: x * torch.narrow(w, 0, axis_index("a") * x.shape[1], x.shape[1]),
         (W, X),
         (OWN, HEADS),
         HEADS,
+    ),
+    "narrow_tensor_start by index_select": (
+        lambda w, x: x * w.index_select(0, axis_index("a") * x.shape[1] + torch.arange(x.shape[1])),
+        *((W, X), (OWN, HEADS), HEADS),
     ),
     "dropout": (counters, (X, torch.tensor(3)), (P("a"), P()), P("a")),
     "cache_write_global by index_copy": (
@@ -114,22 +195,80 @@ PROGRAMS: Final[dict[str, tuple[Body, Sequence[Tensor], Any, P]]] = {
 }
 
 
-def outcome(name: str, mesh: Any, check: Any) -> list[Tensor]:
-    """The value, and the gradients of all inputs that can have one."""
-    body, args, in_specs, out_specs = PROGRAMS[name]
+def add_to_row(x: Tensor, w: Tensor) -> Tensor:
+    x = x.clone()
+    x[axis_index("a")] += w
+    return x
+
+
+def replace_row(x: Tensor, w: Tensor) -> Tensor:
+    x, at = x.clone(), axis_index("a")
+    x[at] = x[at] + w
+    return x
+
+
+def add_to_rows(x: Tensor, w: Tensor) -> Tensor:
+    x = x.clone()
+    x[axis_index("a").reshape(1)] += w
+    return x
+
+
+def index_add(x: Tensor, w: Tensor) -> Tensor:
+    return x.index_add(0, axis_index("a").reshape(1), w[None])
+
+
+def outcome(mapped: Body, args: Sequence[Tensor]) -> list[Tensor]:
+    """The values, and the gradients of all inputs that can have one."""
     leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
-    mapped = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
-    y = mapped(*leaves)
-    if not y.requires_grad:
-        return [y]
-    weights = torch.linspace(0.5, 2.0, y.numel(), dtype=y.dtype).reshape(y.shape)
+    values = tree_leaves(mapped(*leaves))
+    terms = [
+        (y * torch.linspace(0.5, 2.0, y.numel(), dtype=y.dtype).reshape(y.shape)).sum()
+        for y in values
+        if y.requires_grad
+    ]
+    if not terms:
+        return values
     smooth = [x for x in leaves if x.requires_grad]
-    return [y, *torch.autograd.grad((y * weights).sum(), smooth, materialize_grads=True)]
+    return [*values, *torch.autograd.grad(sum(terms), smooth, materialize_grads=True)]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("check", [True, "global"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_of_a_user_is_accepted_and_right(name: str, check: Any) -> None:
-    found, expected = outcome(name, RANKS, check), outcome(name, ONE, False)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    body, args, in_specs, out_specs = PROGRAMS[name]
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    found = outcome(shard_map(body, mesh=RANKS, check=check, **specs), args)
+    assert_equal(found, outcome(shard_map(body, mesh=ONE, **specs), args))
+
+
+@pytest.mark.parametrize("body", [add_to_row, replace_row, add_to_rows, index_add])
+def test_index_iadd_is_each_rank_s_own_row_and_is_no_program_of_one_device(body: Body) -> None:
+    """Runs what docs/limits.md names: writes by index at positions of a sharded dim."""
+    rows = torch.tensor([1, 0, 0, 1])[:, None]  # The first of rank 0, the second of rank 1.
+    found = outcome(shard_map(body, mesh=RANKS, in_specs=ROWS, out_specs=P("a")), (X, W))
+    assert_equal(found, outcome(lambda x, w: x + rows * w, (X, W)))
+    assert_is_refused(body, (X, W), ROWS, P("a"), "every rank has a value of its own")
+
+
+class Trainer:
+    step = 0
+
+
+@pytest.mark.parametrize("check", [True, "global"])
+def test_static_step_is_the_step_of_each_call(check: Any) -> None:
+    options: Any = {"mesh": RANKS, "out_specs": P(), "check": check}
+    passed = shard_map(
+        lambda w, step: all_reduce((w * step).sum(), "a", dst=I), in_specs=(P("a"), None), **options
+    )
+    held = shard_map(
+        lambda w: all_reduce((w * Trainer.step).sum(), "a", dst=I), in_specs=P("a"), **options
+    )
+    for step in range(4):
+        Trainer.step, expected = step, outcome(lambda w, step=step: (w * step).sum(), (W,))
+        assert_equal(outcome(lambda w, step=step: passed(w, step), (W,)), expected)
+        assert_equal(outcome(held, (W,)), expected)

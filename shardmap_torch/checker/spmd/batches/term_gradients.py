@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Final
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
@@ -10,6 +11,8 @@ from shardmap_torch.checker.spmd.batches.term_store import ADD_UP, TermStore
 from shardmap_torch.checker.spmd.batches.terms import Entry, State, Term, shown, united
 from shardmap_torch.checker.spmd.layout import UnrelatedError
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
+
+OPERAND: Final = "operand"
 
 
 def note_gradient(
@@ -79,25 +82,27 @@ def _term(first: Term, terms: Sequence[Term | None], own: Term | None, is_seeded
 
 
 def _skeleton(store: TermStore, output: Tensor, operand: Tensor) -> int:
-    """Returns a number of the graph from an output to an operand, which equal graphs share."""
+    """Returns a number of the paths from an output to an operand, which equal paths share."""
     with store.interpreter.paused(), DisableTorchFunction():
-        root, (target, number) = output.grad_fn, get_gradient_edge(operand)[:2]
-    labels: dict[Node, int] = {}
-    stack = [] if root is None else [root]
+        target = get_gradient_edge(operand)[:2]
+        start = get_gradient_edge(output)[:2] if output.requires_grad else (None, 0)
+    labels: dict[Node | None, int | None] = {None: None}
+
+    def leading(edge: tuple[Node | None, int]) -> Any:
+        """Returns what an edge leads to; None if it is not the operand."""
+        label = labels[edge[0]]
+        return OPERAND if edge == target else None if label is None else (label, edge[1])
+
+    stack = [start[0]]
     while stack:
         node = stack[-1]
-        if node in labels:
+        if node is None or node in labels:
             stack.pop()
             continue
-        missing = [n for n, _ in node.next_functions if n is not None and n not in labels]
+        missing = [n for n, _ in node.next_functions if n not in labels]
         if missing:
             stack += missing
             continue
-        edges = tuple(
-            "operand"
-            if (child, at) == (target, number)
-            else (-1 if child is None else labels[child], at)
-            for child, at in node.next_functions
-        )
-        labels[stack.pop()] = store.number((node.name(), edges))
-    return labels.get(root, -1) if root is not None else -1
+        edges = tuple(map(leading, node.next_functions))
+        labels[stack.pop()] = store.number((node.name(), edges)) if any(edges) else None
+    return store.number(("paths", leading(start)))

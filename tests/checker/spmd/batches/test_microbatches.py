@@ -84,6 +84,15 @@ def by_autograd(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return mean(reduce(torch.add, found))
 
 
+def beside_another_leaf(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Tracks what does not lead to the leaf for one microbatch only."""
+    leaf, acc = w.detach().requires_grad_(), torch.zeros_like(w)
+    for i, mb in enumerate(x.chunk(COUNT)):
+        other = w.detach().requires_grad_(i == 0)
+        acc = acc + torch.autograd.grad(((mb @ leaf).square() * (mb @ other)).sum(), leaf)[0]
+    return all_reduce(acc, "dp", dst=I)
+
+
 def with_targets(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     def of(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         mask = torch.ones(4, 4, dtype=w.dtype).tril()
@@ -154,7 +163,16 @@ def mean_over_ranks_in_a_vmap(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return all_reduce(found.sum(0), "dp", dst=I)
 
 
-RIGHT: Final = [sliced, added, added_in_place, by_backward, by_autograd, with_targets, concatenated]
+RIGHT: Final = [
+    sliced,
+    added,
+    added_in_place,
+    by_backward,
+    by_autograd,
+    beside_another_leaf,
+    with_targets,
+    concatenated,
+]
 STACKED: Final = [
     *(by_vmap, viewed, stacked_losses, in_rows_again, gradients_of_rows, contracted),
     mean_over_ranks_in_a_vmap,
@@ -219,6 +237,14 @@ def of_two_leaves(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     for i, mb in enumerate(x.chunk(COUNT)):
         value = ((mb @ one).square() * (mb @ other)).sum()
         acc = acc + torch.autograd.grad(value, one if i else other)[0]
+    return all_reduce(acc, "dp", dst=I)
+
+
+def detached_in_one(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    leaf, acc = w.detach().requires_grad_(), torch.zeros_like(w)
+    for i, mb in enumerate(x.chunk(COUNT)):
+        h = mb @ leaf
+        acc = acc + torch.autograd.grad((h.square() * (h if i else h.detach())).sum(), leaf)[0]
     return all_reduce(acc, "dp", dst=I)
 
 
@@ -331,6 +357,7 @@ WRONG: Final[list[tuple[Step, tuple[str, str, str]]]] = [
     (normalised, COMBINES),
     (in_another_order, ("cat", "it combines microbatches", ADD_UP)),
     (of_two_leaves, COMBINES),
+    (detached_in_one, COMBINES),
     (
         written_to_rows,
         ("select", "some of its memory depends on some microbatches only", ADD_UP),
