@@ -9,7 +9,7 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardmap_torch import (
     I,
@@ -368,6 +368,31 @@ def dtensors(body: Body) -> int:
 
 def test_a_compiled_function_returns_dtensors(gloo: Gloo) -> None:
     assert gloo(2).run(dtensors, sequence_parallel_mlp, timeout=120) == [1, 1]
+
+
+def placed_otherwise() -> list[list[Tensor]]:
+    """Eager and compiled gradients of DTensors that are redistributed, by one compiled function."""
+    torch._dynamo.reset()
+    f = mapped(sequence_parallel_mlp)
+    compiled = torch.compile(f, backend="aot_eager", dynamic=False)
+    mesh, found = make_mesh((2,), ("tp",), kind="process_group").device_mesh, []
+    for placements in ((Shard(1), Replicate(), Shard(0)), (Replicate(), Shard(0), Shard(1))):
+        pairs = zip(operands(sequence_parallel_mlp), placements, strict=True)
+        placed: list[Tensor] = [distribute_tensor(x, mesh, [at]) for x, at in pairs]
+        for run in (f, compiled):
+            whole = value_and_gradients(lambda *xs, run=run: full(run(*xs)), placed)
+            found.append(full(whole))
+    return found
+
+
+def test_dtensors_of_other_placements_compile_for_sizes_that_are_fixed(gloo: Gloo) -> None:
+    def alone(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return torch.relu(x @ w1) @ w2
+
+    expected = value_and_gradients(alone, operands(sequence_parallel_mlp))
+    for outcomes in gloo(2).run(placed_otherwise, timeout=120):
+        for found in outcomes:
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def refusal(f: Callable[..., Any], *xs: Tensor) -> str:

@@ -175,6 +175,12 @@ RESULTS: list[tuple[Callable[[Mesh], Any], list[str]]] = [
         returning(lambda x: x, "dp"),
         ["out: 'dp' is no spec; use P(...), or None for a static value"],
     ),
+    (
+        returning(lambda x: x * 2, None),
+        [
+            "out: is a tensor, and its spec is None, which is for what is no tensor; write P(...)",
+        ],
+    ),
 ]
 
 

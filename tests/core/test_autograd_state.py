@@ -1,22 +1,19 @@
 """Checks that torch's checkpoint starts: under its hooks, or in the backward that recomputes."""
 
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardmap_torch import P, R, ShardTypeError, all_gather, make_mesh, shard_map
+from shardmap_torch import Mesh, P, R, ShardTypeError, all_gather, full, make_mesh, shard_map
+from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
+from tests.support.pool import Gloo
 
 
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_the_first_call_of_a_function_may_be_in_a_checkpoint(
-    simulate: Literal["vmap", "ranks"], use_reentrant: bool
-) -> None:
-    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate=simulate)
-
+def in_a_checkpoint(mesh: Mesh, use_reentrant: bool) -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         return (all_gather(x.sin(), "tp", dim=0, dst=R) @ w).cos()
 
@@ -36,10 +33,17 @@ def test_the_first_call_of_a_function_may_be_in_a_checkpoint(
 
     expected = torch.autograd.grad(alone(x, w).sum(), (x, w))
     for _ in range(2):
-        y = checkpoint(around, x, w, use_reentrant=use_reentrant)
-        y.sum().backward()
+        full(checkpoint(around, x, w, use_reentrant=use_reentrant)).sum().backward()
         torch.testing.assert_close((x.grad, w.grad), expected, rtol=1e-10, atol=1e-10)
         x.grad = w.grad = None
+
+
+@ON_EVERY_MESH
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_first_call_of_a_function_may_be_in_a_checkpoint(
+    kind: Any, use_reentrant: bool, gloo: Gloo
+) -> None:
+    run_on(kind, partial(in_a_checkpoint, use_reentrant=use_reentrant), gloo)
 
 
 class DividedByRows(torch.autograd.Function):
