@@ -95,6 +95,7 @@ def test_the_script_goes_on_where_it_stopped(
 ) -> None:
     for sizes in ("2x2", "1x4"):
         checkpoint_reshard.main(["--mesh", sizes, "--steps", "1", "--folder", str(tmp_path)])
+        (tmp_path / "step-000000009.unfinished-ab12").mkdir()  # As a kill in a save leaves it.
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("simulated mesh (dp=2, tp=2) step 1 loss ")
     assert second.startswith("simulated mesh (dp=1, tp=4) step 2 loss ")
