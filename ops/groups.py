@@ -130,8 +130,7 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         self, output: Tensor, x: Tensor, received: Any, sent: Any, options: Any = None
     ) -> Arriving:
         """Sends shard i along dim 0 to rank i, and writes those that arrive into `output`."""
-        sizes = [*received, *sent]
-        return self._write(output, [x], "all_to_all", lambda: self.exchanged(x, sizes))
+        return self._write(output, [x], "all_to_all", lambda: self.exchanged(x, received, sent))
 
     # The names of methods that torch calls differ between releases.
     _allgather_base = all_gather_single
@@ -151,12 +150,13 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         op = _read_op("reduce_scatter", options)
         return reduce_scatter(x, self.axes, dim=0, op=op, tiled=tiled)
 
-    def exchanged(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def exchanged(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
         """Exchanges shards along dim 0, all of one size."""
-        if sizes:
+        share = x.shape[0] // (len(sent) or len(received) or 1)
+        if any(size != share for size in (*received, *sent)):
             raise CollectiveError(
-                "all_to_all_single of torch.distributed is called in the body with split sizes, "
-                "which are not typed. Use shardmap_torch.ragged_all_to_all."
+                "all_to_all_single of torch.distributed is called in the body with split sizes "
+                "that differ, which are not typed. Use shardmap_torch.ragged_all_to_all."
             )
         return all_to_all(x, self.axes, split_dim=0, concat_dim=0)
 
@@ -198,11 +198,6 @@ class Functional:
     call: Callable[..., Tensor]
 
 
-def _even_sizes(received: Sequence[int], sent: Sequence[int]) -> Sequence[int]:
-    """Returns the sizes that ranks exchange, or none where all are the same."""
-    return [] if len({*received}) == 1 and [*received] == [*sent] else sent
-
-
 FUNCTIONAL: Final[Mapping[str, Functional]] = MappingProxyType(
     {
         "all_reduce": Functional("all_reduce", lambda group, x, op: group.reduced(x, op)),
@@ -214,7 +209,7 @@ FUNCTIONAL: Final[Mapping[str, Functional]] = MappingProxyType(
         ),
         "all_to_all_single": Functional(
             "all_to_all",
-            lambda group, x, received, sent: group.exchanged(x, _even_sizes(received, sent)),
+            lambda group, x, received, sent: group.exchanged(x, received, sent),
         ),
     }
 )

@@ -96,6 +96,11 @@ class Body:
         dist.all_to_all_single(out, x.contiguous(), group=self.group)
         return out
 
+    def exchanged_by_sizes(self, x: Tensor) -> Tensor:
+        out, sizes = torch.empty_like(x), [x.shape[0] // sm.axis_size("tp")] * sm.axis_size("tp")
+        dist.all_to_all_single(out, x.contiguous(), sizes, sizes, group=self.group)
+        return self.exchanged(out.sin())
+
     def exchanged_back(self, x: Tensor) -> Tensor:
         return self.exchanged(self.exchanged(x).sin())
 
@@ -185,6 +190,7 @@ PROGRAMS: Final[dict[str, Program]] = {
     "scatter": (lambda b: b.scattered, (X,), P(None, "tp"), P("tp"), lambda x: x @ x.mT, True),
     "exchange": (lambda b: b.exchanged, (X,), P("tp"), P("tp"), lambda x: x[SWAPPED], True),
     "exchange back": (lambda b: b.exchanged_back, (X,), P("tp"), P("tp"), Tensor.sin, "global"),
+    "sizes": (lambda b: b.exchanged_by_sizes, (X,), P("tp"), P("tp"), Tensor.sin, "global"),
     "wait": (lambda b: b.awaited, (X,), P("tp"), P(), lambda x: x.sum() * 2, "global"),
     "max": (lambda b: b.largest, (X,), P("tp"), P(), Tensor.max, "global"),
 }
@@ -290,7 +296,7 @@ def test_what_is_not_typed_says_so() -> None:
 
     def uneven(x: Tensor) -> Tensor:
         y = torch.empty_like(x)
-        dist.all_to_all_single(y, x, [1, 1], [1, 1], group=group)
+        dist.all_to_all_single(y, x, [2, 0], [1, 1], group=group)
         return y
 
     def narrow(x: Tensor) -> Tensor:
@@ -314,8 +320,8 @@ def test_what_is_not_typed_says_so() -> None:
         "gradient, and autograd does not see the call. Use shardmap_torch.all_reduce, or detach "
         "it.",
         product: "all_reduce of torch.distributed: only SUM, AVG, MAX, MIN are typed.",
-        uneven: "all_to_all_single of torch.distributed is called in the body with split sizes, "
-        "which are not typed. Use shardmap_torch.ragged_all_to_all.",
+        uneven: "all_to_all_single of torch.distributed is called in the body with split sizes "
+        "that differ, which are not typed. Use shardmap_torch.ragged_all_to_all.",
         narrow: "all_gather of torch.distributed gives [4, 8] over ('tp',), and its output has "
         "[2, 8].",
     }

@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from shardmap_torch.checker.rewrites.aliases import Host
-from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope, scope_of
 from shardmap_torch.core.torch_private.engine import OpOverload, c10d
 from shardmap_torch.ops.groups import (
     FUNCTIONAL,
@@ -92,14 +92,16 @@ def typed_call(
     Returns NotImplemented for other operators, and for groups that are not those of axes.
 
     Raises:
-        CollectiveError: a gradient flows through the tensors.
+        CollectiveError: a gradient flows through the tensors; or the backward of a plain Function
+            calls it, which then runs as a `Function`.
     """
-    scope, called = current_scope(), op._schema.name
+    called = op._schema.name
     if called == "_c10d_functional::wait_tensor":
         return args[0]  # of a typed call: others have been refused
-    if called not in _TYPED or scope is None:
+    if called not in _TYPED:
         return NotImplemented
     read, name = _TYPED[called]
+    scope = current_scope() or scope_of(name, ())  # which raises
     found = read(*args)
     axes = group_axes(scope.backend.mesh, found.group)
     if axes is None:

@@ -1,11 +1,10 @@
 """Megatron-LM's tensor parallel layers with raw torch.distributed calls.
 
 Source: megatron/core/tensor_parallel/mappings.py, layers.py and cross_entropy.py. What a port
-changes: Functions are those of shardmap_torch; sizes are `axis_size`, and ranks are `axis_index`, a
-tensor, so that a rank's part is narrowed and not taken from a list; the early returns for one rank
-are gone; the cross entropy's cotangent, which all ranks share, is converted before each rank
-multiplies it by its own; and under global strictness its gradient compares ids with positions in
-place of writing at masked ones.
+changes: sizes are `axis_size`, and ranks are `axis_index`, a tensor, so that a rank's part is narrowed
+and not taken from a list; the early returns for one rank are gone; the cross entropy's cotangent,
+which all ranks share, is converted before each rank multiplies it by its own; and under global
+strictness its gradient compares ids with positions in place of writing at masked ones.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch import (
-    Function,
     I,
     Mesh,
     P,
@@ -29,7 +27,6 @@ from shardmap_torch import (
     axis_index,
     axis_size,
     convert,
-    make_mesh,
     shard_map,
 )
 from tests.programs.support.everywhere import run_on
@@ -77,7 +74,7 @@ class Mappings:
 
 
 def _function(run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Any:
-    class Mapping(Function):
+    class Mapping(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return run(x)
@@ -168,23 +165,29 @@ def test_the_layers_are_those_of_one_device(
     run_on(kind, partial(everything, sequence, check), gloo)
 
 
-@pytest.mark.parametrize("check", [True, "global"])
-def test_a_copy_between_layers_whose_backward_sums_nothing_is_refused(check: Any) -> None:
-    mesh = make_mesh((2,), ("tp",), kind="simulated")
-    leave, forgetful = (
-        Mappings(axis_group(mesh, "tp")).reduce,
-        _function(Tensor.clone, Tensor.clone),
-    )
+def refused(is_sum: bool, check: Any, mesh: Mesh) -> None:
+    """Layers with a copy whose backward sums nothing, or a sum whose backward sums again."""
+    right = Mappings(axis_group(mesh, "tp"))
+    enter = right.copy if is_sum else _function(Tensor.clone, Tensor.clone)
+    leave = _function(right.reduce, right.reduce) if is_sum else right.reduce
 
     def layers(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         h = leave(torch.tanh(x @ up) @ down)
-        y: Tensor = leave(torch.tanh(forgetful(h) @ up) @ down)
+        y: Tensor = right.reduce(torch.tanh(enter(h) @ up) @ down)
         return y
 
     specs = P(), P(None, "tp"), P("tp")
     f = shard_map(layers, mesh=mesh, in_specs=specs, out_specs=P(), check=check)
     args = [random(shape, 0).requires_grad_() for shape in ((3, 4), (4, 6), (6, 4))]
-    with pytest.raises(
-        ShardTypeError, match=r"a sum over ranks can only|the backward of Mapping is"
-    ):
+    text = "but its operand is" if is_sum else "a sum over ranks can only|the backward of Mapping is"
+    with pytest.raises(ShardTypeError, match=text):
         f(*args)
+
+
+@pytest.mark.parametrize("check", [True, "global"])
+@pytest.mark.parametrize("is_sum", [False, True], ids=["copy", "sum"])
+@pytest.mark.parametrize("kind", ["ranks", "gloo"])
+def test_a_backward_that_sums_nothing_or_twice_is_refused(
+    kind: str, is_sum: bool, check: Any, gloo: Gloo
+) -> None:
+    run_on(kind, partial(refused, is_sum, check), gloo)
