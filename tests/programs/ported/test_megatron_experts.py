@@ -1,11 +1,11 @@
 """Megatron-LM's token dispatcher with an uneven all-to-all, and its experts.
 
 Source: MoEAlltoAllTokenDispatcher of megatron/core/transformer/moe/token_dispatcher.py, TopKRouter
-of router.py, permute, unpermute and sort_chunks_by_idxs of moe_utils.py. What a port changes: numbers
-of tokens stay tensors, since ranks would get different Python numbers by `tolist`, and so rows are
-taken by a sort of the experts' numbers and not by `split`; a rank has room for a fixed number of
-rows, as with Megatron's capacity, or for all; and `all_to_all_single` with split sizes, whose
-gradient Megatron's `_AllToAll` sends back, is `ragged_all_to_all`, which has one.
+of router.py, permute, unpermute and sort_chunks_by_idxs of moe_utils.py. What a port changes:
+numbers of tokens stay tensors, since `tolist` would give each rank other Python numbers, so that
+rows are sorted by the number of their expert and not split; a rank has room for a fixed number of
+rows, by default for all; and Megatron's `_AllToAll`, a Function on `all_to_all_single` with split
+sizes, is `ragged_all_to_all`, which has its backward.
 """
 
 from functools import partial
@@ -21,13 +21,18 @@ from shardmap_torch import (
     Mesh,
     P,
     R,
+    ShardTypeError,
     all_gather,
     all_reduce,
     axis_index,
     axis_size,
+    check_program,
     convert,
     local_region,
+    make_mesh,
     ragged_all_to_all,
+    shard_map,
+    validate_rule,
 )
 from shardmap_torch.nn import grouped_linear
 from tests.programs.support.everywhere import run_on
@@ -76,12 +81,14 @@ class Dispatcher:
         return rows.new_zeros(count // SELECTED, rows.shape[1]).scatter_add(0, at, rows)
 
 
-@local_region(in_types=(P("ep"),) * 5, out_types=P("ep"))
-def experts_of(x: Tensor, probs: Tensor, chosen: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def dispatched(x: Tensor, probs: Tensor, chosen: Tensor, up: Tensor, down: Tensor) -> Tensor:
     dispatcher = Dispatcher(chosen, probs)
     rows, sizes = dispatcher.permutation(x)
     hidden = functional.gelu(grouped_linear(rows, up, sizes))
     return dispatcher.unpermutation(grouped_linear(hidden, down, sizes))
+
+
+experts_of = local_region(dispatched, in_types=(P("ep"),) * 5, out_types=P("ep"))
 
 
 def routed(router: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,9 +96,9 @@ def routed(router: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return values.softmax(-1), chosen
 
 
-def layer(p: Params, x: Tensor, y: Tensor) -> Tensor:
+def layer(p: Params, x: Tensor, y: Tensor, experts: Any = experts_of) -> Tensor:
     probs, chosen = routed(convert(p["router"], "ep", src=I, dst=R), x)
-    out = x + experts_of(x, probs, chosen, p["up"], p["down"])
+    out = x + experts(x, probs, chosen, p["up"], p["down"])
     return all_reduce((out - y).square().mean(), "ep", op="mean", dst=I)
 
 
@@ -110,10 +117,50 @@ def everything(check: Any, mesh: Mesh) -> None:
     chosen = routed(params["router"], x)[1].flatten()
     sent = functional.one_hot(chosen // (EXPERTS // RANKS), RANKS).unflatten(0, (RANKS, -1)).sum(1)
     assert len({*sent.flatten().tolist()}) > 2  # ranks exchange different numbers of rows
-    compare(mesh, layer, original, params, (x, random(x.shape, 2)), (SPECS, P("ep"), P("ep")), check)
+    data = x, random(x.shape, 2)
+    compare(mesh, layer, original, params, data, (SPECS, P("ep"), P("ep")), check)
 
 
 @pytest.mark.parametrize("check", [True, "global"])
 @pytest.mark.parametrize("kind", ["ranks", "gloo"])
 def test_tokens_go_to_their_experts_and_back(kind: str, check: Any, gloo: Gloo) -> None:
     run_on(kind, partial(everything, check), gloo, (RANKS,), ("ep",))
+
+
+def by_python_numbers(x: Tensor, probs: Tensor, chosen: Tensor, *weights: Tensor) -> Tensor:
+    """Splits rows by the numbers of tokens, as Megatron does."""
+    sizes = Dispatcher(chosen, probs).tokens_per_expert.tolist()
+    return x + torch.stack([part.sum() for part in torch.split(x, sizes)]).sum()
+
+
+def to_other_experts(x: Tensor, probs: Tensor, chosen: Tensor, *weights: Tensor) -> Tensor:
+    """Sends the tokens of each rank but the first to experts that were not chosen."""
+    return dispatched(x, probs, (chosen + axis_index("ep")) % EXPERTS, *weights)
+
+
+@pytest.mark.parametrize(
+    ("experts", "check", "text"),
+    [
+        (dispatched, "global", "sort is not what it is on one device.*local_region"),
+        (by_python_numbers, True, "the ranks would get different Python values"),
+    ],
+)
+def test_what_a_port_has_to_change_is_refused(experts: Any, check: Any, text: str) -> None:
+    mesh = make_mesh((RANKS,), ("ep",), kind="abstract")
+    body = partial(layer, experts=experts)
+    specs = SPECS, P("ep"), P("ep")
+    f = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check=check)
+    params = {name: random(shape, 0).requires_grad_() for name, shape in SHAPES.items()}
+    x = random((TOKENS, WIDTH), 1)
+    with pytest.raises(ShardTypeError, match=f"(?s){text}"):
+        check_program(f, params, x, x)
+
+
+def test_the_promise_of_the_region_is_tried_with_numbers() -> None:
+    params = {name: random(shape, len(name)) for name, shape in SHAPES.items()}
+    x = random((TOKENS, WIDTH), 1)
+    args = x, *routed(params["router"], x), params["up"], params["down"]
+    validate_rule(experts_of, *args, num_ranks=RANKS)
+    wrong = local_region(to_other_experts, in_types=(P("ep"),) * 5, out_types=P("ep"))
+    with pytest.raises(ShardTypeError, match="to_other_experts"):
+        validate_rule(wrong, *args, num_ranks=RANKS)
