@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.functorch import can_receive_gradient, num_derivatives
+from shardmap_torch.core.torch_private.engine import TorchDispatchMode
+from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.ops.arguments import Axis, read_axes
@@ -222,6 +224,34 @@ def unseen_by_autograd(name: str) -> CollectiveError:
         f"{name} of torch.distributed is called on a tensor that needs a gradient, and autograd "
         f"does not see the call. Use shardmap_torch.{name}, or detach it."
     )
+
+
+class RefusingUnseen(TorchDispatchMode):
+    """Refuses calls of torch.distributed in a backward that is differentiated again.
+
+    On processes they reach torch, which only warns that no gradient will flow through them.
+    """
+
+    def __init__(self) -> None:
+        """Notes whether a transform of torch.func is differentiated by another."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._is_nested = num_derivatives() > 1  # operators do not see the levels
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls an operator, if autograd sees it."""
+        if func.namespace in _UNSEEN and torch.is_grad_enabled():
+            operands, _ = flatten([*args, *(kwargs or {}).values()])
+            if self._is_nested or any(isinstance(x, Tensor) and x.requires_grad for x in operands):
+                raise CollectiveError(
+                    f"{func._schema.name} of torch.distributed is called in a backward that is "
+                    "differentiated again, and autograd does not see the call. Use a function of "
+                    "shardmap_torch in its place."
+                )
+        return func(*args, **(kwargs or {}))
+
+
+_UNSEEN: Final = frozenset({"c10d", "_c10d_functional"})
+"""Namespaces of operators of torch.distributed that have no derivative."""
 
 
 def _read_op(name: str, options: Any) -> Any:

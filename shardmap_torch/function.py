@@ -8,7 +8,7 @@ are operands, and torch's generated vmap rule opens levels for them again.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Final
 
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.vmap import BatchedBackend, markers_of, rebound
+from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.torch_private.engine import CtxWithSavedTensors, are_transforms_active
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.ops.groups import RefusingUnseen
 
 _BACKWARD: Final = ("backward", "vjp", "jvp")
 
@@ -184,12 +186,20 @@ def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(ctx, *args)
         # The needed gradients may differ from one backward to the next, and so may its operations.
         again = scope.rerun((method.__name__, ctx.needs_input_grad, *[g is None for g in args]))
-        with enter_scope(again):
+        with enter_scope(again), _refusing_unseen(scope):
             gradients = method(ctx, *args)
         again.end()
         return gradients
 
     return entering
+
+
+def _refusing_unseen(scope: Scope) -> AbstractContextManager[object]:
+    """Refuses what a second derivative would miss, where groups of axes are those of processes."""
+    is_own = scope.backend.mesh.device_mesh is None or is_checker(scope.backend)
+    if is_own or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return nullcontext()
+    return RefusingUnseen()
 
 
 class _Batched(torch.autograd.Function):

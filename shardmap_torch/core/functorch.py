@@ -129,6 +129,12 @@ def is_transformed_otherwise() -> bool:
     return others or forward_level() >= 0
 
 
+def num_derivatives() -> int:
+    """Returns how many transforms of torch.func, but `vmap`, are active."""
+    stack = functorch.get_interpreter_stack() or ()
+    return sum(level.key() != TransformType.Vmap for level in stack)
+
+
 def is_only_vmapped() -> bool:
     """Returns whether all transforms that are active are vmaps."""
     stack = functorch.get_interpreter_stack() or ()

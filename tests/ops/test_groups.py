@@ -269,6 +269,44 @@ def _on_processes(rank: int) -> None:
         assert_right(body, mesh, program)
     for name in WRONG:
         assert_refused(body, mesh, name)
+    assert_differentiated_once(body, mesh)
+    assert_a_form_for_transforms_is_refused(body, mesh)
+
+
+def assert_differentiated_once(body: Body, mesh: Mesh) -> None:
+    """Autograd would not see the sum in the backward of a second derivative."""
+    mapped = sm.shard_map(body.mlp, mesh=mesh, in_specs=SPECS, out_specs=P())
+    x = X.clone().requires_grad_()
+    loss = full(mapped(x, *MLP[1:])).square().sum()
+    with pytest.raises(CollectiveError, match="in a backward that is differentiated again"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def assert_a_form_for_transforms_is_refused(body: Body, mesh: Mesh) -> None:
+    """Under torch.func it would run without a scope, and a second derivative would be wrong."""
+
+    class Entering(Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            """Saves nothing."""
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            total = grads[0].clone()
+            dist.all_reduce(total, group=body.group)
+            return total
+
+    def enter(x: Tensor, w: Tensor) -> Tensor:
+        entered: Tensor = Entering.apply(x)  # type: ignore[no-untyped-call]
+        return sm.all_reduce((entered @ w).square().sum(), "tp", dst=sm.I)
+
+    mapped = sm.shard_map(enter, mesh=mesh, in_specs=SPECS[:2], out_specs=P())
+    with pytest.raises(ShardTypeError, match="allreduce of torch.distributed"):
+        mapped(X.clone().requires_grad_(), W)
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")

@@ -44,6 +44,12 @@ def communicating(error: CollectiveError) -> type[Function] | None:
     return function if is_plain else None
 
 
+def rejects_transforms(node: Node | None) -> bool:
+    """Returns whether a node is of the user's own Function, in the form that torch.func refuses."""
+    function = _own(node)
+    return function is not None and function.setup_context is Function.setup_context
+
+
 _NOT_OWN: Final = ("shardmap_torch.", "torch.utils.checkpoint")
 """Modules of Functions whose backward is the derivative of what they call."""
 

@@ -117,8 +117,13 @@ _IS_FINAL: Final = not isinstance(_HELD, classmethod)
 _KEEPING: Final[WeakKeyDictionary[type, type[KeepingFunction]]] = WeakKeyDictionary()
 """Functions that bodies apply in place of plain ones whose backward communicates."""
 
-_COMMUNICATING: Final[set[tuple[str, str]]] = set()
-"""Modules and names of these: a body may make the class again whenever it runs."""
+_COMMUNICATING: Final[set[tuple[str, str, bool]]] = set()
+"""Names of these: a body may make the class again whenever it runs."""
+
+
+def _named(cls: type[Function]) -> tuple[str, str, bool]:
+    """Returns the module and the name, and whether torch.func would apply it by another way."""
+    return cls.__module__, cls.__qualname__, cls.setup_context is not Function.setup_context
 
 
 def keep_scope(function: type[Function]) -> bool:
@@ -128,7 +133,7 @@ def keep_scope(function: type[Function]) -> bool:
         Whether they did not do so before.
     """
     with _LOCK:
-        name = (function.__module__, function.__qualname__)
+        name = _named(function)
         if name in _COMMUNICATING:
             return False
         _COMMUNICATING.add(name)
@@ -142,8 +147,9 @@ def is_keeping() -> bool:
 
 
 def _keeping(cls: Any) -> type[KeepingFunction] | None:
-    named = (cls.__module__, cls.__qualname__) in _COMMUNICATING
-    if not named or issubclass(cls, KeepingFunction) or current_scope() is None:
+    if issubclass(cls, KeepingFunction) or current_scope() is None:
+        return None
+    if not issubclass(cls, Function) or _named(cls) not in _COMMUNICATING:
         return None
     with _LOCK:
         if cls not in _KEEPING:

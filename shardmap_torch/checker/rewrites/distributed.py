@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from shardmap_torch.checker.ir.own_functions import rejects_transforms
 from shardmap_torch.checker.rewrites.aliases import Host
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope, scope_of
-from shardmap_torch.core.torch_private.engine import OpOverload, c10d
+from shardmap_torch.core.torch_private.engine import OpOverload, c10d, current_autograd_node
 from shardmap_torch.ops.groups import (
     FUNCTIONAL,
     Arriving,
@@ -101,7 +102,11 @@ def typed_call(
     if called not in _TYPED:
         return NotImplemented
     read, name = _TYPED[called]
-    scope = current_scope() or scope_of(name, ())  # which raises
+    scope = current_scope()
+    if scope is None:  # torch.func would apply a Function that it takes without a scope
+        if not rejects_transforms(current_autograd_node()):
+            return NotImplemented
+        scope = scope_of(name, ())  # raises
     found = read(*args)
     axes = group_axes(scope.backend.mesh, found.group)
     if axes is None:
