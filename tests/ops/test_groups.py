@@ -305,7 +305,7 @@ def assert_a_form_for_transforms_is_refused(body: Body, mesh: Mesh) -> None:
         return sm.all_reduce((entered @ w).square().sum(), "tp", dst=sm.I)
 
     mapped = sm.shard_map(enter, mesh=mesh, in_specs=SPECS[:2], out_specs=P())
-    with pytest.raises(ShardTypeError, match="allreduce of torch.distributed"):
+    with pytest.raises(ShardTypeError, match=r"allreduce of torch\.distributed"):
         mapped(X.clone().requires_grad_(), W)
 
 
