@@ -99,7 +99,8 @@ def routed(router: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def layer(p: Params, x: Tensor, y: Tensor, experts: Any = experts_of) -> Tensor:
     probs, chosen = routed(convert(p["router"], "ep", src=I, dst=R), x)
     out = x + experts(x, probs, chosen, p["up"], p["down"])
-    return all_reduce((out - y).square().mean(), "ep", op="mean", dst=I)
+    loss: Tensor = all_reduce((out - y).square().mean(), "ep", op="mean", dst=I)
+    return loss
 
 
 def original(p: Params, x: Tensor, y: Tensor) -> Tensor:
