@@ -208,6 +208,12 @@ class Memory:
             return False  # the forward of a Function, whose backward is checked instead
         return any(t.alive and t.level not in self._ending for t in self._tokens(tensor))
 
+    def flows_through(self, tensor: Tensor) -> bool:
+        """Returns whether gradients flow through a tensor, whatever is recorded now."""
+        base = self.base(tensor)
+        with DisableTorchFunction():
+            return base.requires_grad or self.flows(base)
+
     def levels(self, tensor: Tensor) -> frozenset[int]:
         """Returns the levels whose gradient flows through a base tensor; 0 is autograd's own."""
         if not self.flows(tensor):

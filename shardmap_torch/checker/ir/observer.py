@@ -5,7 +5,7 @@ collective is the identity: that is the program with its collectives erased. A `
 its steps, and then the ranks' program is compared with them, step by step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
@@ -143,6 +143,9 @@ class Observer:
     def scale_of(self, tensor: Tensor) -> Fraction:
         """Returns the factor between a tensor and what it is on one device, as far as is known."""
         return _ONE
+
+    def on_start(self, flows: Callable[[Tensor], bool]) -> None:
+        """Notes the start of the program; `flows` tells through which tensors gradients flow."""
 
     def on_end(self) -> None:
         """Notes that forward and backward have ended."""

@@ -1,7 +1,7 @@
 """The record of the one-device program, with which the ranks' program is compared step by step."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -92,9 +92,15 @@ def memory_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Ref:
-    """A reference to a tensor of the one-device program, by number."""
+    """A reference to a tensor of the one-device program, by number.
+
+    Attributes:
+        number: that of its entries of memory.
+        flows: whether gradients flow through it where it is referred to.
+    """
 
     number: int
+    flows: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,10 @@ class Recorder(Observer):
         self.closures: dict[int, int] = {}
         self._book: TensorMap[int] = TensorMap()
         self._count = 0
+        self.flows: Callable[[Tensor], bool] = lambda tensor: False
+
+    def on_start(self, flows: Callable[[Tensor], bool]) -> None:
+        self.flows = flows
 
     def on_argument(self, tensor: Tensor, spec: P) -> None:
         self.inputs.append((self._number(tensor), tuple(tensor.shape)))
@@ -176,7 +186,7 @@ class Recorder(Observer):
 
     def _refer(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return Ref(self._number(value))
+            return Ref(self._number(value), self.flows(value))
         if isinstance(value, list | tuple):
             return tuple(map(self._refer, value))
         return value

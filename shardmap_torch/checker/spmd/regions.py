@@ -49,6 +49,10 @@ class RegionRecorder(Observer):
     def __init__(self) -> None:
         super().__init__()
         self.regions: list[Recorder] = []
+        self.flows: Callable[[Tensor], bool] = lambda tensor: False
+
+    def on_start(self, flows: Callable[[Tensor], bool]) -> None:
+        self.flows = flows
 
     def on_region_start(
         self, name: str, inputs: Sequence[Tensor], specs: Sequence[P], axes: Axes
@@ -57,6 +61,7 @@ class RegionRecorder(Observer):
         if self.is_ignored:
             return UNOBSERVED
         recorder = Recorder()
+        recorder.on_start(self.flows)
         for tensor in inputs:
             recorder.on_argument(tensor, P())
         self.regions.append(recorder)

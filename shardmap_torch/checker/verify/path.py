@@ -282,6 +282,7 @@ class _Verification:
         The backward that autograd derives is interpreted only where there is such code in it.
         """
         self._interpreter.observer = steps
+        steps.on_start(self._interpreter.flows_through)
         with self._entered() as locals_:
             result = self._run_body(locals_)
             repair_results(self._call, self._backend, self._request.repair, result)

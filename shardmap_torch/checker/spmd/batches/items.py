@@ -168,6 +168,7 @@ class Items:
         terms = [self.store.term_of(x) for x in tensors]
         there = [self._repeats.entry_of(ref) for ref in refs]
         alike = all(self.store.are_alike(tensors[0], x) for x in tensors)
+        alike &= len({ref.flows for ref in refs}) == 1
         is_all = terms == _each(first, first.count)
         if not (is_all and alike) or there != _each(first, self._count_all(first)):
             if {term and term.indices for term in terms} == {first.indices}:

@@ -33,7 +33,6 @@ from shardmap_torch.checker.spmd.batches.terms import (
 from shardmap_torch.checker.spmd.layout import EACH, UnrelatedError, step_of
 from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, is_view
 from shardmap_torch.collectives.moves import EXTREMA
-from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 
 aten = torch.ops.aten
 
@@ -109,6 +108,8 @@ class Microbatches:
         if combined.added is not None:
             return self.store.sum_entry(combined.added)
         expression = self.store.number((combined.made, index))
+        value = self.store.number((self.store.value_of(combined.made), index))
+        self.store.note_value(expression, value)
         term = self._term(combined, expression, result)
         if index not in combined.finished:
             return Entry(expression, term)
@@ -136,21 +137,33 @@ class Microbatches:
         return replace(first, expression=expression, state=state)
 
     def _number_of(self, call: PairedCall) -> int:
-        """Returns a number of an operation and its arguments, which equal calls share."""
+        """Returns a number of an operation and its arguments, which equal calls share.
+
+        Those through which gradients flow are others than those through which none do.
+        """
+        number = self.store.number
         if draws(call.op, call.arguments):
-            return self.store.number(object())
+            return number(object())
         there = call.event.arguments
-        arguments = [
-            (name, self._frozen(value), plain_key(there.get(name)))
-            for name, value in call.arguments.items()
-        ]
-        return self.store.number((call.op, tuple(arguments), torch.is_grad_enabled()))
+        arguments, values = (
+            tuple([(k, f(x), plain_key(there.get(k))) for k, x in call.arguments.items()])
+            for f in (self._frozen, self._frozen_value)
+        )
+        made = number((call.op, arguments, torch.is_grad_enabled()))
+        return self.store.note_value(made, number((call.op, values)))
 
     def _frozen(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return ("tensor", self.store.expression_of(value))
+            return "tensor", self.store.expression_of(value), self.store.flows(value)
         if isinstance(value, list | tuple):
             return tuple(map(self._frozen, value))
+        return plain_key(value)
+
+    def _frozen_value(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return "value", self.store.value_of(self.store.expression_of(value))
+        if isinstance(value, list | tuple):
+            return tuple(map(self._frozen_value, value))
         return plain_key(value)
 
     def _added(self, call: PairedCall) -> Term | None:
@@ -158,7 +171,7 @@ class Microbatches:
         if call.op not in ADDS or call.arguments.get("alpha", 1) != 1:
             return None
         x, y = call.arguments["self"], call.arguments["other"]
-        if not torch.is_grad_enabled() and any(map(self._flows, call.tensors)):
+        if not torch.is_grad_enabled() and any(map(self.store.flows, call.tensors)):
             return None  # it cuts the gradients of some
         one, other = self.store.term_of(x), self.store.term_of(y) if isinstance(y, Tensor) else None
         if one is not None and other is not None:
@@ -170,12 +183,6 @@ class Microbatches:
         if not self._is_zero(zero) or kept.shape != call.results[0].shape:
             return None
         return one or other
-
-    def _flows(self, tensor: Tensor) -> bool:
-        interpreter = self.store.interpreter
-        base = interpreter.base(tensor)
-        with DisableTorchFunction():
-            return base.requires_grad or interpreter.flows(base)
 
     def _is_zero(self, value: Any) -> bool:
         if isinstance(value, Tensor):

@@ -197,10 +197,10 @@ class Repeats:
         args = event.arguments
         if event.name not in ADDS or args.get("alpha", 1) != 1:
             return None
-        one, other = (
-            self.entry_of(x) if isinstance(x, Ref) else None for x in (args["self"], args["other"])
-        )
-        term = united(one, other)
+        x, y = args["self"], args["other"]
+        if not isinstance(x, Ref) or not isinstance(y, Ref) or x.flows != y.flows:
+            return None
+        term = united(self.entry_of(x), self.entry_of(y))
         if term is None or event.has_grad < self._has_grad.get(term.expression, True):
             return None
         return [term]
@@ -270,7 +270,7 @@ class Repeats:
                 if term is None:
                     return "value", number, self._version(number)
                 items[term.group, term.indices] = term
-                return "item", term.expression
+                return "item", term.expression, value.flows
             if isinstance(value, tuple | list):
                 return tuple(map(of, value))
             return plain_key(value)

@@ -45,7 +45,9 @@ def note_gradient(
             "take the gradient of all, with respect to the tensor that has the dim.",
         )
     skeletons = tuple(_skeleton(store, x, operand) for x in outputs)
-    expression = store.number(("gradient", tuple(map(store.expression_of, outputs)), skeletons))
+    expression = store.number(
+        ("gradient", tuple([store.value_of(store.expression_of(x)) for x in outputs]), skeletons)
+    )
     term = None
     if first is not None:
         is_seeded = any(seed is not None for seed in seeds)

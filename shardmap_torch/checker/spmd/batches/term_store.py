@@ -47,6 +47,7 @@ class TermStore:
         self._versions: dict[int, int] = {}
         self._touched: set[int] = set()
         self._numbers: dict[Any, int] = {}
+        self._values: dict[int, int] = {}
 
     def number(self, value: Any) -> int:
         """Returns a number of a value, which equal values share."""
@@ -72,6 +73,19 @@ class TermStore:
         if entry is not None and entry.version == version:
             return entry.expression
         return self.number((TensorMap._key(tensor), version))
+
+    def flows(self, tensor: Tensor) -> bool:
+        """Returns whether gradients flow through a tensor."""
+        return self.interpreter.flows_through(tensor)
+
+    def value_of(self, expression: int) -> int:
+        """Returns the number of an expression whatever gradients flow through its operands."""
+        return self._values.get(expression, expression)
+
+    def note_value(self, expression: int, value: int) -> int:
+        """Notes what `value_of` returns; returns the expression."""
+        self._values[expression] = value
+        return expression
 
     def knows(self, tensor: Tensor) -> bool:
         """Returns whether these entries of memory have had an expression since the last write."""
@@ -99,9 +113,11 @@ class TermStore:
             self._versions[memory] = self._versions.get(memory, 0) + 1
 
     def are_alike(self, x: Tensor, y: Tensor) -> bool:
-        """Returns whether two tensors are sharded and summed in the same way."""
+        """Returns whether two tensors are sharded, summed and differentiated in the same way."""
         one, other = self.notes.find_any(x), self.notes.find_any(y)
         if one is None or other is None or one.dims != other.dims:
+            return False
+        if self.flows(x) != self.flows(y):
             return False
         sums = [replace(self.notes.sums(each), cause="") for each in (x, y)]
         return sums[0] == sums[1]

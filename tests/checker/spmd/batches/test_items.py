@@ -273,7 +273,19 @@ def later_ones_from_a_second_stack(x: Tensor, w: Tensor, v: Tensor, gates: Tenso
     return total(sum(x @ (w[e] if e < 2 else v[e]) for e in range(w.shape[0])))
 
 
+def the_first_detached(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    first, *others = [x @ each for each in w]
+    return total(sum(others, first.detach()))
+
+
+def each_ranks_detached(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    """Detaches the first two items of one device, and so all of a rank."""
+    return total(sum((x @ w[e]).detach() if e < 2 else x @ w[e] for e in range(w.shape[0])))
+
+
 WRONG: Final[dict[Body, str]] = {
+    the_first_detached: "add",
+    each_ranks_detached: "the ranks come to all_reduce",
     in_sequence: "mm",
     summed_in_the_loop: "all_reduce",
     by_number: "all_reduce",

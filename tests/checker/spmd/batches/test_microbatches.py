@@ -1,6 +1,6 @@
 """check="global": loops over microbatches of a batch that ranks share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from shardmap_torch import (
     all_gather,
     all_reduce,
     axis_index,
+    check_program,
     convert,
     make_mesh,
     shard_map,
@@ -500,6 +501,38 @@ def test_a_loop_that_depends_on_how_rows_are_divided_is_refused(
     name = getattr(step, "__name__", "step")
     assert first == f"{name}: check='global': {what} is not what it is on one device: {reason}."
     assert last == fix
+
+
+def squares(w: Tensor, mb: Tensor) -> Tensor:
+    return (mb @ w).square().sum()
+
+
+CUT: Final[Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "the value": lambda w, one, other: squares(w, one) + squares(w, other).detach(),
+    "inside": lambda w, one, other: squares(w, one) + (other @ w).detach().square().sum(),
+    "the weight": lambda w, one, other: squares(w, one) + squares(w.detach(), other),
+    "in all": lambda w, one, other: squares(w.detach(), one) + squares(w.detach(), other),
+}
+
+
+@pytest.mark.parametrize("where", CUT)
+def test_a_gradient_that_ends_in_one_microbatch_only_is_refused(where: str) -> None:
+    mesh = make_mesh((2,), ("dp",), kind="abstract")
+    shape, dtype = W.shape, W.dtype
+
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        return all_reduce(CUT[where](w, *x.chunk(2)), "dp", dst=I)
+
+    def check() -> None:
+        specs = {"in_specs": (P(), P("dp")), "out_specs": P()}
+        f = shard_map(body, mesh=mesh, check="global", **specs)  # type: ignore[call-overload]
+        check_program(f, torch.zeros(shape, dtype=dtype, requires_grad=True), X)
+
+    if where == "in all":
+        check()
+    else:
+        with pytest.raises(ShardTypeError, match="it combines microbatches"):
+            check()
 
 
 def looked_up(table: Tensor, ids: Tensor) -> Tensor:
