@@ -45,9 +45,10 @@ def note_gradient(
             "take the gradient of all, with respect to the tensor that has the dim.",
         )
     skeletons = tuple(_skeleton(store, x, operand) for x in outputs)
-    expression = store.number(
-        ("gradient", tuple([store.value_of(store.expression_of(x)) for x in outputs]), skeletons)
-    )
+    values = tuple(map(store.expression_of, outputs))
+    if not store.flows(gradient):  # its skeleton says what of the outputs is detached
+        values = tuple(map(store.value_of, values))
+    expression = store.number(("gradient", values, skeletons))
     term = None
     if first is not None:
         is_seeded = any(seed is not None for seed in seeds)

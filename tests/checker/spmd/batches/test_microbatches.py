@@ -507,10 +507,15 @@ def squares(w: Tensor, mb: Tensor) -> Tensor:
     return (mb @ w).square().sum()
 
 
+def slope(w: Tensor, v: Tensor, mb: Tensor) -> Tensor:
+    return torch.func.grad(lambda w: ((mb @ w).square() * (mb @ v)).sum())(w)
+
+
 CUT: Final[Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
     "the value": lambda w, one, other: squares(w, one) + squares(w, other).detach(),
     "inside": lambda w, one, other: squares(w, one) + (other @ w).detach().square().sum(),
     "the weight": lambda w, one, other: squares(w, one) + squares(w.detach(), other),
+    "beside a gradient": lambda w, one, other: slope(w, w, one) + slope(w, w.detach(), other),
     "in all": lambda w, one, other: squares(w.detach(), one) + squares(w.detach(), other),
 }
 
