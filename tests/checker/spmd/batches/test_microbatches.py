@@ -508,7 +508,7 @@ def squares(w: Tensor, mb: Tensor) -> Tensor:
 
 
 def slope(w: Tensor, v: Tensor, mb: Tensor) -> Tensor:
-    return torch.func.grad(lambda w: ((mb @ w).square() * (mb @ v)).sum())(w)
+    return grad(lambda w: ((mb @ w).square() * (mb @ v)).sum(), w)
 
 
 CUT: Final[Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
