@@ -273,13 +273,55 @@ def _on_processes(rank: int) -> None:
     assert_a_form_for_transforms_is_refused(body, mesh)
 
 
+class Summing(sm.Function):
+    """The identity; in the backward, the sum over the ranks of the group that it is given."""
+
+    @staticmethod
+    def forward(x: Tensor, group: Any) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 def assert_differentiated_once(body: Body, mesh: Mesh) -> None:
     """Autograd would not see the sum in the backward of a second derivative."""
-    mapped = sm.shard_map(body.mlp, mesh=mesh, in_specs=SPECS, out_specs=P())
+
+    def entered(x: Tensor, w: Tensor) -> Tensor:
+        y: Tensor = Summing.apply(x, body.group)
+        return sm.all_reduce((y @ w).square().sum(), "tp", dst=sm.I)
+
+    plain = sm.shard_map(body.mlp, mesh=mesh, in_specs=SPECS, out_specs=P())
+    own = sm.shard_map(entered, mesh=mesh, in_specs=SPECS[:2], out_specs=P())
     x = X.clone().requires_grad_()
-    loss = full(mapped(x, *MLP[1:])).square().sum()
-    with pytest.raises(CollectiveError, match="in a backward that is differentiated again"):
-        torch.autograd.grad(loss, x, create_graph=True)
+
+    def loss(x: Tensor) -> Tensor:
+        return full(own(x, MLP[1]))
+
+    def slope(x: Tensor) -> Tensor:
+        return torch.func.grad(loss)(x).square().sum()
+
+    for again in (
+        lambda: torch.autograd.grad(full(plain(x, *MLP[1:])).square().sum(), x, create_graph=True),
+        lambda: torch.autograd.grad(loss(x), x, create_graph=True),
+        lambda: torch.func.grad(slope)(X),
+    ):
+        with pytest.raises(CollectiveError) as caught:
+            again()
+        assert str(caught.value).splitlines()[0] == SEEN_ONCE
+
+
+SEEN_ONCE: Final = (
+    "c10d::allreduce_ of torch.distributed is called in a backward that is differentiated again, "
+    "and autograd does not see the call. Use a function of shardmap_torch in its place."
+)
 
 
 def assert_a_form_for_transforms_is_refused(body: Body, mesh: Mesh) -> None:
@@ -359,7 +401,8 @@ def test_what_is_not_typed_says_so() -> None:
         "it.",
         product: "all_reduce of torch.distributed: only SUM, AVG, MAX, MIN are typed.",
         uneven: "all_to_all_single of torch.distributed is called in the body with split sizes "
-        "that differ, which are not typed. Use shardmap_torch.ragged_all_to_all.",
+        "[2, 0] and [1, 1], and only equal shares of all rows, 1 each, are typed. Use "
+        "shardmap_torch.ragged_all_to_all.",
         narrow: "all_gather of torch.distributed gives [4, 8] over ('tp',), and its output has "
         "[2, 8].",
     }
