@@ -158,8 +158,8 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         if any(size != share for size in (*received, *sent)):
             raise CollectiveError(
                 "all_to_all_single of torch.distributed is called in the body with split sizes "
-                f"{[*received]} and {[*sent]}, and only equal shares of all rows, {share} each, are "
-                "typed. Use shardmap_torch.ragged_all_to_all."
+                f"{[*received]} and {[*sent]}, and only equal shares of all rows, {share} each, "
+                "are typed. Use shardmap_torch.ragged_all_to_all."
             )
         return all_to_all(x, self.axes, split_dim=0, concat_dim=0)
 
