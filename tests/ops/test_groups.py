@@ -302,10 +302,10 @@ def assert_differentiated_once(body: Body, mesh: Mesh) -> None:
     own = sm.shard_map(entered, mesh=mesh, in_specs=SPECS[:2], out_specs=P())
     x = X.clone().requires_grad_()
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Any:
         return full(own(x, MLP[1]))
 
-    def slope(x: Tensor) -> Tensor:
+    def slope(x: Tensor) -> Any:
         return torch.func.grad(loss)(x).square().sum()
 
     for again in (
