@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from shardmap_torch.errors import OptimizerError, show
+from shardmap_torch.optim.fused import fused_adamw
 from shardmap_torch.optim.lists import Tensors, as_number, foreach, foreach_in_place
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
 from shardmap_torch.optim.schedules import Rate
@@ -23,9 +23,10 @@ def adamw(
 ) -> Optimizer:
     """Makes the AdamW optimizer: decoupled weight decay, then a step along normalised moments.
 
-    Its `update` equals `torch.optim.AdamW`, entry by entry, on any shards. It runs all parameters
-    in some fourteen fused calls. State: the step and two moments, `exp_avg` and `exp_avg_sq`, each
-    as large as the parameters and sharded as they are; nothing is communicated.
+    Its `update` equals `torch.optim.AdamW`, entry by entry, on any shards. Parameters of one dtype
+    take one pass of torch's fused kernel, on copies, and others some fourteen fused calls. State:
+    the step and two moments, `exp_avg` and `exp_avg_sq`, each as large as the parameters and
+    sharded as they are; nothing is communicated.
 
     Args:
         lr: the learning rate, or a function of the step such as `warmup_cosine(...)`.
@@ -72,7 +73,11 @@ class _AdamW(Elementwise):
     def step(
         self, params: Tensors, grads: Tensors, moments: list[Tensors], at: Step
     ) -> tuple[Tensors, list[Tensors]]:
-        beta1, beta2 = self.betas
+        moved, (beta1, beta2) = _decayed(params, at), self.betas
+        options = at.lr, beta1, beta2, self.eps
+        fused = fused_adamw((moved, grads, *moments), at.number, options)
+        if fused is not None:
+            return fused[0], fused[1:]
         mean = foreach("lerp", moments[0], grads, 1 - beta1)
         square = foreach("mul", moments[1], beta2)
         square = foreach_in_place("addcmul", square, grads, grads, value=1 - beta2)
@@ -80,25 +85,21 @@ class _AdamW(Elementwise):
         denominator = foreach_in_place("mul", foreach("sqrt", square), scale)
         denominator = foreach_in_place("add", denominator, self.eps)
         amount = as_number(-at.lr / (1 - beta1**at.number))
-        return _moved(params, at, amount, mean, denominator), [mean, square]
+        scalars = {"value": amount} if isinstance(amount, float) else {}
+        change = mean if scalars else foreach("mul", mean, amount)
+        return foreach_in_place("addcdiv", moved, change, denominator, **scalars), [mean, square]
 
 
-def _moved(
-    params: Tensors, at: Step, amount: Tensor | float, mean: Tensors, denominator: Tensors
-) -> Tensors:
-    """Returns params * (1 - lr * decay) + amount * mean / denominator, in few passes."""
-    scalars = {"value": amount} if isinstance(amount, float) else {}
-    change = mean if scalars else foreach("mul", mean, amount)
+def _decayed(params: Tensors, at: Step) -> Tensors:
+    """Returns copies of the parameters, multiplied by 1 - lr * decay."""
     result = list(params)
     for decays in (True, False):
         places = [place for place, decay in enumerate(at.decays) if bool(decay) == decays]
         own = [params[place] for place in places]
-        step = [[column[place] for place in places] for column in (change, denominator)]
         if decays and places:
-            shrunk = foreach("mul", own, 1 - at.lr * at.decays[places[0]])
-            moved = foreach_in_place("addcdiv", shrunk, *step, **scalars)
+            own = foreach("mul", own, as_number(1 - at.lr * at.decays[places[0]]))
         else:
-            moved = foreach("addcdiv", own, *step, **scalars)
-        for place, value in zip(places, moved, strict=True):
+            own = foreach("clone", own)
+        for place, value in zip(places, own, strict=True):
             result[place] = value
     return result

@@ -1,6 +1,6 @@
 """Tensors and numbers of optimizers: fused arithmetic on lists, scalars, shards as DTensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final, TypeAlias
 
@@ -13,6 +13,7 @@ from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import batched_at, dims_of, is_only_vmapped, stacked_over
 from shardmap_torch.core.torch_private.engine import (
     are_transforms_active,
+    forward_level,
     functorch,
     temporarily_clear_interpreter_stack,
 )
@@ -40,13 +41,9 @@ def foreach(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: 
     lists = [operand for operand in operands if isinstance(operand, list)]
     if not lists[0]:
         return []
-    if not _is_transformed(operands):
-        return list(_fused(f"_foreach_{name}", operands, scalars))
-    levels = _levels_of_vmap(operands)
-    if levels is not None:
-        with temporarily_clear_interpreter_stack():
-            found = _fused(f"_foreach_{name}", _unbatched(operands, levels), scalars)
-        return [batched_at(x, own) for x, own in zip(found, levels, strict=True)]
+    found = beneath_vmaps(lambda *own: [_fused(f"_foreach_{name}", own, scalars)], operands)
+    if found is not None:
+        return found[0]
     single: Any = getattr(torch, name)
     return [
         single(*(o[i] if isinstance(o, list) else o for o in operands), **scalars)
@@ -64,6 +61,8 @@ def foreach_in_place(
     every = (own, *operands)
     if not own:
         return own
+    if torch.is_grad_enabled() and any([x.requires_grad for x in own]):
+        return foreach(name, own, *operands, **scalars)  # autograd may have saved them
     if not _is_transformed(every):
         _fused(f"_foreach_{name}_", every, scalars)
         return own
@@ -73,6 +72,24 @@ def foreach_in_place(
     with temporarily_clear_interpreter_stack():
         _fused(f"_foreach_{name}_", _unbatched(every, levels), scalars)
     return own
+
+
+def beneath_vmaps(
+    run: Callable[..., Sequence[Sequence[Tensor]] | None], operands: Operands
+) -> list[Tensors] | None:
+    """Returns the lists that `run` makes of operands, where vmaps are active of what they batch.
+
+    None where `run` returns None, or cannot be run: under other functorch transforms.
+    """
+    if not _is_transformed(operands):
+        found = run(*operands)
+        return None if found is None else list(map(list, found))
+    levels = _levels_of_vmap(operands)
+    if levels is None:
+        return None
+    with temporarily_clear_interpreter_stack():
+        found = run(*_unbatched(operands, levels))
+    return None if found is None else [list(map(batched_at, own, levels)) for own in found]
 
 
 def _levels_of_vmap(operands: Operands) -> list[list[int]] | None:
@@ -111,12 +128,14 @@ def _fused(name: str, operands: Sequence[Any], scalars: Mapping[str, float]) -> 
 def as_number(scalar: Tensor | float) -> Tensor | float:
     """Returns a scalar as a number, with which fused operators take fewer passes, where it is one.
 
-    A tensor stays one where it has no value that can be read, or the device would have to be
-    waited for.
+    A tensor stays one where it has no value that can be read, or derivatives that would be lost, or
+    the device would have to be waited for.
     """
     if torch.compiler.is_dynamo_compiling() or type(scalar) is not Tensor:
         return scalar
     if are_transforms_active() and not (is_only_vmapped() and not dims_of(scalar)[1]):
+        return scalar
+    if forward_level() >= 0:
         return scalar
     is_plain = scalar.device.type == "cpu" and not scalar.requires_grad
     return float(scalar) if is_plain else scalar

@@ -97,6 +97,9 @@ has_kernel: Final[Callable[[str, str], bool]] = probed(
 )
 """Returns whether an operator has a kernel for a dispatch key; without torch's, none has."""
 
+fused_adamw_: Final[Any] = probed("torch:_fused_adamw_", None)
+"""Steps many tensors in place and in one pass, as `torch.optim.AdamW(fused=True)` does; or None."""
+
 
 def _is_held(tensor: Tensor) -> int:
     return 2
@@ -135,6 +138,7 @@ __all__ = (
     "forward_level",
     "function_mode_stack",
     "functorch",
+    "fused_adamw_",
     "gradient_of_transform",
     "group_names",
     "has_kernel",

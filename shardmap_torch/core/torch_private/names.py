@@ -186,6 +186,7 @@ OPTIONAL: Final[Sequence[PrivateName]] = (
         "torch._C",
         "_dispatch_has_kernel_for_dispatch_key",
     ),
+    *_rows("AdamW in one pass; without it, it takes some ten", "torch", "_fused_adamw_"),
     *_rows(
         "to refuse DTensors sharded in strides by name; without it they are refused as unknown",
         "torch.distributed.tensor.placement_types",
