@@ -5,7 +5,6 @@ sharding propagation.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from math import prod
 from typing import Any, Final
 
 import torch
@@ -13,8 +12,6 @@ import torch
 from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.spmd.layout import (
     ANY,
-    EACH,
-    Dim,
     ShardedTensor,
     UnrelatedError,
     agreed,
@@ -24,11 +21,10 @@ from shardmap_torch.checker.spmd.layout import (
     fill,
     reject_bias,
     reshape,
-    size_of_one_rank,
     step_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops import indexing, networks, stacks
+from shardmap_torch.checker.spmd.ops import batched, indexing, networks, stacks
 from shardmap_torch.checker.spmd.ops.advice import NUMBER, counted
 from shardmap_torch.checker.spmd.ops.attention import ATTENTION
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
@@ -186,12 +182,13 @@ def einsum(equation: str) -> Rule:
         summed = [dims[letter] for letter in dims if letter.islower() and letter not in output]
         partial = frozenset(axis for dim in summed for axis in axes_of(dim))
         adjacent = step.shards[: -len(operands)]
-        if adjacent and ANY in found[0]:
-            raise size_of_one_rank()
-        if adjacent and broadcast([*adjacent, _like(found[0])], len(found[0])) != found[0]:
-            raise UnrelatedError("the addend is sharded differently from the product")
         if adjacent:
+            product = ShardedTensor(found[0], *step.results[0])
+            laid_out = broadcast([*adjacent, product], len(found[0]))
+            if any(own not in (dim, ANY) for own, dim in zip(found[0], laid_out, strict=True)):
+                raise UnrelatedError("the addend is sharded differently from the product")
             reject_bias(partial)
+            found = [laid_out]
         return [Sharded(dims_, partial) for dims_ in found]
 
     return rule
@@ -204,12 +201,6 @@ def _distances(step: Step) -> list[Sharded]:
         raise UnrelatedError("its operands have other numbers of dims", WRAP)
     batch = "abcdefghijkl"[: rank - 2]
     return einsum(f"{batch}pM,{batch}rM->{batch}pr")(step)
-
-
-def _like(dims: Sequence[Dim]) -> ShardedTensor:
-    global_shape = tuple(prod(base for _, base in dim) for dim in dims)
-    local = tuple(prod(base for axis, base in dim if axis in (None, EACH)) for dim in dims)
-    return ShardedTensor(tuple(dims), local, global_shape)
 
 
 def _places(
@@ -264,6 +255,9 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (networks.patches, "im2col"),
         (networks.embed_bags, "_embedding_bag _embedding_bag_forward_only"),
         (_distances, "_cdist_forward"),
+        (batched.repeat, "repeat"),
+        (batched.grid, "affine_grid_generator"),
+        *((batched.each(count), names) for count, names in batched.LAST.items()),
         (einsum("mk,kn->mn"), "mm addmm"),
         (einsum("bmk,bkn->bmn"), "bmm baddbmm"),
         (einsum("mk,k->m"), "mv addmv"),
@@ -279,6 +273,8 @@ _SIZES: Final[Mapping[Rule, Collection[str]]] = {
     _expanded: ("size",),
     _filled: ("size",),
     _sliced: ("start", "end"),
+    batched.repeat: ("repeats",),
+    batched.grid: ("size",),
     indexing.count: ("start", "end", "step"),
     networks.convolve: ("groups",),
     networks.group_norm: ("N", "C", "group"),

@@ -14,7 +14,7 @@ import torch
 
 from shardmap_torch.checker.calls.fake_results import fake_mode
 from shardmap_torch.checker.ir.sizes import hashable_size
-from shardmap_torch.checker.rules.infer import signature_of, writes_of
+from shardmap_torch.checker.rules.infer import draws, signature_of, writes_of
 from shardmap_torch.checker.rules.registry import functional
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -59,18 +59,20 @@ def by_dtensor(step: Step) -> list[Sharded]:
     Raises:
         UnrelatedError: as `propagate`.
     """
-    step = _laid_out(step)
+    step, equal = _named(_laid_out(step))
     shards = step.shards
     bases = {axis: base for x in shards for dim in x.dims for axis, base in dim}
     axes = sorted({axis for x in shards for axis in x.axes}, key=[*step.sizes, EACH].index)
-    if any(ANY in x.dims for x in shards):
-        raise size_of_one_rank()
     op = _asked_about(step) if axes else step.op
     dims: list[list[Dim]] = [list(map(unsharded, global_shape)) for _, global_shape in step.results]
     partial: list[set[str]] = [set() for _ in step.results]
     means: list[set[str]] = [set() for _ in step.results]
     pending: list[set[tuple[str, str]]] = [set() for _ in step.results]
     for axis in axes:
+        if axis in equal:
+            for result, dim in enumerate(_kept(op, step, axis, equal[axis])):
+                dims[result][dim] = ANY
+            continue
         answers = _ask(op, _arguments_for(step, axis), bases[axis])
         if len(answers) < len(step.results):
             raise UnrelatedError("torch does not know how its results are sharded", WRAP)
@@ -107,18 +109,20 @@ def _laid_out(step: Step) -> Step:
 
     Those of an operand of the same shape come first; no axis shards two dims of a tensor.
     """
-    shaped = {_sizes(x): x.dims for x in step.shards if ANY not in x.dims}
+    shaped = {_sizes(x.local, x.global_shape): x.dims for x in step.shards if ANY not in x.dims}
     known = {
-        _sizes(x.part([at])): dim
+        _sizes(*pair): dim
         for x in reversed(step.shards)
-        for at, dim in enumerate(x.dims)
+        for pair, dim in zip(_each(x), x.dims, strict=True)
         if dim != ANY
     }
 
     def like(value: Any) -> Any:
         if isinstance(value, ShardedTensor) and ANY in value.dims:
-            sizes = [_sizes(value.part([at])) for at in range(len(value.dims))]
-            others = shaped.get(_sizes(value)) or [known.get(each, ANY) for each in sizes]
+            sizes = [_sizes(*pair) for pair in _each(value)]
+            others = shaped.get(_sizes(value.local, value.global_shape)) or [
+                known.get(each, ANY) for each in sizes
+            ]
             pairs = zip(value.dims, others, strict=True)
             dims = tuple(other if own == ANY else own for own, other in pairs)
             found = replace(value, dims=dims)
@@ -128,8 +132,52 @@ def _laid_out(step: Step) -> Step:
     return replace(step, arguments={name: like(v) for name, v in step.arguments.items()})
 
 
-def _sizes(x: ShardedTensor) -> Hashable:
-    return tuple(map(hashable_size, x.local)), tuple(map(hashable_size, x.global_shape))
+def _named(step: Step) -> tuple[Step, Mapping[str, Hashable]]:
+    """Shards dims of equal entries over axes of their own, one for each pair of sizes.
+
+    What is done with shards of such a dim, and gives shards, gives equal entries for equal ones.
+    """
+    names: dict[Hashable, str] = {}
+
+    def named(value: Any) -> Any:
+        if isinstance(value, ShardedTensor) and ANY in value.dims:
+            places = [at for at, dim in enumerate(value.dims) if dim == ANY]
+            sizes = [_sizes(*_each(value)[at]) for at in places]
+            if len({*sizes}) < len(sizes) or draws(step.op, step.arguments):
+                raise size_of_one_rank()
+            dims = [*value.dims]
+            for at, pair in zip(places, sizes, strict=True):
+                axis = names.setdefault(pair, f"equal entries {len(names)}")
+                dims[at] = ((axis, 2), *unsharded(value.local[at]))
+            return replace(value, dims=tuple(dims))
+        return [*map(named, value)] if isinstance(value, list | tuple) else value
+
+    arguments = {name: named(value) for name, value in step.arguments.items()}
+    sizes = {**step.sizes, **dict.fromkeys(names.values(), 2)}
+    found = replace(step, arguments=arguments, sizes=sizes)
+    return found, {axis: pair for pair, axis in names.items()}
+
+
+def _kept(op: OpOverload, step: Step, axis: str, sizes: Hashable) -> list[int]:
+    """Returns the dim of each result whose entries are as equal as those of a dim of operands."""
+    try:
+        answers = _ask(op, _arguments_for(step, axis), 2)
+    except UnrelatedError as error:
+        raise size_of_one_rank() from error
+    found = [at for at in answers if isinstance(at, int)]
+    pairs = zip(found, step.results, strict=False)
+    made = [_sizes(here[at : at + 1], there[at : at + 1]) for at, (here, there) in pairs]
+    if len(found) != len(step.results) or any(each != sizes for each in made):
+        raise size_of_one_rank()
+    return found
+
+
+def _each(x: ShardedTensor) -> list[tuple[Shape, Shape]]:
+    return [((mine,), (all_,)) for mine, all_ in zip(x.local, x.global_shape, strict=True)]
+
+
+def _sizes(local: Shape, global_shape: Shape) -> Hashable:
+    return tuple(map(hashable_size, local)), tuple(map(hashable_size, global_shape))
 
 
 def _extremum(answer: str) -> str:

@@ -44,7 +44,7 @@ def convolve(step: Step) -> list[Sharded]:
     )
     group_dim = agreed([x_group, group_dim], "the dim of groups")
     contracted = agreed([x_inner, inside], "the dim of input channels")
-    if ANY in (contracted, group_dim, outside, x.dims[0]):
+    if ANY in (contracted, group_dim, outside):
         raise size_of_one_rank()
     channels = tuple(merged([*group_dim, *outside]))
     partial = frozenset(axes_of(contracted))
@@ -91,7 +91,7 @@ def group_norm(step: Step) -> list[Sharded]:
         UnrelatedError: a group has entries on several ranks.
     """
     x = step.arguments["input"]
-    if ANY in x.dims:
+    if ANY in x.dims[1:]:
         raise size_of_one_rank()
     if any(map(_is_shared, x.dims[2:])):
         raise UnrelatedError("it takes a mean over a dim that is sharded", WRAP)

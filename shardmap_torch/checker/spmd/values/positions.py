@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.spmd.layout import (
+    ANY,
     Dim,
     Shape,
     Sizes,
@@ -389,6 +390,8 @@ def _digits(pair: Pair, at: int, axes: Mapping[str, int], sizes: Sizes) -> Dim |
     step, own = pair.there.steps[at], pair.here.steps[at]
     if size == all_ and not axes:
         return unsharded(size) if step == own else None
+    if step == own == 0 and size != 0 and not axes:
+        return ANY
     if step == 0 or size == 0:
         return None
     grows: list[tuple[int, int, str | None]]
