@@ -25,7 +25,7 @@ def padded(*sides: int, mode: str) -> Callable[..., Tensor]:
 
 def warped(x: Tensor, maps: Tensor) -> Tensor:
     return functional.grid_sample(
-        x, functional.affine_grid(maps, x.shape, False), align_corners=False
+        x, functional.affine_grid(maps, [*x.shape], False), align_corners=False
     )
 
 
