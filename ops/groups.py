@@ -1,6 +1,7 @@
 """Groups of ranks for code that calls `torch.distributed` itself."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.collectives.protocol import is_checker
+from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.functorch import can_receive_gradient, num_derivatives
 from shardmap_torch.core.torch_private.engine import TorchDispatchMode
 from shardmap_torch.core.tree import flatten
@@ -32,7 +34,7 @@ _OPS: Final[Mapping[str, str]] = MappingProxyType(
 class Arriving(dist.Work):
     """Work as `async_op=True` returns it: what is written arrives when it is waited for.
 
-    Whoever reads it earlier gets what was there before, so that a check refuses it. On processes it
+    Whoever reads it earlier gets what was there before, and a check refuses it. On processes it
     may be either.
     """
 
@@ -181,11 +183,20 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
                 f"its output has {list(output.shape)}."
             )
 
+        arriving = begun(scope, [output], operands)
+
         def arrive() -> None:
-            with torch.no_grad():
+            with arriving(), torch.no_grad():
                 output.copy_(result)
 
         return Arriving(arrive)
+
+
+def begun(
+    scope: Scope, written: Sequence[Tensor], read: Sequence[Tensor]
+) -> Callable[[], AbstractContextManager[None]]:
+    """Tells a checker that a call has begun; returns a context in which its results arrive."""
+    return scope.backend.begin_call(written, read) if is_checker(scope.backend) else nullcontext
 
 
 @dataclass(frozen=True)
@@ -194,16 +205,25 @@ class Functional:
 
     Attributes:
         name: of the typed one.
-        call: calls it, with the operator's arguments but the group.
+        moves: calls it, with the operator's arguments but the group.
+        copies: whether torch copies its operand; others may read it until their result is used.
     """
 
     name: str
-    call: Callable[..., Tensor]
+    moves: Callable[..., Tensor]
+    copies: bool = False
+
+    def call(self, group: AxisGroup, x: Tensor, *rest: Any) -> Tensor:
+        """Calls it, and refuses writes into an operand that it may still read afterwards."""
+        result = self.moves(group, x, *rest)
+        if not self.copies:
+            begun(read_axes(self.name, group.axes)[1], [], [x])
+        return result
 
 
 FUNCTIONAL: Final[Mapping[str, Functional]] = MappingProxyType(
     {
-        "all_reduce": Functional("all_reduce", lambda group, x, op: group.reduced(x, op)),
+        "all_reduce": Functional("all_reduce", lambda group, x, op: group.reduced(x, op), True),
         "all_gather_into_tensor": Functional(
             "all_gather", lambda group, x, size: group.gathered(x)
         ),

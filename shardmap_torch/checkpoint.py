@@ -8,7 +8,7 @@ run again becomes `vmap` of itself; so it can be run again after the levels are 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -132,10 +132,15 @@ class _Region:
 
     def first(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function for its value, without saving anything for autograd."""
-        with self.draws.recorded():
+        with self.draws.recorded(), self._as_again():
             outputs = run(*operands)
         own = {id(x) for x in operands}
         return tuple(y.view_as(y) if id(y) in own else y for y in outputs)
+
+    def _as_again(self) -> AbstractContextManager[object]:
+        """Lets the checker see in the first run where the body itself records no gradients."""
+        is_checked = self.scope is not None and is_checker(self.scope.backend)
+        return torch.enable_grad() if is_checked else nullcontext()
 
     def again(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function again with the autocast and random states of the first run."""

@@ -79,6 +79,15 @@ class Checker(Backend, Protocol):
         """Returns a context in which code that a backward runs again is seen like the body."""
         ...
 
+    def begin_call(
+        self, written: Sequence[Tensor], read: Sequence[Tensor]
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Refuses to use what a call writes, and to write what it reads, until it has ended.
+
+        Returns a context, for its end, in which its results arrive.
+        """
+        ...
+
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
         """Requires that a value has this type along these axes; `name` is who says so.
 

@@ -124,6 +124,49 @@ class Body:
         work.wait()
         return read
 
+    def never(self, x: Tensor) -> Tensor:
+        """Returns what has never been waited for."""
+        total = x.sum()
+        dist.all_reduce(total, group=self.group, async_op=True)
+        return total
+
+    def overwritten(self, x: Tensor) -> Tensor:
+        """Writes an operand of two calls after the first."""
+        own, count = x * 2, sm.axis_size("tp")
+        outs = [x.new_empty(x.shape[0] * count, x.shape[1]) for _ in range(2)]
+        works = [dist.all_gather_into_tensor(y, own, self.group, async_op=True) for y in outs]
+        works[0].wait()
+        own[0].zero_()
+        works[1].wait()
+        return outs[1]
+
+    def functional_overwritten(self, x: Tensor) -> Tensor:
+        own = x * 2
+        found: Tensor = functional.all_gather_tensor(own, 0, self.group)
+        own.zero_()
+        return found * 2
+
+    def functional_reused(self, x: Tensor) -> Tensor:
+        """Writes into what torch has copied."""
+        own = x.sum()
+        found: Tensor = functional.all_reduce(own, "sum", self.group)
+        own.zero_()
+        return found * 2
+
+    def in_parts(self, x: Tensor) -> Tensor:
+        """Gathers columns into one buffer, and uses it and the operands when all have come."""
+        count = sm.axis_size("tp")
+        buffer = x.new_empty(2, x.shape[0] * count, 1)
+        own = [column.contiguous() for column in (x * 2).split(x.shape[1] // 2, 1)]
+        works = [
+            dist.all_gather_into_tensor(y, x, self.group, async_op=True)
+            for y, x in zip(buffer, own, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        own[0].zero_()
+        return torch.cat([*buffer], 1)
+
     def awaited(self, x: Tensor) -> Tensor:
         total = x.sum()
         work = dist.all_reduce(total, group=self.group, async_op=True)
@@ -191,11 +234,13 @@ PROGRAMS: Final[dict[str, Program]] = {
     "exchange": (lambda b: b.exchanged, (X,), P("tp"), P("tp"), lambda x: x[SWAPPED], True),
     "exchange back": (lambda b: b.exchanged_back, (X,), P("tp"), P("tp"), Tensor.sin, "global"),
     "sizes": (lambda b: b.exchanged_by_sizes, (X,), P("tp"), P("tp"), Tensor.sin, "global"),
+    "parts": (lambda b: b.in_parts, (X[:, :2],), P("tp"), P(), lambda x: x * 2, "global"),
     "wait": (lambda b: b.awaited, (X,), P("tp"), P(), lambda x: x.sum() * 2, "global"),
     "max": (lambda b: b.largest, (X,), P("tp"), P(), Tensor.max, "global"),
 }
 FUNCTIONAL: Final[dict[str, Program]] = {
     "sum": (lambda b: b.functional_sum, (X,), P("tp"), P(), lambda x: x.sum() * 2, "global"),
+    "reused": (lambda b: b.functional_reused, (X,), P("tp"), P(), lambda x: x.sum() * 2, "global"),
     "gather": (lambda b: b.functional_gather, (X,), P("tp"), P(), lambda x: x * 2, "global"),
     "scatter": (
         lambda b: b.functional_scatter,
@@ -215,10 +260,18 @@ FUNCTIONAL: Final[dict[str, Program]] = {
     ),
     "step": (lambda b: b.functional_step, (W[:, 0], X), (P(), P("tp")), P(), one_step, True),
 }
+EARLY: Final = (
+    "read = total * 2 uses what a call of torch.distributed writes, which has not been waited for."
+    "\nFix: call wait() first on what async_op=True returns."
+)
+LENT: Final = "zero_ writes into a tensor that a call of torch.distributed may still read, at "
 WRONG: Final[dict[str, tuple[Callable[[Body], Any], tuple[Tensor, ...], Any, str]]] = {
     "no sum": (lambda b: gradients(b.forgetful), MLP, SPECS, "is a pending sum over 'tp'"),
     "twice": (lambda b: b.twice, (X,), P("tp"), "but its operand is K (equal on all ranks)"),
-    "early": (lambda b: b.early, (X,), P("tp"), "one value on all ranks of 'tp', but"),
+    "early": (lambda b: b.early, (X,), P("tp"), EARLY),
+    "never": (lambda b: b.never, (X,), P("tp"), "uses what a call of torch.distributed writes"),
+    "overwritten": (lambda b: b.overwritten, (X,), P("tp"), LENT),
+    "functional": (lambda b: b.functional_overwritten, (X,), P("tp"), LENT),
     "differentiated": (
         lambda b: b.differentiated,
         (X,),

@@ -1,6 +1,6 @@
 """AbstractBackend: types the collectives of a body that is interpreted."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
@@ -63,6 +63,17 @@ class AbstractBackend(WithoutAutomaticAxes):
     def seeing(self) -> AbstractContextManager[object]:
         """Returns a context in which code that a backward runs again is seen."""
         return seeing(self._interpreter)
+
+    def begin_call(
+        self, written: Sequence[Tensor], read: Sequence[Tensor]
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Notes the memory that a call of torch.distributed reads and writes until it has ended."""
+        interpreter = self._interpreter
+        known = [
+            [interpreter.known_storage_type(x) or interpreter.storage_type(x) for x in tensors]
+            for tensors in (written, read)
+        ]
+        return interpreter.rows.arrivals.begin(*known)
 
     def read(self, x: Tensor) -> tuple[AxisType, AxisType]:
         """The readings, the same on all paths; they matter where a gradient flows."""

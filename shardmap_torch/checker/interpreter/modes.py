@@ -29,6 +29,7 @@ from shardmap_torch.checker.ir.generator_state import guarding_generator_state
 from shardmap_torch.checker.ir.rank_only import (
     GRAD_FN,
     HOOKS,
+    UNBATCHED,
     name_of_hook,
     takes_vmap,
     watching_functions,
@@ -184,8 +185,10 @@ class _Functions(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if user_code.is_observed(self._interpreter):
             user_code.remember(self._interpreter, [*args, *kwargs.values()])
-        if func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2))):
-            self._interpreter.needs_ranks(name_of_hook(func))
+        if func in UNBATCHED or (
+            func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2)))
+        ):
+            self._interpreter.needs_ranks(name_of_hook(func) if func in HOOKS else "")
         special = _SPECIAL.get(func)
         if special is not None and not self._interpreter.rows.selections.are_in(args):
             return special(self._interpreter, func, args, kwargs)

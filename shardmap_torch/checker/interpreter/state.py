@@ -128,6 +128,7 @@ class Memory:
         self.values.clear()
         self.watched.clear()
         self.hooked.clear()
+        self.rows = AliasedRows()
 
     def end(self) -> None:
         """Unties what refers to each other, when all is verified: it is freed without a collector.
@@ -173,6 +174,10 @@ class Memory:
         copy = tensor.clone()
         self.storage_type(copy).types = types
         return copy
+
+    def known_storage_type(self, tensor: Tensor) -> StorageType | None:
+        """Returns the storage type of a tensor, whatever it may be used for; None for closures."""
+        return self.types_by_storage.get(base_of(tensor).untyped_storage()._cdata)
 
     def storage_type(self, tensor: Tensor) -> StorageType:
         """Returns the storage type of a tensor, or of its fake."""
@@ -401,7 +406,7 @@ class Memory:
             if base.fake_mode is not self.fake:
                 raise kept(f"{self.name}: at {call_site()} the body uses")
             if self.rows.any:
-                self.rows.reject(self.name, base)
+                self.rows.reject(self.name, base, self.known_storage_type(base))
             return value
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             return [self._fakify_value(item) for item in value]

@@ -42,6 +42,11 @@ HOOKS: Final[frozenset[Any]] = frozenset(
 )
 """Functions of torch that register hooks on a tensor, or return a node for hooks."""
 
+UNBATCHED: Final[frozenset[Any]] = frozenset(
+    {Tensor.data.__get__, Tensor.detach_, torch.detach_}  # type: ignore[attr-defined]  # torch's
+)
+"""Functions of torch that refuse what `torch.func.vmap` batches."""
+
 
 def name_of_hook(function: Any) -> str:
     """Returns what a message calls one of `HOOKS`."""
@@ -78,6 +83,8 @@ def rank_only_part(op: OpOverload, arguments: Mapping[str, Any]) -> str | None:
 @lru_cache(maxsize=4096)
 def is_rank_only(op: OpOverload) -> bool:
     """Returns whether no batched body can call an operator, whatever its arguments."""
+    if any(argument.is_out for argument in op._schema.arguments):
+        return True
     return op is torch.ops.aten._neg_view.default or op._schema.name.startswith("aten::_foreach_")
 
 

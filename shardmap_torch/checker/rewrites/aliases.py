@@ -11,9 +11,10 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-from shardmap_torch.checker.ir.program import Equation
+from shardmap_torch.checker.ir.program import Equation, StorageType
 from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rewrites import selections
+from shardmap_torch.checker.rewrites.arrivals import Arrivals
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
@@ -53,8 +54,9 @@ class AliasedRows:
     """The rows that are copies here and views in a run.
 
     Attributes:
-        any: whether there are any, or selections; asked at every operation.
+        any: whether there are any, or selections, or arrivals; asked at every operation.
         selections: the tensors that stand for selections.
+        arrivals: the memory that calls of torch.distributed read and write until they have ended.
     """
 
     def __init__(self) -> None:
@@ -63,13 +65,15 @@ class AliasedRows:
         self._stale: set[int] = set()
         self.any = False
         self.selections = selections.Selections(self._begin)
+        self.arrivals = Arrivals(self._begin)
 
     def _begin(self) -> None:
         self.any = True
 
-    def reject(self, name: str, base: Tensor) -> None:
-        """Refuses a tensor that has other numbers here than in a run."""
+    def reject(self, name: str, base: Tensor, found: StorageType | None) -> None:
+        """Refuses a tensor, of a storage found, that has other numbers here than in a run."""
         self.selections.reject(name, base)
+        self.arrivals.reject(name, found)
         reject_stale(name, _READ_AGAIN if self._is_stale(base) else None)
 
     def pick(self, host: Host, source: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -112,6 +112,22 @@ def without_vmap(x: Tensor, w: Tensor) -> Tensor:
     return APPLY[WithoutVmap](x, w)
 
 
+def data(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w * x.data.sum(1, keepdim=True)
+
+
+def detached_in_place(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w * x.clone().detach_().sum(1, keepdim=True)
+
+
+def into_out(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w * torch.mul(x.detach(), 2, out=torch.empty_like(x))
+
+
+REFUSED_BY_TORCH = [data, detached_in_place, into_out]
+"""Bodies that torch itself refuses to batch."""
+
+
 BODIES = [
     tensor_hook,
     input_hook,
@@ -143,7 +159,7 @@ def mapped(body: Body, **kwargs: Any) -> Any:
     return shard_map(body, mesh=mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [*BODIES, *REFUSED_BY_TORCH], ids=lambda body: body.__name__)
 def test_simulated_meshes_run_as_one_device_what_vmap_would_drop_or_break(body: Body) -> None:
     assert not check_program(mapped(body), *(x.requires_grad_() for x in inputs())).batches
     # A hook that scales all of a cotangent does the same to each rank's part of it.

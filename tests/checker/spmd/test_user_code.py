@@ -1,6 +1,8 @@
 """Under global strictness, backwards and hooks of the user's own are those of one device."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -322,3 +324,26 @@ def test_counts_of_ids_are_those_of_all_ranks() -> None:
     with pytest.raises(ShardTypeError, match="counts a rank's ids only"):
         check_program(mapped(body, ABSTRACT, P("dp")), ids, W.clone().requires_grad_())
     check_program(mapped(body, ABSTRACT, P("dp")), ids, W)  # nothing is differentiated
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_switched_off_in_a_checkpoint_as_on_one_device(off: Any) -> None:
+    """Its first run records none anywhere; what it runs again is not compared."""
+
+    def on_ranks(x: Tensor) -> Tensor:
+        with off() if axis_size("dp") > 1 else nullcontext():
+            factor = x.tanh()
+        return factor * x
+
+    def always(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = x.tanh()
+        return factor * x
+
+    def body(part: Callable[[Tensor], Tensor], x: Tensor, w: Tensor) -> Tensor:
+        return shardmap_torch.checkpoint(part, x) @ w
+
+    x = X.clone().requires_grad_()
+    check_program(mapped(partial(body, always), ABSTRACT, P("dp")), x, W)
+    with pytest.raises(ShardTypeError, match="gradients are recorded in one program only"):
+        check_program(mapped(partial(body, on_ranks), ABSTRACT, P("dp")), x, W)
