@@ -7,7 +7,6 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.collectives.autograd import issue
 from shardmap_torch.collectives.bundle import issue_all
 from shardmap_torch.collectives.operations import Collective, collective_of
 from shardmap_torch.collectives.protocol import is_checker
@@ -25,6 +24,7 @@ from shardmap_torch.ops.arguments import (
     read_dim,
 )
 from shardmap_torch.ops.gather import all_gather, all_to_all
+from shardmap_torch.ops.reading import Reader, Reading, issue_each
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
 from shardmap_torch.types import AxisType, TypeLike, V, as_type
 
@@ -76,44 +76,57 @@ def convert(
         >>> shard_map(f, mesh=mesh, in_specs=(P(),), out_specs=P("tp"))(torch.arange(4.0))
         tensor([0., 1., 2., 3.])
     """
+    arguments = axis, src, dst, dim, grad_comm_dtype
+    if dim is not None or isinstance(x, Tensor):
+        return issue_each("convert", _read_conversion, x, *arguments)
     axes, scope = read_axes("convert", axis)
     source, target = as_type(src), as_type(dst)
     if source == target:
-        return _unchanged("convert", scope, x, axes, source)
+        return issue_each("convert", _read_conversion, x, *arguments)
+    collective = _conversion("convert", source, target, axes, grad_comm_dtype)
+    return all_leaves("convert", x, partial(issue_all, scope, collective))
+
+
+def _read_conversion(
+    _: object,
+    axis: Axis,
+    src: TypeLike,
+    dst: TypeLike,
+    dim: int | None,
+    grad_comm_dtype: torch.dtype | None,
+) -> Reader:
+    """Reads the arguments of a conversion."""
+    axes, scope = read_axes("convert", axis)
+    source, target = as_type(src), as_type(dst)
+    if source == target:
+        return partial(_unchanged, "convert", scope, axes, source)
     if dim is None:
         collective = _conversion("convert", source, target, axes, grad_comm_dtype)
-        if isinstance(x, Tensor):
-            return issue(scope, collective, x)  # type: ignore[return-value]  # X is Tensor here
-        return all_leaves("convert", x, partial(issue_all, scope, collective))
+        return lambda leaf: Reading(collective)
     row = lookup("convert", source, target)
     arguments = _back_in(row, grad_comm_dtype)
-    reshards = row.move in _ALONG_A_DIM
     num_ranks = scope.backend.mesh.num_ranks(axes)
 
-    def one(leaf: Tensor) -> Tensor:
-        at = read_dim("convert", "dim", dim, leaf.ndim) if reshards else 0
+    def one(leaf: Tensor) -> Reading:
+        at = read_dim("convert", "dim", dim, leaf.ndim) if row.move in _ALONG_A_DIM else 0
         if row.move == "slice":
             check_divides("convert", "dim", leaf.shape[at], axes, num_ranks)
         collective = collective_of(row.name, row.src, row.dst, axes, dim=at, **arguments)
-        return issue(scope, check_dtypes(collective), leaf)
+        return Reading(check_dtypes(collective))
 
-    return each_leaf("convert", x, one)
+    return one
 
 
 _ALONG_A_DIM: Final = ("slice", "pad")
 
 
-def _unchanged(name: str, scope: Scope, x: X, axes: tuple[str, ...], axis_type: AxisType) -> X:
+def _unchanged(
+    name: str, scope: Scope, axes: tuple[str, ...], axis_type: AxisType, leaf: Tensor
+) -> Reading:
     """A value that already has the type, which only the checker can see."""
-    backend = scope.backend
-    if not is_checker(backend):
-        return x
-
-    def one(leaf: Tensor) -> Tensor:
-        backend.require(name, axes, _plain(axis_type), leaf)
-        return leaf
-
-    return each_leaf(name, x, one)
+    if is_checker(scope.backend):
+        scope.backend.require(name, axes, _plain(axis_type), leaf)
+    return Reading(None)
 
 
 def _back_in(row: Row, grad_comm_dtype: torch.dtype | None) -> dict[str, Any]:
@@ -168,9 +181,14 @@ def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
         >>> shard_map(count, mesh=mesh, in_specs=(P(),), out_specs=P())(torch.tensor(1.0))
         tensor(4.)
     """
-    axes, scope = read_axes("reinterpret", axis)
+    return issue_each("reinterpret", _read_reinterpretation, x, axis, src, dst)
+
+
+def _read_reinterpretation(_: object, axis: Axis, src: TypeLike, dst: TypeLike) -> Reader:
+    """Reads the arguments of a reinterpretation."""
+    axes, _ = read_axes("reinterpret", axis)
     collective = _conversion("reinterpret", as_type(src), as_type(dst), axes)
-    return each_leaf("reinterpret", x, lambda leaf: issue(scope, collective, leaf))
+    return lambda leaf: Reading(collective)
 
 
 def redistribute(
@@ -231,7 +249,8 @@ def redistribute(
         moved: X = collective(x, axis, **arguments(source, target), **dtypes)
         return moved
     if source == target:
-        moved = _unchanged("redistribute", scope, x, axes, source)
+        read = partial(_unchanged, "redistribute", scope, axes, source)
+        moved = each_leaf("redistribute", x, lambda leaf: read(leaf).issue(scope, leaf))
     else:
         moved = convert(
             x,

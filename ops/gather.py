@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.collectives.autograd import bind, issue
+from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.collectives.operations import Collective, Started
 from shardmap_torch.core.functorch import base_of, is_transformed_otherwise
 from shardmap_torch.errors import CollectiveError
@@ -17,13 +17,13 @@ from shardmap_torch.ops.arguments import (
     check_sizes,
     check_tiled,
     collective_in,
-    each_leaf,
     for_operand,
     read_axes,
     read_dim,
     read_type,
     shown,
 )
+from shardmap_torch.ops.reading import Dtypes, Reader, Reading, issue_each
 from shardmap_torch.ops.reduce import check_split
 from shardmap_torch.types import AxisType, I, R, TypeLike, V
 
@@ -74,20 +74,32 @@ def all_gather(
         >>> shard_map(f, mesh=mesh, in_specs=(P("tp"),), out_specs=P("tp"))(torch.arange(4.0))
         tensor([6., 7., 8., 9.])
     """
+    dtypes = comm_dtype, grad_comm_dtype, out_dtype
+    return issue_each("all_gather", _read_gather, x, axis, dim, dst, tiled, sizes, dtypes)
+
+
+def _read_gather(
+    _: object,
+    axis: Axis,
+    dim: int,
+    dst: TypeLike,
+    tiled: bool,
+    sizes: Sequence[int] | None,
+    dtypes: Dtypes,
+) -> Reader:
+    """Reads the arguments of an all-gather."""
     axes, scope = read_axes("all_gather", axis)
     check_tiled("all_gather", tiled)
     to = read_type("all_gather", dst, "dst", (R, I))
     lengths = check_sizes("all_gather", "sizes", sizes, scope.backend.mesh.num_ranks(axes))
-    dtypes = comm_dtype, grad_comm_dtype, out_dtype
 
-    def one(leaf: Tensor) -> Tensor:
+    def one(leaf: Tensor) -> Reading:
         at = read_dim("all_gather", "dim", dim, leaf.ndim + (not tiled))
         if lengths is not None:
             _check_padded("all_gather", "dim", leaf.shape, at, tiled, lengths)
-        collective = _gather(dtypes, axes, to, at, tiled, lengths)
-        return issue(scope, for_operand(collective, leaf), leaf)
+        return Reading(for_operand(_gather(dtypes, axes, to, at, tiled, lengths), leaf))
 
-    return each_leaf("all_gather", x, one)
+    return one
 
 
 def gather_starter(axis: Axis) -> Callable[[Tensor], "Callable[[Tensor], Tensor] | None"] | None:
@@ -190,16 +202,29 @@ def all_to_all(
         tensor([[0., 1., 2., 3.],
                 [4., 5., 6., 7.]])
     """
+    dims, sizes = (split_dim, concat_dim), (split_sizes, concat_sizes)
+    dtypes = comm_dtype, grad_comm_dtype, out_dtype
+    return issue_each("all_to_all", _read_exchange, x, axis, dims, tiled, sizes, dtypes)
+
+
+def _read_exchange(
+    _: object,
+    axis: Axis,
+    dims: tuple[int, int],
+    tiled: bool,
+    sizes: tuple[Sequence[int] | None, Sequence[int] | None],
+    dtypes: Dtypes,
+) -> Reader:
+    """Reads the arguments of an all-to-all; pairs are of what is split and of what is joined."""
     axes, scope = read_axes("all_to_all", axis)
     check_tiled("all_to_all", tiled)
     num_ranks = scope.backend.mesh.num_ranks(axes)
-    splits = check_sizes("all_to_all", "split_sizes", split_sizes, num_ranks)
-    concats = check_sizes("all_to_all", "concat_sizes", concat_sizes, num_ranks)
-    dtypes = comm_dtype, grad_comm_dtype, out_dtype
+    splits = check_sizes("all_to_all", "split_sizes", sizes[0], num_ranks)
+    concats = check_sizes("all_to_all", "concat_sizes", sizes[1], num_ranks)
 
-    def one(leaf: Tensor) -> Tensor:
-        split = read_dim("all_to_all", "split_dim", split_dim, leaf.ndim)
-        concat = read_dim("all_to_all", "concat_dim", concat_dim, leaf.ndim)
+    def one(leaf: Tensor) -> Reading:
+        split = read_dim("all_to_all", "split_dim", dims[0], leaf.ndim)
+        concat = read_dim("all_to_all", "concat_dim", dims[1], leaf.ndim)
         length = leaf.shape[split]
         if tiled and split == concat and (splits or concats):
             raise CollectiveError(
@@ -209,12 +234,12 @@ def all_to_all(
         check_split("all_to_all", "split_dim", length, axes, num_ranks, tiled, splits)
         if concats is not None:
             _check_padded("all_to_all", "concat_dim", leaf.shape, concat, tiled, concats)
-        dims = {"dim": split, "concat_dim": concat, "tiled": tiled}
-        sizes = {"sizes": splits, "concat_sizes": concats}
-        collective = collective_in(dtypes, "all_to_all", V, V, axes, **dims, **sizes)
-        return issue(scope, for_operand(collective, leaf), leaf)
+        places = {"dim": split, "concat_dim": concat, "tiled": tiled}
+        lengths = {"sizes": splits, "concat_sizes": concats}
+        collective = collective_in(dtypes, "all_to_all", V, V, axes, **places, **lengths)
+        return Reading(for_operand(collective, leaf))
 
-    return each_leaf("all_to_all", x, one)
+    return one
 
 
 def broadcast(
@@ -252,6 +277,12 @@ def broadcast(
         >>> shard_map(f, mesh=mesh, in_specs=(P("tp"),), out_specs=P())(torch.arange(4.0))
         tensor([2., 3.])
     """
+    dtypes = comm_dtype, grad_comm_dtype
+    return issue_each("broadcast", _read_broadcast, x, axis, source, dst, dtypes)
+
+
+def _read_broadcast(_: object, axis: Axis, source: int, dst: TypeLike, dtypes: Dtypes) -> Reader:
+    """Reads the arguments of a broadcast."""
     axes, scope = read_axes("broadcast", axis)
     to = read_type("broadcast", dst, "dst", (R, I))
     num_ranks = scope.backend.mesh.num_ranks(axes)
@@ -259,9 +290,8 @@ def broadcast(
         raise CollectiveError(
             f"broadcast: source={source!r} is none of the {num_ranks} ranks of {shown(axes)}."
         )
-    dtypes = comm_dtype, grad_comm_dtype
     collective = collective_in(dtypes, "broadcast", V, to, axes, source=source)
-    return each_leaf("broadcast", x, lambda leaf: issue(scope, for_operand(collective, leaf), leaf))
+    return lambda leaf: Reading(for_operand(collective, leaf))
 
 
 def _check_padded(

@@ -1,6 +1,6 @@
 """Collectives that combine the ranks' values: all_reduce (sum, mean, max, min), reduce_scatter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -29,6 +29,7 @@ from shardmap_torch.ops.arguments import (
     read_type,
     shown,
 )
+from shardmap_torch.ops.reading import Dtypes, Finish, Reader, Reading, issue_each
 from shardmap_torch.types import I, Partial, R, TypeLike, V
 
 X = TypeVar("X")
@@ -79,22 +80,44 @@ def all_reduce(
         >>> total(torch.arange(8.0))
         tensor(28.)
     """
+    dtypes = comm_dtype, grad_comm_dtype, out_dtype
+    if isinstance(x, Tensor):
+        return issue_each("all_reduce", _read_reduction, x, axis, dst, src, op, dtypes)
     axes, scope = read_axes("all_reduce", axis)
     made = scope.reduction(op, axes, x)
-    operation = _reduction(axes, dst, src, made, comm_dtype, grad_comm_dtype, out_dtype)
+    operation = _reduction(axes, dst, src, made, *dtypes)
     if isinstance(operation, Extremum):
-        return each_leaf("all_reduce", x, lambda leaf: issue(scope, operation, _ordered(op, leaf)))
-    if made == "sum" and isinstance(x, Tensor):
-        x = _summable(x)  # type: ignore[assignment]  # X is Tensor
-        return issue(scope, for_operand(operation, x), x)  # type: ignore[return-value]
+        return each_leaf("all_reduce", x, lambda x: issue(scope, _ordered(operation, x), x))
     finish = _mean_over("all_reduce", made, scope.backend.mesh.num_ranks(axes))
     return all_leaves("all_reduce", x, partial(_sum_all, scope, operation, finish))
+
+
+def _read_reduction(
+    x: object, axis: Axis, dst: TypeLike, src: TypeLike | None, op: str, dtypes: Dtypes
+) -> Reader:
+    """Reads the arguments of an all-reduce."""
+    axes, scope = read_axes("all_reduce", axis)
+    made = scope.reduction(op, axes, x)
+    operation = _reduction(axes, dst, src, made, *dtypes)
+    finish = _mean_over("all_reduce", made, scope.backend.mesh.num_ranks(axes))
+
+    def one(leaf: Tensor) -> Reading:
+        if isinstance(operation, Extremum):
+            return Reading(_ordered(operation, leaf))
+        return _summing(operation, leaf, finish)
+
+    return one
+
+
+def _summing(operation: Collective, x: Tensor, finish: Finish | None) -> Reading:
+    cast = torch.int64 if x.dtype == torch.bool else None
+    return Reading(for_operand(operation, _summable(x)), finish, cast)
 
 
 def _sum_all(
     scope: Scope,
     total: Collective,
-    finish: Callable[[Tensor], Tensor],
+    finish: Finish | None,
     xs: Sequence[Tensor],
 ) -> Sequence[Tensor]:
     """Sums of several tensors; where their dtypes count, each is a collective of its own."""
@@ -104,7 +127,8 @@ def _sum_all(
     totals = [for_operand(total, x) for x in xs]
     if total.out_dtype is None:
         return issue_all(scope, total, xs, after=finish)
-    return [finish(issue(scope, each, x)) for each, x in zip(totals, xs, strict=True)]
+    sums = [issue(scope, each, x) for each, x in zip(totals, xs, strict=True)]
+    return sums if finish is None else list(map(finish, sums))
 
 
 def reduce_scatter(
@@ -150,6 +174,20 @@ def reduce_scatter(
         >>> shard_map(f, mesh=mesh, in_specs=(P("tp"),), out_specs=P("tp"))(torch.arange(4.0))
         tensor([2., 4.])
     """
+    dtypes = comm_dtype, grad_comm_dtype, out_dtype
+    return issue_each("reduce_scatter", _read_scatter, x, axis, dim, op, tiled, sizes, dtypes)
+
+
+def _read_scatter(
+    x: object,
+    axis: Axis,
+    dim: int,
+    op: str,
+    tiled: bool,
+    sizes: Sequence[int] | None,
+    dtypes: Dtypes,
+) -> Reader:
+    """Reads the arguments of a reduce-scatter."""
     axes, scope = read_axes("reduce_scatter", axis)
     check_tiled("reduce_scatter", tiled)
     num_ranks = scope.backend.mesh.num_ranks(axes)
@@ -158,17 +196,15 @@ def reduce_scatter(
     made = scope.reduction(op, axes, x)
     lengths = check_sizes("reduce_scatter", "sizes", sizes, num_ranks)
     finish = _mean_over("reduce_scatter", made, num_ranks)
-    dtypes = comm_dtype, grad_comm_dtype, out_dtype
 
-    def one(leaf: Tensor) -> Tensor:
+    def one(leaf: Tensor) -> Reading:
         at = read_dim("reduce_scatter", "dim", dim, leaf.ndim)
         check_split("reduce_scatter", "dim", leaf.shape[at], axes, num_ranks, tiled, lengths)
         options = {"dim": at, "tiled": tiled, "sizes": lengths}
         collective = collective_in(dtypes, "reduce_scatter", Partial, V, axes, **options)
-        leaf = _summable(leaf)
-        return finish(issue(scope, for_operand(collective, leaf), leaf))
+        return _summing(collective, leaf, finish)
 
-    return each_leaf("reduce_scatter", x, one)
+    return one
 
 
 def check_split(
@@ -224,20 +260,22 @@ def _reject_dtypes(op: str, *dtypes: torch.dtype | None) -> None:
         )
 
 
-def _ordered(op: str, x: Tensor) -> Tensor:
+def _ordered(extremum: Extremum, x: Tensor) -> Extremum:
     if x.is_complex():
-        raise CollectiveError(f"all_reduce: op={op!r} needs an order, which {x.dtype} lacks.")
-    return x
+        raise CollectiveError(
+            f"all_reduce: op={extremum.move!r} needs an order, which {x.dtype} lacks."
+        )
+    return extremum
 
 
 def _summable(x: Tensor) -> Tensor:
     return x.to(torch.int64) if x.dtype == torch.bool else x
 
 
-def _mean_over(name: str, op: str, num_ranks: int) -> Callable[[Tensor], Tensor]:
-    """Returns the function that turns the sum into the result of `op`."""
+def _mean_over(name: str, op: str, num_ranks: int) -> Finish | None:
+    """Returns what makes the result of `op` of the sum; None where that is the result."""
     if op == "sum":
-        return lambda total: total
+        return None
 
     def divide(total: Tensor) -> Tensor:
         if not (total.is_floating_point() or total.is_complex()):

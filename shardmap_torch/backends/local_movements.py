@@ -1,7 +1,7 @@
 """Data movements that need no communication, for one rank that knows its index."""
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,8 +34,11 @@ def _same(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
     return x
 
 
+LocalMovement: TypeAlias = Callable[[Collective, Tensor, int, int], Tensor]
+"""Moves data from a collective, its operand, this rank's index and the number of ranks."""
+
 # A plain dict, as are the tables of processes: Dynamo gives up on a proxy when any dict changes.
-LOCAL_MOVEMENTS: Final[Mapping[str, Callable[[Collective, Tensor, int, int], Tensor]]] = {
+LOCAL_MOVEMENTS: Final[Mapping[str, LocalMovement]] = {
     "slice": _slice,
     "pad": _pad,
     "mask": _mask,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -11,16 +11,17 @@ from torch import Tensor
 
 from shardmap_torch.backends import reference
 from shardmap_torch.backends.communicator import TracedWire, Wire
-from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, on_one_rank
+from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, LocalMovement, on_one_rank
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.plan import Plan
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.control.control import Control
 from shardmap_torch.control.deadlock import RankGroup
 from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import StuckError
-from shardmap_torch.core.caching import constant, lazy
+from shardmap_torch.core.caching import Memo, constant, lazy
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.torch_private.engine import current_graph_task_id
@@ -36,6 +37,9 @@ _WIRE: Final = {
 
 _CONVERTED: Final = frozenset({*_WIRE, torch.complex32, torch.complex64, torch.complex128})
 """Dtypes that are not sent as they are; complex ones go as pairs of numbers."""
+
+_PLANS: Final = 1024
+"""Collectives that a backend remembers at a time."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,33 @@ class ProcessGroupBackend(RankBackend):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh, dist.get_rank())
+        self.readings = Memo[Any]()
+        self._plans: dict[int, Plan] = {}
         self._lines: dict[tuple[str, ...], Line] = {}
         self._backward: tuple[int, Site | None] = -1, None
         self._compares_all = mesh.debug == "collectives"
+
+    def plan(self, collective: Collective) -> Plan | None:
+        """Returns the plan of a collective; None where code is compiled, or dtypes are cast."""
+        if torch.compiler.is_compiling():
+            return None
+        known = self._plans.get(id(collective))  # which a plan keeps, or its id would be another's
+        if known is None and collective.keeps_dtype and collective.move != "ragged":
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            known = self._plans[id(collective)] = self._make_plan(collective)
+        return known
+
+    def _make_plan(self, c: Collective) -> Plan:
+        index, num_ranks = self.position(c.axes)
+        local = LOCAL_MOVEMENTS.get(c.move)
+        if local is not None:
+            run = partial(_move_here, local, index, num_ranks, c)
+        elif num_ranks == 1:
+            run = partial(_copy, c)
+        else:
+            run = partial(_send, self.line(c.axes), _movement(c.move), c)
+        return Plan(self, c, run, does_nothing=c.move == "same" and num_ranks == 1)
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs the move on the group of the collective's axes.
@@ -97,12 +125,10 @@ class ProcessGroupBackend(RankBackend):
         line = self.line(collective.axes)
         if len(line.order) == 1:
             return on_one_rank(move, collective, x)
+        movement = _movement(move)
         if isinstance(line.wire, TracedWire):
-            return _on_wire(line, move, collective, x)
-        control = current()
-        if control is None:
-            return unviewed(_on_wire(line, move, collective, x))
-        return self._communicate(control, line, move, collective, x)
+            return _on_wire(line, movement, collective, x)
+        return _send(line, movement, collective, self, x)
 
     def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
         """Starts an untiled gather along dim 0; returns what waits for it, None where it must not.
@@ -135,15 +161,6 @@ class ProcessGroupBackend(RankBackend):
         control.resume(line.rank_group)
         try:
             return finish()
-        except (RuntimeError, StuckError) as error:
-            control.fail(f"{collective} on the {self.mesh}", error)
-
-    def _communicate(
-        self, control: Control, line: Line, move: str, collective: Collective, x: Tensor
-    ) -> Tensor:
-        control.begin(collective, x, self._site(), line.rank_group, self._compares_all)
-        try:
-            return unviewed(_on_wire(line, move, collective, x))
         except (RuntimeError, StuckError) as error:
             control.fail(f"{collective} on the {self.mesh}", error)
 
@@ -188,21 +205,51 @@ def _constants(
     return backend.mesh.group(axes).group_name, line.order, line.own
 
 
-def _on_wire(line: Line, move: str, c: Collective, x: Tensor) -> Tensor:
+def _move_here(
+    local: LocalMovement, index: int, num_ranks: int, c: Collective, _: object, x: Tensor
+) -> Tensor:
+    return local(c, x, index, num_ranks)
+
+
+def _copy(c: Collective, _: object, x: Tensor) -> Tensor:
+    return on_one_rank(c.move, c, x)
+
+
+Movement: TypeAlias = Callable[[Line, Collective, Tensor], Tensor]
+"""Does one movement with the other ranks of a line."""
+
+
+def _send(
+    line: Line, move: Movement, c: Collective, backend: ProcessGroupBackend, x: Tensor
+) -> Tensor:
+    """Does a movement in eager code, after the checks that precede it."""
+    control = current()
+    if control is None:
+        return unviewed(_on_wire(line, move, c, x))
+    control.begin(c, x, backend._site(), line.rank_group, backend._compares_all)
+    try:
+        return unviewed(_on_wire(line, move, c, x))
+    except (RuntimeError, StuckError) as error:
+        control.fail(f"{c} on the {backend.mesh}", error)
+
+
+def _on_wire(line: Line, move: Movement, c: Collective, x: Tensor) -> Tensor:
     if x.dtype not in _CONVERTED:
-        return _moved(line, move, c, x)
+        return move(line, c, x)
     if x.is_complex():
         # The parts are a trailing dim, which no movement touches: dims count from the front.
         parts = _on_wire(line, move, c, torch.view_as_real(x.resolve_conj()))
         return torch.view_as_complex(parts.contiguous())
-    return _moved(line, move, c, x.to(_WIRE[x.dtype])).to(x.dtype)
+    return move(line, c, x.to(_WIRE[x.dtype])).to(x.dtype)
 
 
-def _moved(line: Line, move: str, c: Collective, x: Tensor) -> Tensor:
-    """Does a movement; one that has no function here is done to all ranks' gathered operands."""
+def _movement(move: str) -> Movement:
+    """Returns what does a movement; one without a function here is done to all ranks' operands."""
     known = MOVES.get(move)
-    if known is not None:
-        return known(line, c, x)
+    return partial(_gathered, move) if known is None else known
+
+
+def _gathered(move: str, line: Line, c: Collective, x: Tensor) -> Tensor:
     every = line.from_group(line.wire.gather(x))
     result = reference.MOVES[move](c, reference.Stack(every, True, len(line.order)))
     return result.every()[line.own].clone()
@@ -273,7 +320,7 @@ def _sum_mask(line: Line, c: Collective, x: Tensor) -> Tensor:
     return LOCAL_MOVEMENTS["mask"](c, line.wire.reduce(x, "sum"), line.own, len(line.order))
 
 
-MOVES: Final[Mapping[str, Callable[[Line, Collective, Tensor], Tensor]]] = {
+MOVES: Final[Mapping[str, Movement]] = {
     "sum": _sum,
     "max": _max,
     "min": _min,

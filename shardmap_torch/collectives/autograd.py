@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.operations import Collective, Operation
+from shardmap_torch.collectives.plan import Plan
 from shardmap_torch.collectives.protocol import Backend, is_checker
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.control.start import call_number
@@ -24,6 +25,7 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.errors import TransformError
 
 _has_levels: Final[Callable[[], bool]] = are_transforms_active
+_LINEAR: Final = (Collective, Plan)
 
 
 def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
@@ -32,6 +34,13 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
     A Function with `setup_context`, which torch.func and Dynamo need, costs three times the
     `forward(ctx, ...)` form, and both cost more than a plain call: take the cheapest that serves.
     """
+    traced = torch.compiler.is_dynamo_compiling()
+    if type(operation) is Collective:
+        plan = None if traced else backend.plan(operation)
+        if plan is not None:
+            return run_plan(plan, x)
+    elif type(operation) is Plan:
+        return bind(backend, operation.collective, x) if traced else run_plan(operation, x)
     markers = backend.markers(operation.axes)
     if type(operation) is Collective and operation.move == "same" and not markers:
         # A cast does nothing over axes of one rank, or to what is not differentiated.
@@ -40,7 +49,6 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
             or not (x.requires_grad or is_transformed() or not operation.keeps_dtype)
         ):
             return x
-    traced = torch.compiler.is_dynamo_compiling()
     if markers:
         batched: Any = backend
         found = batched.trace(operation, x, markers) if traced else batched.at_once(operation, x)
@@ -55,6 +63,17 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
         out = apply(x, operation, backend)
         return out
     return operation.run(backend, x)
+
+
+def run_plan(plan: Plan, x: Tensor) -> Tensor:
+    """Runs what `bind` runs for the plan's collective, in eager code."""
+    if plan.does_nothing:
+        return x
+    if _has_levels() or forward_level() >= 0:
+        return apply_transformed(x, plan.collective, plan.backend)
+    if x.requires_grad and torch.is_grad_enabled():
+        return apply_eager(x, plan, plan.backend)
+    return plan.run(plan.backend, x)
 
 
 def issue(scope: Scope, operation: Operation, x: Tensor) -> Tensor:
@@ -123,7 +142,7 @@ class EagerForm(TypedFunction):
             ctx.call = call_number()
         y = operation.run(backend, x)
         # A collective is linear, so that no derivative of it needs a tensor.
-        if type(operation) is not Collective and (saved := operation.saved(x, y)):
+        if type(operation) not in _LINEAR and (saved := operation.saved(x, y)):
             ctx.save_for_backward(*saved)
         return y
 
@@ -135,7 +154,7 @@ class EagerForm(TypedFunction):
         if not torch.compiler.is_dynamo_compiling():
             reject_batched_gradients()
         operation, backend = ctx.operation, ctx.backend
-        if type(operation) is Collective:
+        if type(operation) in _LINEAR:
             return bind(backend, operation.transpose, grad), None, None
         return operation.pull_back(partial(bind, backend), grad, ctx.saved_tensors), None, None
 

@@ -30,29 +30,24 @@ SMALL: Final = 2**20
 _ADDING: Final = ("same", "sum")
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
 def issue_all(
     scope: Scope,
     operation: Collective,
     xs: Sequence[Tensor],
-    after: Callable[[Tensor], Tensor] = _unchanged,
+    after: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Tensor]:
     """Runs one operation that the user's code calls on several tensors; see `issue`.
 
     `after` is applied to each of the results.
     """
-    if _is_spared(scope.backend, operation, xs):
+    is_spared = _is_spared(scope.backend, operation, xs)
+    if is_spared or _can_bundle(scope.backend, operation, xs):
         for x in xs:
             scope.on_operation(operation, x)
-        return list(map(after, xs))
-    if not _can_bundle(scope.backend, operation, xs):
-        return [after(issue(scope, operation, x)) for x in xs]
-    for x in xs:
-        scope.on_operation(operation, x)
-    return list(map(after, bind_all(scope.backend, operation, xs)))
+        ys = list(xs) if is_spared else bind_all(scope.backend, operation, xs)
+    else:
+        ys = [issue(scope, operation, x) for x in xs]
+    return ys if after is None else list(map(after, ys))
 
 
 def _is_spared(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> bool:

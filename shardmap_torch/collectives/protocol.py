@@ -7,7 +7,9 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from torch import Tensor
 
-from shardmap_torch.collectives.operations import Mover, Operation
+from shardmap_torch.collectives.operations import Collective, Mover, Operation
+from shardmap_torch.collectives.plan import Plan
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
@@ -15,9 +17,19 @@ from shardmap_torch.types import AxisType, I, V
 
 
 class Backend(Mover, Protocol):
-    """Runs collectives for the ranks of one mesh; one instance per rank, or per batched body."""
+    """Runs collectives for the ranks of one mesh; one instance per rank, or per batched body.
+
+    Attributes:
+        mesh: the mesh.
+        readings: what arguments of collectives mean, where the same come again and again.
+    """
 
     mesh: Mesh
+    readings: Memo[Any] | None
+
+    def plan(self, collective: Collective) -> Plan | None:
+        """Returns what the collective runs here, looked up once; None where that has no plan."""
+        ...
 
     def index(self, axes: Sequence[str]) -> Tensor:
         """Returns this rank's position along `axes` (first is major): an int64 scalar."""
@@ -44,6 +56,12 @@ class Backend(Mover, Protocol):
 
 class WithoutAutomaticAxes:
     """The part of a backend whose values are global over the axes that are not bound."""
+
+    readings: Memo[Any] | None = None
+
+    def plan(self, collective: Collective) -> Plan | None:
+        """Returns None: only processes run the same collectives again and again."""
+        return None
 
     def unshared(self, x: Tensor) -> Tensor:
         """Returns the value."""

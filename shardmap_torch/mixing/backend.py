@@ -40,11 +40,15 @@ class SharingBackend(ProcessGroupBackend):
         super().__init__(mesh)
         assert mesh.device_mesh is not None  # only process-group meshes come here
         names = mesh.device_mesh.mesh_dim_names or ()
+        self.readings = None  # of arguments: they depend on the same
         self.automatic = axes
         self.copies = RedistributedViews()
         self.shared: DeviceMesh = mesh.device_mesh[
             tuple(names[mesh.axis_names.index(axis)] for axis in axes)
         ]
+
+    def plan(self, collective: Collective) -> None:
+        """Returns None: a movement depends on how its operand lies."""
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs a movement on this rank's shard of a DTensor, or on a plain value."""

@@ -1,0 +1,46 @@
+"""Plans: what a collective runs on one process, once its line and its movement are looked up."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from shardmap_torch.collectives.operations import Bind, Collective, Linear, Operation, Saved
+from shardmap_torch.core.caching import lazy
+
+
+class Plan(Linear):
+    """A collective on the backend of one process, as an operation: the fast form of the same one.
+
+    Monitors, transforms and compiled code see the collective itself.
+
+    Attributes:
+        backend: its backend, which keeps it.
+        collective: what it runs.
+        run: moves the data, called as `Operation.run`.
+        does_nothing: whether the result is the operand, without a backward of its own.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        collective: Collective,
+        run: Callable[[Any, Tensor], Tensor],
+        does_nothing: bool,
+    ) -> None:
+        self.backend, self.collective = backend, collective
+        self.run, self.does_nothing = run, does_nothing
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.collective.axes
+
+    @lazy
+    def transpose(self) -> Operation:
+        """The collective that carries a cotangent back, as a plan where it has one."""
+        back = self.collective.transpose
+        planned: Operation | None = self.backend.plan(back)
+        return back if planned is None else planned
+
+    def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
+        return bind(self.transpose, grad)
