@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmap_torch.collectives import plan
 from shardmap_torch.collectives.autograd import TypedFunction, bind
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend
@@ -163,13 +164,15 @@ class Unfused:
     """Runs the unfused compositions."""
 
     backend: Backend
-    collective: Collective
+    collective: Collective | plan.Plan
 
     def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
         """Runs one all-gather, then the matmuls."""
         full = bind(self.backend, self.collective, x)
-        pairs = zip(ws, biases, strict=True)
-        return tuple(full @ w if bias is None else full @ w + bias for w, bias in pairs)
+        outs = []
+        for w, bias in zip(ws, biases, strict=True):
+            outs.append(full @ w if bias is None else full @ w + bias)
+        return tuple(outs)
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
         """Runs the matmul, then the reduce-scatter or all-reduce."""

@@ -76,16 +76,12 @@ def prepared(
     if scope is None or place is None:
         result = prepare(axis, *operands, *options)
     else:
-        key = (prepare, place, scope.axes, axis, options, *map(_signature, operands))
-        is_cached = True
-
-        def compute() -> Prepared:
-            nonlocal is_cached
-            is_cached = False
-            return prepare(axis, *operands, *options)
-
-        result = _READY.get(key, compute)
-        if is_cached:  # `prepare` reports to the scope itself, before the fabric is measured.
+        key = (prepare, place, scope.axes, axis, options, *_signature(operands))
+        known = _READY.find(key)
+        if known is None:  # `prepare` reports to the scope itself, before the fabric is measured.
+            result = _READY.get(key, lambda: _planned(scope, prepare(axis, *operands, *options)))
+        else:
+            result = known
             scope.on_operation(result.collective, operands[0])
             if place is not scope.backend:  # whose backends live for one call
                 result = replace(result, runner=Unfused(scope.backend, result.collective))
@@ -93,11 +89,23 @@ def prepared(
     return result
 
 
-def _signature(operand: Any) -> Any:
-    """Returns the properties of an operand that decide what runs."""
-    if isinstance(operand, Tensor):
-        return operand.shape, operand.dtype, operand.device
-    return None if operand is None else tuple(map(_signature, operand))
+def _planned(scope: Scope, made: Prepared) -> Prepared:
+    """Looks the collective of a composition up, in eager code."""
+    plan = scope.backend.plan(made.collective)
+    if plan is None or not isinstance(made.runner, Unfused):
+        return made
+    return replace(made, runner=Unfused(scope.backend, plan))
+
+
+def _signature(operands: Sequence[Any]) -> list[Any]:
+    """Returns the properties of operands that decide what runs."""
+    found: list[Any] = []
+    for each in operands:
+        if isinstance(each, Tensor):
+            found += each.shape, each.dtype, each.device
+        else:
+            found.append(None if each is None else tuple(_signature(each)))
+    return found
 
 
 def prepare_gather(

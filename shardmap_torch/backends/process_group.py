@@ -23,7 +23,6 @@ from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import StuckError
 from shardmap_torch.core.caching import Memo, constant, lazy
 from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.torch_private.engine import current_graph_task_id
 from shardmap_torch.mesh import Mesh
 
@@ -225,12 +224,14 @@ def _send(
     """Does a movement in eager code, after the checks that precede it."""
     control = current()
     if control is None:
-        return unviewed(_on_wire(line, move, c, x))
-    control.begin(c, x, backend._site(), line.rank_group, backend._compares_all)
-    try:
-        return unviewed(_on_wire(line, move, c, x))
-    except (RuntimeError, StuckError) as error:
-        control.fail(f"{c} on the {backend.mesh}", error)
+        y = _on_wire(line, move, c, x)
+    else:
+        control.begin(c, x, backend._site(), line.rank_group, backend._compares_all)
+        try:
+            y = _on_wire(line, move, c, x)
+        except (RuntimeError, StuckError) as error:
+            control.fail(f"{c} on the {backend.mesh}", error)
+    return y.data if y._is_view() else y  # as `unviewed`
 
 
 def _on_wire(line: Line, move: Movement, c: Collective, x: Tensor) -> Tensor:

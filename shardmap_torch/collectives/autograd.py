@@ -151,9 +151,11 @@ class EagerForm(TypedFunction):
         """Pulls the cotangent back; a missing one stays missing, with no communication."""
         if grad is None:
             return None, None, None
+        operation, backend = ctx.operation, ctx.backend
         if not torch.compiler.is_dynamo_compiling():
             reject_batched_gradients()
-        operation, backend = ctx.operation, ctx.backend
+            if type(operation) is Plan and type(back := operation.transpose) is Plan:
+                return run_plan(back, grad), None, None
         if type(operation) in _LINEAR:
             return bind(backend, operation.transpose, grad), None, None
         return operation.pull_back(partial(bind, backend), grad, ctx.saved_tensors), None, None
