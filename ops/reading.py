@@ -30,7 +30,7 @@ Finish: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True)
 class Reading:
-    """What the arguments of a collective mean for one operand.
+    """The meaning of a collective's arguments for one operand.
 
     Attributes:
         operation: what to issue; None where the operand is the result.
