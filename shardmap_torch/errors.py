@@ -110,6 +110,8 @@ def read_names(value: object) -> tuple[str, ...] | None:
     """
     if isinstance(value, str):
         return (value,)
+    if type(value) is tuple and {*map(type, value)} == {str}:  # as most are
+        return value
     if not isinstance(value, Sequence | Set) or not all(isinstance(name, str) for name in value):
         return None
     return tuple(value)

@@ -74,8 +74,7 @@ class _AdamW(Elementwise):
         self, params: Tensors, grads: Tensors, moments: list[Tensors], at: Step
     ) -> tuple[Tensors, list[Tensors]]:
         moved, (beta1, beta2) = _decayed(params, at), self.betas
-        options = at.lr, beta1, beta2, self.eps
-        fused = fused_adamw((moved, grads, *moments), at.number, options)
+        fused = fused_adamw((moved, grads, *moments), at.number, (at.lr, *self.betas, self.eps))
         if fused is not None:
             return fused[0], fused[1:]
         mean = foreach("lerp", moments[0], grads, 1 - beta1)
@@ -97,7 +96,7 @@ def _decayed(params: Tensors, at: Step) -> Tensors:
         places = [place for place, decay in enumerate(at.decays) if bool(decay) == decays]
         own = [params[place] for place in places]
         if decays and places:
-            own = foreach("mul", own, as_number(1 - at.lr * at.decays[places[0]]))
+            own = foreach("mul", own, 1 - at.lr * at.decays[places[0]])
         else:
             own = foreach("clone", own)
         for place, value in zip(places, own, strict=True):

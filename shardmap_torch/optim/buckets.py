@@ -183,9 +183,7 @@ def _move_bucket(
     """Packs the leaves into one buffer, moves it, and unpacks the results."""
     name, axes = transfers[0].name, transfers[0].axes
     num_before, num_after = (axis_size(axes) if per_rank else 1 for per_rank in _ROWS[name])
-    fronts = [
-        x.movedim(t.dim or 0, 0) if x.ndim else x for x, t in zip(leaves, transfers, strict=True)
-    ]
+    fronts = [x.movedim(t.dim, 0) if t.dim else x for x, t in zip(leaves, transfers, strict=True)]
     buffer = torch.cat([x.reshape(num_before, -1) for x in fronts], dim=1)
     dim = None if name == "all_reduce" else 0
     with spare(buffer):
@@ -197,7 +195,7 @@ def _move_bucket(
         if name != "all_reduce":
             shape[0] = shape[0] * num_after // num_before
         leaf = part.reshape(shape)
-        result.append(leaf.movedim(0, transfer.dim or 0) if leaf.ndim else leaf)
+        result.append(leaf.movedim(0, transfer.dim) if transfer.dim else leaf)
     return result
 
 

@@ -16,7 +16,8 @@ _DEVICES: Final = frozenset(
     for kind in ("cpu", "cuda")
     if fused_adamw_ is not None and has_kernel("aten::_fused_adamw_", kind.upper())
 )
-_LAYOUT: Final = attrgetter("dtype", "device", "shape")
+_DTYPE: Final = attrgetter("dtype")
+_DEVICE: Final = attrgetter("device")
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
@@ -41,42 +42,40 @@ def fused_adamw(
     numbers = [as_number(option) for option in options]
     if any([isinstance(x, Tensor) for x in numbers]) or forward_level() >= 0:
         return None
-    return beneath_vmaps(_step, (*columns, number, *map(float, numbers)))
+    return beneath_vmaps(_step, (*columns, number, *map(float, numbers)), writes=True)
 
 
 def _step(*operands: Any) -> list[Tensors] | None:
     *columns, number, lr, beta1, beta2, eps = operands
-    if not _are_alike(columns) or not _are_plain([*chain(*columns), number]):
+    every = [*chain(*columns)]
+    if not _is_served(every) or type(number) is not Tensor:
         return None
     params, grads, *moments = columns
-    copies = [_laid_out_as(params, foreach("clone", moment)) for moment in moments]
-    steps = [number.to(params[0].device, torch.float32)] * len(params)
+    strides = [*map(Tensor.stride, params)]
+    copies = [_laid_out_as(params, strides, foreach("clone", moment)) for moment in moments]
+    steps = [number.to(every[0].device, torch.float32)] * len(params)
     fused_adamw_(
-        params, _laid_out_as(params, grads), *copies, [], steps,
+        params, _laid_out_as(params, strides, grads), *copies, [], steps,
         lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False,
     )  # fmt: skip
     return [params, *copies]
 
 
-def _are_alike(columns: Sequence[Tensors]) -> bool:
-    """Returns whether all are of one dtype, on one device that has a kernel, and of equal shapes.
+def _is_served(tensors: Tensors) -> bool:
+    """Returns whether the operator may write into these, which autograd and subclasses do not see.
 
-    Shapes differ where a vmap batches one of them alone.
+    They are of one dtype, on one device that has a kernel.
     """
-    layouts = list(map(_LAYOUT, columns[0]))
-    if len({layout[:2] for layout in layouts}) != 1 or layouts[0][1].type not in _DEVICES:
+    if {*map(type, tensors)} != {Tensor} or len({*map(_DTYPE, tensors)}) > 1:
         return False
-    return all([list(map(_LAYOUT, column)) == layouts for column in columns])
-
-
-def _are_plain(tensors: Tensors) -> bool:
-    """Returns whether the operator may write into these: autograd and subclasses do not see it."""
-    if set(map(type, tensors)) != {Tensor}:
+    device, *others = {*map(_DEVICE, tensors)}
+    if others or device.type not in _DEVICES:
         return False
     return not (torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)))
 
 
-def _laid_out_as(like: Tensors, column: Tensors) -> Tensors:
+def _laid_out_as(like: Tensors, strides: list[tuple[int, ...]], column: Tensors) -> Tensors:
     """Returns the tensors with the strides of others, which the kernel takes for granted."""
-    pairs = zip(column, like, strict=True)
-    return [x if x.stride() == to.stride() else torch.empty_like(to).copy_(x) for x, to in pairs]
+    if [*map(Tensor.stride, column)] == strides:
+        return column
+    return [torch.empty_like(to).copy_(x) for x, to in zip(column, like, strict=True)]

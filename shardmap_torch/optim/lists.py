@@ -58,34 +58,34 @@ def foreach_in_place(
 
     New memory costs more than the arithmetic of an optimizer: the OS kernel has to clear its pages.
     """
-    every = (own, *operands)
     if not own:
         return own
     if torch.is_grad_enabled() and any([x.requires_grad for x in own]):
         return foreach(name, own, *operands, **scalars)  # autograd may have saved them
-    if not _is_transformed(every):
+
+    def write(*every: Any) -> tuple[Tensors]:
         _fused(f"_foreach_{name}_", every, scalars)
-        return own
-    levels = _levels_of_vmap(every)
-    if levels is None or levels != _levels_of_vmap((own,)):
-        return foreach(name, own, *operands, **scalars)
-    with temporarily_clear_interpreter_stack():
-        _fused(f"_foreach_{name}_", _unbatched(every, levels), scalars)
-    return own
+        return (every[0],)
+
+    found = beneath_vmaps(write, (own, *operands), writes=True)
+    return foreach(name, own, *operands, **scalars) if found is None else found[0]
 
 
 def beneath_vmaps(
-    run: Callable[..., Sequence[Sequence[Tensor]] | None], operands: Operands
+    run: Callable[..., Sequence[Sequence[Tensor]] | None], operands: Operands, writes: bool = False
 ) -> list[Tensors] | None:
     """Returns the lists that `run` makes of operands, where vmaps are active of what they batch.
 
-    None where `run` returns None, or cannot be run: under other functorch transforms.
+    None where `run` returns None, or cannot be run: under other functorch transforms; or, with
+    `writes`, where lists are not batched alike, so that results may be larger than operands.
     """
     if not _is_transformed(operands):
         found = run(*operands)
         return None if found is None else list(map(list, found))
     levels = _levels_of_vmap(operands)
     if levels is None:
+        return None
+    if writes and any(isinstance(x, list) and levels != _levels_of_vmap((x,)) for x in operands):
         return None
     with temporarily_clear_interpreter_stack():
         found = run(*_unbatched(operands, levels))

@@ -1,6 +1,7 @@
 """Global norm of a tree of sharded tensors, and clipping by it."""
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Final, Literal, TypeAlias, TypeVar
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import memo
+from shardmap_torch.core.torch_private.engine import are_transforms_active
 from shardmap_torch.core.tree import Broadcast, Tree, closed, flatten, opened
 from shardmap_torch.errors import OptimizerError, SpecError, show
 from shardmap_torch.ops import all_reduce
@@ -184,12 +186,25 @@ def _widest(amounts: Sequence[Tensor]) -> torch.dtype:
 
 
 _WIDE: Final = (torch.float32, torch.float64)
+_FEW: Final = 2**18
+"""Entries that a dot product adds to 1e-6 of the result; a sum adds any number, as a tree."""
+
+
+def _is_dotted(x: Tensor) -> bool:
+    """Returns whether a dot product adds its squares as precisely, in one pass without a buffer."""
+    if torch.compiler.is_dynamo_compiling() or are_transforms_active():
+        return False
+    is_plain = type(x) is Tensor and x.device.type == "cpu"
+    return is_plain and x.numel() <= _FEW and x.is_contiguous()
 
 
 def _amount(x: Tensor, ord: float) -> Tensor:
     """Computes the addend of one shard: the sum of powers, or the maximum."""
     if ord == 2 and x.dtype in _WIDE:
-        return x.square().sum()
+        if not _is_dotted(x):
+            return x.square().sum()
+        flat = x.view(-1)
+        return torch.dot(flat, flat)
     wide = torch.promote_types(x.abs().dtype if x.is_complex() else x.dtype, torch.float32)
     if ord == math.inf:
         return x.abs().amax().to(wide) if x.numel() else x.new_zeros((), dtype=wide)
@@ -199,9 +214,9 @@ def _amount(x: Tensor, ord: float) -> Tensor:
 
 def _by_group(amounts: Iterable[tuple[G, Tensor]], op: Op) -> Iterator[tuple[G, Tensor]]:
     """Combines the amounts of each group and dtype, so that each needs one reduction."""
-    groups: dict[tuple[G, torch.dtype], list[Tensor]] = {}
+    groups: defaultdict[tuple[G, torch.dtype], list[Tensor]] = defaultdict(list)
     for key, amount in amounts:
-        groups.setdefault((key, amount.dtype), []).append(amount)
+        groups[key, amount.dtype].append(amount)
     for (key, _), some in groups.items():
         together = torch.stack(some)
         yield key, together.amax() if op == "max" else together.sum()

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.tree import (
+    Flat,
     Structure,
     Tree,
     broadcast_prefix_all,
@@ -21,7 +23,7 @@ from shardmap_torch.core.tree import (
     unflatten,
 )
 from shardmap_torch.errors import OptimizerError, listing, show
-from shardmap_torch.optim.lists import Tensors, is_number, placed_like
+from shardmap_torch.optim.lists import Tensors, as_number, is_number, placed_like
 from shardmap_torch.optim.schedules import Rate, rate_at
 from shardmap_torch.spec import P
 from shardmap_torch.spec_patterns import leaf_paths
@@ -78,6 +80,11 @@ class Elementwise(Optimizer):
         """The moments that the state has."""
         return self.moments
 
+    @lazy
+    def _flat_decays(self) -> Flat:
+        """The pytree prefix of those that decay, flattened once."""
+        return Flat(*flatten(self.decays))
+
     @abstractmethod
     def step(
         self, params: Tensors, grads: Tensors, moments: list[Tensors], at: "Step"
@@ -112,8 +119,9 @@ class Elementwise(Optimizer):
         trees = [grads, *(state[name] for name in self.kept)]
         columns = [_like(tree, params, leaves, structure) for tree in trees]
         number = state["step"] + 1
-        decayed = self._decayed(params, structure, leaves)
-        at = Step(number.double(), rate_at(self.lr, number.double()), decayed)
+        wide_number = number.double()
+        rate = as_number(rate_at(self.lr, wide_number))
+        at = Step(wide_number, rate, self._decayed(params, structure, leaves))
         is_plain = not _has_dtensors(leaves)
         locals_ = [_locals_like(column, leaves, is_plain) for column in columns]
         dtypes = [self.state_dtype or p.dtype for p in leaves]
@@ -132,7 +140,7 @@ class Elementwise(Optimizer):
         if callable(self.decays):
             chosen = [bool(self.decays(leaf)) for leaf in leaves]
         else:
-            matched = broadcast_prefix_all(self.decays, structure, params, "params", _is_bool)
+            matched = broadcast_prefix_all(self._flat_decays, structure, params, "params", _is_bool)
             if problems := list(map(str, matched.mismatches)):
                 raise OptimizerError(listing("decays= does not match the parameters:", problems))
             chosen = list(matched.specs)

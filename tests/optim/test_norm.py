@@ -99,6 +99,15 @@ def test_the_norm_of_plain_trees_is_that_of_their_entries(sizes: list[int], ord:
         torch.testing.assert_close(global_norm(tree, ord=ord), norm_of(tree, ord))
 
 
+@pytest.mark.parametrize("size", [2**18, 2**22])
+def test_many_entries_are_added_precisely(size: int) -> None:
+    # One dot product of the larger number is off by 7e-7, and a leaf with strides has none.
+    leaf = torch.linspace(0.5, 1.5, size)
+    expected = leaf.double().square().sum().sqrt()
+    for x in (leaf, leaf.view(2, -1).T):
+        torch.testing.assert_close(global_norm([x]).double(), expected, rtol=5e-7, atol=0)
+
+
 def test_low_precision_is_added_in_float32() -> None:
     ones = torch.ones(1000, dtype=torch.bfloat16)  # bfloat16 has no 1001
     norm = global_norm([ones, ones[:1]])
