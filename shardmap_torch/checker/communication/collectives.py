@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from typing import Final
 
 import torch
@@ -13,7 +14,7 @@ from shardmap_torch.checker.communication.equivalence import check_equivalent
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import seeing
-from shardmap_torch.checker.ir.program import Equation, bytes_sent, use_of
+from shardmap_torch.checker.ir.program import Equation, bytes_sent, is_constant, use_of
 from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVES
@@ -237,6 +238,7 @@ class AbstractBackend(WithoutAutomaticAxes):
             self._interpreter.axes, equation.operands[0].types, read, strict=True
         ):
             matches = plain(axis_type) in accepted or as_read in accepted
+            matches |= axis_type == K and move == "sum" and _counts(equation)
             if axis in collective.axes and not matches:
                 raise messages.source(self._interpreter, equation, axis, expected)
             if axis not in collective.axes and axis_type == Partial and move in EXTREMA:
@@ -253,6 +255,15 @@ class AbstractBackend(WithoutAutomaticAxes):
                 dst = V
             result.append(dst)
         return tuple(result)
+
+
+def _counts(equation: Equation) -> bool:
+    """Returns whether a sum is that of a number from sizes, as of each rank's rows.
+
+    What else is equal on all ranks is rarely meant to be added up.
+    """
+    (x,) = equation.operands
+    return not equation.backward and prod(x.shape) == 1 and is_constant(x.storage_type)
 
 
 def _shown(move: str, collective: Collective | None) -> str:

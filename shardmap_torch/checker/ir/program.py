@@ -65,6 +65,26 @@ class StorageType:
         return f"{self.made.name}{site}"
 
 
+_SHAPED: Final = frozenset({"ones_like", "full_like", "new_ones", "new_full"})
+"""Operations whose results depend on nothing but sizes of their operand."""
+
+
+def is_constant(value: StorageType) -> bool:
+    """Returns whether a value is computed from literals and sizes alone, and not written into."""
+    known, waiting = {id(value)}, [value]
+    while waiting:
+        made = waiting[-1].made
+        if made is None and not waiting[-1].numbers:
+            return False
+        of = [] if made is None or made.name in _SHAPED else made.operands
+        operands = [use.storage_type for use in of]
+        if any(each is waiting[-1] for each in operands):
+            return False
+        waiting[-1:] = [each for each in operands if id(each) not in known]
+        known |= {*map(id, operands)}
+    return True
+
+
 @dataclass(slots=True, unsafe_hash=True)
 class Use:
     """An operand or a result of an equation, with its types at that time.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -43,12 +44,12 @@ from shardmap_torch.checker.spmd.batches.term_store import TermStore
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations
-from shardmap_torch.checker.spmd.ops.advice import OTHER
+from shardmap_torch.checker.spmd.ops.advice import COPIES, OTHER
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
 from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import PairedCall
 from shardmap_torch.checker.spmd.state import Notes
-from shardmap_torch.checker.spmd.sums import NO_AXES, Sums, reject_scaled
+from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Sums, part_of, reject_scaled
 from shardmap_torch.checker.spmd.values.maxima import Maxima
 from shardmap_torch.checker.spmd.values.positions import Positions
 from shardmap_torch.checker.spmd.values.vocabulary import VocabularyValues
@@ -59,6 +60,7 @@ from shardmap_torch.core.functorch import dims_of
 from shardmap_torch.core.torch_private.engine import OpOverload, disable_current_modes
 from shardmap_torch.errors import show_shape
 from shardmap_torch.spec import P
+from shardmap_torch.types import K
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -120,11 +122,13 @@ class Relation(Observer):
             if live:
                 event = self._take(LITERAL)
                 with disable_current_modes():  # the numbers are real
-                    same = event.literal is not None and torch.equal(event.literal, numbers)
-                if not same:
+                    scale = part_of(numbers, event.literal, self._notes.sizes)
+                if scale is None:
                     raise UnrelatedError("it has other numbers there")
                 ((number, _),) = event.results
                 self._notes.note(made, number, ShardedTensor.unsharded(tuple(made.shape)))
+                cause = self._operations.at("the numbers of a literal")
+                self._notes.set_sums(made, FINISHED.scaled(scale, NO_AXES, cause))
                 with disable_current_modes():
                     self._vocabulary.note_literal(made, numbers)
 
@@ -162,6 +166,7 @@ class Relation(Observer):
                         self._notes.reject_term(x)
                     sizes = self._notes.sizes
                     axes = tuple(axis for axis in collective.axes if axis in sizes)
+                    sums = self._of_copies(sums, x, axes) if move == "sum" else sums
                     dims, partial = after(move, Move(collective, axes, shard, sums.partial, sizes))
                     shard = fitted(dims, tuple(y.shape), global_shape)
                     sums = replace(_without(sums, frozenset(axes)), partial=partial)
@@ -169,6 +174,14 @@ class Relation(Observer):
                 self._notes.set_sums(y, sums)
                 self._microbatches.note_move(move, str(collective), on, x, y)
                 self._maxima.move(event, x)
+
+    def _of_copies(self, sums: Sums, x: Tensor, axes: Sequence[str]) -> Sums:
+        """Returns the sums of a value that is pending over axes because ranks have copies of it."""
+        types = dict(self._notes.types(x))
+        equal = frozenset(axis for axis in axes if types[axis] == K) - sums.partial
+        copies = Fraction(prod(self._notes.sizes[axis] for axis in equal))
+        found = sums.scaled(copies, NO_AXES, self._operations.at(COPIES))
+        return replace(found, partial=sums.partial | equal)
 
     def on_python_value(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Requires that a Python value comes from tensors that are unsharded on every rank."""

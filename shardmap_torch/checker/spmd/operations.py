@@ -120,14 +120,17 @@ class Operations:
         for tensor in call.read if positions is None else ():
             if self._notes.sums(tensor).loose:
                 self._notes.reject_loose(tensor, self._kept(op, tensor))
-        step, factor = self._step(call, function, bool(positions))
+        dtype = call.results[0].dtype
+        by = None if positions else factor_of(op, call.arguments, event.arguments, dtype)
+        name, factor = by or ("", ONE)
+        step = self._step(call, function, name)
         self._reject_hidden_writes(call, step)
         summed = self._summed(call)
-        if factor not in (None, 1):
-            here, there = call.arguments["other"], event.arguments["other"]
-            numbers = f"whose argument other is {here} on a rank and {there} on one device,"
+        if factor != 1:
+            here, there = call.arguments[name], event.arguments[name]
+            numbers = f"whose argument {name} is {here} on a rank and {there} on one device,"
             cause = AVERAGED if is_divided() else f"{messages.friendly(op)}, {numbers}"
-            summed = summed.scaled(factor or Fraction(1), NO_AXES, self._at(cause))
+            summed = summed.scaled(factor, NO_AXES, self.at(cause))
         rearranged = None if positions else rearrange(self._microbatches.store, step, call)
         special = positions or (rearranged.sharded if rearranged is not None else None)
         special = special or self._overwrite(call, step.arguments)
@@ -143,26 +146,22 @@ class Operations:
                 self.candidates.begin(call, step.arguments["self"])
         self._maxima.follow(call)
         self._microbatches.note(call, combined)
-        is_plain = factor in (None, 1) and special is None and combined is None
+        is_plain = factor == 1 and special is None and combined is None
         return layouts if is_plain else None
 
-    def _step(
-        self, call: PairedCall, function: Any, is_laid_out: bool
-    ) -> tuple[Step, Fraction | None]:
-        """Returns the operation on layouts, and the factor between both programs, if it is one."""
+    def _step(self, call: PairedCall, function: Any, scaling: str) -> Step:
+        """Returns the operation on layouts; the argument `scaling` may differ in both programs."""
         op, arguments, there = call.op, call.arguments, call.event.arguments
         shards = {
             name: self._notes.layouts(value, there.get(name), name, op in TAKES_STACKS)
             for name, value in arguments.items()
         }
-        factor = None if is_laid_out else factor_of(op, arguments.get("other"), there.get("other"))
-        differing = {} if factor is not None else call.differing
+        differing = {n: value for n, value in call.differing.items() if n != scaling}
         if any(len(local) != len(global_shape) for local, global_shape in call.shapes):
             raise UnrelatedError("on one device the result has another number of dims")
         zeros = frozenset(n for n, x in named_tensors(arguments) if self._notes.sums(x).zero)
         sizes = self._notes.sizes
-        step = Step(op, shards, differing, call.tensors, call.shapes, sizes, function, zeros)
-        return step, factor
+        return Step(op, shards, differing, call.tensors, call.shapes, sizes, function, zeros)
 
     def _overwrite(self, call: PairedCall, shards: Mapping[str, Any]) -> list[Sharded] | None:
         """Lays out memory like what is copied into all of it; None where `copy_` does not do so."""
@@ -184,7 +183,7 @@ class Operations:
         nbytes: int = self._interpreter.storage_type(tensor).storage.nbytes()
         return nbytes == tensor.numel() * tensor.itemsize
 
-    def _at(self, what: str) -> str:
+    def at(self, what: str) -> str:
         """Names the user's line."""
         site, _ = self._interpreter.site()
         return what if site is None else f"{what} at {site}"
@@ -288,7 +287,7 @@ class Operations:
             sizes = self._notes.sizes
             mean = Fraction(prod(sizes[axis] for axis in sharded.means), sharded.divided)
             scale *= mean
-        cause = "" if scale is ONE or scale == 1 else self._at(messages.friendly(call.op))
+        cause = "" if scale is ONE or scale == 1 else self.at(messages.friendly(call.op))
         scaled = summed.scaled(mean, sharded.means, cause)
         twice = dict(extrema).keys() & set(shard.axes)
         if twice:

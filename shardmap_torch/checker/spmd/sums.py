@@ -6,14 +6,17 @@ linear operations, and through nothing else; so a multiple is typed as a pending
 its own. The gradient of a multiple is that multiple of the gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
 
+import torch
+from torch import Tensor
+
 from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.rules.infer import is_factor
-from shardmap_torch.checker.spmd.layout import UnrelatedError
+from shardmap_torch.checker.spmd.layout import UnrelatedError, numbers_of_shards
 from shardmap_torch.checker.spmd.ops.advice import multiple
 from shardmap_torch.core.torch_private.engine import OpOverload
 
@@ -83,15 +86,35 @@ _DIVIDED: Final = overloads("div.Tensor div.Scalar div_.Tensor div_.Scalar")
 _SCALING: Final = overloads("mul.Tensor mul.Scalar mul_.Tensor mul_.Scalar") + _DIVIDED
 
 
-def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:
-    """Returns the factor between an operation by a number and by another on one device, or None.
+_FACTORS: Final = {
+    **dict.fromkeys(_SCALING, "other"),
+    **dict.fromkeys(overloads("full new_full full_like"), "fill_value"),
+    **dict.fromkeys(overloads("scalar_tensor"), "s"),
+}
+"""Operations whose results are multiples of a number, and the name of that argument."""
+
+
+def factor_of(
+    op: OpOverload, here: Mapping[str, Any], there: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[str, Fraction] | None:
+    """Returns the argument that scales an operation, and the factor between both programs, or None.
 
     Example:
         >>> import torch
-        >>> factor_of(torch.ops.aten.div.Tensor, 4, 12)  # by a local size
-        Fraction(3, 1)
+        >>> div, float32 = torch.ops.aten.div.Tensor, torch.float32
+        >>> factor_of(div, {"other": 4}, {"other": 12}, float32)  # by a local size
+        ('other', Fraction(3, 1))
     """
-    if not (is_factor(by) and is_factor(there)) or op not in _SCALING:
+    name = _FACTORS.get(op, "")
+    if not (dtype.is_floating_point or dtype.is_complex or name == "other"):
+        return None  # an integer or a bool may not hold the number
+    factor = _ratio(op, here.get(name), there.get(name))
+    return None if factor is None else (name, factor)
+
+
+def _ratio(op: OpOverload, by: Any, there: Any) -> Fraction | None:
+    """Returns the factor between an operation by a number and by another; None for no numbers."""
+    if not (is_factor(by) and is_factor(there)):
         return None
     if by == there:
         return ONE
@@ -101,6 +124,22 @@ def factor_of(op: OpOverload, by: Any, there: Any) -> Fraction | None:
     # 1 / 3 in floating point is no third.
     simple = ratio.limit_denominator(_LARGEST)
     return simple if abs(simple - ratio) <= _ROUNDING * abs(ratio) else ratio
+
+
+def part_of(here: Tensor, there: Tensor | None, sizes: Mapping[str, int]) -> Fraction | None:
+    """Returns the part of numbers on one device that those on a rank are, of some axes' sizes.
+
+    Example:
+        >>> import torch
+        >>> part_of(torch.tensor(4), torch.tensor(8), {"dp": 2, "tp": 4})
+        Fraction(1, 2)
+    """
+    if there is None or here.shape != there.shape or here.dtype != there.dtype:
+        return None
+    for count in numbers_of_shards(sizes):
+        if torch.equal(here if count == 1 else here * count, there):
+            return Fraction(1, count)
+    return None
 
 
 _LARGEST: Final = 1 << 20

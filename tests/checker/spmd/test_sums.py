@@ -223,7 +223,16 @@ def test_the_gradient_of_a_gathered_shard_divided_by_the_ranks_is_that_of_one_de
 def test_the_factor_between_two_numbers(
     op: Any, by: float, there: float, factor: Fraction | None
 ) -> None:
-    assert factor_of(op, by, there) == factor
+    found = factor_of(op, {"other": by}, {"other": there}, torch.float64)
+    assert found == (None if factor is None else ("other", factor))
+
+
+@pytest.mark.parametrize("op", [aten.full.default, aten.new_full.default, aten.full_like.default])
+def test_the_factor_between_two_tensors_of_one_number(op: Any) -> None:
+    here, there = {"fill_value": 2.5}, {"fill_value": 5}
+    assert factor_of(op, here, there, torch.float32) == ("fill_value", Fraction(1, 2))
+    assert factor_of(op, here, there, torch.int64) is None  # which holds 2
+    assert factor_of(op, here, there, torch.bool) is None
 
 
 # ----------------------------------------------------------------------------- rounded addends

@@ -65,6 +65,10 @@ AVERAGED: Final = "op='mean'"
 """The start of the cause of a factor that comes from a mean over the ranks."""
 
 
+COPIES: Final = "a sum of what every rank has"
+"""The start of the cause of a factor that comes from equal values on the ranks."""
+
+
 def multiple(scale: Fraction, cause: str, axis: str, is_pending: bool) -> tuple[str, str]:
     """Returns what is said of a value that is a multiple of that on one device, and advice.
 
@@ -85,6 +89,8 @@ def multiple(scale: Fraction, cause: str, axis: str, is_pending: bool) -> tuple[
     if cause.startswith(AVERAGED):
         fix = "leave out op='mean', which is right for means of each rank's part."
         return f"{told}, of what is to be added up", fix
+    if cause.startswith(COPIES):
+        return told, "leave out the all_reduce, or add up the numbers of each rank's own part."
     return told, NUMBER
 
 

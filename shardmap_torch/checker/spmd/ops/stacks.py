@@ -5,6 +5,7 @@ and addends of a pending sum are the sum once they are added up; nothing else is
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from shardmap_torch.checker.spmd.layout import (
     ADDENDS,
@@ -14,9 +15,11 @@ from shardmap_torch.checker.spmd.layout import (
     CANDIDATES,
     Dim,
     ShardedTensor,
+    Sizes,
     UnrelatedError,
     axes_of,
     is_stacked,
+    numbers_of_shards,
     size_of_one_rank,
 )
 from shardmap_torch.checker.spmd.ops.advice import STACKED
@@ -102,19 +105,30 @@ def copy(step: Step) -> list[Sharded]:
 
 
 def add(step: Step) -> list[Sharded]:
-    """Propagates a sum, which is pending where it goes over a sharded dim."""
+    """Propagates a sum, which is pending where it goes over a sharded dim.
+
+    That of equal entries is the part of the sum on one device that a rank has of them.
+    """
     (x,) = step.shards
     over = _over(step, x)
-    if any(x.dims[dim] == ANY for dim in over):
-        raise size_of_one_rank()
-    inside = [axis for dim in over for axis, _ in x.dims[dim]]
+    equal = [dim for dim in over if x.dims[dim] == ANY]
+    copies = prod(_missing(x.local[dim], x.global_shape[dim], step.sizes) for dim in equal)
+    inside = [axis for dim in over if dim not in equal for axis, _ in x.dims[dim]]
     if (BLOCK in inside) != (BLOCKS in inside) or CANDIDATES in inside:
         raise UnrelatedError(_ALONE, STACKED)
     kept: list[Dim | None] = [*x.dims]
     for dim in over:
         kept[dim] = () if step.arguments.get("keepdim") else None
     partial = frozenset(axis for dim in over for axis in axes_of(x.dims[dim]))
-    return [Sharded(tuple(dim for dim in kept if dim is not None), partial)]
+    return [Sharded(tuple(dim for dim in kept if dim is not None), partial, divided=copies)]
+
+
+def _missing(local: int, global_size: int, sizes: Sizes) -> int:
+    """Returns of how many shards that large a dim consists: what a symbol divides has no number."""
+    for count in numbers_of_shards(sizes):
+        if local * count == global_size:
+            return count
+    raise size_of_one_rank()
 
 
 def average(step: Step) -> list[Sharded]:

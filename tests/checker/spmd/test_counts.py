@@ -1,0 +1,142 @@
+"""Numbers of rows, samples or tokens that each rank knows of its own part, added up."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardmap_torch import I, P, R, ShardTypeError, all_reduce, axis_size, make_mesh, shard_map
+from tests.checker.support.one_device import assert_is_one_device, assert_is_refused, numbers
+
+X: Final = numbers(8, 3)
+
+
+def total(x: Tensor) -> Tensor:
+    found: Tensor = all_reduce(x, "a", dst=I)
+    return found
+
+
+def size(x: Tensor) -> float:
+    return float(x.shape[0])
+
+
+def ones(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[0], dtype=x.dtype)
+
+
+def sync_batch_norm(x: Tensor) -> Tensor:
+    """Packs sums and the number of rows into one all_reduce, as torch's SyncBatchNorm does."""
+    count = torch.full((1,), x.shape[0], dtype=x.dtype)
+    packed = all_reduce(torch.cat([x.sum(0), x.square().sum(0), count]), "a", dst=R)
+    mean, square, count = packed.split([x.shape[1], x.shape[1], 1])
+    mean, square = mean / count, square / count
+    return (x - mean) * torch.rsqrt(square - mean.square() + 1e-5)
+
+
+def perplexity(x: Tensor) -> Tensor:
+    loss = functional.cross_entropy(x, x.argmax(-1).detach(), reduction="sum")
+    return (total(loss) / total(torch.tensor(x.shape[0]))).exp()
+
+
+COUNTS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "a number": lambda x: torch.tensor(size(x)),
+    "an int": lambda x: torch.tensor(x.numel()) / x.shape[1],
+    "in a new tensor": lambda x: x.new_tensor(size(x)),
+    "full": lambda x: torch.full((), x.shape[0], dtype=x.dtype),
+    "full like": lambda x: torch.full_like(x[0, :1], size(x)),
+    "a product": lambda x: x.shape[0] * torch.ones(1),
+    "a sum of ones": lambda x: ones(x).sum(),
+    "a sum of ones of a shape": lambda x: torch.ones_like(x[:, 0]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("spec", [P("a"), P(("a", "b"))], ids=str)
+def test_the_number_of_a_rank_s_rows_is_a_pending_sum(name: str, spec: P) -> None:
+    axes = ("a",) if spec == P("a") else ("a", "b")
+
+    def average(x: Tensor) -> Tensor:
+        count = all_reduce(COUNTS[name](x), axes, dst=I)
+        return all_reduce(x.square().sum(0), axes, dst=I) / count
+
+    assert_is_one_device(average, [X], spec, P())
+
+
+@pytest.mark.parametrize("body", [perplexity, sync_batch_norm])
+def test_a_program_that_adds_up_numbers_of_rows_is_that_of_one_device(body: Any) -> None:
+    assert_is_one_device(body, [X], P("a"), P() if body is perplexity else P("a"))
+
+
+WRONG: Final[dict[str, tuple[Callable[[Tensor], Tensor], str]]] = {
+    "not added up": (lambda x: torch.tensor(size(x)), "it is 1/2 times that value"),
+    "a sum that is not added up": (lambda x: ones(x).sum(), "it is 1/2 times that value"),
+    "of all ranks": (lambda x: total(torch.tensor(size(x) * axis_size("a"))), "it is 2 times"),
+    "of no part": (lambda x: total(torch.tensor(8.0)), "it is 2 times"),
+    "over another axis": (
+        lambda x: all_reduce(torch.tensor(size(x)), ("a", "b"), dst=I),
+        "it is 1/2 times|it is 2 times",
+    ),
+    "over one of two axes": (
+        lambda x: total(torch.tensor(size(x))) * total(torch.ones(())),
+        "it is 2 times",
+    ),
+    "a reciprocal": (lambda x: total(torch.tensor(1 / size(x))), "other numbers"),
+    "one more": (lambda x: total(torch.tensor(size(x) + 1)), "other numbers"),
+    "in an integer that does not hold it": (
+        lambda x: total(torch.full((), x.shape[0] / 8, dtype=torch.int64)),
+        "its argument fill_value is",
+    ),
+    "as a factor of each addend": (
+        lambda x: total(ones(x).sum() * x.sum()),
+        "it is 1/2 times that value",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_number_that_is_another_one_on_one_device_is_refused(name: str) -> None:
+    count, text = WRONG[name]
+    assert_is_refused(lambda x: total(x.sum(0)) / count(x), [X], P("a"), P(), text)
+
+
+def written(x: Tensor) -> Tensor:
+    count = torch.zeros(())
+    count += x.sum()
+    count *= 2
+    return total(count)
+
+
+EQUAL: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "an input": lambda x: total(x.sum()),
+    "several constants": lambda x: total(torch.ones(3)),
+    "what has been written": written,
+    "a factor": lambda x: total(torch.ones(()) * x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("check", [True, "global"])
+def test_what_is_equal_on_all_ranks_and_no_number_of_rows_is_not_added_up(
+    name: str, check: Any
+) -> None:
+    mesh = make_mesh((2, 2), ("a", "b"), kind="simulated")
+    mapped = shard_map(EQUAL[name], mesh=mesh, in_specs=P(), out_specs=P(), check=check)
+    with pytest.raises(ShardTypeError, match=r"takes Partial .* but its operand is K"):
+        mapped(X)
+
+
+def test_a_sum_of_ones_holds_for_all_sizes() -> None:
+    mesh = make_mesh((2,), ("a",), kind="simulated")
+    mapped = shard_map(
+        lambda x: x / total(ones(x).sum()),
+        mesh=mesh,
+        in_specs=P("a"),
+        out_specs=P("a"),
+        check="global",
+    )
+    for rows in (4, 8, 12, 16, 20):
+        x = numbers(rows, 2)
+        torch.testing.assert_close(mapped(x), x / rows)
