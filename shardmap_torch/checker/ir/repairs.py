@@ -15,6 +15,7 @@ from shardmap_torch import ops
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site, calling
 from shardmap_torch.errors import MAX_LINES, ShardTypeError
+from shardmap_torch.ops.reading import Reading
 from shardmap_torch.types import AxisType
 
 T = TypeVar("T")
@@ -155,8 +156,12 @@ def _reducing() -> FrameType | None:
 
 def is_divided() -> bool:
     """Returns whether the collective that is issued now is one with op="mean"."""
-    frame = _reducing()
-    return frame is not None and bool(frame.f_locals["made"] == "mean")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _REDUCING:
+        if frame.f_code is Reading.issue.__code__:
+            return frame.f_locals["self"].finish is not None
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals.get("made") == "mean")
 
 
 def reduction() -> Spot | None:

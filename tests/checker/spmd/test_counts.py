@@ -33,12 +33,13 @@ def sync_batch_norm(x: Tensor) -> Tensor:
     packed = all_reduce(torch.cat([x.sum(0), x.square().sum(0), count]), "a", dst=R)
     mean, square, count = packed.split([x.shape[1], x.shape[1], 1])
     mean, square = mean / count, square / count
-    return (x - mean) * torch.rsqrt(square - mean.square() + 1e-5)
+    normalized: Tensor = (x - mean) * torch.rsqrt(square - mean.square() + 1e-5)
+    return normalized
 
 
 def perplexity(x: Tensor) -> Tensor:
     loss = functional.cross_entropy(x, x.argmax(-1).detach(), reduction="sum")
-    return (total(loss) / total(torch.tensor(x.shape[0]))).exp()
+    return torch.exp(total(loss) / total(torch.tensor(x.shape[0])))
 
 
 COUNTS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
