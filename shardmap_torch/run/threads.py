@@ -5,6 +5,7 @@ would have; in the backward each rank pulls its cotangents back through its own 
 others in the collectives that autograd runs there.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -150,15 +151,22 @@ class _Ranks:
         return [any(value.requires_grad for value in self._values(i)) for i in self.joined]
 
     def find_closures(self) -> list[Tensor]:
-        """Finds the leaves of the ranks' graphs that are not the ranks' inputs."""
+        """Finds the leaves of the ranks' graphs that come from outside, and are no inputs.
+
+        In a program that has been checked all ranks take the same steps, so that a leaf which one
+        rank alone has met is one that it has made.
+        """
         own = {id(leaf) for leaves in self.leaves for leaf in leaves}
-        roots = [value.grad_fn for i in self.joined for value in self._values(i)]
-        closures: dict[int, Tensor] = {}
-        for node in graph_nodes(roots):
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor) and id(variable) not in own:
-                closures[id(variable)] = variable
-        self.closures = list(closures.values())
+        found: dict[int, Tensor] = {}
+        met = Counter[int]()
+        for result in self.results:
+            nodes = graph_nodes([result.leaves[i].grad_fn for i in self.joined])
+            leaves = [getattr(node, "variable", None) for node in nodes]
+            closures = {id(x): x for x in leaves if isinstance(x, Tensor) and id(x) not in own}
+            found.update(closures)
+            met.update(closures.keys())
+        is_alike = self.call.follow is not None and len(self.results) > 1
+        self.closures = [x for key, x in found.items() if met[key] > 1 or not is_alike]
         return self.closures
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -67,8 +67,20 @@ def added_up(x: Tensor, to: Tensor) -> Tensor:
     sums = torch.zeros(8, h.shape[1], dtype=x.dtype).index_add(0, to, h, alpha=0.5)
     sums = sums + torch.zeros_like(sums).scatter_add_(0, to[:, None].expand_as(h), h)
     counts = torch.zeros(8, dtype=x.dtype).index_add_(0, to, ones)
+    sums = sums + torch.zeros_like(sums).index_put((to,), h, accumulate=True)
     sums, counts = (all_reduce(y, "a", dst=I) for y in (sums, counts))
     return (sums / counts.clamp(min=1)[:, None]).sin()
+
+
+def confusion(x: Tensor, to: Tensor) -> Tensor:
+    """Adds up what belongs to pairs of places."""
+    pairs = torch.zeros(8, 8, dtype=x.dtype)
+    pairs.index_put_((to, 7 - to), x[:, 0, 0], accumulate=True)
+    return all_reduce(pairs, "a", dst=I).sin()
+
+
+def put_into(start: Tensor, x: Tensor, to: Tensor, sums: bool = True) -> Tensor:
+    return all_reduce(start.index_put((to,), x[:, 0], accumulate=sums), "a", dst=I)
 
 
 def added_to(start: Tensor, x: Tensor, to: Tensor) -> Tensor:
@@ -136,6 +148,7 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
     "rows masked": (masked, (X, POSITIVE[:, 0, 0]), (P("a", "b"), P("a")), P("a", "b")),
     "in place": (in_place, (X, IDS, numbers(4, 2, 8)), (P("a"), P(), P("a")), P("a")),
     "added up": (added_up, (X, TARGETS), (P("a", "b"), P("a")), P(None, "b")),
+    "pairs added up": (confusion, (X, TARGETS), (P("a"), P("a")), P()),
     "a recurrence": (
         recurrent,
         (X, numbers(8, 8)),
@@ -272,6 +285,34 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (P(), P("a"), P("a")),
         P(),
         "sharded over 'a' to values that every rank has",
+    ),
+    "put into what every rank has": (
+        put_into,
+        (numbers(6, 8), X, TARGETS),
+        (P(), P("a"), P("a")),
+        P(),
+        "sharded over 'a' to values that every rank has",
+    ),
+    "put twice, before the sum": (
+        lambda x, to: put_into(x.new_zeros(6, 8).index_put((to,), x[:, 0], accumulate=True), x, to),
+        (X, TARGETS),
+        (P("a"), P("a")),
+        P(),
+        "combines a pending sum over 'a' with a value that is sharded over 'a'",
+    ),
+    "put, and not added up": (
+        lambda x, to: put_into(x.new_zeros(6, 8), x, to, False),
+        (X, TARGETS),
+        (P("a"), P("a")),
+        P(),
+        "each rank writes some of the entries only",
+    ),
+    "put as features that are sharded too": (
+        lambda x, to: put_into(x.new_zeros(6, x.shape[0]), x.new_ones(x.shape[0], 1, 1), to),
+        (X, TARGETS),
+        (P("a"), P("a")),
+        P(),
+        "is not what it is on one device",
     ),
     "added twice, before the sum": (
         lambda x, to: added_to(x.new_zeros(6, 8).index_add(0, to, x[:, 0]), x, to),
