@@ -50,6 +50,7 @@ class Match:
         specs: the spec of each leaf; None for static ones.
         crossing: positions of the leaves that are tensors and have a spec.
         static: positions of those that are no tensors.
+        resized_from: one object for all that differ in sizes only; None where none is known.
         crossings: caches of runtimes, by mesh.
     """
 
@@ -57,6 +58,7 @@ class Match:
     specs: tuple[Spec, ...]
     crossing: tuple[int, ...]
     static: tuple[int, ...] = ()
+    resized_from: "Match | None" = field(default=None, repr=False)
     crossings: dict[int, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -74,7 +76,7 @@ class Match:
         ranks = mesh.shape
         if any([mismatches(self.spec(at), leaves[at].shape, ranks) for at in self.crossing]):
             return None
-        return Match(self.paths, self.specs, self.crossing, self.static)
+        return Match(self.paths, self.specs, self.crossing, self.static, self)
 
     def spec(self, position: int) -> P:
         """Returns the spec of a leaf that crosses."""

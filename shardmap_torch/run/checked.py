@@ -120,9 +120,10 @@ class Checked:
     def _run_checked(self, key: Signature, call: Call, run: Run, processes: bool) -> Tree:
         difference: Difference | None = None
         for _ in range(_RUNS):
-            known = self._agreed(key, call, difference) if processes else self._find(key, call)
+            compares = processes and current() is not None
+            known = self._agreed(key, call, difference) if compares else self._find(key, call)
             verdict = known.verdict
-            if processes and difference is None and current() is not None:
+            if compares and difference is None:
                 gather = partial(runtime_of(call.mesh).gather, call.mesh)
                 self._inputs.require_equal(call, gather)
             try:

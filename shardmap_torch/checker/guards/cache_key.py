@@ -22,15 +22,21 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
     Shapes, dtypes, specs and mesh are in the match, one object for all calls that have the same;
     the values of leaves that are no tensors are added.
     """
-    leaves = call.leaves
+    leaves, static = call.leaves, call.match.static
     return (
         call.match,
-        tuple([leaves[position] for position in call.match.static]),
+        tuple([leaves[position] for position in static]) if static else (),
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
         table_version(),
-        tuple([(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]),
+        _autocast() if any(map(torch.is_autocast_enabled, _DEVICES)) else (),
         surroundings.key(),
+    )
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple(
+        [(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]
     )
 
 

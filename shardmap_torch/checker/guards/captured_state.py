@@ -48,8 +48,9 @@ class Surroundings:
             walk = self._walk = Walk(self._function)
             self._version = self._version_of(walk)
             self._warn_of_cost(walk)
-        metadata = *map(_METADATA, walk.sized), *map(_OF_NESTED, walk.nested)
-        return self._version, metadata
+        if not walk.tensors:
+            return self._version
+        return self._version, *map(_METADATA, walk.sized), *map(_OF_NESTED, walk.nested)
 
     def snapshot(self) -> Walk | None:
         """Returns the state found by the latest `key`."""

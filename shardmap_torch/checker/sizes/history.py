@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.ir.sizes import Sizes
-from shardmap_torch.checker.sizes.slots import Slot, layout_of, numbers_of, slots_of
+from shardmap_torch.checker.sizes.slots import Slot, layout_of, numbers_of, outline_of, slots_of
 from shardmap_torch.checker.verify.verdict import Verdict
 
 if TYPE_CHECKING:  # it takes a second to import, which torch does when a body is first checked
@@ -65,6 +65,7 @@ class History:
 
     def __init__(self) -> None:
         self._families: dict[Hashable, _Family] = {}
+        self._outlines: dict[Hashable, _Family] = {}
 
     def find(self, key: Sequence[Any], call: Call) -> Verdict | None:
         """Returns the verdict on a call whose sizes one derived before covers."""
@@ -140,19 +141,28 @@ class History:
     def forget(self, key: Sequence[Any], call: Call) -> None:
         """Forgets the verdicts on calls like this one, since a run of one has departed from it."""
         self._families.pop(layout_of(key, call), None)
+        self._outlines.clear()
 
     def _family(self, key: Sequence[Any], call: Call, new: bool = False) -> _Family | None:
         if not self._families and not new:
             return None
-        layout = layout_of(key, call)
+        outline = outline_of(key, call)
         try:
+            if outline in self._outlines:
+                return self._outlines[outline]
+            layout = layout_of(key, call)
             family = self._families.get(layout)
         except TypeError:  # a static argument without a hash
             return None
         if family is None and new and layout is not None:
             if len(self._families) >= _LAYOUTS:
                 del self._families[next(iter(self._families))]
+                self._outlines.clear()
             family = self._families[layout] = _Family(slots_of(call))
+        if family is not None and outline is not None:
+            if len(self._outlines) >= _LAYOUTS:
+                self._outlines.clear()
+            self._outlines[outline] = family
         return family
 
 

@@ -58,14 +58,19 @@ def verdict_at(general: Verdict, values: Values) -> Verdict:
         position: (values.shape(shape), dtype, types)
         for position, (shape, dtype, types) in general.outputs.items()
     }
-    return replace(
-        general,
+    # Not dataclasses.replace, which takes as long as all the rest.
+    found = object.__new__(Verdict)
+    found.__dict__.update(
+        vars(general),
+        match=general.match,  # the same for all sizes
         outputs=outputs,
         # A run does not ask for the program.
         make_paths=lambda: tuple(_path(path, values) for path in general.program_paths),
         result=Result(leaves, general.result.match, general.result.structure),
         start=_steps(general.start, values),
     )
+    found.__dict__.pop("program_paths", None)
+    return found
 
 
 def _steps(start: Step, values: Values) -> Step:

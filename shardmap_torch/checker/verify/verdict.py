@@ -54,9 +54,9 @@ class Verdict:
         paths: the path of every argument leaf, by the caller's names.
         specs: the spec of every argument leaf, with no axis left open.
         crossing: positions of the leaves that cross the boundary.
-        exits: for each position of a result that crosses, the conversions that give it the type
-            which its spec promises.
-        outputs: shape, dtype and types of each of these results, after the conversions.
+        exits: for positions of results, the conversions that give them the type which their spec
+            promises.
+        outputs: shape, dtype and types of each result that crosses, after the conversions.
         make_paths: makes `program_paths`.
         result: what the body returned, its tensors without data.
         traits: what else runs have to know of the body.
@@ -232,9 +232,11 @@ def _verdict(request: Request, resolved: Resolved, outcomes: Sequence[PathOutcom
     call = request.call
     first = next(outcome for outcome in outcomes if outcome.result is not None)
     assert first.result is not None  # by the filter
-    exits: dict[int, Casts] = {position: () for position in first.result.match.crossing}
+    exits: dict[int, Casts] = {}
     for (position, axis), casts in resolved.exits.items():
-        exits[position] += tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
+        own = tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
+        if own:
+            exits[position] = exits.get(position, ()) + own
     return Verdict(
         call.name,
         call.mesh.layout or call.mesh,
