@@ -51,10 +51,35 @@ def on_one_rank(move: str, c: Collective, x: Tensor) -> Tensor:
 
     Most of them are then a copy, in the memory layout that a message would have.
     """
-    if move in _COPIES and c.tiled and c.sizes is None and c.concat_sizes is None:
-        return x if is_spare(x) else x.detach().clone(memory_format=torch.contiguous_format)
+    if _is_copy(move, c):
+        return copied(x.detach())
     y = MOVES[move](c, Stack(x.detach().unsqueeze(0), True, 1))
     return y.every()[0].clone(memory_format=torch.contiguous_format)
+
+
+def native_on_one_rank(c: Collective) -> Callable[[Tensor], Tensor] | None:
+    """Returns what does the same as a collective over axes of one rank, its derivatives too.
+
+    Both it and its transpose are then copies, or nothing. None where they are more.
+    """
+    if not (c.keeps_dtype and c.transpose.keeps_dtype):
+        return None
+    if c.move == "same":
+        return _unmoved
+    return copied if _is_copy(c.move, c) else None
+
+
+def _unmoved(x: Tensor) -> Tensor:
+    return x
+
+
+def copied(x: Tensor) -> Tensor:
+    """Copies a tensor, unless it is spare, in the memory layout that a message would have."""
+    return x if is_spare(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_copy(move: str, c: Collective) -> bool:
+    return move in _COPIES and c.tiled and c.sizes is None and c.concat_sizes is None
 
 
 _COPIES: Final = frozenset(

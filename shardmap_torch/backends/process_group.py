@@ -102,15 +102,16 @@ class ProcessGroupBackend(RankBackend):
         return known
 
     def _make_plan(self, c: Collective) -> Plan:
+        alone = super().plan(c)
+        if alone is not None:
+            return alone
         index, num_ranks = self.position(c.axes)
         local = LOCAL_MOVEMENTS.get(c.move)
         if local is not None:
-            run = partial(_move_here, local, index, num_ranks, c)
-        elif num_ranks == 1:
-            run = partial(_copy, c)
-        else:
-            run = partial(_send, self.line(c.axes), _movement(c.move), c)
-        return Plan(self, c, run, does_nothing=c.move == "same" and num_ranks == 1)
+            return Plan(self, c, partial(_move_here, local, index, num_ranks, c))
+        if num_ranks == 1:
+            return Plan(self, c, partial(_copy, c))
+        return Plan(self, c, partial(_send, self.line(c.axes), _movement(c.move), c))
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs the move on the group of the collective's axes.

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS
+from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, native_on_one_rank
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.plan import Plan
 from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
 from shardmap_torch.mesh import Mesh
 
@@ -20,6 +21,13 @@ class RankBackend(WithoutAutomaticAxes):
         self.rank = rank
         self.place = mesh.coordinates(rank)
         self._positions: dict[tuple[str, ...], tuple[int, int]] = {}
+
+    def plan(self, collective: Collective) -> Plan | None:
+        """Returns the plan of a collective over axes of one rank."""
+        if torch.compiler.is_compiling() or self.position(collective.axes)[1] > 1:
+            return None
+        native = native_on_one_rank(collective)
+        return None if native is None else Plan(self, collective, lambda _, x: native(x), native)
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
         """Returns none: each rank runs the body by itself."""

@@ -7,7 +7,7 @@ the collective's own, any other (another mesh axis, the user's own vmap) is pass
 levels are open but those of axes, the values of all ranks are taken out of all of them at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Final
@@ -24,7 +24,7 @@ from shardmap_torch.collectives.operations import Collective, Extremum, Operatio
 from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.caching import constant, memo
-from shardmap_torch.core.functorch import base_of, batched_at, dims_of
+from shardmap_torch.core.functorch import base_of, batched_at, dims_of, stacked_over
 from shardmap_torch.core.storage import memory_of
 from shardmap_torch.core.torch_private.engine import (
     forward_level,
@@ -127,6 +127,23 @@ class BatchedBackend(WithoutAutomaticAxes):
                 base = base.permute([*[at[self.levels[axis]] for axis in leading], *dims])
                 y, axes = moved(self.mesh, operation, base, leading)
         return batched_at(y, [self.levels[axis] for axis in axes])
+
+    def on_stacks(self, function: Callable[..., Tensor], *xs: Tensor) -> Tensor | None:
+        """Applies a function that treats leading dims alike to the values of all ranks.
+
+        It gets them stacked over the axes over which any of them varies. None where other levels
+        are open too.
+        """
+        if not self.is_alone():
+            return None
+        xs = tuple(functorch.unwrap_if_dead(x) for x in xs)
+        varies = {level for x in xs for level in dims_of(x)[1]}
+        levels = [level for level in self.levels.values() if level in varies]
+        sizes = [self.mesh.shape[axis] for axis, level in self.levels.items() if level in varies]
+        stacks = [stacked_over(x, levels) for x in xs]
+        with temporarily_clear_interpreter_stack():
+            y = function(*[x.expand(*sizes, *x.shape[len(sizes) :]) for x in stacks])
+        return batched_at(y, levels)
 
     def trace(self, operation: Operation, x: Tensor, markers: Sequence[Tensor]) -> Tensor:
         """Runs an operation while Dynamo traces: its graph calls it, and AOTAutograd looks into it.

@@ -67,8 +67,8 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
 
 def run_plan(plan: Plan, x: Tensor) -> Tensor:
     """Runs what `bind` runs for the plan's collective, in eager code."""
-    if plan.does_nothing:
-        return x
+    if plan.native is not None:
+        return plan.native(x)
     if _has_levels() or forward_level() >= 0:
         return apply_transformed(x, plan.collective, plan.backend)
     if x.requires_grad and torch.is_grad_enabled():

@@ -18,7 +18,8 @@ class Plan(Linear):
         backend: its backend, which keeps it.
         collective: what it runs.
         run: moves the data, called as `Operation.run`.
-        does_nothing: whether the result is the operand, without a backward of its own.
+        native: does the same by operations of torch, whose derivatives are those of the collective,
+            as over axes of one rank; None where a collective needs a derivative of its own.
     """
 
     def __init__(
@@ -26,10 +27,10 @@ class Plan(Linear):
         backend: Any,
         collective: Collective,
         run: Callable[[Any, Tensor], Tensor],
-        does_nothing: bool,
+        native: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.backend, self.collective = backend, collective
-        self.run, self.does_nothing = run, does_nothing
+        self.run, self.native = run, native
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.errors import LayerError
 from shardmap_torch.mesh import PROCESS_KINDS
 from shardmap_torch.nn.core.arguments import check_shards
+from shardmap_torch.nn.core.fused import fused
 from shardmap_torch.nn.core.region import PerRank, per_rank
 from shardmap_torch.ops import axis_index
 from shardmap_torch.ops.arguments import Axis
@@ -65,14 +66,17 @@ def attention(
     groups = q.shape[-2] // k.shape[-2]
     q, k, v = (x.transpose(-2, -3) for x in (q, _repeated(k, groups), _repeated(v, groups)))
     is_square = causal and offset is None and q.shape[-2] == k.shape[-2]
-    if _has_kernel() and mask is None and (is_square or not causal):
+    is_plain = mask is None and (is_square or not causal)
+    if is_plain and _has_kernel():
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=is_square, scale=scale)
-    else:
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        visible = _visible_keys(q, k, causal, mask, offset)
-        sees_some = mask is None and (is_square or not causal)
-        y = _unfused(q, k, v, visible, scale, sees_some)
-    return y.transpose(-2, -3)
+        return y.transpose(-2, -3)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+    def composed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _unfused(q, k, v, _visible_keys(q, k, causal, mask, offset), scale, is_plain)
+
+    found = fused(q, k, v, is_square, scale, composed) if is_plain else None
+    return (composed(q, k, v) if found is None else found).transpose(-2, -3)
 
 
 def own_kv_heads(kv: Tensor, axis: Axis, num_heads: int) -> Tensor:
@@ -137,8 +141,7 @@ def _repeated(kv: Tensor, groups: int) -> Tensor:
 def _has_kernel() -> bool:
     """Returns whether torch's fused kernels are used, which keep no scores in memory.
 
-    On simulated ranks they are not: torch has no batching rule for them and would run them rank by
-    rank, with a warning. With a mask global strictness has no rule for them.
+    On simulated ranks see `fused`. With a mask global strictness has no rule for them.
     """
     scope = current_scope()
     if scope is None or is_checker(scope.backend):
