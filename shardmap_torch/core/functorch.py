@@ -81,12 +81,13 @@ def dims_of(tensor: Tensor) -> tuple[list[int], dict[int, int]]:
         >>> found
         [([0, 2], {1: 1})]
     """
-    if not functorch.is_functorch_wrapped_tensor(tensor):
-        return list(range(tensor.ndim)), {}
-    dims, levels = dims_of(functorch.get_unwrapped(tensor))
-    if functorch.is_batchedtensor(tensor):
-        levels[functorch.maybe_get_level(tensor)] = dims.pop(functorch.maybe_get_bdim(tensor))
-    return dims, levels
+    batched: list[tuple[int, int]] = []
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            batched.append((functorch.maybe_get_level(tensor), functorch.maybe_get_bdim(tensor)))
+        tensor = functorch.get_unwrapped(tensor)
+    dims = list(range(tensor.ndim))
+    return dims, {level: dims.pop(dim) for level, dim in reversed(batched)}
 
 
 def batched_at(x: Tensor, levels: Sequence[int]) -> Tensor:
