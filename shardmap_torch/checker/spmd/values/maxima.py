@@ -111,9 +111,11 @@ class Maxima:
             self._known.setdefault(number, replace(known, form=OTHER))
 
     def move(self, event: Event, value: Tensor) -> None:
-        """Follows the result of a collective, which is its operand on one device."""
+        """Follows the result of a collective: its operand on one device, perhaps with a new dim."""
+        ((_, shape),) = event.results
         for tensor, found in self._found(value, event.arguments["x"]):  # without grad mode
-            self._note(event, replace(found, form=OTHER) if self._is_leaf(tensor) else found)
+            is_followed = shape == found.rows.global_shape and not self._is_leaf(tensor)
+            self._note(event, found if is_followed else replace(found, form=OTHER))
 
     def follow(self, call: PairedCall) -> None:
         """Follows the results of an operation."""

@@ -125,8 +125,13 @@ def test_another_choice_among_candidates_is_refused(name: str) -> None:
         shard_map(body, mesh=mesh, **SPECS)(X)
 
 
-def test_gradients_of_the_chosen_values_are_refused() -> None:
+def largest_values(x: Tensor) -> Tensor:
+    values = gather(x.max(-1)[0], 0, tiled=False)  # on one device a dim more than x.max(-1)[0]
+    return values.gather(0, values.argmax(0, keepdim=True))[0]
+
+
+@pytest.mark.parametrize("body", [lambda x: gather(x.topk(2)[0], -1).topk(2)[0], largest_values])
+def test_gradients_of_the_chosen_values_are_refused(body: Body) -> None:
     mesh = make_mesh((1, 4), ("dp", "tp"), kind="abstract")
-    body = lambda x: gather(x.topk(2)[0], -1).topk(2)[0]  # noqa: E731
     with pytest.raises(ShardTypeError, match="a gradient flows through the maximum or minimum"):
         shard_map(body, mesh=mesh, **SPECS)(X.clone().requires_grad_())
