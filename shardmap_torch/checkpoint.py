@@ -132,15 +132,15 @@ class _Region:
 
     def first(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function for its value, without saving anything for autograd."""
-        with self.draws.recorded(), self._as_again():
+        with self.draws.recorded(), self._seen_first():
             outputs = run(*operands)
         own = {id(x) for x in operands}
         return tuple(y.view_as(y) if id(y) in own else y for y in outputs)
 
-    def _as_again(self) -> AbstractContextManager[object]:
-        """Lets the checker see in the first run where the body itself records no gradients."""
-        is_checked = self.scope is not None and is_checker(self.scope.backend)
-        return torch.enable_grad() if is_checked else nullcontext()
+    def _seen_first(self) -> AbstractContextManager[object]:
+        if self.scope is None or not is_checker(self.scope.backend):
+            return nullcontext()
+        return self.scope.backend.first_run()
 
     def again(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function again with the autocast and random states of the first run."""

@@ -93,6 +93,10 @@ class Checker(Backend, Protocol):
         """Returns the reduction that a call makes: `op`, unless a repair is tried."""
         ...
 
+    def first_run(self) -> AbstractContextManager[object]:
+        """Returns a context in which nothing records gradients, and code that runs again begins."""
+        ...
+
     def seeing(self) -> AbstractContextManager[object]:
         """Returns a context in which code that a backward runs again is seen like the body."""
         ...

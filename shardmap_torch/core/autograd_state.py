@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import torch
 from torch.autograd.graph import Node
 
 from shardmap_torch.core.torch_private.engine import (
@@ -19,6 +20,14 @@ from shardmap_torch.core.torch_private.engine import (
 )
 
 NONE: Final = -1
+
+
+RECORDING: Final = 2
+
+
+def grad_mode() -> int:
+    """Returns `RECORDING` where gradients are recorded, less where not, 0 in inference mode."""
+    return RECORDING if torch.is_grad_enabled() else int(not torch.is_inference_mode_enabled())
 
 
 def graph_nodes(roots: Iterable[Node | None], stop: Iterable[Node | None] = ()) -> Iterator[Node]:

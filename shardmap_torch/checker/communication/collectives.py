@@ -61,6 +61,15 @@ class AbstractBackend(WithoutAutomaticAxes):
         """Records that the mesh must not batch the body."""
         self._interpreter.needs_ranks()
 
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Follows switches of gradients in this context, which change nothing that can be seen."""
+        before, self._interpreter.switches = self._interpreter.switches, ()
+        try:
+            yield
+        finally:
+            self._interpreter.switches = before
+
     def seeing(self) -> AbstractContextManager[object]:
         """Returns a context in which code that a backward runs again is seen."""
         return seeing(self._interpreter)

@@ -298,7 +298,7 @@ class Interpreter(Memory):
                 raise messages.refused(self, op, arguments, outcome)
             types.append(outcome)
         if not is_in_linear_backward():
-            rounded = rounding(op, arguments, [tensor for _, tensor in made], types)
+            rounded = rounding(op, arguments, [tensor for _, tensor in made], types, read)
             if rounded is not None:
                 raise messages.refused(self, op, arguments, rounded)
         return self._as_seed(arguments["self"], types) if op is _SEED and self.running else types

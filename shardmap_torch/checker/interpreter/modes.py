@@ -413,7 +413,15 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
             yield variable
 
 
+def _switch_gradients(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    if interpreter.switches is not None and not interpreter.is_paused:
+        interpreter.switches += args
+        interpreter.observer.on_switch(interpreter.switches)
+    return func(*args, **kwargs)
+
+
 _SPECIAL: Final[Mapping[Any, Any]] = {
+    torch._C._set_grad_enabled: _switch_gradients,
     Tensor.requires_grad_: _requires_grad,
     make_dual: _make_dual,
     torch.autograd.grad: _grad,

@@ -94,6 +94,8 @@ class Memory:
     Attributes:
         is_paused: whether the code that runs now is not the body's.
         running: the backwards that the checker has started, and that run.
+        switches: in code that a checkpoint runs for the first time, and no gradients are recorded,
+            what gradients have been switched to in it; else None.
     """
 
     def __init__(self, name: str, axes: Sequence[str], env: "ShapeEnv | None") -> None:
@@ -113,6 +115,7 @@ class Memory:
         self._differentiated: set[int] = set()
         self._by_level: dict[int, Token] = {}
         self.running: list[int] = []
+        self.switches: tuple[bool, ...] | None = None
         # State of the user's own code that autograd runs; see `user_code`.
         self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()

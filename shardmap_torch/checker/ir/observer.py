@@ -91,6 +91,10 @@ class Observer:
         arguments = {"outputs": outputs, "seeds": seeds, "operands": operands, "before": before}
         self.on_step(GRADIENT, arguments, _present(gradients))
 
+    def on_switch(self, switches: Sequence[bool]) -> None:
+        """Observes what gradients have been switched to in the first run of a checkpoint."""
+        self.on_step(SWITCH, {"switches": switches}, [])
+
     def on_dual(self, primal: Tensor, tangent: Tensor) -> None:
         """Observes that forward mode begins at a value, with a tangent."""
         self.on_step(DUAL, {"primal": primal, "tangent": tangent}, [])
@@ -158,6 +162,7 @@ LITERAL: Final = "a literal"
 COLLECTIVE: Final = "a collective"
 INDEX: Final = "axis_index"
 GRADIENT: Final = "a gradient"
+SWITCH: Final = "a switch of gradients"
 DUAL: Final = "forward mode"
 TANGENT: Final = "the tangent of a gradient"
 BACKWARD: Final = "the backward of"

@@ -9,7 +9,14 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rules.lattice import INTEGER, Conflict, Outcome, combine, join
+from shardmap_torch.checker.rules.lattice import (
+    INTEGER,
+    WRAPPED,
+    Conflict,
+    Outcome,
+    combine,
+    join,
+)
 from shardmap_torch.checker.rules.linear_nodes import is_in_linear_backward, join_linearly
 from shardmap_torch.checker.rules.nn import HIDDEN_WRITES
 from shardmap_torch.checker.rules.registry import row_of
@@ -176,22 +183,35 @@ def is_real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+_FEW_BITS: Final = (torch.uint8, torch.int8, torch.int16)
+
+
 def rounding(
-    op: OpOverload, arguments: Mapping[str, Any], results: Sequence[Tensor], types: Sequence[Types]
+    op: OpOverload,
+    arguments: Mapping[str, Any],
+    results: Sequence[Tensor],
+    types: Sequence[Types],
+    read: Read,
 ) -> Refusal | None:
     """Returns the refusal of results in which addends of pending sums are rounded, or None.
 
-    So are those of fractions in results of integers, and of all numbers in results of booleans.
+    So are those of fractions in results of integers, and of all numbers in results of booleans; and
+    those of integers of few bits, which have wrapped, in results of another dtype.
     """
     if not any(Partial in each for each in types):
         return None
-    any_real = any(is_real(x.dtype) for _, x in named_tensors(arguments))
-    bits = op is torch.ops.aten.view.dtype
+    operands = [x for _, x in named_tensors(arguments)]
+    any_real = any(is_real(x.dtype) for x in operands)
+    wrapped = {x.dtype for x in operands if x.dtype in _FEW_BITS and Partial in read(x)}
     for index, made in enumerate(results):
-        found = types[index % len(types)]
-        rounds = made.dtype == torch.bool or (any_real and not is_real(made.dtype))
-        if Partial in found and (bits or rounds):
-            reason = BITS if bits else INTEGER
+        found, reason = types[index % len(types)], None
+        if op is torch.ops.aten.view.dtype:
+            reason = BITS
+        elif made.dtype == torch.bool or (any_real and not is_real(made.dtype)):
+            reason = INTEGER
+        elif wrapped - {made.dtype}:
+            reason = WRAPPED
+        if Partial in found and reason is not None:
             return Refusal(found.index(Partial), Conflict(Partial, None, reason), reason)
     return None
 
@@ -206,7 +226,9 @@ def type_results(
     """Types a call as `type_call` does, and refuses results that round addends."""
     outcomes = type_call(op, arguments, read, num_axes)
     types = [each for each in outcomes if not isinstance(each, Refusal)]
-    rounded = rounding(op, arguments, results, types) if len(types) == len(outcomes) else None
+    rounded = None
+    if len(types) == len(outcomes):
+        rounded = rounding(op, arguments, results, types, read)
     return outcomes if rounded is None else [rounded]
 
 

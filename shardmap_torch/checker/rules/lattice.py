@@ -35,6 +35,7 @@ NONLINEAR: Final = "the operation is not linear, so it cannot be applied to a pe
 PRODUCT: Final = "a sum over ranks can only be multiplied by what is equal on all ranks, R or K"
 SELECTION: Final = "what selects, scales or places addends of a sum must be equal on all ranks"
 INTEGER: Final = "a sum of rounded values is not the rounded sum"
+WRAPPED: Final = "a sum of integers that few bits hold is not that sum in more bits, as each wraps"
 
 OF_SUMS: Final[Mapping[str, str]] = {
     NONLINEAR: "take the sum first, with all_reduce(x, {axis!r}, dst=...); leave out a later one.",
@@ -45,6 +46,7 @@ OF_SUMS: Final[Mapping[str, str]] = {
     SELECTION: "take the sum of what selects, scales or divides first, with all_reduce(x, "
     "{axis!r}, dst=R); what it is applied to may stay a pending sum, for a later all_reduce.",
     INTEGER: "take the sum first, with all_reduce(x, {axis!r}, dst=...), and round it.",
+    WRAPPED: "cast the values before they are added up, or after all_reduce(x, {axis!r}, dst=...).",
 }
 """Advice about operations on pending sums, by the reason of their refusal."""
 

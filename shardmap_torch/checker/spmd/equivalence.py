@@ -16,7 +16,6 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
@@ -30,6 +29,7 @@ from shardmap_torch.checker.ir.observer import (
     LITERAL,
     REGION,
     RESULT,
+    SWITCH,
     TANGENT,
     UNOBSERVED,
     VALUE,
@@ -55,7 +55,7 @@ from shardmap_torch.checker.spmd.values.positions import Positions
 from shardmap_torch.checker.spmd.values.vocabulary import VocabularyValues
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.core.autograd_state import running_backward
+from shardmap_torch.core.autograd_state import grad_mode, running_backward
 from shardmap_torch.core.functorch import dims_of
 from shardmap_torch.core.torch_private.engine import OpOverload, disable_current_modes
 from shardmap_torch.errors import show_shape
@@ -262,6 +262,12 @@ class Relation(Observer):
                     self._maxima.keep(event, value, there[name])
                 self._gradients.has_custom_backward &= bool(self.followed)
 
+    def on_switch(self, switches: Sequence[bool]) -> None:
+        """Requires that a checkpoint switches gradients on and off as on one device."""
+        with self._judged(SWITCH, []) as live:
+            if live and self._take(SWITCH).arguments["switches"] != switches:
+                raise UnrelatedError("gradients are recorded in one program only", OTHER)
+
     def on_dual(self, primal: Tensor, tangent: Tensor) -> None:
         """Looks whether a tangent is sharded like its value."""
         with self._judged(DUAL, []) as live:
@@ -338,7 +344,7 @@ class Relation(Observer):
                     ((_, source),) = named_tensors(arguments)
                     self._notes.copy(source, results[0])
                     self._microbatches.note_copy(source, results[0])
-                elif event.has_grad != torch.is_grad_enabled():
+                elif event.grad_mode != grad_mode():
                     raise UnrelatedError("gradients are recorded in one program only", OTHER)
                 elif results:  # else it answers a question about shapes
                     call = PairedCall(op, arguments, event, results)

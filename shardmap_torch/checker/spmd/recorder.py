@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from shardmap_torch.checker.calls.remembered import PLACE
 from shardmap_torch.checker.ir.observer import Observer, made_by
 from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.spmd.layout import Shape
+from shardmap_torch.core.autograd_state import grad_mode
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import (
@@ -114,7 +114,7 @@ class Event:
         site: the user's line.
         literal: the tensor that a literal makes.
         key: equal for calls that are the same but for the values of their tensors; None if unknown.
-        has_grad: whether gradients are recorded there.
+        grad_mode: whether gradients are recorded there, as `grad_mode` says.
     """
 
     name: Any
@@ -123,7 +123,7 @@ class Event:
     site: Site | None
     literal: Tensor | None = None
     key: Key | None = None
-    has_grad: bool = True
+    grad_mode: int = 0
 
 
 class Recorder(Observer):
@@ -178,8 +178,7 @@ class Recorder(Observer):
         if not self.is_ignored:
             read = {name: self._refer(value) for name, value in arguments.items()}
             made = tuple((self._number(tensor), tuple(tensor.shape)) for tensor in results)
-            has_grad = torch.is_grad_enabled()
-            self.events.append(Event(name, read, made, call_site(), literal, key, has_grad))
+            self.events.append(Event(name, read, made, call_site(), literal, key, grad_mode()))
 
     def on_python_result(self, path: str, value: object) -> None:
         self.returns[path] = value

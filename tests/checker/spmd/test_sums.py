@@ -263,6 +263,23 @@ def cast_microbatches(x: Tensor) -> Tensor:
     return all_reduce(total, "dp", dst=I)
 
 
+def cast_bytes(x: Tensor) -> Tensor:
+    return all_reduce((x * 100).byte().sum(1, dtype=torch.uint8).double(), "dp", dst=I)
+
+
+def copied_bytes(x: Tensor) -> Tensor:
+    total = torch.zeros(x.shape[0], dtype=torch.int8).copy_((x * 100).long().sum(1))
+    return all_reduce(total + torch.zeros(x.shape[0]), "dp", dst=I)
+
+
+def number_in_bytes(x: Tensor) -> Tensor:
+    return all_reduce(torch.tensor(x.shape[1] * 60).byte().double(), "dp", dst=I)
+
+
+def sum_of_bytes(x: Tensor) -> Tensor:
+    return all_reduce((x * 100).byte().sum(1, dtype=torch.uint8), "dp", dst=I).double()
+
+
 def rounded_entries(x: Tensor) -> Tensor:
     return all_reduce(x.round().sum(1, dtype=torch.int64), "dp", dst=I)
 
@@ -285,10 +302,22 @@ def test_a_rank_s_addend_is_not_rounded(body: Callable[[Tensor], Tensor]) -> Non
     assert not torch.equal(on_ranks(body, 4, False)(x), on_ranks(body, 1, False)(x))
 
 
-def test_entries_that_are_rounded_before_their_sum_are_right() -> None:
-    x = torch.randn(8, 8).double()
-    there = on_ranks(rounded_entries, 1, False)(x)
-    assert torch.equal(on_ranks(rounded_entries, 4, "global")(x), there)
+@pytest.mark.parametrize("body", [cast_bytes, copied_bytes, number_in_bytes])
+def test_a_rank_s_addend_that_may_have_wrapped_is_not_cast(
+    body: Callable[[Tensor], Tensor],
+) -> None:
+    x = torch.linspace(0.5, 2.5, 64).double().reshape(8, 8)
+    with pytest.raises(ShardTypeError, match=r"as each wraps|it is 1/4 times that value"):
+        on_ranks(body, 4, "global")(x)
+    assert not torch.equal(on_ranks(body, 4, False)(x), on_ranks(body, 1, False)(x))
+
+
+@pytest.mark.parametrize("body", [rounded_entries, sum_of_bytes])
+def test_entries_that_are_rounded_before_their_sum_are_right(
+    body: Callable[[Tensor], Tensor],
+) -> None:
+    x = torch.linspace(0.5, 2.5, 64).double().reshape(8, 8)
+    assert torch.equal(on_ranks(body, 4, "global")(x), on_ranks(body, 1, False)(x))
 
 
 def added_to_ones(x: Tensor) -> Tensor:

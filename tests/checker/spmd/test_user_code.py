@@ -1,7 +1,6 @@
 """Under global strictness, backwards and hooks of the user's own are those of one device."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -326,24 +325,70 @@ def test_counts_of_ids_are_those_of_all_ranks() -> None:
     check_program(mapped(body, ABSTRACT, P("dp")), ids, W)  # nothing is differentiated
 
 
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_switched_off_in_a_checkpoint_as_on_one_device(off: Any) -> None:
+def without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.tanh()
+
+
+def inferred(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        found = x.tanh()
+    return found.clone()
+
+
+@pytest.mark.parametrize("off", [without_grad, inferred])
+def test_gradients_are_switched_off_in_a_checkpoint_as_on_one_device(
+    off: Callable[[Tensor], Tensor],
+) -> None:
     """Its first run records none anywhere; what it runs again is not compared."""
 
     def on_ranks(x: Tensor) -> Tensor:
-        with off() if axis_size("dp") > 1 else nullcontext():
-            factor = x.tanh()
-        return factor * x
-
-    def always(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            factor = x.tanh()
-        return factor * x
+        return (off(x) if axis_size("dp") > 1 else x.tanh()) * x
 
     def body(part: Callable[[Tensor], Tensor], x: Tensor, w: Tensor) -> Tensor:
         return shardmap_torch.checkpoint(part, x) @ w
 
+    def nested(x: Tensor) -> Tensor:
+        """In the first run nothing asks for a checkpoint in it."""
+        found: Tensor = shardmap_torch.checkpoint(lambda x: off(x) * x, x)
+        return found
+
     x = X.clone().requires_grad_()
-    check_program(mapped(partial(body, always), ABSTRACT, P("dp")), x, W)
-    with pytest.raises(ShardTypeError, match="gradients are recorded in one program only"):
+    check_program(mapped(partial(body, nested), ABSTRACT, P("dp")), x, W)
+    with pytest.raises(ShardTypeError, match=r"switch of gradients|recorded in one program only"):
         check_program(mapped(partial(body, on_ranks), ABSTRACT, P("dp")), x, W)
+
+
+def test_gradients_are_switched_off_in_checkpoints_of_all_microbatches() -> None:
+    def body(count: int, x: Tensor, w: Tensor) -> Tensor:
+        def part(number: int, rows: Tensor) -> Tensor:
+            return (without_grad(rows) if number < count else rows.tanh()) * rows
+
+        parts = [
+            shardmap_torch.checkpoint(partial(part, number), rows).sum(0)
+            for number, rows in enumerate(x.chunk(2))
+        ]
+        return all_reduce(sum(parts[1:], parts[0]), "dp", dst=I) @ w
+
+    x = X.clone().requires_grad_()
+    for count in (0, 2):
+        check_program(mapped(partial(body, count), ABSTRACT, P()), x, W)
+    with pytest.raises(ShardTypeError, match="combines microbatches"):
+        check_program(mapped(partial(body, 1), ABSTRACT, P()), x, W)
+
+
+def test_a_checkpoint_in_another_runs_as_it_was_checked() -> None:
+    def sums(x: Tensor) -> Tensor:
+        return all_reduce(x.sin().sum(0), "dp", dst=I)
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        found: Tensor = shardmap_torch.checkpoint(
+            lambda x: shardmap_torch.checkpoint(sums, x) * w[:, 0], x
+        )
+        return found
+
+    found, expected = (
+        torch.func.grad(lambda x, f=f: f(x, W).sum())(X)
+        for f in (mapped(body, RANKS, P()), lambda x, w: x.sin().sum(0) * w[:, 0])
+    )
+    torch.testing.assert_close(found, expected)

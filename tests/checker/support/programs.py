@@ -42,6 +42,7 @@ from tests.checker.support.machines import (
 from tests.checker.support.steps import (
     BINARY,
     CURVED,
+    CUTTING,
     LINEAR,
     RANKED,
     Closed,
@@ -330,7 +331,7 @@ class Draw:
         return self.local(num_values)
 
     def local(self, num_values: int) -> Step:
-        table = self.rng.choice((LINEAR, CURVED, RANKED, BINARY, BINARY))
+        table = self.rng.choice((LINEAR, CURVED, CUTTING, RANKED, BINARY, BINARY))
         name = self.rng.choice(sorted(table))
         count = 2 if table is BINARY else 1
         operands = tuple(self.operand(num_values) for _ in range(count))

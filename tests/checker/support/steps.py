@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tests.checker.support.communicate import Communication
+from tests.checker.support.cuts import CUTS, PARTS
 from tests.checker.support.machines import DETACHING, LENGTH, Machine, match
 
 HALF: Final = LENGTH // 2
@@ -99,6 +101,16 @@ CURVED: Final[Mapping[str, Callable[..., Tensor]]] = {
 }
 """One operand, and not linear in it."""
 
+CUTTING: Final[Mapping[str, Callable[..., Tensor]]] = {
+    **CUTS,
+    **{
+        f"{place}, {name}": partial(part, cut=cut)
+        for place, part in PARTS.items()
+        for name, cut in CUTS.items()
+    },
+}
+"""One operand, of whose gradient something is cut."""
+
 RANKED: Final[Mapping[str, Callable[..., Tensor]]] = {
     "scale by rank": lambda x, rank: x * (rank + 1.0) * 0.5,
     "shift by rank": lambda x, rank: x + (rank + 1.0),
@@ -138,7 +150,7 @@ class Local:
         operands = [values[i] for i in self.operands]
         if self.axis is not None:
             return machine.local(RANKED[self.name], *operands, machine.index(self.axis))
-        tables = (LINEAR, CURVED) if len(operands) == 1 else (BINARY,)
+        tables = (LINEAR, CURVED, CUTTING) if len(operands) == 1 else (BINARY,)
         f = next(table[self.name] for table in tables if self.name in table)
         return machine.local(f, *operands)
 

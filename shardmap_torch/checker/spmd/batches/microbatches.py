@@ -33,6 +33,7 @@ from shardmap_torch.checker.spmd.batches.terms import (
 from shardmap_torch.checker.spmd.layout import EACH, UnrelatedError, step_of
 from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, is_view
 from shardmap_torch.collectives.moves import EXTREMA
+from shardmap_torch.core.autograd_state import grad_mode
 
 aten = torch.ops.aten
 
@@ -149,7 +150,7 @@ class Microbatches:
             tuple([(k, f(x), plain_key(there.get(k))) for k, x in call.arguments.items()])
             for f in (self._frozen, self._frozen_value)
         )
-        made = number((call.op, arguments, torch.is_grad_enabled()))
+        made = number((call.op, arguments, grad_mode(), self.store.interpreter.switches))
         return self.store.note_value(made, number((call.op, values)))
 
     def _frozen(self, value: Any) -> Any:

@@ -21,6 +21,7 @@ from shardmap_torch.checker.spmd.layout import Shape
 from shardmap_torch.checker.spmd.recorder import Event, Key, Ref
 from shardmap_torch.checker.spmd.sharded import is_view
 from shardmap_torch.checker.spmd.values.positions import RULES, Affine, name_of
+from shardmap_torch.core.autograd_state import RECORDING
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 aten = torch.ops.aten
@@ -88,7 +89,7 @@ class Repeats:
         self._position: Term | None = None
         self._positions: dict[int, int] = {}
         self._made: dict[Key, Sequence[Term | None]] = {}
-        self._has_grad: dict[int, bool] = {}
+        self._grad_modes: dict[int, int] = {}
         self._values: dict[Key, Sequence[tuple[int, int]]] = {}
         self._roots: dict[int, int] = {}
         self._versions: dict[int, int] = {}
@@ -125,7 +126,7 @@ class Repeats:
             for (made, _), term in zip(event.results, terms, strict=False):
                 if term is not None and term.indices == indices:
                     self._entries[self._number(made)] = term
-                    self._has_grad[term.expression] = event.has_grad
+                    self._grad_modes[term.expression] = event.grad_mode
             if key is None:
                 continue
             if not items:
@@ -201,7 +202,7 @@ class Repeats:
         if not isinstance(x, Ref) or not isinstance(y, Ref) or x.flows != y.flows:
             return None
         term = united(self.entry_of(x), self.entry_of(y))
-        if term is None or event.has_grad < self._has_grad.get(term.expression, True):
+        if term is None or event.grad_mode < self._grad_modes.get(term.expression, RECORDING):
             return None
         return [term]
 
@@ -276,7 +277,7 @@ class Repeats:
             return plain_key(value)
 
         arguments = tuple([(name, of(value)) for name, value in event.arguments.items()])
-        key = (event.name, arguments, event.has_grad) if self._is_known(event) else None
+        key = (event.name, arguments, event.grad_mode) if self._is_known(event) else None
         return key, [*items.values()]
 
     def _is_known(self, event: Event) -> bool:

@@ -15,6 +15,7 @@ import torch
 from tests.checker.support.classes import (
     backwards,
     captured,
+    flows,
     hooks,
     impurity,
     randomness,
@@ -33,6 +34,7 @@ from tests.checker.support.page import commit, write
 CLASSES: Final[Mapping[str, Callable[[random.Random], Trial]]] = {
     "backwards of one's own": backwards.drawn,
     "captured state": captured.drawn,
+    "cut gradients": flows.drawn,
     "hooks": hooks.drawn,
     "impurity": impurity.drawn,
     "randomness": randomness.drawn,
@@ -44,6 +46,7 @@ CLASSES: Final[Mapping[str, Callable[[random.Random], Trial]]] = {
 TRUTHS: Final[Mapping[str, str]] = {
     "backwards of one's own": 'one device, for values and gradients under `check="global"`',
     "captured state": "the same body under a mapping that was never checked, after each change",
+    "cut gradients": 'one device, for values and gradients under `check="global"`',
     "hooks": 'one device under `check="global"`; single ranks for batched ones under `"local"`',
     "impurity": "the same body on one device, with state of its own for each rank, twice",
     "randomness": "the same bits by each strategy, equal and different over axes as typed",
