@@ -6,6 +6,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import unwrap
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -65,6 +66,12 @@ def error_site(error: BaseException) -> Site | None:
     return next((site for site in reversed(lines) if not site.file.startswith(_OWN)), None)
 
 
+def definition_of(function: object) -> Site | None:
+    """Returns the line on which a function of the user's starts; None for what has no code."""
+    code = getattr(unwrap(function), "__code__", None) if callable(function) else None
+    return None if code is None else Site(code.co_filename, code.co_firstlineno)
+
+
 def is_raised_by_user(error: BaseException) -> bool:
     """Returns whether code of the user's raised it, below the frame that caught it.
 
@@ -111,6 +118,15 @@ def _users(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def is_running(function: object) -> bool:
+    """Returns whether a function, if it is one of Python's, is on the stack."""
+    code = getattr(function, "__code__", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def calling(frame: FrameType | None) -> tuple[Site, int] | None:

@@ -25,10 +25,11 @@ def begin(root: Path, step: int) -> Path:
     """Makes a new folder to write a step into, and deletes unfinished ones of killed runs.
 
     Raises:
-        CheckpointError: the step has been saved already.
+        CheckpointError: the step has been saved already, or an incomplete folder has its name.
     """
     final = folder_of(root, step)
     if final.exists():
+        manifest.read(final)
         raise CheckpointError(
             f"Step {step} has been saved already, in {final}. Delete that folder to save it again."
         )

@@ -267,6 +267,17 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     assert load([0], tmp_path) == [1]
 
 
+def test_an_incomplete_folder_is_no_step_that_has_been_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "step-000000004"
+    folder.mkdir()
+    with pytest.raises(CheckpointError) as error:
+        save([1], tmp_path, 4)
+    assert str(error.value).startswith(f"The checkpoint {folder} is incomplete: it has no ")
+    assert "delete it" in str(error.value)
+    folder.rmdir()
+    save([1], tmp_path, 4)
+
+
 def test_what_a_kill_has_left_is_deleted_by_the_next_save(tmp_path: Path) -> None:
     (tmp_path / "step-000000001.unfinished-ab12").mkdir()
     (tmp_path / "mine").touch()

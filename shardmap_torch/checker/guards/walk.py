@@ -59,6 +59,7 @@ from shardmap_torch.checker.guards.references import PLAIN, References, Table, v
 from shardmap_torch.checker.guards.switches import NAMES as SWITCHES
 from shardmap_torch.checker.guards.switches import switches
 from shardmap_torch.core.closures import is_empty
+from shardmap_torch.core.source_location import definition_of
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import ShardTypeError
 
@@ -496,11 +497,13 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _too_much(function: Callable[..., Any]) -> ShardTypeError:
+    site = definition_of(function)
+    where = "" if site is None else f"  at {site}\n"
     return ShardTypeError(
         f"{name_of(function)} refers to more than {_LIMIT:,} values, so that no call could tell "
-        "whether its verdict still holds.\nFix: declare what never changes, such as a vocabulary "
-        "or a data set, by shardmap_torch.assume_constant(value), or pass what the body needs of "
-        "it as an argument."
+        f"whether its verdict still holds.\n{where}Fix: declare what never changes, such as a "
+        "vocabulary or a data set, by shardmap_torch.assume_constant(value), or pass what the body "
+        "needs of it as an argument."
     )
 
 

@@ -120,7 +120,11 @@ def _handed_over(
 ) -> Tensor:
     storage_type = interpreter.storage_type(gradient)
     types = _summed(interpreter.storage_type(operand).types, storage_type.types)
-    if types == storage_type.types or _is_of_each(interpreter, operand, gradient):
+    if types == storage_type.types:
+        return gradient
+    if _is_of_each(interpreter, operand, gradient):
+        for axis, op in interpreter.repair.gradients.get(place, ()):  # which others would be summed
+            gradient = all_reduce(gradient, axis, dst=I, op=op)
         return gradient
     with interpreter.aside():  # in forward mode tangents are copied too
         handed_over = gradient.clone()

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.torch_private.engine import OpOverload
+from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 
 NAMESPACES: Final = frozenset(
@@ -19,6 +19,7 @@ NAMESPACES: Final = frozenset(
 """Namespaces of the operators that torch.distributed's functions call."""
 
 _GROUP: Final = ", or pass it group=axis_group(mesh, axis), with which it is typed"
+_FUNCTION: Final = ", and derive {} from shardmap_torch.Function, whose backward is typed"
 _FUNCTIONAL: Final = "_functional_collectives.py"
 _TAKES_GROUP: Final = frozenset(
     "all_reduce allreduce all_gather_into_tensor all_gather_single _allgather_base"
@@ -55,7 +56,10 @@ _TORCH: Final = str(Path(torch.__file__).parent) + "/"
 def refused(name: str, op: OpOverload) -> ShardTypeError:
     """Returns the error for an operator of one of `NAMESPACES`."""
     called = op._schema.name.split("::")[1].rstrip("_")
-    return _error(name, called, call_site(), True)
+    function = getattr(current_autograd_node(), "_forward_cls", None)
+    if function is None:
+        return _error(name, called, call_site(), _GROUP)
+    return _error(name, called, call_site(), _FUNCTION.format(function.__name__))
 
 
 def named_in(name: str, error: BaseException) -> ShardTypeError | None:
@@ -71,13 +75,13 @@ def named_in(name: str, error: BaseException) -> ShardTypeError | None:
             if called is not None:
                 functional = any(code.co_filename.endswith(_FUNCTIONAL) for code in inner)
                 site = Site(caller.co_filename, line)
-                return _error(name, called.split(".")[0], site, not functional)
+                return _error(name, called.split(".")[0], site, "" if functional else _GROUP)
     return None
 
 
-def _error(name: str, called: str, site: Site | None, takes_group: bool) -> ShardTypeError:
+def _error(name: str, called: str, site: Site | None, otherwise: str) -> ShardTypeError:
     advice = _instead(called) or "use the typed functions of shardmap_torch"
-    advice += _GROUP if takes_group and called in _TAKES_GROUP else ""
+    advice += otherwise if called in _TAKES_GROUP else ""
     return ShardTypeError(
         f"{name}: {called} of torch.distributed is called in the body, and the checker cannot tell "
         f"what that does to types and gradients.\n  at {site}\nFix: {advice}."

@@ -65,8 +65,13 @@ _SELECTING: Final[Mapping[str, str]] = {
     "masked_select": _KEPT,
     "nonzero": "count with mask.sum(), or give a bound, with torch.nonzero_static(mask, size=n), "
     "which goes into a local_region under check='global'.",
+    "bincount": "give the number of bins: functional.one_hot(x, n).sum(0) has that shape, and so "
+    "has torch.zeros(n).index_add(0, x, weights).",
+    "tolist": "keep them a tensor: ragged_all_to_all takes the numbers of rows that ranks send "
+    "one another so, as all_to_all_single takes them as a list.",
+    "_is_all_true": "leave out the look at the values: distributions take validate_args=False.",
 }
-"""Advice about operations whose results have sizes that depend on data."""
+"""Advice about operations whose results, or their sizes, depend on data."""
 
 
 def branch_advice(name: str, axis: str, is_index: bool) -> str:

@@ -57,6 +57,7 @@ from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autograd_state import grad_mode, running_backward
 from shardmap_torch.core.functorch import dims_of
+from shardmap_torch.core.source_location import definition_of
 from shardmap_torch.core.torch_private.engine import OpOverload, disable_current_modes
 from shardmap_torch.errors import show_shape
 from shardmap_torch.spec import P
@@ -319,11 +320,12 @@ class Relation(Observer):
         """Requires that a Python result equals the one on one device."""
         there = self._one.returns.get(path)
         if isinstance(value, bool | int | float | complex | str) and not equal(value, there):
+            site = definition_of(self._interpreter.body)
             raise messages.error(
                 self._interpreter,
                 f"check='global': {RESULT} {path} is {value!r} on a rank and {there!r} on one "
                 "device.",
-                [],
+                [] if site is None else [f"  returned by {site}"],
                 "return it as it is on one device: multiply sizes by axis_size(axis).",
                 placed=False,
             )

@@ -579,7 +579,9 @@ def test_state_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         f(X)
     assert str(raised.value) == (
         "body refers to more than 1,000 values, so that no call could tell whether its verdict "
-        "still holds.\nFix: declare what never changes, such as a vocabulary or a data set, by "
+        f"still holds.\n  at test_captured_state.py:{body.__code__.co_firstlineno}: "
+        "def body(x: Tensor) -> Tensor:\n"
+        "Fix: declare what never changes, such as a vocabulary or a data set, by "
         "shardmap_torch.assume_constant(value), or pass what the body needs of it as an argument."
     )
     assume_constant(table)

@@ -4,10 +4,21 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
+import torch
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
-from shardmap_torch import I, P, ShardTypeError, all_reduce, check_program, shard_map
+from shardmap_torch import (
+    I,
+    P,
+    Partial,
+    ShardTypeError,
+    V,
+    all_reduce,
+    check_program,
+    reinterpret,
+    shard_map,
+)
 from tests.checker.support.one_device import RANKS, assert_is_one_device, assert_is_refused, numbers
 
 Body = Callable[..., Tensor]
@@ -32,6 +43,13 @@ def clipped(w: Tensor, x: Tensor) -> Tensor:
     found = each(w, x)
     norms = found.flatten(1).norm(dim=1)[:, None, None]
     total: Tensor = all_reduce((found / (1 + norms)).sum(0), "a", dst=I)
+    return total
+
+
+def meant(w: Tensor, x: Tensor) -> Tensor:
+    """Squares the gradient of each sample, which local strictness takes for an addend."""
+    found = reinterpret(each(w, x), "a", src=Partial, dst=V)
+    total: Tensor = all_reduce(found.square().sum(0), "a", dst=I)
     return total
 
 
@@ -63,6 +81,7 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
         P(),
     ),
     "jacobian": (jacobian, (W,), (P(),), P()),
+    "each rank's own, in so many words": (meant, (W, X), (P(), P("a")), P()),
 }
 
 
@@ -93,6 +112,15 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         P(),
         "an operand is a pending sum",
     ),
+    "addends that are meant to be each rank's own": (
+        lambda w, x, s: all_reduce(
+            reinterpret(of_scales(w, x, s), "a", src=Partial, dst=V).square(), "a", dst=I
+        ),
+        (W, X, SCALES),
+        (P(), P("a"), P()),
+        P(),
+        "keeps the bits and changes the meaning",
+    ),
     "the norm of all samples of a shard": (
         lambda w, x: each(w, x) / each(w, x).norm(),
         (W, X),
@@ -112,3 +140,21 @@ def test_local_strictness_takes_them_for_addends() -> None:
     mapped = shard_map(clipped, mesh=RANKS, in_specs=(P(), P("a")), out_specs=P())
     with pytest.raises(ShardTypeError, match="norm over axis 'a' of Partial"):
         check_program(mapped, W, X)
+
+
+def test_gradients_of_samples_that_local_strictness_accepts_are_those_of_one_device() -> None:
+    mapped = shard_map(meant, mesh=RANKS, in_specs=(P(), P("a")), out_specs=P())
+    torch.testing.assert_close(mapped(W, X), each(W, X).square().sum(0))
+
+
+def test_no_sum_over_the_ranks_is_advised_for_gradients_of_samples() -> None:
+    def adapted(w: Tensor, x: Tensor) -> Tensor:
+        losses: Tensor = vmap(lambda x: loss(w - grad(loss)(w, x), x))(x)
+        total: Tensor = all_reduce(losses.sum(), "a", dst=I)
+        return total
+
+    mapped = shard_map(adapted, mesh=RANKS, in_specs=(P(), P("a")), out_specs=P())
+    with pytest.raises(ShardTypeError) as caught:
+        check_program(mapped, W, X)
+    assert "say so with reinterpret(g, 'a', src=Partial, dst=V)" in str(caught.value)
+    assert "Tried" not in str(caught.value)

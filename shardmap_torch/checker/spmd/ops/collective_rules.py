@@ -139,7 +139,9 @@ def _exchanged(move: Move) -> tuple[Dim, ...]:
 def _same(move: Move) -> tuple[Dim, ...]:
     collective = move.collective
     is_sum = collective.src.kind == "V" and set(move.axes) <= move.partial
-    if collective.name == "reinterpret" and not is_sum:
+    # As a gradient of each sample is, whose type alone does not tell it from an addend.
+    is_shard = collective.src.kind == "P" and set(move.axes) <= {*move.x.axes} - move.partial
+    if collective.name == "reinterpret" and not (is_sum or is_shard):
         raise UnrelatedError(
             "it keeps the bits and changes the meaning, so that the value is another one",
             f"{_USE.get(collective.src.kind, 'use convert')}, or {_WRAP}",
