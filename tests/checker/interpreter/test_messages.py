@@ -1,4 +1,4 @@
-"""What errors say to do about values that ranks would read, each in another way."""
+"""Advice of errors about values that ranks would read, each in another way."""
 
 from collections.abc import Callable
 from typing import Any, Final
