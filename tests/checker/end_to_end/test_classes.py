@@ -11,7 +11,9 @@ import pytest
 from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.guards.walk import Walk
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.spmd import equivalence
 from shardmap_torch.checker.spmd.gradients import Gradients
+from shardmap_torch.core.autograd_state import RECORDING
 from shardmap_torch.run.drawing import Drawing
 from shardmap_torch.run.safety import purity
 from tests.checker.support.classes import randomness, training
@@ -70,8 +72,8 @@ BREAKS: Final[dict[str, tuple[str, Any, str, Callable[..., Any]]]] = {
     "nothing that is captured has changed": (
         "captured state", Walk, "holds", lambda self: True,
     ),
-    "switches of gradients in a checkpoint are not seen": (
-        "cut gradients", AbstractBackend, "first_run", lambda self: nullcontext(),
+    "gradients that ranks alone do not record are not seen": (
+        "cut gradients", equivalence, "grad_mode", lambda: RECORDING,
     ),
     "hooks are batched": ("hooks", Interpreter, "needs_ranks", _nothing),
     "a body that does something else is not refused": (

@@ -232,8 +232,8 @@ def drawn(rng: random.Random) -> Flows:
     stages = ("first", "second", "last", *(["item"] * 3 if structure == "items" else []))
 
     def cutting() -> Cutting:
-        when = rng.choice(["always"] * 4 + sorted({*CONDITIONS, *MASKS}))
-        otherwise = rng.choice(["not cut", "not cut", *sorted(CUTS)])
+        when = rng.choice(["always", "always", "on ranks"] * 3 + sorted({*CONDITIONS, *MASKS}))
+        otherwise = rng.choice(["not cut", "not cut", rng.choice(sorted(CUTS))])
         part, cut = rng.choice(sorted(ALL_PARTS)), rng.choice(sorted(CUTS))
         return Cutting(rng.choice(stages), part, cut, when, otherwise)
 
