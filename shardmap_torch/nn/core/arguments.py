@@ -28,8 +28,8 @@ def read_layout(name: str, word: str, value: TypeLike, allowed: Sequence[str]) -
 
 
 def to_replicate(x: X, axis: Axis) -> X:
-    """Converts a value from I to R; does nothing without gradients, where both are the same."""
-    return convert(x, axis, src=I, dst=R) if torch.is_grad_enabled() else x
+    """Converts a value from I to R."""
+    return convert(x, axis, src=I, dst=R)
 
 
 def replicate_weight(
