@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from shardmap_torch.errors import LayerError
