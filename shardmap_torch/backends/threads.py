@@ -71,7 +71,7 @@ class Rendezvous:
         threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
-                args=(self._run_rank, rank, work, results, _thread_state()),
+                args=(self._run_rank, rank, work, results, thread_state()),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -97,7 +97,7 @@ class Rendezvous:
         rank: int,
         work: Callable[[int], T],
         results: dict[int, T],
-        state: "_ThreadState",
+        state: "ThreadState",
     ) -> None:
         self._turns[rank].acquire()
         try:
@@ -266,7 +266,7 @@ def _arguments(collective: Collective, move: str) -> str:
 
 
 @dataclass(frozen=True)
-class _ThreadState:
+class ThreadState:
     """Thread-local state that a new thread must copy: torch's modes and `use_mesh`."""
 
     grad: bool
@@ -277,6 +277,7 @@ class _ThreadState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
+        """Gives this thread the state for a while."""
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -290,8 +291,9 @@ class _ThreadState:
             yield
 
 
-def _thread_state() -> _ThreadState:
-    return _ThreadState(
+def thread_state() -> ThreadState:
+    """Returns the state of this thread."""
+    return ThreadState(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         autocast_state(),

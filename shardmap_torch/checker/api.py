@@ -263,7 +263,8 @@ def _globally(
     lines = [f"  {region.name}  # {region.site}" for region in regions]
     lines += [_COUNTED] if verdict.traits.averages else []
     promised = ", if these keep what they promise:" if lines else ""
-    return [f"global: the same program on one device{promised}", *lines]
+    tried = [f"  {line}" for line in verdict.tried.splitlines()]
+    return [f"global: the same program on one device{promised}", *lines, *tried]
 
 
 _COUNTED: Final = "  cross entropies: no target is their ignore_index, at which each run looks"

@@ -4,12 +4,13 @@ import contextlib
 import linecache
 import sys
 import sysconfig
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import unwrap
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Final
 
 import optree
@@ -105,6 +106,18 @@ def call_sites() -> tuple[Site, ...]:
         found.append(_site(frame.f_code.co_filename, frame.f_lineno))
         frame = _users(frame.f_back)
     return tuple(found)
+
+
+def is_called_by(codes: Collection[CodeType]) -> bool:
+    """Returns whether one of these runs, called by the innermost line of the user's or without."""
+    frame = sys._getframe(1)
+    users = _users(frame)
+    inner: FrameType | None = frame
+    while inner is not None and inner is not users:
+        if inner.f_code in codes:
+            return True
+        inner = inner.f_back
+    return False
 
 
 def _users(frame: FrameType | None) -> FrameType | None:

@@ -22,7 +22,8 @@ from shardmap_torch.checker.ir.sizes import Sizes
 from shardmap_torch.checker.sizes.history import History
 from shardmap_torch.checker.stored.store import Stored
 from shardmap_torch.checker.verify.path import Strictness
-from shardmap_torch.checker.verify.verdict import Verdict, attempt, verify
+from shardmap_torch.checker.verify.verdict import Verdict, attempt
+from shardmap_torch.checker.verify.verdict import verify as verify_steps
 from shardmap_torch.control.start import current
 from shardmap_torch.core import autograd_state
 from shardmap_torch.core.caching import Memo
@@ -55,6 +56,19 @@ _LATE: Final = (
     "What it depends on has changed since the forward. Pass it as an argument, or do not change it "
     "in between.",
 )
+
+
+def verify(call: Call, strictness: Strictness) -> Verdict:
+    """Checks a call step by step, or with numbers over axes of which one device has no such steps.
+
+    Raises:
+        ShardTypeError: the program is not well-typed, or would compute wrong gradients.
+    """
+    if strictness == "local":
+        return verify_steps(call, strictness)
+    from shardmap_torch.run.trials.by_numbers import by_numbers
+
+    return verify_steps(call, strictness, by_numbers)
 
 
 class Checked:

@@ -9,6 +9,7 @@ import torch
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.captured_state import Surroundings
 from shardmap_torch.checker.rules.registry import table_version
+from shardmap_torch.core.torch_private.engine import forward_level
 
 _DEVICES: Final = ("cpu", "cuda")
 
@@ -27,6 +28,7 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
         call.match,
         tuple([leaves[position] for position in static]) if static else (),
         torch.is_grad_enabled(),
+        forward_level() >= 0,
         torch.get_default_dtype(),
         table_version(),
         _autocast() if any(map(torch.is_autocast_enabled, _DEVICES)) else (),

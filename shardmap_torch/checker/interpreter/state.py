@@ -42,6 +42,9 @@ if TYPE_CHECKING:  # it takes a second to import, which torch does when a body i
 _WITNESS: Final = base_of(torch.empty(0, device="cpu"))
 """Tensor that tokens wrap: operands, which refer to their tokens, would stay alive with them."""
 
+CLOSED_OVER: Final = "a closed-over"
+"""Start of the label of a tensor that a body closes over."""
+
 
 class Token:
     """A torch.func differentiation, known by its level; it lives as long as its transform."""
@@ -430,7 +433,7 @@ class Memory:
         with self.paused(), DisableTorchFunction():
             fake = self.fake.from_tensor(real)
         if fake.untyped_storage()._cdata not in self.types_by_storage:
-            label = f"a closed-over {type(real).__name__} of shape {list(real.shape)}"
+            label = f"{CLOSED_OVER} {type(real).__name__} of shape {list(real.shape)}"
             self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
             self.observer.on_closure(fake, real)
         if real.requires_grad:

@@ -36,6 +36,7 @@ def write_verdict(verdict: Verdict) -> tuple[str, str]:
         "start": write_steps(verdict.start),
         "refusal": None if refusal is None else [str(refusal), encode(refusal.findings)],
         "traits": encode(astuple(verdict.traits)),
+        "tried": verdict.tried,
     }
     return _dump(head), _dump(write_program(verdict.program_paths))
 
@@ -64,6 +65,7 @@ def read_verdict(call: Call, head_text: str, program_text: str) -> Verdict:
         sharing=_read_map(head["sharing"]),
         start=read_steps(head["start"]),
         refusal=_read_refusal(head["refusal"]),
+        tried=str(head["tried"]),
     )
 
 

@@ -64,6 +64,7 @@ class Verdict:
         start: the notes of what the body asks of its mesh, with which each run is compared.
         altered: what the body refers to and changes, with the values that it starts from.
         refusal: why results cannot be differentiated, where the body is right without that.
+        tried: how it was compared with one device by numbers, where its steps cannot be.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Verdict:
     start: Step
     refusal: ShardTypeError | None = None
     altered: tuple[Kept, ...] = ()
+    tried: str = ""
 
     @lazy
     def program_paths(self) -> tuple[ProgramPath, ...]:
@@ -99,7 +101,7 @@ class Verdict:
 
         Its runs are compared with the checked program; `late` is called if a backward differs.
         """
-        leaves = call.leaves if self.refusal is None else _detached(call)
+        leaves = call.leaves if self.refusal is None else detached(call)
         follow = partial(Replay, self.start, late)
         draws, rank_only = self.traits.draws, self.traits.rank_only
         return call.checked(leaves, self.match, self.exits, follow, draws, rank_only=rank_only)
@@ -115,10 +117,15 @@ class Verdict:
         return Match(self.paths, self.specs, self.crossing)
 
 
-def verify(call: Call, strictness: Strictness) -> Verdict:
+Otherwise = Callable[[Call, Strictness, ShardTypeError], Verdict | None]
+"""Returns a verdict that is found in another way, where an error is not the last word."""
+
+
+def verify(call: Call, strictness: Strictness, otherwise: Otherwise | None = None) -> Verdict:
     """Interprets the body on fakes and its derived backward.
 
     With strictness "global" the forward must also be that of the same program on one device.
+    Where it is not, step by step, `otherwise` is asked before a repair is searched.
 
     Raises:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.
@@ -129,12 +136,15 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
         function = communicating(error)
         if function is None or not keep_scope(function):
             raise
-        return verify(call, strictness)
+        return verify(call, strictness, otherwise)
     except ShardTypeError as error:
+        verdict = None if otherwise is None else otherwise(call, strictness, error)
+        if verdict is not None:
+            return verdict
         step = _as_step(call, strictness)
         is_step = step is None and is_of_step(error) and not _is_transformed()
         # With a repair, results of a step need no gradient either.
-        tried_on = replace(call, leaves=_detached(call)) if is_step else call
+        tried_on = replace(call, leaves=detached(call)) if is_step else call
         refusal = shortened(with_tried(error, search(tried_on, error, strictness, attempt)))
         if step is None:
             raise refusal from None
@@ -152,7 +162,7 @@ def _as_step(call: Call, strictness: Strictness) -> Verdict | None:
     if not any(map(can_receive_gradient, leaves)):
         return None
     try:
-        verdict = attempt(replace(call, leaves=_detached(call)), NONE, strictness)
+        verdict = attempt(replace(call, leaves=detached(call)), NONE, strictness)
     except Exception:  # the first attempt has the error to show
         return None
     return verdict if verdict.traits.takes_gradients else None
@@ -163,7 +173,7 @@ def _is_transformed() -> bool:
     return functorch.peek_interpreter_stack() is not None
 
 
-def _detached(call: Call) -> list[Any]:
+def detached(call: Call) -> list[Any]:
     """The leaves of the arguments, those that cross without a gradient."""
     leaves = list(call.leaves)
     for position in call.crossing:

@@ -189,7 +189,7 @@ WRONG = [
     (positions_not_offset, P("dp"), "counts the entries that a rank has"),
     (sum_of_shards, P("dp"), "not a pending sum but sharded along dim 1"),
     (gathered_along_another_dim, P("dp"), "self has 4 blocks of dim 1, one behind"),
-    (wrong_features_paired, P("dp"), "get the values of other ranks' shards"),
+    (wrong_features_paired, P("dp"), "tried with numbers over 'tp'"),
     (rank_used, P("dp"), "every rank has a value of its own"),
     (maximum_over_cut, P("dp"), "it is the max of a rank's part"),
     (mask_from_nothing, P("dp"), "every rank has a value of its own"),

@@ -63,6 +63,10 @@ def all_entries(x: Tensor) -> Tensor:
     return all_reduce(stacked(x.sin()).sum(), "b", dst=I)
 
 
+def blocks_averaged(x: Tensor) -> Tensor:
+    return columns(stacked(x).mean((0, 1)).unsqueeze(0))
+
+
 def differentiated(x: Tensor) -> Tensor:
     def loss(x: Tensor) -> Tensor:
         rows = stacked(x).reshape(-1, x.shape[1]).cumsum(0)
@@ -74,7 +78,7 @@ def differentiated(x: Tensor) -> Tensor:
 
 RIGHT: Final[list[tuple[Body, P]]] = [
     *((body, P()) for body in (flattened, reshaped, transposed, last, added, averaged, totals)),
-    *((body, P()) for body in (of_both_axes, all_entries)),
+    *((body, P()) for body in (of_both_axes, all_entries, blocks_averaged)),
     (differentiated, ROWS),
 ]
 
@@ -116,10 +120,6 @@ def within_blocks(x: Tensor) -> Tensor:
     return columns(stacked(x).sum(1))
 
 
-def blocks_averaged(x: Tensor) -> Tensor:
-    return columns(stacked(x).mean((0, 1)).unsqueeze(0))
-
-
 def in_another_order(x: Tensor) -> Tensor:
     return columns(stacked(x, 1).reshape(-1, x.shape[1]).cumsum(0))
 
@@ -155,7 +155,7 @@ def written(x: Tensor) -> Tensor:
 
 OWN: Final = "of its own|it reduces a part|lie along a dim"
 WRONG: Final[list[tuple[Body, str]]] = [
-    *((body, OWN) for body in (one_rank_s, squared, blocks_added, within_blocks, blocks_averaged)),
+    *((body, OWN) for body in (one_rank_s, squared, blocks_added, within_blocks)),
     *((body, OWN) for body in (in_another_order, merged_with_columns, largest, returned)),
     *((body, OWN) for body in (gradient_of_addends, written)),
     (sums_averaged, "it is 1/2 times that value"),

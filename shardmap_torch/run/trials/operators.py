@@ -1,0 +1,202 @@
+"""Operators by what random operands can tell of them.
+
+Two analytic functions that are equal on random operands are equal, but for chance. A function in
+pieces is so where each of its pieces was met. An operator that stands in no table is refused.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.core.torch_private.engine import OpOverload
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MADE: Final = _names(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty "
+    "new_empty_strided isnan isinf isfinite isposinf isneginf lift_fresh"
+)
+"""Those whose results do not depend on the entries of operands, as long as these are finite."""
+
+MOVED: Final = _names(
+    "view _unsafe_view reshape _reshape_alias view_as_real view_as_complex expand permute "
+    "transpose t squeeze unsqueeze select slice split split_with_sizes unbind unfold diagonal "
+    "movedim cat stack clone contiguous alias detach flip roll repeat constant_pad_nd tril triu "
+    "slice_scatter select_scatter copy fill zero where masked_fill real imag conj "
+    "_conj resolve_conj as_strided _to_copy col2im im2col"
+)
+"""Those that move entries, of any dtype."""
+
+ANALYTIC: Final = _names(
+    "add sub rsub mul div neg reciprocal square sqrt rsqrt pow exp exp2 expm1 log log2 log10 log1p "
+    "sin cos tan sinh cosh tanh asinh atan erf erfc sigmoid log_sigmoid_forward silu gelu "
+    "softplus mish logit lerp addcmul addcdiv sum mean prod cumsum var std var_mean logsumexp "
+    "logaddexp mm bmm mv dot vdot addmm addmv addbmm baddbmm addr matmul linear trace "
+    "_softmax _log_softmax native_layer_norm native_group_norm _fused_rms_norm convolution "
+    "linalg_inv_ex linalg_solve_ex mse_loss "
+    "avg_pool1d avg_pool2d "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math "
+    "_scaled_dot_product_efficient_attention"
+)
+"""Analytic functions of floating operands; booleans among these count as 0 and 1."""
+
+Lookup = Callable[[Mapping[str, Any]], Sequence[tuple[int, Tensor]]]
+"""From arguments to the indices among them, each with the length of the dim that it goes into."""
+
+
+def _along(name: str) -> Lookup:
+    def found(a: Mapping[str, Any]) -> Sequence[tuple[int, Tensor]]:
+        x = a["self"]
+        return [(x.shape[a["dim"]] if x.ndim else 1, a[name])]
+
+    return found
+
+
+def _each(a: Mapping[str, Any]) -> Sequence[tuple[int, Tensor]]:
+    pairs = zip(a["self"].shape, a["indices"], strict=False)
+    return [(length, index) for length, index in pairs if index is not None]
+
+
+LOOKUPS: Final[Mapping[str, Lookup]] = {
+    "embedding": lambda a: [(a["weight"].shape[0], a["indices"])],
+    **dict.fromkeys(("index_select", "gather", "scatter", "scatter_add"), _along("index")),
+    "index_add": _along("index"),
+    "nll_loss_forward": lambda a: [(a["self"].shape[-1], a["target"])],
+    **dict.fromkeys(("index", "index_put", "_index_put_impl"), _each),
+}
+"""Those that look entries up by indices."""
+
+DRAWLESS: Final = _names(
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"
+)
+"""Those that draw random numbers only for a dropout."""
+
+
+Pair = tuple[Any, Any]
+"""Two operands, of which either may be the larger one."""
+
+Pieces = Callable[[Mapping[str, Any]], Sequence[Pair]]
+
+
+def _against(*limits: float) -> Pieces:
+    return lambda a: [(a["self"], limit) for limit in limits]
+
+
+def _named(*names: str) -> Pieces:
+    def pairs(a: Mapping[str, Any]) -> Sequence[Pair]:
+        return [(a["self"], a[name]) for name in names if a.get(name) is not None]
+
+    return pairs
+
+
+LARGER: Final[Mapping[str, Pieces]] = {
+    **dict.fromkeys(
+        ("relu", "abs", "sgn", "sign", "leaky_relu", "elu", "celu", "selu"), _against(0)
+    ),
+    **dict.fromkeys(("hardswish", "hardsigmoid"), _against(-3, 3)),
+    "relu6": _against(0, 6),
+    "threshold": _named("threshold"),
+    "hardtanh": _named("min_val", "max_val"),
+    "clamp": _named("min", "max"),
+    "clamp_min": _named("min"),
+    "clamp_max": _named("max"),
+    **dict.fromkeys(("maximum", "minimum", "fmax", "fmin"), _named("other")),
+    **dict.fromkeys(("lt", "le", "gt", "ge"), _named("other")),
+}
+"""Those in two pieces, which meet where two operands are equal."""
+
+MODERATE: Final[Mapping[str, float]] = {
+    **dict.fromkeys(("exp", "expm1", "sigmoid", "softplus", "log_sigmoid_forward"), 20.0),
+    **dict.fromkeys(("exp2", "silu", "mish"), 20.0),
+    **dict.fromkeys(("tanh", "erf", "erfc", "gelu"), 5.0),
+}
+"""Analytic functions that are constant but for rounding beyond some size of their operand."""
+
+EQUAL: Final = _names("eq ne")
+"""Those in two pieces, by whether two operands are equal."""
+
+EXTREMA: Final = _names("amax amin max min")
+"""Those in as many pieces as entries may be the extremum."""
+
+LOGICAL: Final = _names(
+    "logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not "
+    "bitwise_xor any all"
+)
+"""Functions of booleans."""
+
+_INFINITE: Final = 1e30
+"""Limits that no entry reaches: infinities, and what stands for them."""
+
+
+def name_of(func: OpOverload) -> str:
+    """Returns the name of an overload, without what says that it writes."""
+    name = func._schema.name.split("::")[1]
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def is_analytic(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a call is of an analytic function."""
+    if name == "linalg_vector_norm":
+        return bool(arguments["ord"] == 2)
+    is_smooth = arguments.get("rounding_mode") is None and not arguments.get("dropout_p")
+    own = name.removeprefix("_foreach_")
+    return own in ANALYTIC and is_smooth and (name == own or own not in MODERATE)
+
+
+def conditions(
+    name: str, arguments: Mapping[str, Any], out: Any
+) -> Sequence[tuple[Tensor, Tensor]] | None:
+    """Returns the conditions on which an operator's pieces depend, and where they are open.
+
+    They are not open where an operand is infinite. None if the operator has no known pieces.
+    """
+    if name in LARGER:
+        return [_open(a, b, torch.gt) for a, b in LARGER[name](arguments)]
+    if name in EQUAL:
+        return [_open(arguments["self"], arguments["other"], torch.eq)]
+    if name in EXTREMA:
+        return _of_extrema(arguments, out)
+    if name in LOGICAL and _is_boolean(arguments):
+        return [(out, torch.ones_like(out))]
+    return None
+
+
+def moderate(name: str, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Returns where a function is not constant but for rounding, and where that is open."""
+    if name not in MODERATE:
+        return None
+    x = arguments["self"].abs()
+    return _open(x, MODERATE[name], torch.lt)
+
+
+def _open(a: Any, b: Any, compare: Callable[[Any, Any], Tensor]) -> tuple[Tensor, Tensor]:
+    condition = compare(a, b)
+    finite = torch.ones_like(condition)
+    for each in (a, b):
+        if not isinstance(each, Tensor) or each.is_floating_point():
+            finite &= abs(each) < _INFINITE
+    return condition, finite
+
+
+def _of_extrema(arguments: Mapping[str, Any], out: Any) -> Sequence[tuple[Tensor, Tensor]]:
+    x, other = arguments["self"], arguments.get("other")
+    if other is not None:
+        return [_open(x, other, torch.gt)]
+    extreme = out[0] if isinstance(out, tuple) else out
+    dims = arguments.get("dim")
+    if dims is not None and dims != [] and not arguments.get("keepdim"):
+        for dim in sorted([d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)]):
+            extreme = extreme.unsqueeze(dim)
+    condition, finite = _open(x, extreme, torch.eq)
+    alone = extreme.numel() == x.numel()  # maxima of one entry
+    return [(condition, finite & (not alone))]
+
+
+def _is_boolean(arguments: Mapping[str, Any]) -> bool:
+    values = [x for x in arguments.values() if isinstance(x, Tensor)]
+    return all(x.dtype == torch.bool for x in values)

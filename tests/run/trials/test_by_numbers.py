@@ -1,0 +1,356 @@
+"""check="global" where one device has no such steps: tried with random numbers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShapeDtype,
+    ShardTypeError,
+    all_reduce,
+    axis_size,
+    check_program,
+    convert,
+    explain,
+    make_mesh,
+    shard_map,
+    shift,
+    value_and_grad,
+)
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.run.trials import by_numbers
+from tests.checker.support.restarts import as_started
+from tests.programs.support.everywhere import run_on
+from tests.run.trials.support.programs import CASES, Case, Mutant
+from tests.support.pool import Gloo
+
+WRONG: Final = [(case, wrong) for case in CASES for wrong in case.wrong]
+RING: Final = next(case for case in CASES if case.body.__name__ == "ring_attention")
+
+
+def named(value: object) -> str | None:
+    return value.body.__name__ if isinstance(value, Case) else None
+
+
+def computed(f: Callable[..., Tensor], arguments: list[Tensor]) -> list[Tensor]:
+    """Computes the result, and the gradients of a function of it."""
+    y = f(*arguments)
+    y = y.full_tensor() if isinstance(y, DTensor) else y
+    return [y, *torch.autograd.grad(y.sin().sum(), arguments)]
+
+
+def same(mine: list[Tensor], others: list[Tensor]) -> None:
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_right_programs_pass_without_a_region_and_equal_one_device(case: Case) -> None:
+    arguments = case.arguments(torch.float64)
+    same(computed(case.mapped(), arguments), computed(case.one_device(), arguments))
+
+
+@pytest.mark.parametrize(("case", "wrong"), WRONG, ids=named)
+def test_wrong_programs_that_are_well_typed_are_refused(case: Case, wrong: Mutant) -> None:
+    arguments = case.arguments()
+    check_program(case.mapped(wrong, check="local"), *arguments)
+    with pytest.raises(ShardTypeError, match="ried with numbers over"):
+        check_program(case.mapped(wrong), *arguments)
+
+
+def on_each_mesh(mesh: Mesh) -> None:
+    for case in CASES:
+        if set(case.mesh[1]) == set(mesh.axis_names):
+            arguments = case.arguments(torch.float64)
+            same(computed(case.on(mesh), arguments), computed(case.one_device(), arguments))
+            with pytest.raises(ShardTypeError, match="ried with numbers over"):
+                case.on(mesh, case.wrong[-1])(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_processes_run_them_and_agree_on_the_verdict(case: Case, gloo: Gloo) -> None:
+    names = case.mesh[1]
+    run_on("gloo", on_each_mesh, gloo, (1,) * (len(names) - 1) + (2,), names)
+
+
+X, W = torch.randn(6, 4), torch.randn(4, 4)
+
+Change = Callable[[Tensor], Tensor]
+
+EQUAL: Final = P()
+
+
+def gathered(x: Tensor, w: Tensor, change: Change = lambda x: x) -> Tensor:
+    """Adds up x @ w over all rows, [n/r, d] each, which go round and are changed in each hop."""
+    total = x.new_zeros(w.shape[1])
+    for step in range(axis_size("cp")):
+        if step:
+            x = change(shift(x, "cp", 1))
+        total = total + (x @ w).sum(0)
+    return all_reduce(total, "cp", dst=I, op="mean")
+
+
+def mapped(body: Callable[..., Any], out: Any = EQUAL, **options: Any) -> Callable[..., Any]:
+    mesh = make_mesh((3,), ("cp",), kind="simulated")
+    keywords = {"mesh": mesh, "in_specs": (P("cp"), P()), "out_specs": out, "check": "global"}
+    f: Callable[..., Any] = shard_map(body, **(keywords | options))
+    return f
+
+
+def around(change: Change) -> Callable[..., Any]:
+    return mapped(lambda x, w: gathered(x, w, change))
+
+
+class Halved(torch.autograd.Function):
+    """The identity, whose backward is wrong for large gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.where(grad.abs() > 1e9, grad / 2, grad)
+
+
+BIAS: Final = torch.zeros(4)
+NEVER: Final = "on the ranks the condition of {} is never {} for random inputs, at test_by"
+UNSEEN: Final[dict[str, tuple[Change, str]]] = {
+    "a threshold": (lambda x: torch.where(x > 1e6, 0.0, x), NEVER.format("gt", "true")),
+    "a limit": (lambda x: x.clamp(-1e6), NEVER.format("clamp", "false")),
+    "in place": (lambda x: x.clone().clamp_(-1e6), NEVER.format("clamp", "false")),
+    "a smooth threshold": (
+        lambda x: x * torch.sigmoid(100 * (1e6 - x)),
+        NEVER.format("sigmoid", "true"),
+    ),
+    "underflow": (lambda x: x + torch.exp(-1e6 * (1 + x * x)), NEVER.format("exp", "true")),
+    "a gradient's threshold": (Halved.apply, NEVER.format("gt", "true")),
+    "a branch": (
+        lambda x: x * 2 if all_reduce(x.sum(), "cp", dst=I).item() > 1e9 else x,
+        "_local_scalar_dense may have pieces that random inputs do not reach, at test_by",
+    ),
+    "rounding": (torch.round, "round may have pieces that random inputs do not reach"),
+    "a cast": (lambda x: x.long().float(), "a cast makes torch.int64 of torch.float64"),
+    "random numbers": (functional.dropout, "bernoulli draws random numbers"),
+    "a tensor outside": (lambda x: x + BIAS, "the body closes over a tensor, whose values may"),
+    "a dtype": (lambda x: x * (3 if x.dtype == torch.float32 else 1), "it does mul(3), and with"),
+}
+
+
+@pytest.mark.parametrize("what", UNSEEN)
+def test_what_random_numbers_do_not_see_is_refused_at_its_line(what: str) -> None:
+    change, text = UNSEEN[what]
+    with pytest.raises(ShardTypeError) as caught:
+        check_program(around(change), X.requires_grad_(), W.requires_grad_())
+    assert "Nor can it be tried with numbers over 'cp': " in str(caught.value)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (lambda y: 0 * y, "out is zero for all random inputs"),
+        (lambda y: y / (y - y), "results are infinite or not a number for random inputs"),
+        (lambda y: axis_size("cp") * y, "on the ranks and"),
+        (lambda y: y + 1e-6 * axis_size("cp"), "on the ranks and"),
+    ],
+)
+def test_results_have_to_be_finite_other_than_zero_and_equal(end: Change, text: str) -> None:
+    with pytest.raises(ShardTypeError, match=text):
+        check_program(mapped(lambda x, w: end(gathered(x, w))), X, W)
+
+
+def test_small_limits_are_reached_by_small_numbers() -> None:
+    check_program(mapped(lambda x, w: functional.normalize(gathered(x, w), dim=0)), X, W)
+
+
+def test_what_is_defined_for_positive_numbers_only_is_tried_with_these() -> None:
+    check_program(mapped(lambda x, w: gathered(x.log(), w)), X.abs(), W)
+
+
+def test_other_results_than_tensors_are_compared() -> None:
+    f = mapped(lambda x, w: (gathered(x, w), axis_size("cp")), (P(), None))
+    with pytest.raises(ShardTypeError, match=r"out\[1\] is 3 on the ranks and 1 on one device"):
+        check_program(f, X, W)
+
+
+def test_low_precision_is_tried_in_64_bits() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        y = gathered(x.float() + torch.arange(4) * 0.5, w.float() @ torch.eye(4))
+        return torch.maximum(y, torch.full_like(y, torch.finfo(y.dtype).min)).to(x.dtype)
+
+    verdict = check_program(mapped(body), X.detach().bfloat16(), W.detach().bfloat16())
+    assert "within" in verdict.tried
+    assert float(verdict.tried.splitlines()[0].split()[-1]) < 1e-12
+
+
+def test_ids_are_drawn_from_all_that_they_look_up() -> None:
+    specs = (P(), P("cp"), P())
+
+    def body(table: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        return gathered(functional.embedding(ids, table), w)
+
+    def others_changed(table: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        rows = torch.cat([table[:2], table[2:].flip(0)]) if axis_size("cp") > 1 else table
+        return gathered(functional.embedding(ids, rows), w)
+
+    arguments = torch.randn(6, 4), torch.tensor([0, 1, 0, 1, 1, 0]), W
+    check_program(mapped(body, in_specs=specs), *arguments)
+    with pytest.raises(ShardTypeError, match="ried with numbers over 'cp'"):
+        check_program(mapped(others_changed, in_specs=specs), *arguments)
+
+
+@pytest.mark.parametrize("scale", [1, 3])
+def test_gradients_that_a_body_takes_itself_are_results(scale: int) -> None:
+    def step(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        loss, grad = value_and_grad(lambda w: gathered(x, w).square().sum())(w)
+        count = axis_size("cp") if scale > 1 else 1
+        return loss, w - 0.1 * all_reduce(grad, "cp", dst=I) / count
+
+    for arguments in ((X.detach(), W.detach()), (X, W.requires_grad_())):
+        f = mapped(step, (P(), P()))
+        if scale == 1:
+            assert check_program(f, *arguments).tried
+        else:
+            with pytest.raises(ShardTypeError, match=r"out\[1\] is .* on the ranks"):
+                check_program(f, *arguments)
+
+
+def test_averaged_losses_look_in_each_run_that_no_target_is_ignored() -> None:
+    def body(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+        logits = x @ w + convert(gathered(x, w), "cp", src=I, dst=R)
+        return all_reduce(functional.cross_entropy(logits, targets), "cp", op="mean", dst=I)
+
+    f = mapped(body, in_specs=(P("cp"), P(), P("cp")))
+    targets = torch.tensor([0, 1, 2, 3, 0, 1])
+    f(X, W, targets)
+    with pytest.raises(ShardTypeError, match="a target is ignore_index=-100"):
+        f(X, W, targets.index_fill(0, torch.tensor([2]), -100))
+
+
+def test_other_axes_are_proven_and_keep_their_errors() -> None:
+    mesh = make_mesh((2, 3), ("dp", "cp"), kind="simulated")
+    specs = P("cp", "dp"), P("dp")
+
+    def right(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(gathered(x, w), "dp", dst=I)
+
+    def bias(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(gathered(x, w) + 1, "dp", dst=I)
+
+    def tried(body: Callable[..., Tensor], check: Any) -> str:
+        f = mapped(body, mesh=mesh, in_specs=specs, check=check)
+        return check_program(f, X.detach(), W.detach()).tried
+
+    assert "over 'cp': in 3 trials 3 ranks" in tried(right, "global")
+    assert "over 'cp': in 3 trials 6 ranks" in tried(right, {"cp": "global"})
+    assert not tried(right, {"dp": "global"})
+    for check in ("global", {"dp": "global"}):
+        with pytest.raises(ShardTypeError, match="counted once per rank"):
+            tried(bias, check)
+
+
+def test_a_program_that_sends_nothing_keeps_its_error() -> None:
+    with pytest.raises(ShardTypeError) as caught:
+        check_program(mapped(lambda x, w: all_reduce((x @ w).sum(), "cp", dst=I, op="mean")), X, W)
+    assert "ried with numbers" not in str(caught.value)
+
+
+def test_a_report_names_trials_and_the_lines_that_made_them_necessary() -> None:
+    text = explain(mapped(gathered), X.detach(), W.detach())
+    head, tried, line = text.splitlines()[-3:]
+    assert head == "global: the same program on one device"
+    assert tried.startswith(
+        "  tried with numbers over 'cp': in 3 trials 3 ranks had the results and gradients of one "
+    )
+    assert line.startswith("    ppermute('cp', V -> V)  # test_by_numbers.py:")
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "text"),
+    [
+        (4, 8, None),
+        (65, 65, "there are 65 ranks, and at most 64 are tried"),
+        (4, 1 << 26, "ranks would compute .* entries, and at most 100,000,000 are tried"),
+    ],
+)
+def test_an_abstract_mesh_is_tried_up_to_a_size(count: int, rows: int, text: str | None) -> None:
+    def once(x: Tensor, w: Tensor) -> Tensor:
+        other = shift(x, "cp", 1)
+        return all_reduce(((x + other) @ w).sum(0), "cp", dst=I)
+
+    f = mapped(once, mesh=make_mesh((count,), ("cp",), kind="abstract"))
+    arguments = ShapeDtype((rows, 4)), ShapeDtype((4, 4))
+    if text is None:
+        assert "4 ranks" in check_program(f, *arguments).tried
+    else:
+        with pytest.raises(ShardTypeError, match=text):
+            check_program(f, *arguments)
+
+
+def test_each_size_is_tried_by_itself() -> None:
+    f = mapped(lambda x, w: gathered(x, w) * (axis_size("cp") if x.shape[0] > 4 else 1))
+    tried = []
+    own = by_numbers._compare
+
+    def compare(*args: Any) -> Any:
+        tried.append(args[0].leaves[0].shape[0])
+        return own(*args)
+
+    def run(rows: int) -> None:
+        f(torch.randn(rows, 4), W.detach())
+
+    with mock.patch.object(by_numbers, "_compare", compare):
+        for rows in (6, 9, 12, 6):
+            run(rows)
+        with pytest.warns(UserWarning, match="checked again 3 times"):
+            run(3)
+        with pytest.raises(ShardTypeError, match="tried with numbers over 'cp'"):
+            run(15)
+    assert tried == [6, 9, 12, 3, 15]
+
+
+def test_a_kept_verdict_says_how_it_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDMAP_CACHE", str(tmp_path))
+    with as_started():
+        first = check_program(mapped(gathered), X.detach(), W.detach()).tried
+        with mock.patch.object(by_numbers, "_compare", side_effect=AssertionError):
+            assert check_program(mapped(gathered), X.detach(), W.detach()).tried == first
+    assert first
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_transforms_from_outside_try_the_derivatives_that_they_take() -> None:
+    right, wrong = RING.mapped(), RING.mapped("detached once")
+    q, k, v = (x.detach() for x in RING.arguments(torch.float64))
+    mine = torch.func.jvp(right, (q, k, v), (q, k, v))
+    other = torch.func.jvp(RING.one_device(), (q, k, v), (q, k, v))
+    torch.testing.assert_close(mine, other)
+    wrong(q, k, v)  # of which no derivative is taken
+    with pytest.raises(ShardTypeError, match=r"the gradient of args\[2\] is"):
+        torch.func.jvp(wrong, (q, k, v), (q, k, v))
+    with pytest.raises(ShardTypeError, match=r"the gradient of args\[2\] is"):
+        torch.func.grad(lambda v: wrong(q, k, v).sum())(v)
+
+
+def test_compiled_calls_are_tried_while_they_are_traced() -> None:
+    def double(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return torch.compile(lambda x, w: 2 * f(x, w), fullgraph=True, backend="eager")
+
+    x, w = X.detach(), W.detach()
+    torch.testing.assert_close(double(mapped(gathered))(x, w), 2 * (x @ w).sum(0))
+    with pytest.raises(ShardTypeError, match="tried with numbers over 'cp'"):
+        double(around(lambda x: 2 * x))(x, w)
