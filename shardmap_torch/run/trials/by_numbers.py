@@ -83,6 +83,8 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
     except SpecError as wrong:
         _note(error, f"Nor can it be tried with numbers: {wrong}")
         return None
+    except Exception:  # of the user's code, behind the first error
+        return None
     over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
     lines = list(dict.fromkeys(f"  {e.name}  # {e.site}" for e in sending))[:_SHOWN]
     try:

@@ -23,7 +23,7 @@ class RefutedError(Exception):
 _TRIALS: Final = 3
 """The number of trials, if these reach all pieces."""
 
-_SCALES: Final = (1.0, 0.1, 10.0, 1.0, 0.3, 3.0, 1.0, 0.03, 30.0, 1.0, 1e-3, 1e-7, 1e3)
+_SCALES: Final = (1.0, 0.1, 10.0, 1.0, 0.3, 3.0, 1.0, 0.03, 30.0, 1e3, 1e-2, 1e-3, 1e-4, 1e-5, 1e-7)
 """Scales of the numbers of each trial that may be made."""
 
 _VISIBLE: Final = 1e-6

@@ -117,6 +117,9 @@ MODERATE: Final[Mapping[str, float]] = {
 }
 """Analytic functions that are constant but for rounding beyond some size of their operand."""
 
+SHARES: Final = _names("_softmax _log_softmax")
+"""Functions whose results, or their exponentials, are constant but for rounding near 0 and 1."""
+
 EQUAL: Final = _names("eq ne")
 """Those in two pieces, by whether two operands are equal."""
 
@@ -166,8 +169,14 @@ def conditions(
     return None
 
 
-def moderate(name: str, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+def moderate(name: str, arguments: Mapping[str, Any], out: Any) -> tuple[Tensor, Tensor] | None:
     """Returns where a function is not constant but for rounding, and where that is open."""
+    if name in SHARES:
+        shares = out.exp() if name == "_log_softmax" else out
+        alone = arguments["self"].ndim == 0 or arguments["self"].shape[arguments["dim"]] == 1
+        return (shares - 0.5).abs() < 0.5 - 1e-6, torch.full_like(
+            shares, not alone, dtype=torch.bool
+        )
     if name not in MODERATE:
         return None
     x = arguments["self"].abs()

@@ -149,7 +149,7 @@ class _Watch(TorchDispatchMode):
         if name in operators.MOVED:
             return
         if operators.is_analytic(name, arguments):
-            reached = operators.moderate(name, arguments)
+            reached = operators.moderate(name, arguments, out)
             self._meet(name, [] if reached is None else [reached], False)
             return
         conditions = None

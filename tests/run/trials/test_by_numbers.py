@@ -134,6 +134,10 @@ UNSEEN: Final[dict[str, tuple[Change, str]]] = {
         lambda x: x * torch.sigmoid(100 * (1e6 - x)),
         NEVER.format("sigmoid", "true"),
     ),
+    "a softmax of one": (
+        lambda x: x * torch.softmax(torch.stack([0 * x + 1e6, x]), 0)[0],
+        NEVER.format("_softmax", "true"),
+    ),
     "underflow": (lambda x: x + torch.exp(-1e6 * (1 + x * x)), NEVER.format("exp", "true")),
     "a gradient's threshold": (Halved.apply, NEVER.format("gt", "true")),
     "a branch": (
@@ -172,7 +176,22 @@ def test_results_have_to_be_finite_other_than_zero_and_equal(end: Change, text: 
 
 
 def test_small_limits_are_reached_by_small_numbers() -> None:
-    check_program(mapped(lambda x, w: functional.normalize(gathered(x, w), dim=0)), X, W)
+    for eps in (1e-12, 1e-6):
+
+        def body(x: Tensor, w: Tensor, eps: float = eps) -> Tensor:
+            return functional.normalize(gathered(x, w), dim=0, eps=eps)
+
+        check_program(mapped(body), X, W)
+
+
+def test_an_error_behind_the_first_one_is_not_shown() -> None:
+    zero = torch.zeros(())
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return gathered(torch.heaviside(shift(x, "cp", 1), zero), w)  # which has no derivative
+
+    with pytest.raises(ShardTypeError, match="is not what it is on one device"):
+        check_program(mapped(body), X.requires_grad_(), W)
 
 
 def test_what_is_defined_for_positive_numbers_only_is_tried_with_these() -> None:
