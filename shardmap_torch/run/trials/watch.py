@@ -123,7 +123,7 @@ class _Watch(TorchDispatchMode):
             arguments["self"] = arguments["self"].clone()  # what it was before
         out = func(*args, **kwargs)
         if self._watched.wide and not written:
-            out = _widened_result(out, arguments)
+            out = _widened_result(out)
         if self._is_first and name != "_to_copy":
             self._watched.steps.append((name, *map(_literal, arguments.values())))
         if torch.Tag.nondeterministic_seeded in func.tags and name not in operators.DRAWLESS:
@@ -247,7 +247,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype
 
 
-def _widened_result(out: Any, arguments: Mapping[str, Any]) -> Any:
+def _widened_result(out: Any) -> Any:
     """Returns numbers of 64 bits, where an operation that takes none makes others."""
     if not isinstance(out, Tensor) or widened(out.dtype) == out.dtype:
         return out
