@@ -65,32 +65,28 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
         error: why its steps are not those of one device.
 
     Raises:
-        ShardTypeError: the ranks compute something else; or the body is wrong over other axes.
+        ShardTypeError: the ranks compute something else.
     """
     compared = _compared(call.mesh, strictness)
     sending = _sending(call, compared)
     axes = frozenset(axis for e in sending for axis in _axes_of(e)) & compared
     if not axes:
         return None
-    is_for_regions = "local_region" in str(error)
-    rest: Strictness = (compared - axes) or "local"
+    over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
     try:
-        proven = verify(call, rest)
-    except ShardTypeError:
-        if is_for_regions:
-            raise
-        return None
-    except SpecError as wrong:
-        _note(error, f"Nor can it be tried with numbers: {wrong}")
+        proven = verify(call, (compared - axes) or "local")
+    except (ShardTypeError, SpecError) as other:
+        first = str(other).partition("\n")[0]
+        if not str(error).startswith(first):
+            _note(error, f"Nor can it be tried with numbers over {over}: {first}")
         return None
     except Exception:  # of the user's code, behind the first error
         return None
-    over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
     lines = list(dict.fromkeys(f"  {e.name}  # {e.site}" for e in sending))[:_SHOWN]
     try:
         comparison = _compare(call, proven, compared, axes)
     except RefutedError as refuted:
-        if not is_for_regions:
+        if "local_region" not in str(error):  # it tells more
             _note(error, f"Tried with numbers over {over} as well: {refuted}.")
             return None
         raise ShardTypeError(_REFUTED.format(call.name, over, refuted, "\n".join(lines))) from None
