@@ -190,21 +190,26 @@ _FEW: Final = 2**18
 """Entries that a dot product adds to 1e-6 of the result; a sum adds any number, as a tree."""
 
 
-def _is_dotted(x: Tensor) -> bool:
-    """Returns whether a dot product adds its squares as precisely, in one pass without a buffer."""
-    if torch.compiler.is_dynamo_compiling() or are_transforms_active():
-        return False
-    is_plain = type(x) is Tensor and x.device.type == "cpu"
-    return is_plain and x.numel() <= _FEW and x.is_contiguous()
+def _amounts(xs: Sequence[Tensor], ord: float) -> list[Tensor]:
+    """Computes the addend of each shard; of squares by a dot product, in one pass, where it can."""
+    if ord != 2 or torch.compiler.is_dynamo_compiling() or are_transforms_active():
+        return [_amount(x, ord) for x in xs]
+    return [
+        torch.dot(flat := x.view(-1), flat)
+        if type(x) is Tensor
+        and x.is_cpu
+        and x.dtype in _WIDE
+        and x.numel() <= _FEW
+        and x.is_contiguous()
+        else _amount(x, ord)
+        for x in xs
+    ]
 
 
 def _amount(x: Tensor, ord: float) -> Tensor:
     """Computes the addend of one shard: the sum of powers, or the maximum."""
     if ord == 2 and x.dtype in _WIDE:
-        if not _is_dotted(x):
-            return x.square().sum()
-        flat = x.view(-1)
-        return torch.dot(flat, flat)
+        return x.square().sum()
     wide = torch.promote_types(x.abs().dtype if x.is_complex() else x.dtype, torch.float32)
     if ord == math.inf:
         return x.abs().amax().to(wide) if x.numel() else x.new_zeros((), dtype=wide)
@@ -234,7 +239,7 @@ def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
     if ord == math.inf:
         return list(_largest(leaves))
     axes_of = _axes_of(leaves.match)
-    amounts = zip(axes_of, [_amount(x, ord) for x in leaves.values], strict=True)
+    amounts = zip(axes_of, _amounts(leaves.values, ord), strict=True)
     return [
         all_reduce(amount, axes, dst=I) if axes else amount
         for axes, amount in _by_group(amounts, "sum")
@@ -270,7 +275,7 @@ def _largest(leaves: Leaves) -> Iterator[Tensor]:
 
 def _outside(tree: Tree, ord: float) -> list[Tensor]:
     leaves = [_resolved(leaf) for leaf in flatten(tree)[0]]
-    amounts = ((_layout(x), _amount(_local(x), ord)) for x in leaves)
+    amounts = zip(map(_layout, leaves), _amounts(list(map(_local, leaves)), ord), strict=True)
     return [_over_ranks(layout, x, _op(ord)) for layout, x in _by_group(amounts, _op(ord))]
 
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from shardmap_torch.errors import OptimizerError
-from shardmap_torch.optim.lists import Tensors, foreach
+from shardmap_torch.optim.lists import Tensors, foreach, foreach_in_place
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
 from shardmap_torch.optim.schedules import Rate
 
@@ -78,11 +79,13 @@ class _SGD(Elementwise):
         change = grads
         if moments:
             kept = foreach("mul", moments[0], self.momentum)
-            moments = [foreach("add", kept, self._dampened(grads, at))]
+            moments = [foreach_in_place("add", kept, self._dampened(grads, at))]
             change = moments[0]
             if self.nesterov:
                 change = foreach("add", grads, foreach("mul", moments[0], self.momentum))
-        return foreach("sub", params, foreach("mul", change, at.lr)), moments
+        if isinstance(at.lr, Tensor):
+            return foreach("sub", params, foreach("mul", change, at.lr)), moments
+        return foreach("sub", params, change, alpha=float(at.lr)), moments
 
     def _dampened(self, grads: Tensors, at: Step) -> Tensors:
         """Scales gradients by 1 - dampening, except in the first step, like torch's SGD."""
