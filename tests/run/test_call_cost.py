@@ -23,15 +23,15 @@ Case = tuple[bool, bool]
 """A kind of call: is it checked, and does its argument require a gradient?"""
 
 ONE_PROCESS: Final[Mapping[Case, int]] = {
-    (True, False): 125,
+    (True, False): 126,
     (False, False): 100,
-    (True, True): 138,
+    (True, True): 139,
     (False, True): 113,
 }
 TWO_PROCESSES: Final[Mapping[Case, int]] = {
-    (True, False): 177,
+    (True, False): 178,
     (False, False): 140,
-    (True, True): 192,
+    (True, True): 193,
     (False, True): 155,
 }
 A_LEAF: Final[Mapping[Case, int]] = {
