@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from shardmap_torch.checker.calls.fake_results import fake_mode
 from shardmap_torch.checker.calls.remembered import Remembered, address_of
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
-from shardmap_torch.checker.ir.program import StorageType, varying
+from shardmap_torch.checker.ir.program import CLOSED_OVER, StorageType, varying
 from shardmap_torch.checker.rewrites.aliases import AliasedRows
 from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
@@ -41,9 +41,6 @@ if TYPE_CHECKING:  # it takes a second to import, which torch does when a body i
 
 _WITNESS: Final = base_of(torch.empty(0, device="cpu"))
 """Tensor that tokens wrap: operands, which refer to their tokens, would stay alive with them."""
-
-CLOSED_OVER: Final = "a closed-over"
-"""Start of the label of a tensor that a body closes over."""
 
 
 class Token:

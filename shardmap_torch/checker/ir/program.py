@@ -15,6 +15,9 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import show_shape
 
+CLOSED_OVER: Final = "a closed-over"
+"""Start of the label of a tensor that a body closes over."""
+
 
 @lru_cache(maxsize=4096)
 def varying(types: Types) -> frozenset[int]:

@@ -20,8 +20,7 @@ from torch import Tensor
 from shardmap_torch.backends.threads import thread_state
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import ShapeDtype, stand_ins
-from shardmap_torch.checker.interpreter.state import CLOSED_OVER
-from shardmap_torch.checker.ir.program import Equation
+from shardmap_torch.checker.ir.program import CLOSED_OVER, Equation
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.path import Strictness
