@@ -63,10 +63,14 @@ class AbstractBackend(WithoutAutomaticAxes):
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
-        """Follows switches of gradients in this context, which change nothing that can be seen."""
+        """Follows switches of gradients in this context, which change nothing that can be seen.
+
+        Under torch.func it runs while the mode of functions applies the Function, and is off.
+        """
         before, self._interpreter.switches = self._interpreter.switches, ()
         try:
-            yield
+            with self.seeing():
+                yield
         finally:
             self._interpreter.switches = before
 

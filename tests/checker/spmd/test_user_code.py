@@ -353,10 +353,14 @@ def test_gradients_are_switched_off_in_a_checkpoint_as_on_one_device(
         found: Tensor = shardmap_torch.checkpoint(lambda x: off(x) * x, x)
         return found
 
+    def slope(part: Callable[[Tensor], Tensor], x: Tensor, w: Tensor) -> Tensor:
+        return grad(lambda x: all_reduce(body(part, x, w).sum(), "dp", dst=I))(x)
+
     x = X.clone().requires_grad_()
-    check_program(mapped(partial(body, nested), ABSTRACT, P("dp")), x, W)
-    with pytest.raises(ShardTypeError, match=r"switch of gradients|recorded in one program only"):
-        check_program(mapped(partial(body, on_ranks), ABSTRACT, P("dp")), x, W)
+    for program in (body, slope):
+        check_program(mapped(partial(program, nested), ABSTRACT, P("dp")), x, W)
+        with pytest.raises(ShardTypeError, match=r"switch of gradients|in one program only"):
+            check_program(mapped(partial(program, on_ranks), ABSTRACT, P("dp")), x, W)
 
 
 def test_gradients_are_switched_off_in_checkpoints_of_all_microbatches() -> None:
