@@ -354,7 +354,8 @@ def test_gradients_are_switched_off_in_a_checkpoint_as_on_one_device(
         return found
 
     def slope(part: Callable[[Tensor], Tensor], x: Tensor, w: Tensor) -> Tensor:
-        return grad(lambda x: all_reduce(body(part, x, w).sum(), "dp", dst=I))(x)
+        found: Tensor = grad(lambda x: all_reduce(body(part, x, w).sum(), "dp", dst=I))(x)
+        return found
 
     x = X.clone().requires_grad_()
     for program in (body, slope):
