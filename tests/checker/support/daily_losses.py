@@ -16,6 +16,7 @@ from shardmap_torch import (
 from tests.checker.support.daily import (
     DP,
     MASK,
+    TP0,
     TP1,
     N,
     Program,
@@ -326,3 +327,17 @@ def triplet(z: Any, y: Any) -> Any:
     pos = torch.where(same, d, -1e9).amax(1)
     neg = torch.where(same, 1e9, d).amin(1)
     return mean(functional.relu(pos - neg + 0.3).mean())
+
+
+@program((numbers(4, 6), numbers(8, 6), ids(4)), (DP, TP0, DP), N)
+def arcface(x: Any, w: Any, y: Any) -> Any:
+    cos = functional.linear(to_r(functional.normalize(x)), functional.normalize(w))
+    n = w.shape[0]
+    local = y - axis_index("tp") * n
+    hit = local[:, None] == torch.arange(n)
+    theta = torch.acos(cos.clamp(-1 + 1e-7, 1 - 1e-7))
+    logits = 4.0 * torch.where(hit, torch.cos(theta + 0.5), cos)
+    m = all_reduce(logits.detach().amax(1), "tp", op="max", dst=R)
+    lse = all_reduce((logits - m[:, None]).exp().sum(1), "tp", dst=I).log()
+    pick = all_reduce(torch.where(hit, logits - m[:, None], 0.0).sum(1), "tp", dst=I)
+    return mean((lse - pick).mean())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
-from shardmap_torch.checker.spmd.layout import ShardedTensor, axes_of, unsharded
+from shardmap_torch.checker.spmd.layout import ShardedTensor, axes_of, broadcast, unsharded
 from shardmap_torch.checker.spmd.sharded import Sharded
 from shardmap_torch.checker.spmd.values.id_ranges import (
     LOOKED_UP,
@@ -104,6 +104,19 @@ def _counted(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
         return None
     rows = rows_of(shard.global_shape)
     return IdRange(OFFSET, number, rows, bound, None), [Sharded(shard.dims)]
+
+
+def _matched(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
+    """Compares ids that are counted from a rank's first one with positions in its part."""
+    for ids, other in (("self", "other"), ("other", "self")):
+        part, shard = call.parts.get(ids), call.shards[ids]
+        if part is None or part.form != OFFSET or part.upper is not None or part.lower is None:
+            continue
+        positions = known.counted_from(part.lower, call.arguments[other])
+        if positions is not None:
+            rank = len(call.event.results[0][1])
+            return None, [Sharded(broadcast([shard, positions], rank))]
+    return None
 
 
 def _kept(known: KnownIdRanges, call: IdRangeCall) -> Outcome:
@@ -293,6 +306,7 @@ RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(COPIES, _kept),
     **_COMPARISONS,
     "sub.Tensor": _counted,
+    "eq.Tensor": _matched,
     **dict.fromkeys(("bitwise_and.Tensor", "logical_and"), _both),
     **dict.fromkeys(("bitwise_or.Tensor", "logical_or"), _either),
     **dict.fromkeys(("bitwise_not", "logical_not"), _negated),

@@ -178,6 +178,16 @@ class KnownIdRanges:
         dims = resolved(Pair(*ranges), self._notes.sizes)
         return dims[0] if dims and axes_of(dims[0]) else None
 
+    def counted_from(self, first: Pair, x: Any) -> ShardedTensor | None:
+        """Lays out `x + first`, of positions; None if these are no shards of those there."""
+        pair = self._positions.pair_of(x) if isinstance(x, Tensor) else None
+        if pair is None:
+            return None
+        here, there = pair.here.plus(first.here, pair.here.shape), pair.there
+        there = there.plus(first.there, there.shape)
+        dims = resolved(Pair(here, there), self._notes.sizes)
+        return None if dims is None else ShardedTensor(dims, here.shape, there.shape)
+
     def is_zero(self, value: Any) -> bool:
         """Returns whether it is 0, or a tensor of zeros."""
         if isinstance(value, Tensor):

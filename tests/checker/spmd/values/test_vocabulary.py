@@ -198,6 +198,71 @@ def in_a_square(w: Tensor, ids: Tensor) -> Tensor:
     return total(w[local] * inside(w, ids).T[..., None])
 
 
+def one_hot_of(targets: Tensor, classes: Tensor) -> Tensor:
+    """Adds margins to the logits of the targets, as ArcFace does, and returns their sums."""
+    local = targets - start_of(classes)
+    hit = local[:, None] == torch.arange(classes.shape[0])
+    scores = torch.where(hit, (classes[:, 0] + 0.5).cos(), classes[:, 0].sin())
+    return total(scores.sum(1))
+
+
+def one_hot_reversed(targets: Tensor, classes: Tensor) -> Tensor:
+    hit = torch.arange(classes.shape[0]) == (targets - start_of(classes)).unsqueeze(-1)
+    return total((hit * classes[:, 0]).sum(1))
+
+
+def one_hot_of_the_next(targets: Tensor, classes: Tensor) -> Tensor:
+    start = (1 - axis_index("a")) * classes.shape[0]
+    hit = (targets - start)[:, None] == torch.arange(classes.shape[0])
+    return total((hit * classes[:, 0]).sum(1))
+
+
+def one_hot_from_one(targets: Tensor, classes: Tensor) -> Tensor:
+    hit = (targets - start_of(classes))[:, None] == torch.arange(1, classes.shape[0] + 1)
+    return total((hit * classes[:, 0]).sum(1))
+
+
+def one_hot_of_other_sizes(targets: Tensor, classes: Tensor) -> Tensor:
+    hit = (targets - axis_index("a") * 3)[:, None] == torch.arange(classes.shape[0])
+    return total((hit * classes[:, 0]).sum(1))
+
+
+def one_hot_in_another_order(targets: Tensor, classes: Tensor) -> Tensor:
+    hit = (targets - start_of(classes))[:, None] == torch.arange(classes.shape[0]) * 2
+    return total((hit * classes[:, 0]).sum(1))
+
+
+def one_hot_of_all(targets: Tensor, classes: Tensor) -> Tensor:
+    hit = targets[:, None] == torch.arange(classes.shape[0])
+    return total((hit * classes[:, 0]).sum(1))
+
+
+def one_hot_over_another_axis(targets: Tensor, classes: Tensor) -> Tensor:
+    hit = (targets - axis_index("b") * classes.shape[0])[:, None] == torch.arange(classes.shape[0])
+    return total((hit * classes[:, 0]).sum(1))
+
+
+@pytest.mark.parametrize("body", [one_hot_of, one_hot_reversed, one_hot_from_one])
+@pytest.mark.parametrize("rows", [P(), P("b")], ids=str)
+def test_ids_of_a_part_are_compared_with_its_positions(body: Body, rows: P) -> None:
+    assert_is_one_device(body, (TARGETS, W), (rows, P("a")), rows)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        one_hot_of_the_next,
+        one_hot_of_other_sizes,
+        one_hot_in_another_order,
+        one_hot_of_all,
+        one_hot_over_another_axis,
+    ],
+)
+def test_ids_that_are_compared_with_other_positions_are_refused(body: Body) -> None:
+    text = "is not what it is on one device"
+    assert_is_refused(body, (TARGETS, W), (P(), TABLE), P(), text)
+
+
 WRONG: Final = (
     *(without_a_mask, of_unlimited_ids, closed, one_sided, of_another_axis, of_another_size),
     *(of_the_next_rank, masked_otherwise, masked_by_others, of_ids_written_since),
