@@ -107,10 +107,7 @@ def _summed(types: Types, gradient: Types) -> Types:
 
 
 def _is_of_each(interpreter: Interpreter, operand: Tensor, gradient: Tensor) -> bool:
-    """Returns whether a vmap batches a gradient and not its value, as per-sample gradients.
-
-    What it batches may be sharded or not. Global strictness knows, and sums what is to be summed.
-    """
+    """Returns whether a vmap batches a gradient, and not its value, and layouts say how."""
     batched = dims_of(gradient)[1].keys() - dims_of(operand)[1].keys()
     return bool(batched) and interpreter.observer is not UNOBSERVED
 
@@ -123,9 +120,7 @@ def _handed_over(
     if types == storage_type.types:
         return gradient
     if _is_of_each(interpreter, operand, gradient):
-        for axis, op in interpreter.repair.gradients.get(place, ()):  # which others would be summed
-            gradient = all_reduce(gradient, axis, dst=I, op=op)
-        return gradient
+        return interpreter.repair.sum_at(place, gradient)
     with interpreter.aside():  # in forward mode tangents are copied too
         handed_over = gradient.clone()
         copies = [made.storage_type for each in interpreter.equations for made in each.results]

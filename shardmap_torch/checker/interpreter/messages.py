@@ -11,8 +11,8 @@ from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
 from shardmap_torch.checker.rules.lattice import MIXED, OF_SUMS, branch_advice, plain, sum_advice
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
-from shardmap_torch.core.source_location import Site, is_running
-from shardmap_torch.core.torch_private.engine import FakeTensor, OpOverload
+from shardmap_torch.core.source_location import Site
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import AxisType, I, K, Partial, R, V
 
@@ -91,8 +91,7 @@ def refused(
         return _both_ways(interpreter, axis, uses, refusal.axis)
     gradients = _pending_gradients(uses, refusal.axis, axis)
     is_index = any(is_rank(use.storage_type, refusal.axis, axis) for use in uses)
-    called = _deciding(name, uses)
-    advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis, called, is_index)
+    advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis, name, is_index)
     types += [use.types[refusal.axis] for use in uses]
     rejection = error(interpreter, head, lines, advice, types=types)
     if gradients:
@@ -102,14 +101,6 @@ def refused(
     of_equal(rejection, (culprit(each, refusal.axis, axis).made for each in mixed))
     repairs = [repair for x in mixed for repair in repairs_to(interpreter, x, refusal.axis, R)]
     return propose(rejection, repairs)
-
-
-def _deciding(name: str, uses: Sequence[Use]) -> str:
-    """Returns what takes a value: the function that the body calls, or what has made the value."""
-    if name != _FRIENDLY["_local_scalar_dense"]:
-        return name
-    made = uses[0].storage_type.made
-    return "tolist" if is_running(FakeTensor.tolist) else made.name if made else name
 
 
 GRADIENT: Final = "a gradient"

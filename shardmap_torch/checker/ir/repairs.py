@@ -16,7 +16,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site, calling
 from shardmap_torch.errors import MAX_LINES, ShardTypeError
 from shardmap_torch.ops.reading import Reading
-from shardmap_torch.types import AxisType
+from shardmap_torch.types import AxisType, I
 
 T = TypeVar("T")
 
@@ -213,6 +213,12 @@ class Repair:
     ops: Mapping[Spot, Op] = field(default_factory=dict)
     left_out: frozenset[tuple[Site | None, str]] = frozenset()
     parts: "tuple[Repair, ...]" = ()
+
+    def sum_at(self, place: Place, gradient: Tensor) -> Tensor:
+        """Adds up a gradient that is taken at a place, over the axes that the repair names."""
+        for axis, op in self.gradients.get(place, ()):
+            gradient = ops.all_reduce(gradient, axis, dst=I, op=op)
+        return gradient
 
     def collective_at(self, place: Place, name: str, own: T) -> Collective | T | None:
         """Returns what to call at a place where the program calls `own`, or None for nothing."""

@@ -9,6 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from torch.distributions import Distribution
+
+from shardmap_torch.core.source_location import is_running
+from shardmap_torch.core.torch_private.engine import FakeTensor
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
 
@@ -67,11 +71,21 @@ _SELECTING: Final[Mapping[str, str]] = {
     "which goes into a local_region under check='global'.",
     "bincount": "give the number of bins: functional.one_hot(x, n).sum(0) has that shape, and so "
     "has torch.zeros(n).index_add(0, x, weights).",
-    "tolist": "keep them a tensor: ragged_all_to_all takes the numbers of rows that ranks send "
-    "one another so, as all_to_all_single takes them as a list.",
-    "_is_all_true": "leave out the look at the values: distributions take validate_args=False.",
 }
-"""Advice about operations whose results, or their sizes, depend on data."""
+"""Advice about operations whose results have sizes that depend on data."""
+
+_READING: Final[Sequence[tuple[object, str]]] = (
+    (
+        FakeTensor.tolist,
+        "keep them a tensor: ragged_all_to_all takes the numbers of rows that ranks send one "
+        "another so, as all_to_all_single takes them as a list.",
+    ),
+    (
+        Distribution.__init__,
+        "leave out the look at the values: distributions take validate_args=False.",
+    ),
+)
+"""Advice about functions of torch that look at values."""
 
 
 def branch_advice(name: str, axis: str, is_index: bool) -> str:
@@ -82,8 +96,10 @@ def branch_advice(name: str, axis: str, is_index: bool) -> str:
         axis: the axis over which its operand varies.
         is_index: whether that is because it is computed from the index of the rank.
     """
-    if name in _SELECTING:
-        return f"{_SELECTING[name]} Or gather the values over {axis!r} first."
+    found = [advice for function, advice in _READING if is_running(function)]
+    found += [_SELECTING[name]] if name in _SELECTING else []
+    if found:
+        return f"{found[0]} Or gather the values over {axis!r} first."
     if is_index:
         return (
             f"keep it a tensor, as in x * axis_index({axis!r}), x[axis_index({axis!r})] or "
