@@ -104,9 +104,9 @@ CURVED: Final[Mapping[str, Callable[..., Tensor]]] = {
 CUTTING: Final[Mapping[str, Callable[..., Tensor]]] = {
     **CUTS,
     **{
-        f"{place}, {name}": partial(part, cut=cut)
+        f"{place}, {name}": partial(part, cut=each)
         for place, part in PARTS.items()
-        for name, cut in CUTS.items()
+        for name, each in CUTS.items()
     },
 }
 """One operand, of whose gradient something is cut."""

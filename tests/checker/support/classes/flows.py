@@ -111,11 +111,11 @@ class Flows:
 
     @property
     def right(self) -> bool:
-        return all(cut.right for cut in self.cuts)
+        return all(each.right for each in self.cuts)
 
     def _at(self, stage: str, x: Tensor, number: int) -> Tensor:
-        for cut in self.cuts:
-            x = cut(x, number) if cut.stage == stage else x
+        for each in self.cuts:
+            x = each(x, number) if each.stage == stage else x
         return x
 
     def _part(self, w: Tensor, v: Tensor, u: Tensor, x: Tensor, number: int = 0) -> Tensor:
