@@ -37,13 +37,13 @@ class Draw:
     Attributes:
         seed: of the generator.
         scale: the standard deviation of floating numbers.
-        positive: whether these are their absolute values.
+        positive: positions of arguments whose floating numbers are their absolute values.
         lengths: for integers the length of what they index; None if that is not known yet.
     """
 
     seed: int
     scale: float
-    positive: bool = False
+    positive: frozenset[int] = frozenset()
     lengths: Mapping[int, int] | None = None
 
     def values(self, likes: Mapping[int, Like], wide: bool) -> dict[int, Tensor]:
@@ -66,7 +66,7 @@ class Draw:
             length = min(length, torch.iinfo(dtype).max)
             return torch.randint(length, like.shape, generator=generator).to(dtype)
         drawn = self.scale * torch.randn(like.shape, dtype=dtype, generator=generator)
-        return drawn.abs().to(dtype) if self.positive else drawn
+        return drawn.abs().to(dtype) if position in self.positive else drawn
 
     def cotangent(self, position: int, y: Tensor) -> Tensor:
         """Draws the cotangent of a result."""

@@ -198,6 +198,16 @@ def test_what_is_defined_for_positive_numbers_only_is_tried_with_these() -> None
     check_program(mapped(lambda x, w: gathered(x.log(), w)), X.abs(), W)
 
 
+def test_what_is_defined_for_negative_numbers_too_is_tried_with_these() -> None:
+    """Beside an argument of which that is not so."""
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return gathered(x if axis_size("cp") == 1 else x.square().sqrt(), w.log())
+
+    with pytest.raises(ShardTypeError, match="it is another program than on one device"):
+        check_program(mapped(body), X, W.abs())
+
+
 def test_other_results_than_tensors_are_compared() -> None:
     f = mapped(lambda x, w: (gathered(x, w), axis_size("cp")), (P(), None))
     with pytest.raises(ShardTypeError, match=r"out\[1\] is 3 on the ranks and 1 on one device"):
