@@ -58,7 +58,8 @@ checked costs, and pytrees. What was largest at 0b59b58, in calls more than by h
 (2,700) each leaf passed a cast that does nothing, was unwrapped twice and asked for its kind four
 times; the optimizer (2,500) matched its trees with their specs seven times a step by hashing each
 spec, and took sums over an axis of one rank through the collectives leaf by leaf; in the forward
-(1,300) each collective passes some 20 functions, as it still does.
+(1,300) each collective passed some 35 functions, and now 18 to 25, and each layer reads its own
+arguments, as it still does.
 """
 
 
