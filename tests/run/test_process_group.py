@@ -26,7 +26,6 @@ from shardmap_torch import (
     shift,
 )
 from shardmap_torch.backends import process_group
-from shardmap_torch.backends.process_group import MOVES, ProcessGroupBackend
 from tests.programs.support.everywhere import run_on, same
 from tests.programs.support.everywhere import unchecked as shard_map
 from tests.programs.support.harness import random
@@ -38,13 +37,13 @@ pytestmark = pytest.mark.slow
 def counting(run: Callable[[], Any]) -> list[str]:
     """The moves that `run` sends over the wire, in order."""
     sent: list[str] = []
-    own = ProcessGroupBackend.communicate
+    own = process_group._on_wire
 
-    def communicate(self: ProcessGroupBackend, move: str, collective: Any, x: Tensor) -> Tensor:
-        sent.append(move)
-        return own(self, move, collective, x)
+    def on_wire(line: Any, movement: Any, collective: Any, x: Tensor) -> Tensor:
+        sent.append(collective.move)
+        return own(line, movement, collective, x)
 
-    with mock.patch.object(ProcessGroupBackend, "communicate", communicate):
+    with mock.patch.object(process_group, "_on_wire", on_wire):
         run()
     return sent
 
@@ -158,13 +157,13 @@ def test_a_result_that_travelled_shares_no_memory_with_the_operand(gloo: Gloo) -
 
 
 def failure(mesh: Mesh) -> None:
-    def lost(backend: Any, collective: Any, x: Tensor) -> Tensor:
+    def lost(line: Any, movement: Any, collective: Any, x: Tensor) -> Tensor:
         raise RuntimeError("connection closed by peer")
 
     x = torch.arange(4.0)
     f = shard_map(lambda x: all_reduce(x, "tp", dst=I), mesh=mesh, in_specs=P("tp"), out_specs=P())
     with (
-        mock.patch.object(process_group, "MOVES", {**MOVES, "sum": lost}),
+        mock.patch.object(process_group, "_on_wire", lost),
         pytest.raises(CommunicationError) as caught,
     ):
         f(x)
