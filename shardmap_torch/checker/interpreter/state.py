@@ -111,7 +111,7 @@ class Memory:
         self.is_paused = False
         self._thread = threading.get_ident()
         self._applies = False
-        self._ending: frozenset[int] = frozenset()
+        self.ending_levels: frozenset[int] = frozenset()
         self._differentiated: set[int] = set()
         self._by_level: dict[int, Token] = {}
         self.running: list[int] = []
@@ -214,7 +214,7 @@ class Memory:
                 return True
         elif self._applies:
             return False  # the forward of a Function, whose backward is checked instead
-        return any(t.alive and t.level not in self._ending for t in self._tokens(tensor))
+        return any(t.alive and t.level not in self.ending_levels for t in self._tokens(tensor))
 
     def flows_through(self, tensor: Tensor) -> bool:
         """Returns whether gradients flow through a tensor, whatever is recorded now."""
@@ -226,7 +226,7 @@ class Memory:
         """Returns the levels whose gradient flows through a base tensor; 0 is autograd's own."""
         if not self.flows(tensor):
             return frozenset()
-        alive = frozenset(t.level for t in self._tokens(tensor) if t.alive) - self._ending
+        alive = frozenset(t.level for t in self._tokens(tensor) if t.alive) - self.ending_levels
         return alive | {0} if torch.is_grad_enabled() and tensor.requires_grad else alive
 
     @contextmanager
@@ -249,13 +249,13 @@ class Memory:
 
         Its own backward is not differentiated by it.
         """
-        before = self._ending
+        before = self.ending_levels
         if level is not None:
-            self._ending |= {level}
+            self.ending_levels |= {level}
         try:
             yield
         finally:
-            self._ending = before
+            self.ending_levels = before
 
     def _tokens(self, tensor: Tensor) -> frozenset[Token]:
         storage_type = self.types_by_storage.get(address_of(tensor))

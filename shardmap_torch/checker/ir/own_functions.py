@@ -33,7 +33,7 @@ def name_of_own(node: Node | None) -> str | None:
 
 
 def _own(node: Node | None) -> type[Function] | None:
-    function = _applied(getattr(node, "_forward_cls", None))
+    function = applied(getattr(node, "_forward_cls", None))
     return function if function is not None and is_own(function) else None
 
 
@@ -54,7 +54,7 @@ _NOT_OWN: Final = ("shardmap_torch.", "torch.utils.checkpoint")
 """Modules of Functions whose backward is the derivative of what they call."""
 
 
-def _applied(function: type[Function] | None) -> type[Function] | None:
+def applied(function: type[Function] | None) -> type[Function] | None:
     """Returns the Function, or the one that a transform's Function wraps."""
     if function is None or function.__module__ != CtxWithSavedTensors.__module__:
         return function

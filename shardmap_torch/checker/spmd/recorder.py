@@ -26,6 +26,9 @@ X = TypeVar("X")
 Key: TypeAlias = tuple[Any, ...]
 
 
+Assume: TypeAlias = Callable[..., Sequence[Tensor | None] | None]
+
+
 class TensorMap(Generic[X]):
     """A mapping keyed by tensors; views of the same entries of the same memory are one key."""
 
@@ -127,12 +130,18 @@ class Event:
 
 
 class Recorder(Observer):
-    """Records the steps of the one-device program."""
+    """Records the steps of the one-device program.
+
+    Attributes:
+        has_assumed: whether gradients stand for those of a backward that has not run.
+    """
 
     judges = False
 
-    def __init__(self) -> None:
+    def __init__(self, assume: Assume = lambda *_: None) -> None:
+        """Has no steps; `assume` makes gradients that stand for those of a backward, or None."""
         super().__init__()
+        self._assume, self.has_assumed = assume, False
         self.returns: dict[str, object] = {}
         self.events: list[Event] = []
         self.inputs: list[tuple[int, Shape]] = []
@@ -150,6 +159,13 @@ class Recorder(Observer):
     def on_closure(self, fake: Tensor, real: Tensor) -> None:
         """Numbers a closed-over tensor, of which the other program makes another fake."""
         self.closures[id(real)] = self._number(fake)
+
+    def assume_gradients(
+        self, interpreter: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Sequence[Tensor | None] | None:
+        assumed = self._assume(interpreter, outputs, inputs)
+        self.has_assumed |= assumed is not None
+        return assumed
 
     def on_step(
         self,

@@ -24,7 +24,7 @@ from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved
 from shardmap_torch.checker.ir.own_functions import own_nodes
 from shardmap_torch.checker.ir.paths import Branches, format_branches
 from shardmap_torch.checker.ir.program import ProgramPath
-from shardmap_torch.checker.ir.repairs import Repair, mark_step
+from shardmap_torch.checker.ir.repairs import NONE, Repair, mark_step
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules import distributed_calls
@@ -75,25 +75,39 @@ class Request:
 
 
 def verify_path(request: Request, branches: Branches) -> PathOutcome:
-    """Verifies one path, a second time with another type of K results if the first fails."""
+    """Verifies one path, at first with gradients on one device that are assumed."""
     is_local = request.strictness == "local"
-    one = None if is_local else _on_one_device(request, branches.again())
+    one = None if is_local else _on_one_device(request, branches.again(), True)
     records = None if is_local else _records(request, branches)
     try:
         try:
-            return _verify(request, branches, K, one, records)
-        except _RetryError as retry:
-            try:
-                # A result that is K is seeded as P where I does not type.
-                branches.start()
-                return _verify(request, branches, R, one, records)
-            except ShardTypeError:
-                raise retry.error from None
+            return _verify_either(request, branches, one, records)
+        except Exception:  # the user's code may raise anything
+            if one is None or not one.steps.has_assumed:
+                raise
+        branches.start()
+        one = _on_one_device(request, branches.again(), False)
+        return _verify_either(request, branches, one, records)
     except ShardTypeError as error:
         error.args = ("\n".join([str(error), *format_branches(branches.taken)]),)
         raise
     finally:
         branches.end()
+
+
+def _verify_either(
+    request: Request, branches: Branches, one: OneDevice | None, records: "Records | None"
+) -> PathOutcome:
+    """Verifies a path, a second time with another type of K results if the first fails."""
+    try:
+        return _verify(request, branches, K, one, records)
+    except _RetryError as retry:
+        try:
+            # A result that is K is seeded as P where I does not type.
+            branches.start()
+            return _verify(request, branches, R, one, records)
+        except ShardTypeError:
+            raise retry.error from None
 
 
 def _verify(
@@ -116,11 +130,16 @@ def _verify(
             branches.start()
 
 
-def _on_one_device(request: Request, branches: Branches) -> OneDevice:
-    """Interprets the same path where every axis that is compared has one rank."""
+def _on_one_device(request: Request, branches: Branches, assumes: bool) -> OneDevice:
+    """Interprets the same path where every axis that is compared has one rank.
+
+    What is tried as a repair, and sizes that are symbols, leave no gradient to be assumed.
+    """
+    from shardmap_torch.checker.spmd.assumed import assume
     from shardmap_torch.checker.spmd.recorder import Recorder
 
-    steps = Recorder()
+    assumes &= (request.repair, request.strictness, request.sizes) == (NONE, "global", EXACT)
+    steps = Recorder(assume) if assumes else Recorder()
     verification, failure = _record(request, branches, steps, _uncompared(request))
     return OneDevice(steps, branches.taken, verification.numbers, failure, verification.spots)
 

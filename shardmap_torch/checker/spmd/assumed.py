@@ -1,0 +1,53 @@
+"""Gradients on one device that are assumed: a backward that autograd derives is not interpreted.
+
+Its steps are not compared, so that all that the comparison reads of it is which values have a
+gradient; that each has its value's metadata, and a pending sum where all ranks use its value, is
+likely. A program that is refused with such gradients is compared again without them.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.own_functions import applied
+from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.collectives.autograd import FunctorchForm
+from shardmap_torch.core.autograd_state import graph_nodes
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.torch_private.engine import forward_level, functorch
+from shardmap_torch.types import COTANGENT, Partial
+
+
+def assume(
+    interpreter: Interpreter, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor | None, ...] | None:
+    """Makes gradients of the inputs; None where code or derivatives may depend on the backward."""
+    if not _is_outermost(interpreter, outputs) or any(x.grad_fn is not None for x in inputs):
+        return None
+    nodes = [*graph_nodes(x.grad_fn for x in outputs)]
+    if not all(map(_is_derived, nodes)):
+        return None
+    reached = {id(getattr(node, "variable", None)) for node in nodes}
+    return tuple([_like(interpreter, x) if id(x) in reached else None for x in inputs])
+
+
+def _is_outermost(interpreter: Interpreter, outputs: Sequence[Tensor]) -> bool:
+    """Returns whether the only transform of the body takes its gradient, and nothing else does."""
+    is_only = functorch.get_dynamic_layer_stack_depth() == 1 and forward_level() < 0
+    flows = any(base_of(x).requires_grad for x in outputs)
+    return is_only and interpreter.ending_levels == {1} and not flows and not interpreter.hooked
+
+
+def _is_derived(node: Node) -> bool:
+    """Returns whether the backward of a node is torch's own, or a collective's."""
+    function = getattr(node, "_forward_cls", None)
+    return function is None or applied(function) is FunctorchForm
+
+
+def _like(interpreter: Interpreter, x: Tensor) -> Tensor:
+    """Makes a gradient of the type that it has where ranks use what is equal in their own ways."""
+    types = interpreter.storage_type(x).types
+    duals = tuple([COTANGENT.get(plain(own), Partial) for own in types])
+    return interpreter.bring_like(x, duals, "a gradient")
