@@ -17,7 +17,11 @@ from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.autograd import FunctorchForm
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.torch_private.engine import forward_level, functorch
+from shardmap_torch.core.torch_private.engine import (
+    forward_level,
+    functorch,
+    temporarily_clear_interpreter_stack,
+)
 from shardmap_torch.types import COTANGENT, Partial
 
 
@@ -31,7 +35,8 @@ def assume(
     if not all(map(_is_derived, nodes)):
         return None
     reached = {id(getattr(node, "variable", None)) for node in nodes}
-    return tuple([_like(interpreter, x) if id(x) in reached else None for x in inputs])
+    with temporarily_clear_interpreter_stack():
+        return tuple([_like(interpreter, x) if id(x) in reached else None for x in inputs])
 
 
 def _is_outermost(interpreter: Interpreter, outputs: Sequence[Tensor]) -> bool:
