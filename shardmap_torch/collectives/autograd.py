@@ -1,6 +1,6 @@
 """Autograd Functions that make collectives differentiable under every torch.func transform."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -16,10 +16,15 @@ from shardmap_torch.control.start import call_number
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import reject_batched_gradients
 from shardmap_torch.core.torch_private.engine import (
+    GradInterpreter,
+    SingleLevelFunction,
     TransformType,
+    allowing_single_level,
     are_transforms_active,
     forward_level,
+    function_mode_stack,
     functorch,
+    set_forward_mode,
     temporarily_pop_interpreter_stack,
 )
 from shardmap_torch.errors import TransformError
@@ -242,6 +247,42 @@ class FunctorchForm(TypedFunction):
 FunctorchForm.forward.__signature__ = signature(FunctorchForm.forward)  # type: ignore[attr-defined]
 
 
+class GradientForm(SingleLevelFunction):
+    """`FunctorchForm` at one level of a transform that takes gradients.
+
+    torch makes such a class for each application, and gets to it through signatures, pytrees and
+    the dispatcher: that costs several times the collective of a body that is checked.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, operation: Operation, backend: Backend, *markers: Tensor) -> Tensor:
+        """Runs it on the values under this level, as torch does."""
+        transform = _gradient_transform()
+        level = transform.level()
+        own, *rest = [functorch._unwrap_for_grad(operand, level) for operand in (x, *markers)]
+        with torch.enable_grad(), set_forward_mode(True), transform.lower():
+            y = apply_transformed(own, operation, backend, *rest)
+        wrapped: Tensor = x if y is own else functorch._wrap_for_grad(y, level)
+        return wrapped
+
+    setup_context = staticmethod(FunctorchForm.setup_context)
+    backward = staticmethod(FunctorchForm.backward)
+    jvp = staticmethod(FunctorchForm.jvp)
+
+
+def _gradient_transform() -> GradInterpreter:
+    return GradInterpreter(functorch.peek_interpreter_stack())
+
+
+def _apply_at_gradient(operands: Sequence[Tensor], operation: Any, backend: Any) -> Tensor:
+    transform = _gradient_transform()  # what it lifts by lives no longer than this does
+    lift = transform._cptr.lift
+    x, *markers = [lift(functorch.unwrap_if_dead(operand)) for operand in operands]
+    with allowing_single_level():
+        out: Tensor = GradientForm.apply(x, operation, backend, *markers)
+    return out
+
+
 def apply_transformed(x: Tensor, operation: Any, backend: Any, *markers: Tensor) -> Tensor:
     """Applies `FunctorchForm`, at a level of vmap by calling its rule at once.
 
@@ -249,7 +290,10 @@ def apply_transformed(x: Tensor, operation: Any, backend: Any, *markers: Tensor)
     same rule, through signatures, pytrees and the dispatcher, which costs ten times the rule.
     """
     top = None if torch.compiler.is_dynamo_compiling() else functorch.peek_interpreter_stack()
-    if top is None or top.key() != TransformType.Vmap:
+    key = None if top is None else top.key()
+    if key == TransformType.Grad and not function_mode_stack():  # which see `FunctorchForm`
+        return _apply_at_gradient((x, *markers), operation, backend)
+    if top is None or key != TransformType.Vmap:
         out: Tensor = FunctorchForm.apply(x, operation, backend, *markers)
         return out
     level = top.level()

@@ -92,7 +92,7 @@ def _is_known(op: OpOverload) -> bool:
     )
 
 
-def key_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Key | None:
+def key_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key | None:
     """Returns the key of a call on fake tensors; None where more counts than shapes and dtypes."""
     if not _is_known(op) or torch.is_inference_mode_enabled():
         return None

@@ -41,6 +41,7 @@ from shardmap_torch.checker.rewrites.table import METADATA, rewritten
 from shardmap_torch.checker.rules.distributed_calls import NAMESPACES
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.registry import MEANINGS
+from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import base_of, tangents
 from shardmap_torch.core.source_location import call_site, is_own
@@ -215,6 +216,8 @@ class _Functions(TorchFunctionMode):
     def _apply(self, func: Any, args: Any, kwargs: Any, called: Any) -> Any:
         before, self._interpreter.function = self._interpreter.function, called
         try:
+            if func is custom_function_call and args[0] is FunctorchForm:
+                return apply_transformed(*args[1:])
             return func(*args, **kwargs)
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):

@@ -186,8 +186,11 @@ def _store(
                 batched_over=batched_over,
             )
         if is_real(dtype):
-            storage_type.tokens |= tokens
-            tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+            if storage_type.tokens is not tokens:
+                storage_type.tokens = (
+                    storage_type.tokens | tokens if storage_type.tokens else tokens
+                )
+            tensor.__dict__["_shardmap_tokens"] = tokens
         number = interpreter.count(tensor)
         results.append(Use("", storage_type, storage_type.types, dtype, shape, number))
     equation.results = tuple(results)

@@ -275,7 +275,9 @@ class Memory:
             for tokens in (storage_type.tokens,) if own is None else (own, storage_type.written):
                 if tokens is not found and tokens:
                     found = found | tokens if found else tokens
-        return frozenset([token for token in found if token.alive]) if found else found
+        alive = [token for token in found if token.alive]
+        # The same object, where it can be: what descends from one differentiation shares it.
+        return found if len(alive) == len(found) else frozenset(alive)
 
     def _token(self, wrapped: Tensor) -> Token:
         """Returns the token of the transform that an operand belongs to.

@@ -14,7 +14,7 @@ from shardmap_torch.checker.calls.fake_results import empty
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.own_functions import applied
 from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.collectives.autograd import FunctorchForm
+from shardmap_torch.collectives.autograd import FunctorchForm, GradientForm
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.torch_private.engine import (
@@ -49,7 +49,7 @@ def _is_outermost(interpreter: Interpreter, outputs: Sequence[Tensor]) -> bool:
 def _is_derived(node: Node) -> bool:
     """Returns whether the backward of a node is torch's own, or a collective's."""
     function = getattr(node, "_forward_cls", None)
-    return function is None or applied(function) is FunctorchForm
+    return function is None or applied(function) in (FunctorchForm, GradientForm)
 
 
 def _like(interpreter: Interpreter, x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
     temporarily_pop_interpreter_stack,
 )
+from torch._functorch.utils import enable_single_level_autograd_function as allowing_single_level
 from torch._functorch.vmap import restore_vmap
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
@@ -39,6 +40,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd import forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_mode
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.distributed import distributed_c10d
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
@@ -125,6 +127,7 @@ __all__ = (
     "TorchDispatchMode",
     "TransformType",
     "UnsupportedOperatorException",
+    "allowing_single_level",
     "are_transforms_active",
     "c10d",
     "current_autograd_node",
@@ -153,6 +156,7 @@ __all__ = (
     "restore_vmap",
     "retrieve_all_functorch_interpreters",
     "sequence_number",
+    "set_forward_mode",
     "set_throw_on_data_pointer",
     "set_timeout",
     "temporarily_clear_interpreter_stack",
