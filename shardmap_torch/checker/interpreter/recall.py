@@ -183,6 +183,7 @@ def _store(
                 "",
                 tensor.untyped_storage(),
                 tasks=tasks,
+                tokens=tokens if is_real(dtype) else _NONE,
                 batched_over=batched_over,
             )
         if is_real(dtype):

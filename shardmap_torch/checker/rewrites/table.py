@@ -1,8 +1,8 @@
 """The table of torch functions that are interpreted as others, and small ones of these."""
 
 from collections.abc import Callable, Mapping
-from functools import wraps
-from inspect import signature
+from functools import lru_cache, wraps
+from inspect import Signature, signature
 from typing import Any, Final
 
 import torch
@@ -101,13 +101,18 @@ def rewritten(host: Host, func: Any, args: Any, kwargs: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         named = {_NAMES.get(name, name): value for name, value in kwargs.items()}
         try:
-            signature(rewrite).bind(host, *args, **named)
+            _signature(rewrite).bind(host, *args, **named)
         except TypeError:
             return func(*args, **kwargs)  # torch says what is wrong
         out = rewrite(host, *args, **named)
         return func(*args, **kwargs) if out is NotImplemented else out
 
     return call
+
+
+@lru_cache
+def _signature(rewrite: Rewrite) -> Signature:
+    return signature(rewrite)
 
 
 _NAMES: Final = {"input": "x", "tensor": "x", "self": "x"}

@@ -59,7 +59,7 @@ from shardmap_torch.core.autograd_state import grad_mode, running_backward
 from shardmap_torch.core.functorch import dims_of
 from shardmap_torch.core.source_location import definition_of
 from shardmap_torch.core.torch_private.engine import OpOverload, disable_current_modes
-from shardmap_torch.errors import show_shape
+from shardmap_torch.errors import ShardTypeError, show_shape
 from shardmap_torch.spec import P
 from shardmap_torch.types import K
 
@@ -336,21 +336,29 @@ class Relation(Observer):
         self, op: OpOverload, arguments: Mapping[str, Any], out: Any, key: Key | None = None
     ) -> None:
         """Requires that an operation on shards gives shards of the result on one device."""
-        with self._judged(messages.friendly(op), named_tensors(arguments)) as live:
-            if live:
-                results = made_by(op, arguments, out)
-                self._items.advance(op, arguments)
-                event = self._alignment.take_unless_copy(op)
-                self._notes.make_copies_read_only()
-                if event is None:
-                    ((_, source),) = named_tensors(arguments)
-                    self._notes.copy(source, results[0])
-                    self._microbatches.note_copy(source, results[0])
-                elif event.grad_mode != grad_mode():
-                    raise UnrelatedError("gradients are recorded in one program only", OTHER)
-                elif results:  # else it answers a question about shapes
-                    call = PairedCall(op, arguments, event, results)
-                    self._operations.compare(call, bool(self.followed), key)
+        if self.is_ignored:
+            return
+        try:
+            self._compare(op, arguments, made_by(op, arguments, out), key)
+        except (UnrelatedError, PartedError) as error:
+            what = messages.friendly(op)
+            raise self._refusal(error, what, named_tensors(arguments), True) from None
+
+    def _compare(
+        self, op: OpOverload, arguments: Mapping[str, Any], results: Sequence[Tensor], key: Any
+    ) -> None:
+        self._items.advance(op, arguments)
+        event = self._alignment.take_unless_copy(op)
+        self._notes.make_copies_read_only()
+        if event is None:
+            ((_, source),) = named_tensors(arguments)
+            self._notes.copy(source, results[0])
+            self._microbatches.note_copy(source, results[0])
+        elif event.grad_mode != grad_mode():
+            raise UnrelatedError("gradients are recorded in one program only", OTHER)
+        elif results:  # else it answers a question about shapes
+            call = PairedCall(op, arguments, event, results)
+            self._operations.compare(call, bool(self.followed), key)
 
     def on_end(self) -> None:
         """Requires that the program on one device has ended too, with its backward."""
@@ -377,20 +385,26 @@ class Relation(Observer):
         """
         try:
             yield not self.is_ignored
-        except UnrelatedError as unrelated:
-            head = f"check='global': {what} is not what it is on one device: {unrelated.reason}."
+        except (UnrelatedError, PartedError) as error:
+            raise self._refusal(error, what, tensors, placed) from None
+
+    def _refusal(
+        self, error: UnrelatedError | PartedError, what: str, tensors: Named, placed: bool
+    ) -> ShardTypeError:
+        """Returns the error of a step of this name that has failed to be compared."""
+        if isinstance(error, UnrelatedError):
+            head = f"check='global': {what} is not what it is on one device: {error.reason}."
             lines = [self._line(name, tensor) for name, tensor in tensors]
-            raise messages.error(self._interpreter, head, lines, unrelated.fix, placed) from None
-        except PartedError as parted:
-            raise messages.error(
-                self._interpreter,
-                f"check='global': the ranks come to {what}, where the program on one device "
-                f"{shown(parted.there)}.",
-                [],
-                "write the body so that it takes the same steps whatever axis_size(axis) is, or "
-                "wrap per-rank code in local_region.",
-                placed,
-            ) from None
+            return messages.error(self._interpreter, head, lines, error.fix, placed)
+        return messages.error(
+            self._interpreter,
+            f"check='global': the ranks come to {what}, where the program on one device "
+            f"{shown(error.there)}.",
+            [],
+            "write the body so that it takes the same steps whatever axis_size(axis) is, or "
+            "wrap per-rank code in local_region.",
+            placed,
+        )
 
     def _line(self, name: str, tensor: Tensor) -> str:
         tensor = self._interpreter.fakify(tensor)
