@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Final
 
-_YOUNG: Final = 100_000
+_YOUNG: Final = 500_000
 """Number of new objects before a collection of these; what a body leaves in cycles is bounded."""
 
 _NEVER: Final = 1 << 30

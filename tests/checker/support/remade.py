@@ -21,6 +21,7 @@ from shardmap_torch.checker.rules import infer
 from shardmap_torch.checker.spmd import layout
 from shardmap_torch.checker.spmd.operations import Operations
 from shardmap_torch.checker.spmd.repeated import Repeated
+from shardmap_torch.checker.verify import path
 from shardmap_torch.core import source_location
 from shardmap_torch.errors import ShardTypeError
 
@@ -45,7 +46,7 @@ def remaking() -> Iterator[Counter[str]]:
     """Makes all answers anew in this context; yields how many were compared, by what they say."""
     counts: Counter[str] = Counter()
     with ExitStack() as stack:
-        for remake in (_comparisons, _calls, _results, _positions, _layouts):
+        for remake in (_comparisons, _calls, _results, _positions, _layouts, _gradients):
             stack.enter_context(remake(counts))
         yield counts
 
@@ -195,6 +196,30 @@ def _layouts(counts: Counter[str]) -> Iterator[None]:
 
     before = layout._FITTED
     with patch.object(layout, "_FITTED", Anew()):
+        yield
+
+
+@contextmanager
+def _gradients(counts: Counter[str]) -> Iterator[None]:
+    """Verdicts on programs whose gradients on one device are assumed."""
+    verify = path._verify_either
+
+    def verify_anew(request: Any, branches: Any, one: Any, records: Any) -> Any:
+        outcome = verify(request, branches, one, records)
+        if one is None or not one.steps.has_assumed:
+            return outcome
+        branches.start()
+        computed = path._on_one_device(request, branches.again(), assumes=False)
+        try:
+            anew = verify(request, branches, computed, records)
+        except Exception as error:
+            raise ForgottenError(f"with gradients that are computed: {error}") from error
+        counts["gradients"] += 1
+        require("outputs", outcome.outputs, anew.outputs)
+        require("their casts", outcome.exits, anew.exits)
+        return anew
+
+    with patch.object(path, "_verify_either", verify_anew):
         yield
 
 
