@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from shardmap_torch.core.torch_private.engine import (
+    GradInterpreter,
     TransformType,
     forward_level,
     functorch,
     is_vmapped_by_autograd,
+    retrieve_all_functorch_interpreters,
     temporarily_pop_interpreter_stack,
 )
 from shardmap_torch.errors import TransformError
@@ -128,6 +130,14 @@ def is_transformed_otherwise() -> bool:
     levels = functorch.get_interpreter_stack() or ()
     others = any(level.key() != TransformType.Grad for level in levels)
     return others or forward_level() >= 0
+
+
+def outer_grad_mode() -> bool:
+    """Returns the grad mode outside of all transforms that differentiate."""
+    for transform in retrieve_all_functorch_interpreters():
+        if isinstance(transform, GradInterpreter):
+            return bool(transform.prev_grad_mode())
+    return torch.is_grad_enabled()
 
 
 def num_derivatives() -> int:

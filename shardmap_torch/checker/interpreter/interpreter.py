@@ -111,8 +111,12 @@ class Interpreter(Memory):
     @property
     def is_special(self) -> bool:
         """Returns whether calls depend on more here than their operands: few bodies get there."""
-        is_symbolic = self.fake.shape_env is not None or self.numbers.any
-        return is_symbolic or self.is_paused or self.rows.any or self.copies.are_stale
+        return self.is_symbolic or self.is_paused or self.rows.any or self.copies.are_stale
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Returns whether sizes are symbols, or stand-ins for numbers: equal, and not the same."""
+        return self.fake.shape_env is not None or self.numbers.any
 
     def located(self, error: ShardTypeError, gradient: StorageType) -> ShardTypeError:
         """Attaches to the error of a gradient what could be inserted where it comes from."""
@@ -182,7 +186,8 @@ class Interpreter(Memory):
         """Types one ATen operation, and runs it on fake tensors; `found` is from `recall.find`."""
         forget_written(op, args, kwargs)
         if self.is_paused or op.namespace in _SILENT or op in _SIZES:
-            return run_fake(self.fake, self._key(op, args, kwargs), op, args, kwargs)
+            key = None if self.is_symbolic else key_of(op, args, kwargs)
+            return run_fake(self.fake, key, op, args, kwargs)
         if op.namespace in distributed_calls.NAMESPACES:
             self.numbers.branches.fail(distributed_calls.refused(self.name, op))
         if not self.running and running_backward() != NO_BACKWARD:
@@ -211,7 +216,7 @@ class Interpreter(Memory):
         if self.observer is not UNOBSERVED:
             with self.paused():
                 seen = standing(op, arguments)
-        key = self._key(op, args, kwargs)
+        key = None if self.is_symbolic else key_of(op, args, kwargs)
         out = self._run(op, args, kwargs, key)
         # A view has the type of its storage, and needs no rule; the bits of a sum have no type.
         view = not writes and self._is_known(out) and op is not _BITS
@@ -221,11 +226,6 @@ class Interpreter(Memory):
         learn(self, found, op, args, arguments, key)
         self.observer.on_call(*seen, out, found.call.key if found and not writes else None)
         return out
-
-    def _key(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key | None:
-        # Sizes that are symbols, and stand-ins for numbers, may be equal and not the same.
-        is_symbolic = self.fake.shape_env is not None or self.numbers.any
-        return None if is_symbolic else key_of(op, args, kwargs)
 
     def _run(
         self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key | None

@@ -177,20 +177,13 @@ def _store(
         _, shape, dtype = described[index]
         storage_type = known.get(storage)
         if storage_type is None:
-            storage_type = known[storage] = StorageType(
-                types[index],
-                equation,
-                "",
-                tensor.untyped_storage(),
-                tasks=tasks,
-                tokens=tokens if is_real(dtype) else _NONE,
-                batched_over=batched_over,
-            )
+            made_by = equation, "", tensor.untyped_storage()
+            storage_type = StorageType(types[index], *made_by, tasks=tasks)
+            storage_type.batched_over, storage_type.tokens = batched_over, _NONE
+            known[storage] = storage_type
         if is_real(dtype):
-            if storage_type.tokens is not tokens:
-                storage_type.tokens = (
-                    storage_type.tokens | tokens if storage_type.tokens else tokens
-                )
+            own = storage_type.tokens
+            storage_type.tokens = (own | tokens) if own and own is not tokens else tokens
             tensor.__dict__["_shardmap_tokens"] = tokens
         number = interpreter.count(tensor)
         results.append(Use("", storage_type, storage_type.types, dtype, shape, number))

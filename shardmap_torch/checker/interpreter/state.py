@@ -23,15 +23,9 @@ from shardmap_torch.checker.rewrites.aliases import AliasedRows
 from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.core.closures import name_in
-from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.functorch import base_of, outer_grad_mode
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.torch_private.engine import (
-    DisableTorchFunction,
-    FakeTensor,
-    GradInterpreter,
-    functorch,
-    retrieve_all_functorch_interpreters,
-)
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction, FakeTensor, functorch
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.types import AxisType, I, K, R
 
@@ -69,14 +63,6 @@ def closed_over_outer(name: str, does: str, tensor: str | None = None) -> Transf
         f"{name}: the body closes over {tensor or 'a tensor'}, which a torch.func transform "
         f"outside {does}{at}. Pass it as an argument, with a spec of its own."
     )
-
-
-def _outer_grad_mode() -> bool:
-    """Returns the grad mode outside of all transforms that differentiate."""
-    for transform in retrieve_all_functorch_interpreters():
-        if isinstance(transform, GradInterpreter):
-            return bool(transform.prev_grad_mode())
-    return torch.is_grad_enabled()
 
 
 def kept(does: str) -> ShardTypeError:
@@ -237,7 +223,7 @@ class Memory:
         as the Function's `vmap`, runs in the mode that was on outside of the first of them; where
         that was off, the two cannot be told apart.
         """
-        before, self._applies = self._applies, _outer_grad_mode()
+        before, self._applies = self._applies, outer_grad_mode()
         try:
             yield
         finally:

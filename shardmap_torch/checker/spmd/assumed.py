@@ -19,7 +19,6 @@ from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.torch_private.engine import (
     forward_level,
-    functorch,
     temporarily_clear_interpreter_stack,
 )
 from shardmap_torch.types import COTANGENT, Partial
@@ -29,10 +28,8 @@ def assume(
     interpreter: Interpreter, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...] | None:
     """Makes gradients of the inputs; None where code or derivatives may depend on the backward."""
-    if not _is_outermost(interpreter, outputs) or any(x.grad_fn is not None for x in inputs):
-        return None
     nodes = [*graph_nodes(x.grad_fn for x in outputs)]
-    if not all(map(_is_derived, nodes)):
+    if not _is_outermost(interpreter, outputs) or not all(map(_is_derived, nodes)):
         return None
     reached = {id(getattr(node, "variable", None)) for node in nodes}
     with temporarily_clear_interpreter_stack():
@@ -40,10 +37,10 @@ def assume(
 
 
 def _is_outermost(interpreter: Interpreter, outputs: Sequence[Tensor]) -> bool:
-    """Returns whether the only transform of the body takes its gradient, and nothing else does."""
-    is_only = functorch.get_dynamic_layer_stack_depth() == 1 and forward_level() < 0
+    """Returns whether the first transform of the body takes its gradient, and nothing else does."""
+    is_first = interpreter.ending_levels == {1} and forward_level() < 0
     flows = any(base_of(x).requires_grad for x in outputs)
-    return is_only and interpreter.ending_levels == {1} and not flows and not interpreter.hooked
+    return is_first and not flows and not interpreter.hooked
 
 
 def _is_derived(node: Node) -> bool:
