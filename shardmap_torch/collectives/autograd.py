@@ -279,7 +279,7 @@ def _apply_at_gradient(operands: Sequence[Tensor], operation: Any, backend: Any)
     lift = transform._cptr.lift
     x, *markers = [lift(functorch.unwrap_if_dead(operand)) for operand in operands]
     with allowing_single_level():
-        out: Tensor = GradientForm.apply(x, operation, backend, *markers)
+        out: Tensor = GradientForm.apply(x, operation, backend, *markers)  # type: ignore[attr-defined]  # the base's
     return out
 
 

@@ -13,6 +13,7 @@ import shardmap_torch as smt
 from shardmap_torch import I, P, R, ShardTypeError, all_reduce, check_program, convert, make_mesh
 from shardmap_torch.checker.spmd import assumed
 from shardmap_torch.checker.verify import path
+from shardmap_torch.collectives.autograd import TypedFunction
 
 Body: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 MESH = make_mesh((2,), ("tp",), kind="abstract")
@@ -55,8 +56,13 @@ def loss(w: Tensor, x: Tensor) -> Tensor:
     return all_reduce(h.square().sum(), "tp", dst=I)
 
 
+def gradient(f: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    made: Tensor = smt.grad(f)(*args)
+    return made
+
+
 def step(x: Tensor, w: Tensor) -> Tensor:
-    return w - 0.1 * smt.grad(loss)(w, x)
+    return w - 0.1 * gradient(loss, w, x)
 
 
 def test_a_backward_that_autograd_derives_is_not_run_on_one_device() -> None:
@@ -66,7 +72,7 @@ def test_a_backward_that_autograd_derives_is_not_run_on_one_device() -> None:
     assert records == [True]
 
 
-class Square(torch.autograd.Function):
+class Square(TypedFunction):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x * x
@@ -83,7 +89,7 @@ class Square(torch.autograd.Function):
 
 
 def of_own_function(x: Tensor, w: Tensor) -> Tensor:
-    return smt.grad(lambda w: all_reduce(Square.apply(w).sum(), "tp", dst=I))(w)
+    return gradient(lambda w: all_reduce(Square.apply(w).sum(), "tp", dst=I), w)
 
 
 def of_a_hook(x: Tensor, w: Tensor) -> Tensor:
@@ -92,18 +98,18 @@ def of_a_hook(x: Tensor, w: Tensor) -> Tensor:
         y.register_hook(lambda gradient: gradient * 3)
         return all_reduce(y.sum(), "tp", dst=I)
 
-    return smt.grad(hooked)(w)
+    return gradient(hooked, w)
 
 
 def of_a_checkpoint(x: Tensor, w: Tensor) -> Tensor:
-    return smt.grad(lambda w: smt.checkpoint(loss, w, x))(w)
+    return gradient(lambda w: smt.checkpoint(loss, w, x), w)
 
 
 def of_a_gradient(x: Tensor, w: Tensor) -> Tensor:
     def length(w: Tensor) -> Tensor:
-        return all_reduce(smt.grad(loss)(w, x).square().sum(), "tp", dst=I)
+        return all_reduce(gradient(loss, w, x).square().sum(), "tp", dst=I)
 
-    return smt.grad(length)(w)
+    return gradient(length, w)
 
 
 def of_autograd(x: Tensor, w: Tensor) -> Tensor:
@@ -112,7 +118,7 @@ def of_autograd(x: Tensor, w: Tensor) -> Tensor:
         (made,) = torch.autograd.grad(loss(y, x), y, create_graph=True)
         return all_reduce(made.sum(), "tp", dst=I)
 
-    return smt.grad(through)(w)
+    return gradient(through, w)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +148,7 @@ def test_gradients_of_what_is_differentiated_around_the_call_are_computed() -> N
 
 def of_what_has_none(x: Tensor, w: Tensor) -> Tensor:
     """Returns a gradient that autograd leaves out, for which torch.func makes zeros."""
-    count = smt.grad(lambda w: all_reduce(torch.linalg.vector_norm(w, 0), "tp", dst=I))
-    return count(w)
+    return gradient(lambda w: all_reduce(torch.linalg.vector_norm(w, 0), "tp", dst=I), w)
 
 
 def test_a_program_that_is_refused_with_assumed_gradients_is_compared_without() -> None:
@@ -158,12 +163,12 @@ def scaled(x: Tensor, w: Tensor) -> Tensor:
 
 
 def unsummed(x: Tensor, w: Tensor) -> Tensor:
-    made = smt.grad(lambda x: (x @ w).square().sum())(convert(x, "tp", src=I, dst=R))
+    made = gradient(lambda x: (x @ w).square().sum(), convert(x, "tp", src=I, dst=R))
     return w + made.amax()
 
 
 def of_an_average(x: Tensor, w: Tensor) -> Tensor:
-    return smt.grad(lambda w: all_reduce((x @ w).mean(), "tp", dst=I))(w)
+    return gradient(lambda w: all_reduce((x @ w).mean(), "tp", dst=I), w)
 
 
 @pytest.mark.parametrize("body", [scaled, unsummed, of_an_average])
