@@ -36,15 +36,17 @@ def is_observed(interpreter: "Interpreter") -> bool:
 def remember(interpreter: "Interpreter", values: Iterable[Any]) -> None:
     """Keeps the tensors among arguments by the node whose backward gets their gradients."""
     for value in values:
-        for tensor in (value,) if isinstance(value, Tensor) else tensors_of(value):
-            level: Tensor = tensor
-            while True:
-                node = level.grad_fn
-                if node is not None:
-                    interpreter.values[node, level.output_nr] = base_of(tensor)
-                if not functorch.is_functorch_wrapped_tensor(level):
-                    break
-                level = functorch.get_unwrapped(level)
+        if isinstance(value, Tensor | list | tuple):
+            for tensor in tensors_of(value):
+                level, found = tensor, []
+                while True:
+                    node = level.grad_fn
+                    if node is not None:
+                        found.append((node, level.output_nr))
+                    if not functorch.is_functorch_wrapped_tensor(level):
+                        break
+                    level = functorch.get_unwrapped(level)
+                interpreter.values.update(dict.fromkeys(found, level))
 
 
 def _value(interpreter: "Interpreter", node: Node | None, number: int) -> Tensor | None:
