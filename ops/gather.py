@@ -202,20 +202,21 @@ def all_to_all(
         tensor([[0., 1., 2., 3.],
                 [4., 5., 6., 7.]])
     """
-    dims, sizes = (split_dim, concat_dim), (split_sizes, concat_sizes)
     dtypes = comm_dtype, grad_comm_dtype, out_dtype
-    return issue_each("all_to_all", _read_exchange, x, axis, dims, tiled, sizes, dtypes)
+    arguments = axis, split_dim, concat_dim, tiled, (split_sizes, concat_sizes), dtypes
+    return issue_each("all_to_all", _read_exchange, x, *arguments)
 
 
 def _read_exchange(
     _: object,
     axis: Axis,
-    dims: tuple[int, int],
+    split_dim: int,
+    concat_dim: int,
     tiled: bool,
     sizes: tuple[Sequence[int] | None, Sequence[int] | None],
     dtypes: Dtypes,
 ) -> Reader:
-    """Reads the arguments of an all-to-all; pairs are of what is split and of what is joined."""
+    """Reads the arguments of an all-to-all; sizes are of what is split and of what is joined."""
     axes, scope = read_axes("all_to_all", axis)
     check_tiled("all_to_all", tiled)
     num_ranks = scope.backend.mesh.num_ranks(axes)
@@ -223,8 +224,8 @@ def _read_exchange(
     concats = check_sizes("all_to_all", "concat_sizes", sizes[1], num_ranks)
 
     def one(leaf: Tensor) -> Reading:
-        split = read_dim("all_to_all", "split_dim", dims[0], leaf.ndim)
-        concat = read_dim("all_to_all", "concat_dim", dims[1], leaf.ndim)
+        split = read_dim("all_to_all", "split_dim", split_dim, leaf.ndim)
+        concat = read_dim("all_to_all", "concat_dim", concat_dim, leaf.ndim)
         length = leaf.shape[split]
         if tiled and split == concat and (splits or concats):
             raise CollectiveError(

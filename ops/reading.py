@@ -70,7 +70,7 @@ def issue_each(name: str, read: Callable[..., Reader], x: X, *arguments: Any) ->
         reader = read(x, *arguments)
         return each_leaf(name, x, lambda leaf: reader(leaf).issue(scope, leaf))  # type: ignore[arg-type]
     assert scope is not None  # it has the readings
-    key = read, scope.axes, x.shape, x.dtype, arguments
+    key = read, scope.axes, x.shape, x.dtype, arguments, tuple(map(type, arguments))  # True == 1
     reading = readings.find(key)
     if reading is None:
         reading = read(x, *arguments)(x)

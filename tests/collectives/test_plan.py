@@ -19,6 +19,8 @@ from shardmap_torch import (
     V,
     all_gather,
     all_reduce,
+    all_to_all,
+    broadcast,
     convert,
     make_mesh,
     reduce_scatter,
@@ -97,6 +99,11 @@ def errors_of_seen_calls() -> list[str]:
             rows = all_gather(x[: max(sizes)], "tp", dst=R, sizes=sizes)
             assert rows.shape == (3, 2)
         refused(lambda: all_gather(x, "tp", dst=R, sizes=[1, 1]))
+        broadcast(x, "tp", 1, dst=I)
+        all_to_all(x, "tp", split_dim=1, concat_dim=0)
+        refused(lambda: reduce_scatter(x, "tp", tiled=1))  # type: ignore[arg-type]  # 1 == True
+        refused(lambda: broadcast(x, "tp", True, dst=I))
+        refused(lambda: all_to_all(x, "tp", split_dim=1.0, concat_dim=0))  # type: ignore[arg-type]
         return x
 
     f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check=False)
@@ -106,7 +113,7 @@ def errors_of_seen_calls() -> list[str]:
 
 def test_a_call_with_other_operands_or_arguments_is_read_again(gloo: Gloo) -> None:
     texts = ["reduce_scatter: dim has size 1", "convert: dim has size 1", "needs a floating dtype"]
-    texts.append("all_gather: dim has size 2, not 1")
+    texts += ["all_gather: dim has size 2, not 1", "tiled=1 is", "True", "split_dim=1.0 is no dim"]
     for messages in gloo(2).run(errors_of_seen_calls):
         assert len(messages) == len(texts)
         for text, message in zip(texts, messages, strict=True):
