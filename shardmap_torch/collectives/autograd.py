@@ -75,10 +75,10 @@ def run_plan(plan: Plan, x: Tensor) -> Tensor:
     if plan.native is not None:
         return plan.native(x)
     if _has_levels() or forward_level() >= 0:
-        return apply_transformed(x, plan.collective, plan.backend)
+        return apply_transformed(x, plan.collective, plan.backend())
     if x.requires_grad and torch.is_grad_enabled():
-        return apply_eager(x, plan, plan.backend)
-    return plan.run(plan.backend, x)
+        return apply_eager(x, plan, plan.backend())
+    return plan.run(plan.backend(), x)
 
 
 def issue(scope: Scope, operation: Operation, x: Tensor) -> Tensor:

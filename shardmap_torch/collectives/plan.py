@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -15,7 +16,8 @@ class Plan(Linear):
     Monitors, transforms and compiled code see the collective itself.
 
     Attributes:
-        backend: its backend, which keeps it.
+        backend: a weak reference to its backend, which keeps it: so a mesh that is dropped ends its
+            process groups at once.
         collective: what it runs.
         run: moves the data, called as `Operation.run`.
         native: does the same by operations of torch, whose derivatives are those of the collective,
@@ -29,7 +31,8 @@ class Plan(Linear):
         run: Callable[[Any, Tensor], Tensor],
         native: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.backend, self.collective = backend, collective
+        self.backend: Callable[[], Any] = ref(backend)
+        self.collective = collective
         self.run, self.native = run, native
 
     @property
@@ -40,7 +43,7 @@ class Plan(Linear):
     def transpose(self) -> Operation:
         """The collective that carries a cotangent back, as a plan where it has one."""
         back = self.collective.transpose
-        planned: Operation | None = self.backend.plan(back)
+        planned: Operation | None = self.backend().plan(back)
         return back if planned is None else planned
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:

@@ -56,6 +56,7 @@ from shardmap_torch.core.torch_private.engine import (
     functorch,
     gradient_of_transform,
     make_dual,
+    set_grad_enabled,
     temporarily_clear_interpreter_stack,
 )
 from shardmap_torch.errors import ShardTypeError
@@ -423,7 +424,7 @@ def _switch_gradients(interpreter: Interpreter, func: Any, args: Any, kwargs: An
 
 
 _SPECIAL: Final[Mapping[Any, Any]] = {
-    torch._C._set_grad_enabled: _switch_gradients,
+    set_grad_enabled: _switch_gradients,
     Tensor.requires_grad_: _requires_grad,
     make_dual: _make_dual,
     torch.autograd.grad: _grad,

@@ -11,6 +11,7 @@ from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import _functorch as functorch
+from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_data_pointer
 from torch._C import _vmapmode_decrement_nesting as leave_vmapmode
 from torch._C import _vmapmode_increment_nesting as enter_vmapmode
@@ -157,6 +158,7 @@ __all__ = (
     "retrieve_all_functorch_interpreters",
     "sequence_number",
     "set_forward_mode",
+    "set_grad_enabled",
     "set_throw_on_data_pointer",
     "set_timeout",
     "temporarily_clear_interpreter_stack",

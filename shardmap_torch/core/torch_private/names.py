@@ -48,7 +48,7 @@ _PROCESSES: Final = "meshes of processes"
 
 ENGINE: Final[Sequence[PrivateName]] = (
     *_rows(_MODES, "torch._C", "DisableTorchFunction", "_DisableTorchDispatch"),
-    *_rows(_MODES, "torch._C", "_set_throw_on_mutable_data_ptr"),
+    *_rows(_MODES, "torch._C", "_set_grad_enabled", "_set_throw_on_mutable_data_ptr"),
     *_rows(_MODES, "torch", "Tensor._is_zerotensor", "Tensor._make_subclass", "_make_dual"),
     *_rows(_MODES, "torch._ops", "HigherOrderOperator", "OpOverload", "OpOverloadPacket"),
     *_rows(
