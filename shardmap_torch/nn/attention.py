@@ -67,7 +67,8 @@ def attention(
     q, k, v = (x.transpose(-2, -3) for x in (q, _repeated(k, groups), _repeated(v, groups)))
     is_square = causal and offset is None and q.shape[-2] == k.shape[-2]
     is_plain = mask is None and (is_square or not causal)
-    if is_plain and _has_kernel():
+    is_served = is_plain and (scale is None or scale > 0)  # kernels scale -inf too
+    if is_served and _has_kernel():
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=is_square, scale=scale)
         return y.transpose(-2, -3)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -75,7 +76,7 @@ def attention(
     def composed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _unfused(q, k, v, _visible_keys(q, k, causal, mask, offset), scale, is_plain)
 
-    found = fused(q, k, v, is_square, scale, composed) if is_plain else None
+    found = fused(q, k, v, is_square, scale, composed) if is_served else None
     return (composed(q, k, v) if found is None else found).transpose(-2, -3)
 
 

@@ -109,3 +109,19 @@ def test_a_value_that_is_equal_on_all_ranks_is_not_repeated(kernel_runs: list[in
     f = shard_map(attention, mesh=mesh, in_specs=specs, out_specs=P("dp"))
     torch.testing.assert_close(f(Q, K, V[:2]), attention(Q, K, torch.cat([V[:2], V[:2]])))
     assert kernel_runs == [4]
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+def test_hidden_keys_stay_hidden_where_the_scale_is_not_positive(scale: float) -> None:
+    """torch's kernels multiply what hides a key by the scale as well."""
+    mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, scale=scale)
+
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    expected = attention(Q, K, V, mask=mask, scale=scale)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(attend(Q, K, V), expected)
+    on_ranks = shard_map(attend, mesh=mesh, in_specs=(SPEC,) * 3, out_specs=SPEC)
+    torch.testing.assert_close(on_ranks(Q, K, V), expected)
