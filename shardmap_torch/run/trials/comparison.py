@@ -72,8 +72,10 @@ class Comparison:
         for seed, scale in enumerate(_SCALES):
             if self._void == 1 and not positive:
                 positive = self._positive(lengths)
-            few = self.num_trials < _TRIALS
-            self._try(Draw(seed + 1, scale, positive if few else frozenset(), lengths))
+            if self.num_trials < _TRIALS:
+                self._try(Draw(seed + 1, scale, positive, lengths, watched.limits_within))
+            else:
+                self._try(Draw(seed + 1, scale, frozenset(), lengths, watched.limits))
             if self.num_trials >= _TRIALS and not any(seen.missing for seen in self._seen):
                 break
         self._require_decided()
@@ -126,6 +128,9 @@ class Comparison:
                 seen.add(watched.seen)
 
     def _require_equal(self, values: Values, expected: Values) -> None:
+        for name in sorted(values.keys() ^ expected.keys()):
+            where = "on one device" if name in values else "on the ranks"
+            raise RefutedError(f"{where} there is no result {name}")
         for name, other in expected.items():
             difference = _difference(values[name], other)
             if isinstance(difference, str):
@@ -136,6 +141,9 @@ class Comparison:
         """Requires that the trials suffice."""
         if self.num_trials < _TRIALS:
             raise UntriedError("results are infinite or not a number for random inputs")
+        one, ranks = map(_losses, self._steps)
+        if one != ranks:
+            raise UntriedError("losses whose targets may be ignored are others on one device")
         for seen, where in zip(self._seen, ("on one device", "on the ranks"), strict=True):
             if seen.missing is not None:
                 raise UntriedError(f"{where} {seen.missing}")
@@ -166,6 +174,10 @@ def _run(program: Program, draw: Draw, wide: bool = True) -> tuple[Values, Watch
 def _described(error: Exception) -> str:
     site = error_site(error)
     return f"{type(error).__name__}: {error}" + (f", at {site}" if site is not None else "")
+
+
+def _losses(steps: Steps) -> set[tuple[Any, ...]]:
+    return {step for step in steps if step[0] == "nll_loss_forward"}
 
 
 def _step(step: tuple[Any, ...] | None) -> str:

@@ -38,8 +38,9 @@ ANALYTIC: Final = _names(
     "softplus mish logit lerp addcmul addcdiv sum mean prod cumsum var std var_mean logsumexp "
     "logaddexp mm bmm mv dot vdot addmm addmv addbmm baddbmm addr matmul linear trace "
     "_softmax _log_softmax native_layer_norm native_group_norm _fused_rms_norm convolution "
-    "linalg_inv_ex linalg_solve_ex mse_loss "
-    "avg_pool1d avg_pool2d "
+    "linalg_inv_ex linalg_solve_ex mse_loss binary_cross_entropy_with_logits xlogy cumprod "
+    "avg_pool1d avg_pool2d upsample_nearest1d upsample_nearest2d upsample_linear1d "
+    "upsample_bilinear2d _fft_r2c _fft_c2c _fft_c2r "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math "
     "_scaled_dot_product_efficient_attention"
 )
@@ -94,24 +95,41 @@ def _named(*names: str) -> Pieces:
     return pairs
 
 
+def _deviation(limit: str) -> Pieces:
+    return lambda a: [(a["self"], a["target"]), ((a["self"] - a["target"]).abs(), a[limit])]
+
+
 LARGER: Final[Mapping[str, Pieces]] = {
     **dict.fromkeys(
-        ("relu", "abs", "sgn", "sign", "leaky_relu", "elu", "celu", "selu"), _against(0)
+        ("relu", "abs", "sgn", "sign", "leaky_relu", "elu", "celu", "selu", "_prelu_kernel"),
+        _against(0),
     ),
     **dict.fromkeys(("hardswish", "hardsigmoid"), _against(-3, 3)),
     "relu6": _against(0, 6),
     "threshold": _named("threshold"),
     "hardtanh": _named("min_val", "max_val"),
+    "smooth_l1_loss": _deviation("beta"),
+    "huber_loss": _deviation("delta"),
     "clamp": _named("min", "max"),
     "clamp_min": _named("min"),
     "clamp_max": _named("max"),
     **dict.fromkeys(("maximum", "minimum", "fmax", "fmin"), _named("other")),
-    **dict.fromkeys(("lt", "le", "gt", "ge"), _named("other")),
 }
 """Those in two pieces, which meet where two operands are equal."""
 
+COMPARED: Final[Mapping[str, Callable[[Any, Any], Tensor]]] = {
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "eq": torch.eq,
+    "ne": torch.eq,
+}
+"""Comparisons of `self` with `other`, each with its condition."""
+
 MODERATE: Final[Mapping[str, float]] = {
     **dict.fromkeys(("exp", "expm1", "sigmoid", "softplus", "log_sigmoid_forward"), 20.0),
+    "binary_cross_entropy_with_logits": 20.0,
     **dict.fromkeys(("exp2", "silu", "mish"), 20.0),
     **dict.fromkeys(("tanh", "erf", "erfc", "gelu"), 5.0),
 }
@@ -120,8 +138,8 @@ MODERATE: Final[Mapping[str, float]] = {
 SHARES: Final = _names("_softmax _log_softmax")
 """Functions whose results, or their exponentials, are constant but for rounding near 0 and 1."""
 
-EQUAL: Final = _names("eq ne")
-"""Those in two pieces, by whether two operands are equal."""
+LOG_SUMS: Final = _names("logsumexp logaddexp")
+"""Logarithms of sums, which are one of their operands but for rounding where that is larger."""
 
 EXTREMA: Final = _names("amax amin max min")
 """Those in as many pieces as entries may be the extremum."""
@@ -158,10 +176,12 @@ def conditions(
 
     They are not open where an operand is infinite. None if the operator has no known pieces.
     """
+    if name in COMPARED:
+        return [_open(arguments["self"], arguments["other"], COMPARED[name])]
     if name in LARGER:
-        return [_open(a, b, torch.gt) for a, b in LARGER[name](arguments)]
-    if name in EQUAL:
-        return [_open(arguments["self"], arguments["other"], torch.eq)]
+        # Integers are often equal, which says nothing of those that are smaller.
+        sides = [torch.gt] if arguments["self"].is_floating_point() else [torch.gt, torch.lt]
+        return [_open(a, b, side) for a, b in LARGER[name](arguments) for side in sides]
     if name in EXTREMA:
         return _of_extrema(arguments, out)
     if name in LOGICAL and _is_boolean(arguments):
@@ -177,6 +197,8 @@ def moderate(name: str, arguments: Mapping[str, Any], out: Any) -> tuple[Tensor,
         return (shares - 0.5).abs() < 0.5 - 1e-6, torch.full_like(
             shares, not alone, dtype=torch.bool
         )
+    if name in LOG_SUMS:
+        return _of_log_sum(arguments, out)
     if name not in MODERATE:
         return None
     x = arguments["self"].abs()
@@ -190,6 +212,28 @@ def _open(a: Any, b: Any, compare: Callable[[Any, Any], Tensor]) -> tuple[Tensor
         if not isinstance(each, Tensor) or each.is_floating_point():
             finite &= abs(each) < _INFINITE
     return condition, finite
+
+
+def limits(name: str, arguments: Mapping[str, Any]) -> frozenset[int]:
+    """Returns the integers at which, or around which, an operator does something else."""
+    if name == "embedding":
+        row = arguments["padding_idx"]
+        return frozenset({row} if row >= 0 else ())
+    limit = arguments.get("other")
+    if name not in COMPARED or not isinstance(limit, int):
+        return frozenset()
+    return frozenset({limit} if name in {"eq", "ne"} else {limit - 1, limit, limit + 1})
+
+
+def _of_log_sum(arguments: Mapping[str, Any], out: Tensor) -> tuple[Tensor, Tensor]:
+    x, dims = arguments["self"], arguments.get("dim")
+    if dims is None:
+        finite = (x.abs() < _INFINITE) & (arguments["other"].abs() < _INFINITE)
+    else:
+        finite = x.abs() < _INFINITE
+        finite = finite & (finite.sum(dims, keepdim=True) > 1)
+        out = x.logsumexp(dims, keepdim=True)
+    return ((x - out).exp() - 0.5).abs() < 0.5 - 1e-6, finite
 
 
 def _of_extrema(arguments: Mapping[str, Any], out: Any) -> Sequence[tuple[Tensor, Tensor]]:

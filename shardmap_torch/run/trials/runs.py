@@ -1,7 +1,7 @@
 """Runs a checked call with random numbers on simulated ranks, and computes its gradients."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -29,6 +29,9 @@ class Like:
 _MANY: Final = 1 << 20
 """The range of integers that index nothing."""
 
+_FEW: Final = 4
+"""The range of half of all integers."""
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -39,12 +42,14 @@ class Draw:
         scale: the standard deviation of floating numbers.
         positive: positions of arguments whose floating numbers are their absolute values.
         lengths: for integers the length of what they index; None if that is not known yet.
+        limits: for integers others that some of them are, by which conditions change.
     """
 
     seed: int
     scale: float
     positive: frozenset[int] = frozenset()
     lengths: Mapping[int, int] | None = None
+    limits: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def values(self, likes: Mapping[int, Like], wide: bool) -> dict[int, Tensor]:
         """Draws the arguments by position."""
@@ -64,7 +69,12 @@ class Draw:
         if not (dtype.is_floating_point or dtype.is_complex):
             length = 1 if self.lengths is None else self.lengths.get(position, _MANY)
             length = min(length, torch.iinfo(dtype).max)
-            return torch.randint(length, like.shape, generator=generator).to(dtype)
+            drawn = torch.randint(length, like.shape, generator=generator)
+            often = torch.rand(like.shape, generator=generator) < 0.5
+            drawn[often] %= _FEW  # several are equal, and small
+            for limit in sorted(self.limits.get(position, ())):
+                drawn[torch.rand(like.shape, generator=generator) < 0.2] = limit
+            return drawn.to(dtype)
         drawn = self.scale * torch.randn(like.shape, dtype=dtype, generator=generator)
         return drawn.abs().to(dtype) if position in self.positive else drawn
 

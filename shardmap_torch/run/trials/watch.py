@@ -60,6 +60,7 @@ class Watched:
         wide: whether numbers have 64 bits; else they have those that the body asks for.
         seen: the conditions that it has met.
         lengths: for integer inputs the length of the shortest dim that they index.
+        limits: for integer inputs the numbers by which it changes what is done with them.
         fixed: for each tensor among the results whether it depends on no input.
         steps: the operations of the first rank, but casts, with arguments that are no tensors.
         origins: what its values come from.
@@ -69,6 +70,7 @@ class Watched:
     wide: bool
     seen: Seen = field(default_factory=Seen)
     lengths: dict[int, int] = field(default_factory=dict)
+    limits: dict[int, frozenset[int]] = field(default_factory=dict)
     fixed: list[bool] = field(default_factory=list)
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     origins: Origins = field(default_factory=Origins)
@@ -88,6 +90,14 @@ class Watched:
             return out
 
         return watched
+
+    @property
+    def limits_within(self) -> dict[int, frozenset[int]]:
+        """Those limits that may be looked up."""
+        return {
+            at: limits.intersection(range(self.lengths.get(at, 0)))
+            for at, limits in self.limits.items()
+        }
 
     @contextmanager
     def backward(self) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
@@ -125,7 +135,8 @@ class _Watch(TorchDispatchMode):
         if self._watched.wide and not written:
             out = _widened_result(out)
         if self._is_first and name != "_to_copy":
-            self._watched.steps.append((name, *map(_literal, arguments.values())))
+            values = [_numbers(out)] if name == "lift_fresh" else arguments.values()
+            self._watched.steps.append((name, *map(_literal, values)))
         if torch.Tag.nondeterministic_seeded in func.tags and name not in operators.DRAWLESS:
             raise _refusal(name, "draws random numbers")
         free = [x for x in operands if not self._origins.is_fixed(x)]
@@ -141,6 +152,9 @@ class _Watch(TorchDispatchMode):
         self, name: str, arguments: Mapping[str, Any], free: Sequence[Tensor], out: Any
     ) -> None:
         """Requires that random operands can tell what an operation does."""
+        for at in self._origins.entries_of(free):
+            limits = self._watched.limits
+            limits[at] = limits.get(at, frozenset()) | operators.limits(name, arguments)
         if name in operators.LOOKUPS:
             self._look_up(name, operators.LOOKUPS[name](arguments))
             return
@@ -260,6 +274,15 @@ _LIMITS: Final = {
     for name in ("eps", "tiny", "min", "max")
 }
 """Numbers that depend on the dtype, by their names."""
+
+
+def _numbers(x: Tensor) -> list[Any]:
+    """Returns the first numbers of a literal, without what depends on the dtype's precision."""
+    numbers: list[Any] = x.detach().flatten()[:64].tolist()
+    if not x.is_floating_point():
+        return numbers
+    rounded = torch.tensor(numbers, dtype=torch.bfloat16).tolist()
+    return [n if n in _LIMITS else short for n, short in zip(numbers, rounded, strict=True)]
 
 
 def _literal(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """check="global" where one device has no such steps: tried with random numbers."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -139,6 +140,14 @@ UNSEEN: Final[dict[str, tuple[Change, str]]] = {
         NEVER.format("_softmax", "true"),
     ),
     "underflow": (lambda x: x + torch.exp(-1e6 * (1 + x * x)), NEVER.format("exp", "true")),
+    "a sum's logarithm": (
+        lambda x: x + torch.logaddexp(x, torch.full_like(x, 1e6)) / 1e6 - 1,
+        NEVER.format("logaddexp", "true"),
+    ),
+    "a logarithm of a sum": (
+        lambda x: x + torch.logsumexp(torch.stack([x, torch.full_like(x, 1e6)]), 0) / 1e6 - 1,
+        NEVER.format("logsumexp", "true"),
+    ),
     "a gradient's threshold": (Halved.apply, NEVER.format("gt", "true")),
     "a branch": (
         lambda x: x * 2 if all_reduce(x.sum(), "cp", dst=I).item() > 1e9 else x,
@@ -149,6 +158,10 @@ UNSEEN: Final[dict[str, tuple[Change, str]]] = {
     "random numbers": (functional.dropout, "bernoulli draws random numbers"),
     "a tensor outside": (lambda x: x + BIAS, "the body closes over a tensor, whose values may"),
     "a dtype": (lambda x: x * (3 if x.dtype == torch.float32 else 1), "it does mul(3), and with"),
+    "a literal of a dtype": (
+        lambda x: x * torch.tensor(3.0 if x.dtype == torch.float32 else 1.0),
+        "it does lift_fresh((3.0,)), and with",
+    ),
 }
 
 
@@ -212,6 +225,9 @@ def test_other_results_than_tensors_are_compared() -> None:
     f = mapped(lambda x, w: (gathered(x, w), axis_size("cp")), (P(), None))
     with pytest.raises(ShardTypeError, match=r"out\[1\] is 3 on the ranks and 1 on one device"):
         check_program(f, X, W)
+    f = mapped(lambda x, w: (gathered(x, w), 1 if axis_size("cp") > 1 else None), (P(), None))
+    with pytest.raises(ShardTypeError, match=r"on one device there is no result out\[1\]"):
+        check_program(f, X, W)
 
 
 def test_low_precision_is_tried_in_64_bits() -> None:
@@ -238,6 +254,119 @@ def test_ids_are_drawn_from_all_that_they_look_up() -> None:
     check_program(mapped(body, in_specs=specs), *arguments)
     with pytest.raises(ShardTypeError, match="ried with numbers over 'cp'"):
         check_program(mapped(others_changed, in_specs=specs), *arguments)
+
+
+LABELS: Final = torch.tensor([0, 3, -100, 1, -1, 2])
+
+
+@pytest.mark.parametrize("total", [True, False])
+@pytest.mark.parametrize(
+    "is_valid",
+    [
+        lambda labels: labels >= 0,
+        lambda labels: ~(labels < 0),
+        lambda labels: (labels != -100) & (labels != -1),
+        lambda labels: labels > -1,
+    ],
+)
+def test_integers_are_drawn_beyond_the_limits_of_conditions(is_valid: Change, total: bool) -> None:
+    def loss(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+        logits = x @ w + convert(gathered(x, w), "cp", src=I, dst=R)
+        valid = is_valid(labels)
+        rows = logits.log_softmax(-1).gather(1, torch.where(valid, labels, 0)[:, None])[:, 0]
+        if total:
+            return all_reduce((rows * valid).sum(), "cp", dst=I) / all_reduce(
+                valid.sum(), "cp", dst=I
+            )
+        return all_reduce((rows * valid).sum() / valid.sum(), "cp", op="mean", dst=I)
+
+    f = mapped(loss, in_specs=(P("cp"), P(), P("cp")))
+    if total:
+        assert check_program(f, X, W, LABELS).tried
+    else:
+        with pytest.raises(ShardTypeError, match="ried with numbers over 'cp'"):
+            check_program(f, X, W, LABELS)
+
+
+@pytest.mark.parametrize("change", [Tensor.abs, Tensor.relu, lambda i: i.clamp(min=0), Tensor.sign])
+def test_integers_have_to_be_on_both_sides_of_a_limit(change: Change) -> None:
+    def body(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+        rows = gathered(x + functional.embedding(ids, w), w)
+        return rows + all_reduce(change(ids).sum(), "cp", dst=I)
+
+    with pytest.raises(ShardTypeError, match="is never true for random inputs"):
+        check_program(mapped(body, in_specs=(P("cp"), P(), P("cp"))), X, W, LABELS.abs() % 4)
+
+
+def test_ids_are_often_equal_and_rows_that_are_not_learned_are_among_them() -> None:
+    table = torch.randn(5000, 4).requires_grad_()
+
+    def mapped_on(ranks: dict[str, Any], one: dict[str, Any]) -> Callable[..., Any]:
+        def body(table: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+            how = ranks if axis_size("cp") > 1 else one
+            return gathered(functional.embedding(ids, table, **how), w)
+
+        return mapped(body, in_specs=(P(), P("cp"), P()))
+
+    padded: dict[str, Any] = {"padding_idx": 4321}
+    arguments = table, LABELS.abs(), W
+    assert check_program(mapped_on(padded, padded), *arguments).tried
+    for wrong in ({}, {"padding_idx": 4321, "scale_grad_by_freq": True}):
+        with pytest.raises(ShardTypeError, match=r"the gradient of table is"):
+            check_program(mapped_on(wrong, padded), *arguments)
+
+
+def test_documents_that_ids_tell_apart_are_tried() -> None:
+    def attention(x: Tensor, w: Tensor, documents: Tensor, sends: bool = True) -> Tensor:
+        keys, others, total, weight = x, documents, 0, 0
+        for step in range(axis_size("cp")):
+            if step:
+                keys = shift(keys, "cp", 1)
+                others = shift(others, "cp", 1) if sends else others
+            alike = documents[:, None] == others
+            shares = torch.exp((x @ w @ keys.T).tanh()) * alike
+            total, weight = total + shares @ keys, weight + shares.sum(1, keepdim=True)
+        return total / weight
+
+    specs = {"in_specs": (P("cp"), P(), P("cp")), "out": P("cp")}
+    assert check_program(mapped(attention, **specs), X, W, LABELS).tried
+    with pytest.raises(ShardTypeError, match="ried with numbers over 'cp'"):
+        check_program(mapped(partial(attention, sends=False), **specs), X, W, LABELS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: functional.prelu(x, x[0, :1].detach() * 0 + 0.1),
+        lambda x: functional.smooth_l1_loss(x, x.sin(), reduction="none"),
+        lambda x: functional.huber_loss(x, x.sin(), reduction="none"),
+        lambda x: functional.binary_cross_entropy_with_logits(x, x.sin(), reduction="none"),
+        lambda x: functional.kl_div(x.log_softmax(1), x.sin().softmax(1), reduction="none"),
+        lambda x: torch.fft.irfft(torch.fft.rfft(x) ** 2),
+        lambda x: functional.interpolate(x[None], scale_factor=2, mode="linear")[0, :, 1::2],
+        lambda x: x.cumprod(1),
+    ],
+)
+def test_everyday_functions_are_tried(change: Change) -> None:
+    f = mapped(lambda x, w: gathered(change(x), w))
+    assert check_program(f, X.requires_grad_(), W).tried
+    g = mapped(lambda x, w: gathered(change(x.detach() if axis_size("cp") > 1 else x) + x, w))
+    with pytest.raises(ShardTypeError, match="the gradient of x is"):
+        check_program(g, X.requires_grad_(), W)
+
+
+def test_sums_of_losses_may_ignore_targets_if_one_device_ignores_the_same() -> None:
+    def loss(x: Tensor, w: Tensor, labels: Tensor, mean: str = "sum") -> Tensor:
+        logits = x @ w + convert(gathered(x, w), "cp", src=I, dst=R)
+        reduction = mean if axis_size("cp") == 1 else "sum"
+        sums = functional.cross_entropy(logits, labels, reduction=reduction)
+        count = labels.numel() if reduction == "sum" else 1
+        return all_reduce(sums / count, "cp", op="mean", dst=I)
+
+    specs = {"in_specs": (P("cp"), P(), P("cp"))}
+    assert check_program(mapped(loss, **specs), X, W, LABELS.abs() % 4).tried
+    with pytest.raises(ShardTypeError, match="losses whose targets may be ignored are others"):
+        check_program(mapped(partial(loss, mean="mean"), **specs), X, W, LABELS.abs() % 4)
 
 
 @pytest.mark.parametrize("scale", [1, 3])
