@@ -318,7 +318,7 @@ def test_ids_are_often_equal_and_rows_that_are_not_learned_are_among_them() -> N
 
 def test_documents_that_ids_tell_apart_are_tried() -> None:
     def attention(x: Tensor, w: Tensor, documents: Tensor, sends: bool = True) -> Tensor:
-        keys, others, total, weight = x, documents, 0, 0
+        keys, others, total, weight = x, documents, torch.zeros_like(x), x.new_zeros(len(x), 1)
         for step in range(axis_size("cp")):
             if step:
                 keys = shift(keys, "cp", 1)
