@@ -1,7 +1,7 @@
 """Runs a call for all ranks of a simulated mesh as one batched program."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Final
 
 import torch
@@ -13,7 +13,11 @@ from shardmap_torch.boundary.call import Call, Result, Untouched, is_checked, ru
 from shardmap_torch.boundary.matching import spec_of
 from shardmap_torch.boundary.shards import join, split
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.torch_private.engine import functorch, lazy_load_decompositions
+from shardmap_torch.core.torch_private.engine import (
+    functorch,
+    lazy_load_decompositions,
+    warn_of_fallbacks,
+)
 from shardmap_torch.core.tree import Placed, Tree
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.mesh import Mesh
@@ -65,7 +69,8 @@ def run(call: Call) -> Tree:
 
     watch = Untouched(call, operands[: len(call.crossing)])
     sizes = {axis: call.mesh.shape[axis] for axis in axes}
-    with nullcontext() if is_checked(call) else RefusingDropped(call.name):
+    quietly = nullcontext() if torch.compiler.is_dynamo_compiling() else _silent_fallbacks()
+    with nullcontext() if is_checked(call) else RefusingDropped(call.name), quietly:
         stacked = _nest(body, sizes, batching)(*operands)
     watch.check()
     result = results[0]
@@ -76,6 +81,19 @@ def run(call: Call) -> Tree:
         for spec, value in zip(map(result.match.spec, result.match.crossing), stacked, strict=True)
     ]
     return result.rebuild(apart(joined, call.leaves))
+
+
+@contextmanager
+def _silent_fallbacks() -> Iterator[None]:
+    """Keeps torch from warning that it runs an operator for one rank after the other.
+
+    It says so to who has written a vmap, and asks them to file an issue.
+    """
+    warn_of_fallbacks(False)
+    try:
+        yield
+    finally:
+        warn_of_fallbacks(True)
 
 
 _MANY: Final = 32

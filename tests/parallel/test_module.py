@@ -1,7 +1,6 @@
 """`parallelize` on meshes of one process: unmodified modules compute and learn as before."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -59,12 +58,10 @@ def mesh(size: int = 2, simulate: Any = "vmap") -> Any:
 
 def assert_same_as_one_device(ours: nn.Module, own: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Values and the gradient of every parameter, in float64."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop")  # vmap of attention
-        actual, expected = ours(*args, **kwargs), own(*args, **kwargs)
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-        for out in (actual, expected):
-            (out * random(out.shape, 9)).sum().backward()
+    actual, expected = ours(*args, **kwargs), own(*args, **kwargs)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    for out in (actual, expected):
+        (out * random(out.shape, 9)).sum().backward()
     for name, value in own.named_parameters():
         found = ours.get_parameter(name).grad
         torch.testing.assert_close(found, value.grad, rtol=1e-10, atol=1e-10)

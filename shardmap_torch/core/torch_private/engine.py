@@ -103,6 +103,11 @@ has_kernel: Final[Callable[[str, str], bool]] = probed(
 fused_adamw_: Final[Any] = probed("torch:_fused_adamw_", None)
 """Steps many tensors in place and in one pass, as `torch.optim.AdamW(fused=True)` does; or None."""
 
+warn_of_fallbacks: Final[Callable[[bool], None]] = probed(
+    "torch._C._functorch:_set_vmap_fallback_warning_enabled", lambda on: None
+)
+"""Sets whether vmap warns of operators without batching rules, as it does at first."""
+
 
 def _is_held(tensor: Tensor) -> int:
     return 2
@@ -165,4 +170,5 @@ __all__ = (
     "temporarily_pop_interpreter_stack",
     "top_saved_tensors_hooks",
     "use_count",
+    "warn_of_fallbacks",
 )

@@ -189,6 +189,11 @@ OPTIONAL: Final[Sequence[PrivateName]] = (
         "torch._C",
         "_dispatch_has_kernel_for_dispatch_key",
     ),
+    *_rows(
+        "to keep warnings of vmap from who has written none",
+        "torch._C._functorch",
+        "_set_vmap_fallback_warning_enabled",
+    ),
     *_rows("AdamW in one pass; without it, it takes some ten", "torch", "_fused_adamw_"),
     *_rows(
         "to refuse DTensors sharded in strides by name; without it they are refused as unknown",
