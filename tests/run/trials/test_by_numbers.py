@@ -28,6 +28,7 @@ from shardmap_torch import (
     shift,
     value_and_grad,
 )
+from shardmap_torch.checker.verify import search
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.trials import by_numbers
 from tests.checker.support.restarts import as_started
@@ -512,3 +513,26 @@ def test_compiled_calls_are_tried_while_they_are_traced() -> None:
     torch.testing.assert_close(double(mapped(gathered))(x, w), 2 * (x @ w).sum(0))
     with pytest.raises(ShardTypeError, match="tried with numbers over 'cp'"):
         double(around(lambda x: 2 * x))(x, w)
+
+
+def test_the_error_of_what_cannot_be_tried_reads() -> None:
+    def rounded(x: Tensor) -> Tensor:
+        moved = shift(x, "cp", 1)
+        return moved.round()
+
+    mesh = make_mesh((2,), ("cp",), kind="simulated")
+    f = shard_map(rounded, mesh=mesh, in_specs=P("cp"), out_specs=P("cp"), check="global")
+    with mock.patch.object(search, "_TRIES", 0), pytest.raises(ShardTypeError) as caught:
+        f(torch.ones(4))
+    line = rounded.__code__.co_firstlineno + 1
+    moves, rounds = (f"at test_by_numbers.py:{line + later}: " for later in (0, 1))
+    assert str(caught.value) == (
+        "rounded: check='global': ppermute('cp', V -> V) is not what it is on one device: ranks "
+        "get the values of other ranks' shards.\n"
+        f'  {moves}moved = shift(x, "cp", 1)\n'
+        "  x: float32[2], sharded P('cp'), from input x (P('cp'))\n"
+        "Fix: wrap code that is per-rank by nature in local_region(f, in_types, out_types), which "
+        "validate_rule tries with numbers.\n"
+        "Nor can it be tried with numbers over 'cp': round may have pieces that random inputs do "
+        f"not reach, {rounds}return moved.round()."
+    )
