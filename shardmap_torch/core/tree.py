@@ -83,6 +83,19 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Known:
+    """A prefix tree that is told apart by its identity, since hashing specs costs 1 us a leaf.
+
+    Holds the tree and no structure of optree's, which Dynamo could not trace.
+
+    Attributes:
+        tree: must not change.
+    """
+
+    tree: Tree
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Flat:
     """A tree that stays flattened between functions of trees, since flattening costs 1 us a leaf.
 
@@ -110,7 +123,9 @@ def closed(like: Tree, structure: Structure, leaves: list[Any]) -> Tree:
 
 
 def rebuilt(tree: Tree) -> Tree:
-    """Rebuilds a tree that is `Flat`."""
+    """Rebuilds a tree that is `Flat` or `Known`."""
+    if type(tree) is Known:
+        return tree.tree
     return unflatten(tree.structure, tree.values) if type(tree) is Flat else tree
 
 
@@ -204,10 +219,10 @@ def broadcast_prefix_all(
     """Broadcasts specs like `broadcast_prefix`; caches the result by structures and specs.
 
     `structure` is that of `tree`. `is_spec` must be one function for all calls, and specs must be
-    hashable. Both trees may be `Flat`.
+    hashable. `prefix` may be `Known`, and `tree` be `Flat`.
     """
     by: tuple[Any, ...] = (prefix,)  # by identity
-    if type(prefix) is not Flat:
+    if type(prefix) is not Known:
         specs, outline = flatten(prefix)
         by = (outline, tuple(specs))
 

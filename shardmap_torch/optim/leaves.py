@@ -50,7 +50,7 @@ class Leaves:
 def match_leaves(what: str, specs: Tree, tree: Tree, head: str) -> Leaves:
     """Matches the leaves of `tree`, named `what` in paths, with a prefix tree of specs.
 
-    Both may be `Flat`.
+    `specs` may be `Known`, and `tree` be `Flat`.
 
     Raises:
         SpecError: the specs do not match, or a leaf is no tensor; `head` begins its message.

@@ -63,7 +63,7 @@ def foreach_in_place(
     if torch.is_grad_enabled() and any([x.requires_grad for x in own]):
         return foreach(name, own, *operands, **scalars)  # autograd may have saved them
 
-    def write(*every: Any) -> tuple[Tensors]:
+    def write(*every: Any) -> "tuple[Tensors]":  # Dynamo cannot make the generic alias
         _fused(f"_foreach_{name}_", every, scalars)
         return (every[0],)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.tree import (
-    Flat,
+    Known,
     Structure,
     Tree,
     broadcast_prefix_all,
@@ -81,9 +81,9 @@ class Elementwise(Optimizer):
         return self.moments
 
     @lazy
-    def _flat_decays(self) -> Flat:
-        """The pytree prefix of those that decay, flattened once."""
-        return Flat(*flatten(self.decays))
+    def _known_decays(self) -> Known:
+        """The pytree prefix of those that decay, told apart by identity."""
+        return Known(self.decays)
 
     @abstractmethod
     def step(
@@ -140,7 +140,8 @@ class Elementwise(Optimizer):
         if callable(self.decays):
             chosen = [bool(self.decays(leaf)) for leaf in leaves]
         else:
-            matched = broadcast_prefix_all(self._flat_decays, structure, params, "params", _is_bool)
+            known = self._known_decays
+            matched = broadcast_prefix_all(known, structure, params, "params", _is_bool)
             if problems := list(map(str, matched.mismatches)):
                 raise OptimizerError(listing("decays= does not match the parameters:", problems))
             chosen = list(matched.specs)

@@ -10,6 +10,7 @@ import torch
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.tree import (
     Flat,
+    Known,
     Mismatch,
     Placed,
     Tree,
@@ -157,9 +158,9 @@ class _Zero(Optimizer):
     comm_dtype: torch.dtype | None
 
     @lazy
-    def _flat_specs(self) -> tuple[Flat, Flat]:
-        """Those of the parameters and of the shards, flattened once."""
-        return Flat(*flatten(self.own)), Flat(*flatten(self.shards))
+    def _known_specs(self) -> tuple[Known, Known]:
+        """Those of the parameters and of the shards, told apart by identity."""
+        return Known(self.own), Known(self.shards)
 
     def init(self, params: Tree) -> State:
         return self.optimizer.init(params)
@@ -168,10 +169,9 @@ class _Zero(Optimizer):
         return self.optimizer.specs(self.shards)
 
     def update(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
-        own, into, structure = self.own, self.shards, None
+        (own, into), structure = self._known_specs, None
         # Trees of those who take them flat, and write into none of them, stay so from here on.
-        if isinstance(self.optimizer, Elementwise) and not torch.compiler.is_dynamo_compiling():
-            own, into = self._flat_specs
+        if isinstance(self.optimizer, Elementwise):
             params = Flat(*flatten(params))
             structure = params.structure
             grads = Flat(*flatten_like(structure, grads))

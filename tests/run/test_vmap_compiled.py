@@ -257,9 +257,9 @@ def test_a_transform_outside_is_refused() -> None:
         compiled(torch.func.grad(f), [])(random((4,), 0))
 
 
-@pytest.mark.fuzz
 @pytest.mark.slow
 def test_the_step_of_the_gpt_example_compiles_and_is_the_eager_one() -> None:
+    """After uncompiled steps, whose caches Dynamo finds."""
     config = Config(vocabulary=32, length=8, width=16, heads=4, hidden=24, layers=1)
     adam, start = make_optimizer(config, 10), init(config, 0, torch.float64)
     mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated", simulate="vmap")
