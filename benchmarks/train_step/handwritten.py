@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.train_step.setting import BETAS, DECAY, MAX_NORM, Setting, Step, rate
-from shardmap_torch.nn import positions, rotary
+from shardmap_torch.nn import positions, rotary, rotary_tables
 
 Params = dict[str, Any]
 
@@ -91,9 +91,8 @@ def _own(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return local * owned, owned
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    at = positions(q.shape[1])
-    q, k, v = (x.transpose(1, 2) for x in (rotary(q, at), rotary(k, at), v))
+def _attention(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (rotary(q, tables), rotary(k, tables), v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
@@ -101,9 +100,10 @@ def _logits(params: Params, tokens: Tensor) -> Tensor:
     table = params["embedding"]
     ids, owned = _own(tokens, table.shape[0])
     x = _scattered(functional.embedding(ids, table) * owned.unsqueeze(-1))
+    tables = rotary_tables(positions(tokens.shape[1]), params["layers"][0]["qkv"].shape[-1])
     for layer in params["layers"]:
         q, k, v = _column(_norm(x, layer["attention_norm"]), layer["qkv"]).unbind(-2)
-        x = x + _row(_attention(q, k, v), layer["attention_out"])
+        x = x + _row(_attention(q, k, v, tables), layer["attention_out"])
         gate, up = _column(_norm(x, layer["mlp_norm"]), layer["gate_up"]).unbind(-2)
         x = x + _row(functional.silu(gate) * up, layer["down"])
     return _column(_norm(x, params["final_norm"]), params["unembedding"])

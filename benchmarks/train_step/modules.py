@@ -17,7 +17,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from benchmarks.train_step.setting import BETAS, DECAY, MAX_NORM, PEAK, Setting, Step, rate
-from shardmap_torch.nn import positions, rotary
+from shardmap_torch.nn import positions, rotary, rotary_tables
+
+Tables = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
@@ -27,10 +29,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        at = positions(x.shape[1])
+    def forward(self, x: Tensor, tables: Tables) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head)).unbind(-2)
-        q, k, v = (y.transpose(1, 2) for y in (rotary(q, at), rotary(k, at), v))
+        q, k, v = (y.transpose(1, 2) for y in (rotary(q, tables), rotary(k, tables), v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
@@ -57,8 +58,8 @@ class Layer(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.width, eps=1e-6)
         self.mlp = Mlp(config.width, config.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, tables: Tables) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), tables)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
@@ -67,6 +68,7 @@ class Model(nn.Module):
     def __init__(self, setting: Setting) -> None:
         super().__init__()
         config = setting.config
+        self.head = config.width // config.heads
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.layers = nn.ModuleList([Layer(setting) for _ in range(config.layers)])
         self.norm = nn.RMSNorm(config.width, eps=1e-6)
@@ -92,8 +94,9 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        tables = rotary_tables(positions(tokens.shape[1]), self.head)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, tables)
         logits: Tensor = self.unembedding(self.norm(x))
         return logits
 
@@ -102,6 +105,9 @@ def _plan(num_layers: int) -> dict[str, ParallelStyle]:
     """Tensor and sequence parallelism, as in torch's own tutorial."""
     split, whole = Shard(1), Replicate()
     gathered = PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,))
+    with_tables = PrepareModuleInput(
+        input_layouts=(split, None), desired_input_layouts=(whole, None)
+    )
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=whole, output_layouts=split),
         "norm": SequenceParallel(),
@@ -112,7 +118,7 @@ def _plan(num_layers: int) -> dict[str, ParallelStyle]:
     for i in range(num_layers):
         plan |= {
             f"layers.{i}.attention_norm": SequenceParallel(),
-            f"layers.{i}.attention": gathered,
+            f"layers.{i}.attention": with_tables,
             f"layers.{i}.attention.qkv": ColwiseParallel(),
             f"layers.{i}.attention.out": RowwiseParallel(output_layouts=split),
             f"layers.{i}.mlp_norm": SequenceParallel(),

@@ -10,14 +10,18 @@ b and t are this rank's over "dp" and "cp"; `t/tp` is t, or with sequence parall
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from examples.gpt.parallel import Parallel
 from shardmap_torch import Partial, R, axis_size, nn, redistribute
 from shardmap_torch.kernels import Overlap
+
+Tables: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles by which the features of queries and keys turn."""
 
 
 def column(x: Tensor, weight: Tensor, parallel: Parallel, overlap: Overlap) -> Tensor:
@@ -74,12 +78,18 @@ def cross_entropy(logits: Tensor, targets: Tensor, parallel: Parallel) -> Tensor
     )
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, parallel: Parallel) -> Tensor:
+def rotary_tables(tokens: Tensor, width: int, dtype: torch.dtype, parallel: Parallel) -> Tables:
+    """Tokens [b, t], the head width k -> twice [t, 1, k/2]; all layers turn by the same angles."""
+    axis = parallel.context
+    length = tokens.shape[1] * (axis_size(axis) if axis else 1)
+    at = nn.positions(length, axis, device=tokens.device)
+    return nn.rotary_tables(at, width, dtype=torch.promote_types(dtype, torch.float32))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, tables: Tables, parallel: Parallel) -> Tensor:
     """q, k, v [b, t, h/tp, k] -> [b, t, h/tp, k]; each rank attends with its own heads."""
     axis = parallel.context
-    length = q.shape[1] * (axis_size(axis) if axis else 1)
-    at = nn.positions(length, axis, device=q.device)
-    q, k = nn.rotary(q, at), nn.rotary(k, at)
+    q, k = nn.rotary(q, tables), nn.rotary(k, tables)
     if axis is None:
         return nn.attention(q, k, v, causal=True)
     return nn.ring_attention(q, k, v, axis)

@@ -13,12 +13,14 @@ from torch.nn import functional
 
 from examples.gpt.dropout import Dropout
 from examples.gpt.layers import (
+    Tables,
     causal_attention,
     column,
     cross_entropy,
     embed,
     experts,
     rms_norm,
+    rotary_tables,
     row,
 )
 from examples.gpt.parallel import DEFAULT, Parallel
@@ -128,9 +130,10 @@ def forward(
     lies = _looked_up(params, config)
     first = gathered(params["embedding"], lies["embedding"], parallel)
     x = drop(embed(tokens, first, parallel))  # [b, t/tp, d]
+    tables = angles(tokens, x.dtype, config)
     balances: list[Tensor] = []
     for layer in _layers(params, config):
-        x, balance = block(x, layer, config, drop)
+        x, balance = block(x, layer, tables, config, drop)
         balances += balance
     last = gathered(head(params), head(lies), parallel)
     return unembed(x, last, config), balances
@@ -163,12 +166,17 @@ def _layers(params: Params, config: Config) -> Iterator[Params]:
         yield gathered(shards, each, parallel)
 
 
+def angles(tokens: Tensor, dtype: torch.dtype, config: Config) -> Tables:
+    """Computes what all layers turn queries and keys of activations of this dtype by."""
+    return rotary_tables(tokens, config.width // config.heads, dtype, config.parallel)
+
+
 def block(
-    x: Tensor, layer: Params, config: Config, drop: Callable[[Tensor], Tensor]
+    x: Tensor, layer: Params, tables: Tables, config: Config, drop: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """x [b, t/tp, d] -> the same after one layer, and how uneven its experts' loads are."""
     parallel, overlap = config.parallel, config.overlap
-    attended = _attention(x, layer, config)
+    attended = _attention(x, layer, tables, config)
     x = x + drop(row(attended, layer["attention_out"], parallel, overlap))
     normed = rms_norm(x, layer["mlp_norm"])
     balances: list[Tensor] = []
@@ -181,11 +189,11 @@ def block(
     return x + drop(made), balances
 
 
-def _attention(x: Tensor, layer: Params, config: Config) -> Tensor:
+def _attention(x: Tensor, layer: Params, tables: Tables, config: Config) -> Tensor:
     """x [b, t/tp, d] -> [b, t, h/tp, k]."""
     normed = rms_norm(x, layer["attention_norm"])
     q, k, v = column(normed, layer["qkv"], config.parallel, config.overlap).unbind(-2)
-    return causal_attention(q, k, v, config.parallel)
+    return causal_attention(q, k, v, tables, config.parallel)
 
 
 def gathered(shards: Params, lies: Params, parallel: Parallel) -> Params:

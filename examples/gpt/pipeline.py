@@ -28,12 +28,13 @@ def value_and_grad(params: Params, batch: Tensor, config: Config) -> tuple[Tenso
     num_tokens = targets.numel() * axis_size(parallel.data)
     lies = model.specs(config)
     used, pull = vjp(lambda shards: model.gathered(shards, lies, parallel), params)
+    tables = model.angles(tokens, used["embedding"].dtype, config)
     x, pull_table = vjp(lambda table: embed(tokens, table, parallel), used["embedding"])
 
     def stage(layers: Params, x: Tensor) -> tuple[Tensor, ...]:
         balances: list[Tensor] = []
         for layer in model.unstack_layers(layers):
-            x, balance = model.block(x, layer, config, lambda made: made)
+            x, balance = model.block(x, layer, tables, config, lambda made: made)
             balances += balance
         if not balances:
             return (x,)

@@ -73,7 +73,8 @@ def rotary_tables(
         width: features of a head, an even number.
         base: of the wave lengths: pair j turns by position * base ** (-2 j / width).
         frequencies: [width/2] in place of `base`, as for scaled rotary positions.
-        dtype: of the tables; angles are computed in float32 or better.
+        dtype: of the tables; angles are computed in float32 or better. `rotary` itself computes
+            tables of float32, or of float64 for x of that dtype.
 
     Raises:
         LayerError: an odd width.

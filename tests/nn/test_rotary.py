@@ -83,6 +83,13 @@ def test_scaled_frequencies_take_the_place_of_the_base() -> None:
     torch.testing.assert_close(found[:, 2], rotary(X[:, 2:3], torch.tensor([1]))[:, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_tables_computed_once_turn_bit_for_bit_as_the_positions_do(dtype: torch.dtype) -> None:
+    x, at = X.to(dtype), torch.arange(3, 9)
+    tables = rotary_tables(at, 8, dtype=torch.promote_types(dtype, torch.float32))
+    assert rotary(x, tables).equal(rotary(x, at))
+
+
 def test_positions_of_a_part_keep_their_promise() -> None:
     with pytest.raises(Exception, match="needs an example call with a tensor"):
         validate_rule(own_positions(6, "tp").typed(ranks=()))
