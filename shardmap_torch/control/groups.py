@@ -133,7 +133,12 @@ def in_time(
 
 
 class _Destroyed:
-    """Stands for a destroyed group among torch's groups, and says that it has no backend."""
+    """Stands for a destroyed group among torch's groups: one without a backend, nor work to end."""
+
+    def shutdown(self) -> None:
+        """Does nothing: `dist.destroy_process_group()` calls it of each group."""
+
+    abort = shutdown
 
     def _get_backend(self, device: torch.device) -> NoReturn:
         raise RuntimeError(f"a destroyed group has no backend for {device}")

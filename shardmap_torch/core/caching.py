@@ -5,6 +5,7 @@ Dynamo warns of functools.lru_cache, cannot trace the lock of functools.cached_p
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Final, Generic, TypeVar
 
@@ -65,7 +66,7 @@ class Memo(Generic[T]):
     def put(self, key: Any, result: T) -> None:
         """Keeps the result of a hashable key."""
         if len(self._known) >= self._limit:
-            self._known.pop(next(iter(self._known)), None)
+            drop_oldest(self._known)
         self._known[key] = result
 
     def find(self, key: Any) -> T | None:
@@ -78,6 +79,12 @@ class Memo(Generic[T]):
     def forget(self, key: Any) -> None:
         """Drops the result of this key."""
         self._known.pop(key, None)
+
+
+def drop_oldest(table: dict[Any, Any]) -> None:
+    """Drops the oldest entry of a table; none where another thread changes it at this moment."""
+    with suppress(RuntimeError, StopIteration):
+        table.pop(next(iter(table)), None)
 
 
 def memo(function: F) -> F:

@@ -64,9 +64,11 @@ def _step(*operands: Any) -> list[Tensors] | None:
 def _is_served(tensors: Tensors) -> bool:
     """Returns whether the operator may write into these, which autograd and subclasses do not see.
 
-    They are of one dtype, on one device that has a kernel.
+    They are of one dtype, on one device that has a kernel, and in memory as they are.
     """
     if {*map(type, tensors)} != {Tensor} or len({*map(_DTYPE, tensors)}) > 1:
+        return False
+    if any(map(Tensor.is_neg, tensors)):  # as the imaginary part of a conjugate
         return False
     device, *others = {*map(_DEVICE, tensors)}
     if others or device.type not in _DEVICES:

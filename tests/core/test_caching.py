@@ -1,10 +1,12 @@
 """Values are remembered between calls, and nothing stale is used."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from shardmap_torch import I, P, R, SpecError, all_reduce, axis_size, make_mesh, shard_map, use_mesh
-from shardmap_torch.core.caching import Memo, lazy
+from shardmap_torch.core.caching import Memo, drop_oldest, lazy
 
 
 def test_a_memo_forgets_the_oldest_when_it_is_full() -> None:
@@ -15,6 +17,22 @@ def test_a_memo_forgets_the_oldest_when_it_is_full() -> None:
 
     assert [square(x) for x in (1, 2, 1, 3, 2, 1)] == [1, 4, 1, 9, 4, 1]
     assert made == [1, 2, 3, 1]
+
+
+class Busy(dict[int, int]):
+    """A table to which another thread adds an entry whenever one looks for the oldest."""
+
+    def __iter__(self) -> Iterator[int]:
+        entries = super().__iter__()
+        self[len(self)] = 0
+        return entries
+
+
+def test_a_table_may_be_changed_by_another_thread_while_it_drops_an_entry() -> None:
+    busy, empty, full = Busy({0: 0}), dict[int, int](), {0: 1, 1: 2}
+    for table in (busy, empty, full):
+        drop_oldest(table)
+    assert (busy, empty, full) == ({0: 0, 1: 0}, {}, {1: 2})
 
 
 def test_a_memo_remembers_none_but_no_error() -> None:

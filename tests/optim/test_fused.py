@@ -93,6 +93,18 @@ def test_wider_moments_take_it_and_mixed_dtypes_do_not(monkeypatch: pytest.Monke
         assert all(map(torch.equal, found, composed))
 
 
+def test_gradients_that_are_negated_when_they_are_read_do_not_take_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights, grads = {"w": torch.ones(())}, {"w": torch.tensor(1 + 2j).conj().imag}
+    assert grads["w"].is_neg()
+    with counted(monkeypatch) as calls:
+        found = train(OPTIMIZER, weights, grads)
+        expected = train(OPTIMIZER, weights, {"w": grads["w"].resolve_neg()})
+    assert calls == [1] * 3
+    torch.testing.assert_close(found, expected)
+
+
 def test_results_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = tree(0)
     weights["tied"] = weights["contiguous"]

@@ -8,6 +8,7 @@ from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.ir.sizes import Sizes
 from shardmap_torch.checker.sizes.slots import Slot, layout_of, numbers_of, outline_of, slots_of
 from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.core.caching import drop_oldest
 
 if TYPE_CHECKING:  # it takes a second to import, which torch does when a body is first checked
     from shardmap_torch.checker.sizes.general import General, Numbers
@@ -105,7 +106,7 @@ class History:
             return None
 
         def witness(general: "General") -> "Mapping[Numbers, Verdict]":
-            known = {n: v for n, v in family.exact.items() if general.covers(n)}
+            known = {n: v for n, v in [*family.exact.items()] if general.covers(n)}
             return dict([*known.items()][-_WITNESSES:]) or {numbers: exactly()}
 
         try:
@@ -123,10 +124,10 @@ class History:
         if family is None:
             return None
         numbers = numbers_of(call)
-        latest = next(reversed(family.exact), None)
+        *_, latest = None, *family.exact
         family.exact[numbers] = verdict
         if len(family.exact) > _EXACT:
-            del family.exact[next(iter(family.exact))]
+            drop_oldest(family.exact)
         if latest is None:
             return None
         return _recheck(family, latest, numbers)
@@ -148,15 +149,16 @@ class History:
             return None
         outline = outline_of(key, call)
         try:
-            if outline in self._outlines:
-                return self._outlines[outline]
+            known = self._outlines.get(outline)
+            if known is not None:
+                return known
             layout = layout_of(key, call)
             family = self._families.get(layout)
         except TypeError:  # a static argument without a hash
             return None
         if family is None and new and layout is not None:
             if len(self._families) >= _LAYOUTS:
-                del self._families[next(iter(self._families))]
+                drop_oldest(self._families)
                 self._outlines.clear()
             family = self._families[layout] = _Family(slots_of(call))
         if family is not None and outline is not None:
