@@ -102,11 +102,6 @@ class Call:
             rank_only,
         )
 
-    @lazy
-    def inputs(self) -> tuple[Placed[Spec], ...]:
-        """Every leaf with its path and spec."""
-        return self.match.place(self.leaves)
-
     @property
     def crossing(self) -> tuple[int, ...]:
         """Positions of the leaves that are tensors and cross by a spec."""

@@ -42,6 +42,8 @@ class Traced:
         return self.rebuild([child.unflatten(leaves) for child in self.children])
 
 
+_LEAF: Final = Traced(None)
+
 Structure: TypeAlias = optree.PyTreeSpec | Traced
 """A structure that puts leaves back into a tree."""
 
@@ -129,10 +131,21 @@ def rebuilt(tree: Tree) -> Tree:
     return unflatten(tree.structure, tree.values) if type(tree) is Flat else tree
 
 
+def _is_leaf(tree: Tree, none_is_leaf: bool = False) -> bool:
+    """Returns whether optree takes it for a leaf; Dynamo would trace how optree finds that out."""
+    if type(tree) is torch.Tensor or type(tree) in _PLAIN:
+        return type(tree) is torch.Tensor
+    return optree.tree_is_leaf(tree, none_is_leaf=none_is_leaf, namespace=NAMESPACE)
+
+
+_PLAIN: Final = (dict, list, tuple)
+"""Nodes that Dynamo knows better than optree."""
+
+
 def _trace(tree: Tree, leaves: list[Any]) -> Traced:
-    if optree.tree_is_leaf(tree, namespace=NAMESPACE):
+    if _is_leaf(tree):
         leaves.append(tree)
-        return Traced(None)
+        return _LEAF
     level = _open(tree)
     children = tuple([_trace(child, leaves) for child in level.children])
     return Traced(level.rebuild, (type(tree), level.entries), children)
@@ -186,14 +199,14 @@ def broadcast_prefix(
         >>> [(leaf.path, leaf.spec) for leaf in leaves]
         [("x['a'][0]", 1), ("x['a'][1]", 1), ("x['b']", 2)]
     """
-    leaf = optree.tree_is_leaf(tree, namespace=NAMESPACE)
+    leaf = _is_leaf(tree)
     if is_spec(prefix) and leaf:
         yield Placed(path, tree, prefix)
     elif is_spec(prefix):
         level = _open(tree)
         for child, entry in zip(level.children, level.entries, strict=True):
             yield from broadcast_prefix(prefix, child, level.step(entry, path), is_spec)
-    elif optree.tree_is_leaf(prefix, none_is_leaf=True, namespace=NAMESPACE):
+    elif _is_leaf(prefix, none_is_leaf=True):
         yield Mismatch(path, f"{show(prefix)} is no spec; use P(...), or None for a static value")
     elif leaf:
         yield _differing_nodes(prefix, tree, path)
@@ -262,8 +275,10 @@ class _Level:
 
 
 def _open(tree: Tree) -> _Level:
-    if type(tree) is dict and torch.compiler.is_dynamo_compiling():
-        return _open_dict(tree)
+    if torch.compiler.is_dynamo_compiling() and type(tree) in _PLAIN:
+        if type(tree) is dict:
+            return _open_dict(tree)
+        return _Level(list(tree), tuple(range(len(tree))), type(tree), _item)
     level = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
     children, metadata, entries, unflatten_level = level
     step = partial(_codify, level.path_entry_type, type(tree), level.kind)

@@ -45,8 +45,7 @@ def run(call: Call) -> Tree:
     operands: list[Tensor] = []
     batching: list[In] = []
     for position in call.crossing:
-        leaf = call.inputs[position]
-        shards, varying = split(leaf.value, spec_of(leaf), call.mesh)
+        shards, varying = split(call.leaves[position], call.match.spec(position), call.mesh)
         operands.append(shards)
         batching.append({axis: 0 if axis in varying else None for axis in axes})
     device = operands[0].device if operands else call.mesh.device
