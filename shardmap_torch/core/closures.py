@@ -104,14 +104,25 @@ class Closures:
         return [cell.cell_contents for cell in self.holders.values()]
 
     def put(self, values: Sequence[Any]) -> Any:
-        """Returns a copy of the function with other values in these cells."""
+        """Returns a copy of the function with other values in these cells.
+
+        Functions that reach none of them stay as they are: code may compare them by identity.
+        """
         if not self.holders:
             return self.function
         cells = {key: CellType(value) for key, value in zip(self.holders, values, strict=True)}
-        cells |= {id(cell): CellType() for cell, _ in self.links}
-        copies = {key: _with_closure(f, cells) for key, f in self.functions.items()}
+        copied: dict[int, FunctionType] = {}
+        while reaching := {
+            key: function
+            for key, function in self.functions.items()
+            if key not in copied and any(id(cell) in cells for cell in function.__closure__ or ())
+        }:
+            copied |= reaching
+            cells |= {id(cell): CellType() for cell, f in self.links if id(f) in reaching}
+        copies = {key: _with_closure(function, cells) for key, function in copied.items()}
         for cell, function in self.links:
-            cells[id(cell)].cell_contents = copies[id(function)]
+            if id(function) in copies:
+                cells[id(cell)].cell_contents = copies[id(function)]
         return copies[id(self.function)]
 
 
@@ -137,4 +148,5 @@ def _with_closure(function: FunctionType, cells: dict[int, CellType]) -> Functio
         tuple(cells.get(id(cell), cell) for cell in function.__closure__ or ()),
     )
     copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
     return copy
