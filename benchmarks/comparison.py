@@ -136,14 +136,14 @@ class Spans:
         self._clock = pairs[1000]
         for name in _MEASURED:
             setattr(self.control, name, self._timed(getattr(self.control, name)))
-        self._site = ProcessGroupBackend._site
-        ProcessGroupBackend._site = self._timed(self._site)  # type: ignore[method-assign]
+        self._site = ProcessGroupBackend.site
+        ProcessGroupBackend.site = self._timed(self._site)  # type: ignore[method-assign]
 
     def __exit__(self, *error: object) -> None:
         """Puts the methods back."""
         for name in _MEASURED:
             delattr(self.control, name)
-        ProcessGroupBackend._site = self._site  # type: ignore[method-assign]
+        ProcessGroupBackend.site = self._site  # type: ignore[method-assign]
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         clock = time.thread_time

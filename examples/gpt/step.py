@@ -47,14 +47,18 @@ def sharded_loss_and_grads(mesh: Mesh, config: Config) -> LossAndGrads:
 
 
 def sharded_step(
-    mesh: Mesh, config: Config, optimizer: Optimizer, check: Literal["local", "global"] = "local"
+    mesh: Mesh,
+    config: Config,
+    optimizer: Optimizer,
+    check: Literal["local", "global"] = "local",
+    trace: bool = False,
 ) -> Step:
     """One step of training, from gradients to new parameters, in one body."""
     lies = model.specs(config)
     state_lies = optimizer.specs(lies)
     in_specs, out_specs = (lies, state_lies, P("dp")), (lies, state_lies, P())
 
-    @shard_map(mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
+    @shard_map(mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check, trace=trace)
     def step(params: Params, state: State, batch: Tensor) -> tuple[Params, State, Tensor]:
         loss, grads = _value_and_grad(params, batch, config)
         params, state = optimizer.update(params, grads, state)

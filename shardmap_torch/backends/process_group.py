@@ -148,7 +148,7 @@ class ProcessGroupBackend(RankBackend):
         control = current()
         if control is None:
             return line.wire.start_gather(x)
-        control.begin(collective, x, self._site(), line.rank_group, self._compares_all)
+        control.begin(collective, x, self.site(), line.rank_group, self._compares_all)
         try:
             finish = line.wire.start_gather(x)
         except (RuntimeError, StuckError) as error:
@@ -164,7 +164,7 @@ class ProcessGroupBackend(RankBackend):
         except (RuntimeError, StuckError) as error:
             control.fail(f"{collective} on the {self.mesh}", error)
 
-    def _site(self) -> Site | None:
+    def site(self) -> Site | None:
         """Returns the user's line of this collective, or of the call of the backward."""
         task = current_graph_task_id()
         if task == -1:
@@ -227,7 +227,7 @@ def _send(
     if control is None:
         y = _on_wire(line, move, c, x)
     else:
-        control.begin(c, x, backend._site(), line.rank_group, backend._compares_all)
+        control.begin(c, x, backend.site(), line.rank_group, backend._compares_all)
         try:
             y = _on_wire(line, move, c, x)
         except (RuntimeError, StuckError) as error:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardmap_torch.backends.recorder import is_recording
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import batched_at, dims_of, is_only_vmapped, stacked_over
@@ -128,17 +129,21 @@ def _fused(name: str, operands: Sequence[Any], scalars: Mapping[str, float]) -> 
 def as_number(scalar: Tensor | float) -> Tensor | float:
     """Returns a scalar as a number, with which fused operators take fewer passes, where it is one.
 
-    A tensor stays one where it has no value that can be read, or derivatives that would be lost, or
-    the device would have to be waited for.
+    A tensor stays one where it has no value that can be read, or while operators are recorded.
     """
     if torch.compiler.is_dynamo_compiling() or type(scalar) is not Tensor:
         return scalar
+    return scalar if is_recording() or not is_readable(scalar) else float(scalar)
+
+
+def is_readable(scalar: Tensor) -> bool:
+    """Returns whether the value of a tensor can be read at once, and no derivative is lost by it.
+
+    On a GPU the host would have to wait for it.
+    """
     if are_transforms_active() and not (is_only_vmapped() and not dims_of(scalar)[1]):
-        return scalar
-    if forward_level() >= 0:
-        return scalar
-    is_plain = scalar.device.type == "cpu" and not scalar.requires_grad
-    return float(scalar) if is_plain else scalar
+        return False
+    return forward_level() < 0 and scalar.device.type == "cpu" and not scalar.requires_grad
 
 
 def _is_transformed(operands: Sequence[Sequence[Tensor] | Tensor | float]) -> bool:

@@ -40,6 +40,7 @@ from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.purity import Before, verify_purely
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.safety.step_results import differentiated_once
+from shardmap_torch.run.traced.traces import Traces, require_recordable
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says if it may run as one batched program."""
@@ -80,14 +81,18 @@ class Checked:
         function: Callable[..., Any],
         strictness: Strictness,
         debug: bool = False,
+        trace: bool = False,
     ) -> None:
-        """Starts without verdicts; with `debug` each call compares its plain inputs."""
+        """Starts without verdicts.
+
+        With `debug` each call compares its plain inputs; with `trace` operators are recorded.
+        """
         self._name, self._strictness = name, strictness
         self._surroundings = Surroundings(function)
         self._verdicts: Memo[_Known] = Memo()
         self._changing, self._calls = Changing(name), 0
         self._history, self._stored = History(), Stored(name)
-        self._inputs = PlainInputs(debug)
+        self._inputs, self._trace = PlainInputs(debug), trace
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
         """Returns the verdict of a call's signature; one in another strictness is not cached.
@@ -147,6 +152,8 @@ class Checked:
                     from shardmap_torch.run.safety.ignored_targets import counting_all
 
                     applied = replace(applied, function=counting_all(call.name, call.function))
+                if self._trace:
+                    applied = self._traced(applied, known)
                 if verdict.altered:
                     self._verdicts.forget(key)  # it is about the objects that were changed
                     with own_state(applied, verdict.altered) as apart:
@@ -162,6 +169,13 @@ class Checked:
             self._stored.distrust(call, self._strictness)
         assert difference is not None  # or the first run would have returned
         self._stop(processes, _CHANGING, difference)
+
+    def _traced(self, call: Call, known: "_Known") -> Call:
+        """Returns the call with what runs its recorded operators."""
+        if known.traces is None:
+            require_recordable(call, known.verdict)
+            known.traces = Traces(self._name)
+        return replace(call, traces=partial(known.traces.run, self._surroundings.tensors))
 
     def refuse(self, mesh: Mesh, error: ShardMapError) -> NoReturn:
         """Raises the error of a call that cannot be checked, after comparing it on all processes.
@@ -246,7 +260,8 @@ class Checked:
 
 @dataclass(eq=False)
 class _Known:
-    """A verdict, and the description that processes compare, made at its first use."""
+    """A verdict, the description that processes compare, made at its first use, and its traces."""
 
     verdict: Verdict
     description: Description | None = None
+    traces: Traces | None = None

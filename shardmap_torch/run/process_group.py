@@ -21,6 +21,7 @@ from shardmap_torch.mixing.layouts import automatic_axes
 from shardmap_torch.mixing.run import entry_specs, run_shared
 from shardmap_torch.run.drawing import Drawing, agreed
 from shardmap_torch.run.safety.aliasing import apart
+from shardmap_torch.run.traced.traces import run_process, serves
 from shardmap_torch.spec import P
 from shardmap_torch.types import R, V
 
@@ -41,7 +42,10 @@ def run(call: Call, batches: bool) -> Tree:
     local = crossings.enter([leaves[i] for i in call.match.crossing], follows)
     watch = Untouched(call, local)
     drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
-    result = run_body(call, backend, local, drawing)
+    if call.traces is not None and serves(local):
+        result = run_process(call, backend, local)
+    else:
+        result = run_body(call, backend, local, drawing)
     watch.check()
     values = apart(result.crossing, leaves, _sharing(call, result))
     return result.rebuild(_crossings(mesh, result.match).leave(values, follows))

@@ -13,6 +13,7 @@ from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run import single_rank, threads, vmap
 from shardmap_torch.run.compiled import give_up
+from shardmap_torch.run.traced.traces import run_simulated, serves
 from shardmap_torch.spec import P
 
 has_data: Final = True
@@ -30,11 +31,13 @@ def run(call: Call, batches: bool) -> Tree:
             _reject_unchecked(call.name)
         reject_transforms()
         return vmap.run(call)
-    if chosen == "vmap":
-        return vmap.run(call)
-    if chosen == "ranks" or not batches:
+    if chosen == "ranks" or not (batches or chosen == "vmap"):
         return threads.run(call)
-    return single_rank.run(call) if call.mesh.size == 1 else vmap.run(call)
+    is_plain = call.mesh.size == 1 and chosen != "vmap"
+    batched = single_rank.run if is_plain else vmap.run
+    if call.traces is not None and serves([call.leaves[position] for position in call.crossing]):
+        return run_simulated(call, batched)
+    return batched(call)
 
 
 def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:

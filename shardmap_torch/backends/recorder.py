@@ -1,0 +1,195 @@
+"""Records the operators of one run, on tensors that have a number each."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.storage import spare
+from shardmap_torch.core.torch_private.engine import (
+    OpOverload,
+    TorchDispatchMode,
+    dispatch_mode_stack,
+)
+from shardmap_torch.core.tree import flatten, map_leaves
+from shardmap_torch.errors import TransformError
+
+_READS: Final = torch.Tag.data_dependent_output
+_SIZES: Final = torch.Tag.dynamic_output_shape
+
+_COMMUNICATING: Final = ("c10d", "_c10d_functional")
+
+_NUMBER: Final = (
+    "{}: trace=True records operators, and the body takes {} out of a tensor{}, which later calls "
+    "would not do again. Compute on the tensor itself, as by torch.where, or leave trace=True out."
+)
+_FOREIGN: Final = (
+    "{}: trace=True records operators, and the body takes a {} of shape {} that is no argument and "
+    "to which its code does not refer{}: later calls would not notice that it is another one. Pass "
+    "it as an argument, or leave trace=True out."
+)
+_SENT: Final = (
+    "{}: trace=True records operators, and the body communicates by {}{}, past the collectives of "
+    "shardmap_torch. Call these, or leave trace=True out."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of a recorded run, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """One call of a recorded run.
+
+    Attributes:
+        function: an operator of ATen, or a function that communicates.
+        args: its arguments, with `Slot`s in place of tensors.
+        kwargs: the same, by name.
+        result: what it returned, in the same way.
+        writes: whether it writes into its arguments.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    writes: bool
+
+    @property
+    def operands(self) -> Iterator[int]:
+        """The numbers of the tensors that it takes."""
+        return _numbers((self.args, self.kwargs))
+
+    @property
+    def results(self) -> Iterator[int]:
+        """The numbers of the tensors that it returns."""
+        return _numbers(self.result)
+
+
+def _numbers(tree: Any) -> Iterator[int]:
+    return (leaf.number for leaf in flatten(tree)[0] if type(leaf) is Slot)
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode that runs operators and records them.
+
+    It keeps all tensors of the run, so that their identities, and those of their storages, are of
+    one tensor each.
+    """
+
+    def __init__(self, name: str, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> None:
+        """Starts with the tensors that are known; no input shares memory with another tensor.
+
+        Args:
+            name: of the function, for errors.
+            inputs: those that a later run has others in place of.
+            captured: those that the function's code refers to.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.tensors: list[Tensor] = []
+        self.steps: list[Step] = []
+        self._name = name
+        self._numbers: dict[int, int] = {}
+        self._homes: dict[int, int] = {}
+        self._paused = False
+        self.inputs = [self._add(x).number for x in inputs]
+        self.captured = frozenset([self._add(x).number for x in captured])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operator, and records it."""
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        self._require_recordable(func)
+        if func is torch.ops.aten.lift_fresh.default:
+            self._add(args[0])  # made by Python, of numbers
+            func = torch.ops.aten.clone.default
+        result = func(*args, **kwargs)
+        self._record(func, args, kwargs, result, func._schema.is_mutable)
+        return result
+
+    def opaque(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, later: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Runs a function whose operators are its own affair, and records `later` in its place."""
+        self._paused = True
+        try:
+            with spare():  # later runs name none either
+                y = function(x)
+        finally:
+            self._paused = False
+        self._record(later, (x,), {}, y, False)
+        return y
+
+    def number(self, x: Tensor) -> int:
+        """Returns the number of a tensor."""
+        return self._slot(x).number
+
+    def _record(
+        self, function: Any, args: Any, kwargs: Mapping[str, Any], result: Any, writes: bool
+    ) -> None:
+        own, named = map_leaves(self._slot_of, (args, kwargs))
+        made = map_leaves(self._made, result)
+        self.steps.append(Step(function, own, named, made, writes))
+
+    def _require_recordable(self, func: OpOverload) -> None:
+        if func.namespace in _COMMUNICATING:
+            raise TransformError(_SENT.format(self._name, func, _at()))
+        what = "a number" if _READS in func.tags else "a size" if _SIZES in func.tags else ""
+        if what:
+            raise TransformError(_NUMBER.format(self._name, what, _at()))
+
+    def _slot_of(self, leaf: Any) -> Any:
+        return self._slot(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _slot(self, x: Tensor) -> Slot:
+        """Returns the slot of a tensor: one recorded, a view of its memory, or one from outside."""
+        known = self._numbers.get(id(x))
+        if known is not None:
+            return Slot(known)
+        home = self._homes.get(_storage(x))
+        if home is None or self.tensors[home].dtype != x.dtype:
+            dtype = str(x.dtype).removeprefix("torch.")
+            raise TransformError(_FOREIGN.format(self._name, dtype, list(x.shape), _at()))
+        # Autograd has kept another object of the same tensor.
+        slot, geometry = self._add(x), (tuple(x.shape), x.stride(), x.storage_offset())
+        self.steps.append(Step(torch.as_strided, (Slot(home), *geometry), {}, slot, False))
+        return slot
+
+    def _made(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        known = self._numbers.get(id(leaf))
+        return self._add(leaf) if known is None else Slot(known)
+
+    def _add(self, x: Tensor) -> Slot:
+        number = len(self.tensors)
+        self.tensors.append(x)
+        self._numbers[id(x)] = number
+        self._homes.setdefault(_storage(x), number)
+        return Slot(number)
+
+
+def _at() -> str:
+    site = call_site()
+    return "" if site is None else f" ({site})"
+
+
+def _storage(x: Tensor) -> int:
+    found: int = x.untyped_storage()._cdata
+    return found
+
+
+def is_recording() -> bool:
+    """Returns whether a run is recorded, which must not depend on what tensors hold."""
+    active = dispatch_mode_stack()
+    return bool(active) and isinstance(active[-1], Recorder)

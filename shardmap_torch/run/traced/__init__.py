@@ -1,0 +1,1 @@
+"""Traced calls: the operators of a body are recorded once, and run without its Python."""

@@ -1,0 +1,115 @@
+"""Leaves out of a recorded run what a later one need not do.
+
+Views become views of the tensor whose memory they see, with their geometry, and take no call unless
+they are used. What depends on no input is computed once. What nothing depends on goes.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backends.recorder import Recorder, Step
+from shardmap_torch.core.torch_private.engine import OpOverload
+
+_LARGEST: Final = 1 << 20
+"""Entries of a tensor that is kept between runs, rather than made in each."""
+
+_RANDOM: Final = torch.Tag.nondeterministic_seeded
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A recorded run without what a later one need not do.
+
+    Attributes:
+        tensors: those of the recorded run, by their numbers.
+        steps: calls in order.
+        inputs: numbers of the tensors that a run is given.
+        outputs: numbers of those that it returns.
+        captured: numbers of those from outside.
+        computed: numbers of those that are the same in each run.
+        sources: for each tensor the number of the one whose memory it sees.
+    """
+
+    tensors: Sequence[Tensor]
+    steps: Sequence[Step]
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    captured: Collection[int]
+    computed: Collection[int]
+    sources: Sequence[int]
+
+
+def simplify(run: Recorder, outputs: Sequence[int]) -> Program:
+    """Returns the program of a recorded run with these results."""
+    sources = _sources(run)
+    steps = [step for step in run.steps if not _is_view(step, sources)]
+    computed = _computed(run.tensors, steps, sources)
+    steps = [step for step in steps if not any(n in computed for n in step.results)]
+    steps = _needed(steps, sources, outputs)
+    return Program(run.tensors, steps, run.inputs, outputs, run.captured, computed, sources)
+
+
+def _sources(run: Recorder) -> list[int]:
+    """Finds for each tensor the first one in the same memory, of which it is a plain view."""
+    sources = list(range(len(run.tensors)))
+    for step in run.steps:
+        if step.writes:
+            continue
+        homes = {_storage(run.tensors[n]): sources[n] for n in step.operands}
+        for number in step.results:
+            made = run.tensors[number]
+            home = homes.get(_storage(made), number)
+            if _is_plain(made) and _is_plain(run.tensors[home]):
+                sources[number] = home if made.dtype == run.tensors[home].dtype else number
+    return sources
+
+
+def _storage(x: Tensor) -> int:
+    found: int = x.untyped_storage()._cdata
+    return found
+
+
+def _is_plain(x: Tensor) -> bool:
+    return not (x.is_conj() or x.is_neg())
+
+
+def _is_view(step: Step, sources: Sequence[int]) -> bool:
+    """Returns whether all that a step makes are views of what was there."""
+    results = [*step.results]
+    return bool(results) and not step.writes and all(sources[n] != n for n in results)
+
+
+def _computed(tensors: Sequence[Tensor], steps: Sequence[Step], sources: Sequence[int]) -> set[int]:
+    """Finds tensors that are the same in each run: they depend on none that may differ."""
+    written = {_storage(tensors[n]) for step in steps if step.writes for n in step.operands}
+    found = set[int]()
+    for step in steps:
+        results = [*step.results]
+        if (
+            results
+            and isinstance(step.function, OpOverload)
+            and _RANDOM not in step.function.tags
+            and all(sources[n] in found for n in step.operands)
+            and not any(_storage(tensors[n]) in written for n in results)
+            and sum(tensors[n].numel() for n in results) <= _LARGEST
+        ):
+            found.update(results)
+    return found
+
+
+def _needed(steps: Sequence[Step], sources: Sequence[int], outputs: Sequence[int]) -> list[Step]:
+    """Returns the steps without those whose results nothing takes, and that do nothing else."""
+    needed = {sources[n] for n in outputs}
+    kept = []
+    for step in reversed(steps):
+        results = {sources[n] for n in step.results}
+        is_pure = bool(results) and not step.writes and isinstance(step.function, OpOverload)
+        if is_pure and results.isdisjoint(needed):
+            continue
+        kept.append(step)
+        needed.update(sources[n] for n in step.operands)
+    return kept[::-1]

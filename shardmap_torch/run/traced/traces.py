@@ -1,0 +1,229 @@
+"""Traces: the recorded runs of one verdict, and when they may run in a body's place."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import is_
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.backends.recorder import Recorder
+from shardmap_torch.backends.recording import RecordingBackend
+from shardmap_torch.boundary.call import Call, Result, run_body
+from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.collectives.scope import Scope, enter_scope
+from shardmap_torch.core.torch_private.engine import (
+    are_transforms_active,
+    dispatch_mode_stack,
+    forward_level,
+    function_mode_stack,
+)
+from shardmap_torch.core.tree import Tree, flatten, unflatten
+from shardmap_torch.errors import TransformError
+from shardmap_torch.run.runtimes import is_simulated
+from shardmap_torch.run.traced.simplify import simplify
+from shardmap_torch.run.traced.source import Runnable, runnable
+
+Leaves: TypeAlias = tuple[Sequence[Any], Callable[[list[Any]], Any]]
+"""Leaves of what a body returns, and what makes the result of such leaves."""
+
+Record: TypeAlias = Callable[[Recorder, Sequence[Tensor]], Leaves]
+"""Runs a body on other tensors than those of its call."""
+
+_TENSOR: Final = object()
+"""Stands where a result has a tensor."""
+
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+
+_DEVICES: Final = ("cpu", "cuda")
+_CANNOT: Final = "{}: trace=True cannot record what was checked: {}. Leave trace=True out."
+_TRACKED: Final = (
+    "{}: trace=True records no graph for autograd, and results depend on a tensor that requires "
+    "gradients and is no argument. Call it under torch.no_grad(), pass the tensor as an argument, "
+    "or leave trace=True out."
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Trace:
+    """A recorded run.
+
+    Attributes:
+        run: runs its operators.
+        others: the leaves of the result, `_TENSOR` in the place of each tensor.
+        finish: makes the result of its leaves.
+        captured: tensors that the body's code refers to, which it has taken from there.
+    """
+
+    run: Runnable
+    others: Sequence[Any]
+    finish: Callable[[list[Any]], Any]
+    captured: Sequence[Tensor]
+
+
+class Traces:
+    """The recorded runs of one verdict, by what else operators depend on."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is that of the function."""
+        self._name = name
+        self._known: dict[Any, Trace] = {}
+
+    def run(
+        self,
+        captured: Sequence[Tensor],
+        rank: int | None,
+        tensors: Sequence[Tensor],
+        record: Record,
+    ) -> Any:
+        """Runs what is recorded, or the body, and records that.
+
+        Args:
+            captured: the tensors that the body's code refers to.
+            rank: of this process.
+            tensors: those that cross into the body.
+            record: runs the body.
+        """
+        key = (
+            rank,
+            torch.is_inference_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            *map(Tensor.stride, tensors),
+            *map(Tensor.stride, captured),
+        )
+        known = self._known.get(key)
+        if known is None or not _are_same(known.captured, captured):
+            leaves, self._known[key] = self._recorded(captured, tensors, record)
+            return self._known[key].finish(leaves)
+        with ExitStack() as stack:
+            for context in _contexts():
+                stack.enter_context(context)
+            made = iter(known.run(tensors))
+        leaves = [next(made) if other is _TENSOR else other for other in known.others]
+        return known.finish(leaves)
+
+    def _recorded(
+        self, captured: Sequence[Tensor], tensors: Sequence[Tensor], record: Record
+    ) -> tuple[list[Any], Trace]:
+        inputs = _separate(tensors, captured)
+        recorder = Recorder(self._name, inputs, captured)
+        with recorder:
+            leaves, finish = record(recorder, inputs)
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any([x.requires_grad for x in made]):
+            raise TransformError(_TRACKED.format(self._name))
+        program = simplify(recorder, [recorder.number(x) for x in made])
+        others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        run = runnable(program, self._name)
+        return list(leaves), Trace(run, others, finish, list(captured))
+
+
+def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _separate(tensors: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
+    """Returns objects of their own; of tensors that share memory, copies in the same strides."""
+    storages = Counter(x.untyped_storage()._cdata for x in (*tensors, *captured))
+    is_alone = [storages[x.untyped_storage()._cdata] == 1 for x in tensors]
+    return [x.detach() if alone else _copied(x) for x, alone in zip(tensors, is_alone, strict=True)]
+
+
+def _copied(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(
+        x.detach()
+    )
+
+
+def _contexts() -> Iterator[Any]:
+    """Yields what recorded operators run under: casts and derivatives are among them."""
+    if torch.is_grad_enabled():
+        yield torch.no_grad()
+    for device in _DEVICES:
+        if torch.is_autocast_enabled(device):
+            yield torch.autocast(device, enabled=False)
+
+
+def serves(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether a recorded run computes all that is wanted of the body.
+
+    Not where a derivative from outside, a transform or a mode wants to see its operators.
+    """
+    if are_transforms_active() or forward_level() >= 0:
+        return False
+    if dispatch_mode_stack() or function_mode_stack():
+        return False
+    if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]):
+        return False
+    return all([type(x) in _PLAIN and not (x.is_conj() or x.is_neg()) for x in tensors])
+
+
+def require_recordable(call: Call, verdict: Verdict) -> None:
+    """Requires that a later run does what the recorded one did.
+
+    Raises:
+        TransformError: it would not.
+    """
+    for why in _obstacles(call, verdict):
+        raise TransformError(_CANNOT.format(call.name, why))
+
+
+def _obstacles(call: Call, verdict: Verdict) -> Iterator[str]:
+    traits, mesh = verdict.traits, call.mesh
+    if traits.draws:
+        yield "it draws from torch's default generator; draw from a key of shardmap_torch.random"
+    if traits.averages:
+        yield (
+            "it averages a cross entropy over a sharded dim, and runs look whether a target is "
+            "ignored; take reduction='sum', and divide by the global number of targets"
+        )
+    if verdict.altered:
+        yield "it changes what its code refers to; take that as an argument, and return the new one"
+    if len(verdict.program_paths) > 1:
+        yield "it branches on numbers taken from tensors; choose by torch.where"
+    if call.mapped != mesh.axis_names:
+        yield "over the axes that it does not bind, torch shards its values"
+    if is_simulated(mesh) and traits.rank_only:
+        (what, *_) = traits.rank_only.splitlines()
+        yield f"simulated ranks run it one by one, since {what.removesuffix('.')}"
+    if is_simulated(mesh) and mesh.simulate == "ranks":
+        yield 'simulate="ranks" runs it in a thread for each rank; make the mesh without'
+
+
+class _Lines:
+    """Has the user's line of the collective that a recorded run is at, as a monitor has it."""
+
+    site: Any = None
+
+
+def run_process(call: Call, backend: ProcessGroupBackend, tensors: Sequence[Tensor]) -> Result:
+    """Runs the body on one process, as it was recorded."""
+    assert call.traces is not None
+
+    def record(recorder: Recorder, inputs: Sequence[Tensor]) -> Leaves:
+        result = run_body(call, RecordingBackend(backend, recorder), inputs)
+        return result.leaves, partial(Result, match=result.match, structure=result.structure)
+
+    lines: Any = _Lines()
+    with enter_scope(Scope(backend, call.bound, lines)):
+        found: Result = call.traces(backend.rank, tensors, record)
+    return found
+
+
+def run_simulated(call: Call, run: Callable[[Call], Tree]) -> Tree:
+    """Runs a call on all simulated ranks, as it was recorded."""
+    assert call.traces is not None
+
+    def record(recorder: Recorder, inputs: Sequence[Tensor]) -> Leaves:
+        given = list(call.leaves)
+        for position, value in zip(call.crossing, inputs, strict=True):
+            given[position] = value
+        leaves, structure = flatten(run(replace(call, leaves=given, traces=None)))
+        return leaves, partial(unflatten, structure)
+
+    return call.traces(None, [call.leaves[position] for position in call.crossing], record)

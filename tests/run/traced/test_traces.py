@@ -1,0 +1,109 @@
+"""Traced calls run recorded operators, and what they may not record is an error."""
+
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    Mesh,
+    P,
+    R,
+    SpecError,
+    TransformError,
+    all_reduce,
+    convert,
+    make_mesh,
+    shard_map,
+    value_and_grad,
+)
+from tests.programs.support.everywhere import run_on
+from tests.programs.support.harness import random
+from tests.support.pool import Gloo
+
+MESH: Final = make_mesh((2,), ("tp",), kind="simulated")
+IN: Final = (P(), P(None, "tp"), P("tp"))
+
+
+def mlp(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    h = torch.tanh(convert(x, "tp", src=I, dst=R) @ w1)
+    return all_reduce((h @ w2).square(), "tp", dst=I)
+
+
+def operands(seed: int) -> list[Tensor]:
+    return [random(shape, seed + i) for i, shape in enumerate([(4, 3), (3, 6), (6, 2)])]
+
+
+def test_python_runs_for_the_check_and_the_recording_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def spoken(*args: Tensor) -> Tensor:
+        print("here")
+        return mlp(*args)
+
+    f = shard_map(spoken, mesh=MESH, in_specs=IN, out_specs=P(), trace=True)
+    expected = shard_map(mlp, mesh=MESH, in_specs=IN, out_specs=P())
+    f(*operands(0))
+    assert "here" in capsys.readouterr().out
+    for seed in range(3):
+        values = operands(seed)
+        assert torch.equal(f(*values), expected(*values))
+    assert not capsys.readouterr().out
+
+
+def test_changes_of_what_a_body_refers_to_are_refused() -> None:
+    seen: list[int] = []
+
+    def noted(*args: Tensor) -> Tensor:
+        seen.append(len(args))
+        return mlp(*args)
+
+    f = shard_map(noted, mesh=MESH, in_specs=IN, out_specs=P(), trace=True)
+    with pytest.raises(TransformError, match="changes what its code refers to"):
+        f(*operands(0))
+
+
+def step(x: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    loss, grads = value_and_grad(lambda *ws: mlp(x, *ws).sum(), argnums=(0, 1))(w1, w2)
+    return loss, grads
+
+
+def gradients(mesh: Mesh) -> None:
+    out_specs = P(), (P(None, "tp"), P("tp"))
+    made = [
+        shard_map(step, mesh=mesh, in_specs=IN, out_specs=out_specs, trace=trace)
+        for trace in (True, False)
+    ]
+    for seed in range(3):
+        values = operands(seed)
+        (loss, grads), (own, expected) = [f(*values) for f in made]
+        assert torch.equal(loss, own)
+        for grad, known in zip(grads, expected, strict=True):
+            assert torch.equal(_plain(grad), _plain(known))
+
+
+def _plain(x: Any) -> Tensor:
+    found: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return found
+
+
+@pytest.mark.parametrize("kind", ["vmap", "gloo"])
+def test_gradients_in_the_body_are_recorded(kind: str, gloo: Gloo) -> None:
+    run_on(kind, gradients, gloo)
+
+
+def test_numbers_are_refused() -> None:
+    @shard_map(mesh=MESH, in_specs=P(), out_specs=P(), trace=True)
+    def f(x: Tensor) -> Tensor:
+        return x * 2 if x.sum().item() > 0 else x
+
+    with pytest.raises(TransformError, match="it branches on numbers taken from tensors"):
+        f(torch.ones(4))
+
+
+@pytest.mark.parametrize("wrong", [{"trace": 1}, {"trace": True, "check": False}])
+def test_bad_arguments(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="trace is a bool"):
+        shard_map(mlp, mesh=MESH, in_specs=IN, out_specs=P(), **wrong)
