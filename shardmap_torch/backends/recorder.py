@@ -63,6 +63,12 @@ class Step:
     writes: bool
 
     @property
+    def is_pure(self) -> bool:
+        """Returns whether it does nothing but to compute its result."""
+        is_torch = isinstance(self.function, OpOverload) or self.function is torch.as_strided
+        return is_torch and not self.writes
+
+    @property
     def operands(self) -> Iterator[int]:
         """The numbers of the tensors that it takes."""
         return _numbers((self.args, self.kwargs))
@@ -95,6 +101,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.tensors: list[Tensor] = []
         self.steps: list[Step] = []
+        self.constants: set[int] = set()
         self._name = name
         self._numbers: dict[int, int] = {}
         self._homes: dict[int, int] = {}
@@ -111,7 +118,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self._require_recordable(func)
         if func is torch.ops.aten.lift_fresh.default:
-            self._add(args[0])  # made by Python, of numbers
+            self.constants.add(self._add(args[0]).number)  # made by Python, of numbers
             func = torch.ops.aten.clone.default
         result = func(*args, **kwargs)
         self._record(func, args, kwargs, result, func._schema.is_mutable)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.recorder import Recorder, Step
-from shardmap_torch.core.torch_private.engine import OpOverload
 
 _LARGEST: Final = 1 << 20
 """Entries of a tensor that is kept between runs, rather than made in each."""
@@ -47,7 +46,7 @@ def simplify(run: Recorder, outputs: Sequence[int]) -> Program:
     """Returns the program of a recorded run with these results."""
     sources = _sources(run)
     steps = [step for step in run.steps if not _is_view(step, sources)]
-    computed = _computed(run.tensors, steps, sources)
+    computed = _computed(run, steps, sources)
     steps = [step for step in steps if not any(n in computed for n in step.results)]
     steps = _needed(steps, sources, outputs)
     return Program(run.tensors, steps, run.inputs, outputs, run.captured, computed, sources)
@@ -57,7 +56,7 @@ def _sources(run: Recorder) -> list[int]:
     """Finds for each tensor the first one in the same memory, of which it is a plain view."""
     sources = list(range(len(run.tensors)))
     for step in run.steps:
-        if step.writes:
+        if not step.is_pure:
             continue
         homes = {_storage(run.tensors[n]): sources[n] for n in step.operands}
         for number in step.results:
@@ -80,19 +79,19 @@ def _is_plain(x: Tensor) -> bool:
 def _is_view(step: Step, sources: Sequence[int]) -> bool:
     """Returns whether all that a step makes are views of what was there."""
     results = [*step.results]
-    return bool(results) and not step.writes and all(sources[n] != n for n in results)
+    return bool(results) and step.is_pure and all(sources[n] != n for n in results)
 
 
-def _computed(tensors: Sequence[Tensor], steps: Sequence[Step], sources: Sequence[int]) -> set[int]:
+def _computed(run: Recorder, steps: Sequence[Step], sources: Sequence[int]) -> set[int]:
     """Finds tensors that are the same in each run: they depend on none that may differ."""
+    tensors, found = run.tensors, set(run.constants)
     written = {_storage(tensors[n]) for step in steps if step.writes for n in step.operands}
-    found = set[int]()
     for step in steps:
         results = [*step.results]
         if (
             results
-            and isinstance(step.function, OpOverload)
-            and _RANDOM not in step.function.tags
+            and step.is_pure
+            and _RANDOM not in getattr(step.function, "tags", ())
             and all(sources[n] in found for n in step.operands)
             and not any(_storage(tensors[n]) in written for n in results)
             and sum(tensors[n].numel() for n in results) <= _LARGEST
@@ -107,8 +106,7 @@ def _needed(steps: Sequence[Step], sources: Sequence[int], outputs: Sequence[int
     kept = []
     for step in reversed(steps):
         results = {sources[n] for n in step.results}
-        is_pure = bool(results) and not step.writes and isinstance(step.function, OpOverload)
-        if is_pure and results.isdisjoint(needed):
+        if results and step.is_pure and results.isdisjoint(needed):
             continue
         kept.append(step)
         needed.update(sources[n] for n in step.operands)

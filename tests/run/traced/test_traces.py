@@ -14,12 +14,13 @@ from shardmap_torch import (
     SpecError,
     TransformError,
     all_reduce,
+    axis_index,
     convert,
     make_mesh,
     shard_map,
     value_and_grad,
 )
-from tests.programs.support.everywhere import run_on
+from tests.programs.support.everywhere import run_on, same
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
 
@@ -107,3 +108,20 @@ def test_numbers_are_refused() -> None:
 def test_bad_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="trace is a bool"):
         shard_map(mlp, mesh=MESH, in_specs=IN, out_specs=P(), **wrong)
+
+
+def constants(mesh: Mesh) -> None:
+    """Positions are tensors that Python makes; on processes they are read by the collectives."""
+
+    @shard_map(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), trace=True)
+    def f(x: Tensor) -> Tensor:
+        return x + axis_index("tp") + torch.tensor([1.0])
+
+    for seed in range(3):
+        x = random((4, 3), seed)
+        same(f(x), x + torch.tensor([1.0, 1.0, 2.0, 2.0]).unsqueeze(1))
+
+
+@pytest.mark.parametrize("kind", ["vmap", "gloo"])
+def test_tensors_that_python_makes_are_constants(kind: str, gloo: Gloo) -> None:
+    run_on(kind, constants, gloo)
