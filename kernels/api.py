@@ -9,7 +9,10 @@ from typing import overload
 
 from torch import Tensor
 
+from shardmap_torch.backends.vmap import BatchedBackend
+from shardmap_torch.kernels.autograd import Unfused
 from shardmap_torch.kernels.dispatch import (
+    Runner,
     pairs,
     prepare_gather,
     prepare_reduce,
@@ -65,15 +68,15 @@ def all_gather_matmul(
 ) -> Tensor | tuple[Tensor, ...]:
     """`all_gather(x, axis, dim=gather_dim, dst=R) @ w + bias`, multiplying chunks as they arrive.
 
-    Shape: x [..., k] with `gather_dim` of size d, w [k, m] gives [..., m] with n*d there; with
-    `gather_dim` last, w is [n*k, m]. Types: as its unfused composition: x is S(gather_dim) or V.
-    Backward, overlapped too: dx is reduce-scattered while it is produced and while dw is computed.
-    Sends (n-1) * x.nbytes per rank forward and as much backward, and again as much backward with
-    `save_gathered=False`.
+    Shape: x [..., k] with `gather_dim` of size d, w [k, m, ...] gives [..., m, ...] with n*d there;
+    with `gather_dim` last, w is [n*k, m, ...]. Types: as its unfused composition: x is
+    S(gather_dim) or V. Backward, overlapped too: dx is reduce-scattered while it is produced and
+    while dw is computed. Sends (n-1) * x.nbytes per rank forward and as much backward, and again as
+    much backward with `save_gathered=False`.
 
     Args:
         x: this rank's shard.
-        w: a 2-D weight, or several that share one gather (q, k, v; gate, up).
+        w: a weight, or several that share one gather (q, k, v; gate, up).
         axis: an axis name, or several that act as one.
         gather_dim: the dim of x that is gathered.
         bias: added to each row of the product; one per weight where there are several.
@@ -110,8 +113,23 @@ def all_gather_matmul(
     ws, biases = pairs("all_gather_matmul", w, bias)
     options = gather_dim, overlap, schedule, chunks, save_gathered
     prepared_call = prepared(prepare_gather, axis, options, (x, ws, biases))
-    outs = prepared_call.runner.gather(x, ws, biases)
+    outs = _gather(prepared_call.runner, x, ws, biases)
     return outs[0] if isinstance(w, Tensor) else outs
+
+
+def _gather(
+    runner: Runner, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Multiplies by matrices, but where the composition multiplies by weights as they lie."""
+    if isinstance(runner, Unfused) and isinstance(runner.backend, BatchedBackend):
+        return runner.gather(x, ws, biases)
+    matrices = [w.flatten(1) for w in ws]
+    outs = runner.gather(x, matrices, [None if b is None else b.flatten() for b in biases])
+    return tuple([_unflattened(y, w) for y, w in zip(outs, ws, strict=True)])
+
+
+def _unflattened(y: Tensor, w: Tensor) -> Tensor:
+    return y if w.ndim == 2 else y.unflatten(-1, w.shape[1:])
 
 
 def matmul_reduce_scatter(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmap_torch.backends.products import multiply, multiply_and_sum
 from shardmap_torch.collectives import plan
 from shardmap_torch.collectives.autograd import TypedFunction, bind
 from shardmap_torch.collectives.operations import Collective
@@ -171,12 +172,13 @@ class Unfused:
         full = bind(self.backend, self.collective, x)
         outs = []
         for w, bias in zip(ws, biases, strict=True):
-            outs.append(full @ w if bias is None else full @ w + bias)
+            y = multiply(self.backend, full, w)
+            outs.append(y if bias is None else y + bias)
         return tuple(outs)
 
     def reduce(self, x: Tensor, w: Tensor) -> Tensor:
         """Runs the matmul, then the reduce-scatter or all-reduce."""
-        return bind(self.backend, self.collective, x @ w)
+        return multiply_and_sum(self.backend, self.collective, x, w)
 
 
 def _differentiate(

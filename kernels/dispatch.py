@@ -7,6 +7,7 @@ a decision is kept for later calls with the same shapes, dtypes and options.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -47,6 +48,7 @@ from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_di
 from shardmap_torch.types import I, Partial, R, TypeLike, V
 
 Biases: TypeAlias = Sequence[Tensor | None]
+Runner: TypeAlias = KernelCall | Unfused | Checked | CompiledCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Prepared:
 
     collective: Collective
     plan: Plan
-    runner: KernelCall | Unfused | Checked | CompiledCall
+    runner: Runner
 
 
 _READY: Final = Memo[Prepared]()
@@ -127,8 +129,8 @@ def prepare_gather(
     num_ranks = scope.backend.mesh.num_ranks(axes)
     for each, addend in zip(ws, biases, strict=True):
         inner = x.shape[-1] * (num_ranks if dim == x.ndim - 1 else 1)
-        _check_weight(op, each, inner)
-        _check_bias(op, addend, each.shape[1])
+        _check_weight(op, each, inner, fused=True)
+        _check_bias(op, addend, *each.shape[1:])
     problem = Problem(
         op=op,
         axis=shown(axes),
@@ -136,7 +138,7 @@ def prepare_gather(
         schedules=schedules(op, "gather", schedule),
         block_rows=block_rows(x, dim),
         block_bytes=x.nbytes,
-        flops=sum(2.0 * x.numel() * num_ranks * w.shape[1] for w in ws),
+        flops=sum(2.0 * x.numel() * num_ranks * w.shape[1:].numel() for w in ws),
     )
     present = [addend for addend in biases if addend is not None]
     collective = collective_of("all_gather", V, R, axes, dim=dim)
@@ -302,17 +304,17 @@ def _check_operand(op: str, x: object) -> None:
 _UNMULTIPLIED: Final = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
 
 
-def _check_weight(op: str, w: Tensor, inner: int) -> None:
-    if w.ndim != 2 or w.shape[0] != inner:
+def _check_weight(op: str, w: Tensor, inner: int, *, fused: bool = False) -> None:
+    if w.ndim < 2 or (w.ndim > 2 and not fused) or w.shape[0] != inner:
         raise KernelError(
             f"{op}: w has shape {list(w.shape)}, but the rows it multiplies have {inner} features; "
             f"pass [{inner}, m] (a torch.nn.Linear keeps [m, {inner}]: pass weight.t())."
         )
 
 
-def _check_bias(op: str, bias: Tensor | None, columns: int) -> None:
-    if bias is not None and bias.shape != (columns,):
+def _check_bias(op: str, bias: Tensor | None, *columns: int) -> None:
+    if bias is not None and bias.shape != columns:
         raise KernelError(
-            f"{op}: bias has shape {list(bias.shape)}, but the result has {columns} columns here; "
-            f"pass [{columns}]."
+            f"{op}: bias has shape {list(bias.shape)}, but the result has {prod(columns)} columns "
+            f"here; pass {list(columns)}."
         )

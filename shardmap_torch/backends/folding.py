@@ -120,7 +120,7 @@ class Folding(TorchFunctionMode):
         product = self._waiting
         if product is None:
             return None
-        if x is not product.out or not _is_sum(operation):
+        if x is not product.out or not is_sum(operation):
             self.finish()
             return None
         self._waiting = None
@@ -138,7 +138,7 @@ class Folding(TorchFunctionMode):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or forward_level() >= 0:
             return None
         (a, a_dim), (b, b_dim) = (functorch._unwrap_batched(each, 1) for each in (a, b))
-        if b_dim is None or b.ndim != 3 or b.shape[b_dim] != self._num_ranks or not _is_plain(a, b):
+        if b_dim is None or b.ndim != 3 or b.shape[b_dim] != self._num_ranks or not is_plain(a, b):
             return None
         with temporarily_clear_interpreter_stack():
             b = b.movedim(b_dim, 0)
@@ -184,7 +184,8 @@ def finish() -> None:
         _ACTIVE.stack[-1].finish()
 
 
-def _is_plain(a: Tensor, b: Tensor) -> bool:
+def is_plain(a: Tensor, b: Tensor) -> bool:
+    """Returns whether a product of these tensors may add up in another order than torch's."""
     return (
         a.dtype == b.dtype
         and a.dtype in _DTYPES
@@ -198,12 +199,13 @@ def _is_plain(a: Tensor, b: Tensor) -> bool:
 _TYPES: Final = (Tensor, torch.nn.Parameter)
 
 
-def _is_sum(operation: Any) -> bool:
+def is_sum(operation: Any) -> bool:
+    """Returns whether an operation sums over ranks, in the dtype of its operand."""
     return (
         type(operation) is Collective
         and operation.move in _SUMS
         and operation.keeps_dtype
-        and len(operation.axes) == 1
+        and len(operation.axes) > 0
     )
 
 
@@ -214,5 +216,5 @@ def _is_summed_next(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return False
     upcoming = getattr(scope.monitor, "upcoming", ())
     return any(
-        _is_sum(step.what) and step.shape == shape and step.dtype is dtype for step in upcoming
+        is_sum(step.what) and step.shape == shape and step.dtype is dtype for step in upcoming
     )

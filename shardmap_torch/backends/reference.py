@@ -42,7 +42,16 @@ class Stack:
 def _sum(c: Collective, x: Stack) -> Stack:
     # torch promotes the sum of small integers; a collective keeps the dtype.
     with _supported(c, x):
-        return x.equal(x.every().sum(0, dtype=x.value.dtype))
+        return x.equal(_sum_of_ranks(x.every()))
+
+
+def _sum_of_ranks(x: Tensor) -> Tensor:
+    """Sums over dim 0; other dims lie as they did, as a sum that transposes takes twice as long."""
+    dims = range(1, x.ndim)
+    order = sorted(dims, key=x.stride, reverse=True)
+    if order == [*dims]:
+        return x.sum(0, dtype=x.dtype)
+    return x.permute(0, *order).sum(0, dtype=x.dtype).permute([order.index(dim) for dim in dims])
 
 
 def _max(c: Collective, x: Stack) -> Stack:

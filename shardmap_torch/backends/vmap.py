@@ -128,22 +128,34 @@ class BatchedBackend(WithoutAutomaticAxes):
                 y, axes = moved(self.mesh, operation, base, leading)
         return batched_at(y, [self.levels[axis] for axis in axes])
 
-    def on_stacks(self, function: Callable[..., Tensor], *xs: Tensor) -> Tensor | None:
+    def on_stacks(
+        self,
+        function: Callable[..., Tensor | None],
+        *xs: Tensor,
+        summed: Sequence[str] = (),
+    ) -> Tensor | None:
         """Applies a function that treats leading dims alike to the values of all ranks.
 
-        It gets them stacked over the axes over which any of them varies. None where other levels
-        are open too.
+        It gets them stacked over the axes over which any of them varies, with length 1 where one
+        is equal on all ranks, and the lengths of its result: 1 over the axes `summed`. None where
+        it returns that, nothing varies over one of these, or other levels are open too.
         """
         if not self.is_alone():
             return None
         xs = tuple(functorch.unwrap_if_dead(x) for x in xs)
         varies = {level for x in xs for level in dims_of(x)[1]}
-        levels = [level for level in self.levels.values() if level in varies]
-        sizes = [self.mesh.shape[axis] for axis, level in self.levels.items() if level in varies]
+        axes = {axis: level for axis, level in self.levels.items() if level in varies}
+        if not axes.keys() >= {*summed}:
+            return None
+        levels, sizes = [*axes.values()], [1 if a in summed else self.mesh.shape[a] for a in axes]
         stacks = [stacked_over(x, levels) for x in xs]
         with temporarily_clear_interpreter_stack():
-            y = function(*[x.expand(*sizes, *x.shape[len(sizes) :]) for x in stacks])
-        return batched_at(y, levels)
+            y = function(*stacks, tuple(sizes))
+            if y is None:
+                return None
+            kept = [level for axis, level in axes.items() if axis not in summed]
+            y = y[tuple([0 if a in summed else slice(None) for a in axes])] if summed else y
+        return batched_at(y, kept)
 
     def trace(self, operation: Operation, x: Tensor, markers: Sequence[Tensor]) -> Tensor:
         """Runs an operation while Dynamo traces: its graph calls it, and AOTAutograd looks into it.

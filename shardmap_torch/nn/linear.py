@@ -5,6 +5,7 @@ from typing import overload
 
 from torch import Tensor
 
+from shardmap_torch.backends.products import multiply
 from shardmap_torch.errors import LayerError
 from shardmap_torch.kernels import (
     Overlap,
@@ -13,6 +14,7 @@ from shardmap_torch.kernels import (
     matmul_reduce_scatter,
 )
 from shardmap_torch.nn.core.arguments import (
+    backend_of,
     check_inner,
     num_ranks,
     read_layout,
@@ -106,20 +108,14 @@ def column_linear(
     for w in weights:
         _check_matrix("column_linear", w)
         check_inner("column_linear", x, w.shape[0] // parts, w, "weight")
-    flat = [w.flatten(1) for w in weights]
-    addends = [None if b is None else b.flatten() for b in biases]
     if dim is not None:
-        outs = all_gather_matmul(x, flat, axis, gather_dim=dim, bias=addends, overlap=overlap)
+        outs = all_gather_matmul(x, weights, axis, gather_dim=dim, bias=biases, overlap=overlap)
     else:
         x = to_replicate(x, axis) if layout == I else x
-        products = (x @ w for w in flat)
-        pairs = zip(products, addends, strict=True)
-        outs = tuple(y if b is None else y + b for y, b in pairs)
-    split = tuple(
-        y if w.ndim == 2 else y.unflatten(-1, w.shape[1:])
-        for y, w in zip(outs, weights, strict=True)
-    )
-    return split[0] if isinstance(weight, Tensor) else split
+        products = [multiply(backend_of("column_linear", axis), x, w) for w in weights]
+        pairs = zip(products, biases, strict=True)
+        outs = tuple([y if b is None else y + b for y, b in pairs])
+    return outs[0] if isinstance(weight, Tensor) else outs
 
 
 def row_linear(
@@ -181,7 +177,7 @@ def row_linear(
         dim = read_dim("row_linear", "dst dim", layout.dim, x.ndim)
         y = matmul_reduce_scatter(x, matrix, axis, scatter_dim=dim, overlap=overlap)
     elif layout == Partial:
-        y = x @ matrix
+        y = multiply(backend_of("row_linear", axis), x, matrix)
     else:
         y = matmul_all_reduce(x, matrix, axis, dst=layout, overlap=overlap)
     return y if bias is None else y + _bias_after(bias, axis, layout, bias_layout, y.ndim)

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.errors import LayerError
 from shardmap_torch.ops import convert
 from shardmap_torch.ops.arguments import Axis, read_axes, shown
@@ -70,6 +71,11 @@ def num_rows(name: str, weight: Tensor, what: str) -> int:
     if not weight.ndim:
         raise LayerError(f"{name}: {what} is a scalar, which contracts no features.")
     return weight.shape[0]
+
+
+def backend_of(name: str, axis: Axis) -> Backend:
+    """Returns what runs a body that has an axis."""
+    return read_axes(name, axis)[1].backend
 
 
 def num_ranks(name: str, axis: Axis) -> int:

@@ -5,7 +5,7 @@ all ranks at once, as sequences of one batch, and a derivative that is different
 of the scores in memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -50,11 +50,19 @@ def _is_taken(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _attend(
-    causal: bool, scale: float, composed: Attend, q: Tensor, k: Tensor, v: Tensor
+    causal: bool,
+    scale: float,
+    composed: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: Sequence[int] = (),
 ) -> Tensor:
-    flat = [x.reshape(-1, *x.shape[-3:]).contiguous() for x in (q, k, v)]
+    """Attends on stacks, with a leading dim for each level of `ranks`."""
+    own = [x.expand(*ranks, *x.shape[len(ranks) :]) for x in (q, k, v)]
+    flat = [x.reshape(-1, *x.shape[-3:]).contiguous() for x in own]
     y: Tensor = _Fused.apply(*flat, causal, scale, composed)
-    return y.unflatten(0, q.shape[:-3]) if q.ndim > 3 else y.squeeze(0)
+    return y.unflatten(0, own[0].shape[:-3]) if own[0].ndim > 3 else y.squeeze(0)
 
 
 class _Fused(TypedFunction):
