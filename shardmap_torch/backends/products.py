@@ -103,7 +103,7 @@ def _multiplied(a: Tensor, b: Tensor, of: _Names, sizes: tuple[int, ...]) -> Ten
 
 @dataclass(frozen=True)
 class _Side:
-    """How an operand becomes a matrix, or one for each of some ranks.
+    """Way in which an operand becomes a matrix, or one for each of some ranks.
 
     Attributes:
         first: index of the first of the values that it repeats; None if it repeats none.
@@ -126,7 +126,7 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Form:
-    """How operands are multiplied that lie in memory in some way.
+    """Way in which operands are multiplied that lie in memory in some way.
 
     Attributes:
         left: makes matrices of the first one.
