@@ -105,8 +105,18 @@ def test_a_page_that_shows_something_else_fails_and_names_the_line(
         run_page(PAGE.replace(old, new), tmp_path)
 
 
-def test_an_error_in_a_block_has_the_line_of_the_page(tmp_path: Path) -> None:
-    page = PAGE.replace("print(2", "print(1 / 0").partition("which")[0]
+@pytest.mark.parametrize(
+    ("name", "line"), [("# double.py\n", 3), ("", 5)], ids=["named", "unnamed"]
+)
+def test_an_error_in_a_block_has_the_line_of_its_file_or_else_of_the_page(
+    tmp_path: Path, name: str, line: int
+) -> None:
+    page = PAGE.replace("print(2", "print(1 / 0").replace("# double.py\n", name)
     with pytest.raises(ZeroDivisionError) as error:
-        run_page(page, tmp_path)
-    assert error.traceback[-1].lineno + 1 == 6
+        run_page(page.partition("which")[0], tmp_path)
+    assert error.traceback[-1].lineno + 1 == line
+
+
+def test_a_line_of_the_page_which_moves_with_it_must_not_be_shown(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"line 4: it shows a line of the page"):
+        run_page("# Title\n\n```python\nprint('page.md:4')\n```\n", tmp_path)

@@ -2,7 +2,8 @@
 
 Within a section (a heading and what follows it), in order, in one folder and one namespace:
 
-- A `python` block is executed. If its first line is `# name.py`, it is saved under that name too.
+- A `python` block is executed. If its first line is `# name.py`, it is saved under that name too,
+  and messages name its lines by it. Lines of other blocks move with the page: none may be shown.
 - A `text` block is the whole output of the `python` block before it; without one, that prints none.
 - A `console` block is `$ torchrun ...` or `$ python ...` and the whole output of that command. With
   pools of processes `torchrun` runs its script on the ranks of one, which have imported torch.
@@ -78,11 +79,16 @@ def run(blocks: list[Block], folder: Path, filename: str, gloo: Gloo | None = No
 
 def _execute(block: Block, namespace: dict[str, Any], folder: Path, filename: str) -> str:
     if saved := re.match(r"# (\w+\.py)\n", block.text):
-        (folder / saved[1]).write_text(block.text)
-    # Padded so that line numbers in errors are those of the page.
-    code = compile("\n" * (block.line - 1) + block.text, filename, "exec")
+        path, first = folder / saved[1], 1
+        path.write_text(block.text)
+    else:
+        path, first = Path(filename), block.line  # so that errors have the page's lines
+    code = compile("\n" * (first - 1) + block.text, str(path), "exec")
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(code, namespace)
+    assert not re.search(r"\.md:\d", printed.getvalue()), (
+        f"line {block.line}: it shows a line of the page; begin the block with `# name.py`"
+    )
     return printed.getvalue()
 
 
