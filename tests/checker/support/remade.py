@@ -37,8 +37,21 @@ class ForgottenError(BaseException):
 
 def require(what: str, remembered: object, anew: object) -> None:
     """Requires that two answers are equal, which are compared by their texts too: 1 == 1.0."""
-    if remembered != anew or repr(remembered) != repr(anew):
+    if _differ(remembered, anew):
         raise ForgottenError(f"{what}: {remembered!r} was remembered, and is {anew!r} anew")
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Returns whether two answers differ.
+
+    One object is not compared with itself: the text of a storage type has those that it was made
+    of, and theirs, as often as they were used.
+    """
+    if one is other:
+        return False
+    if type(one) is type(other) and type(one) in (list, tuple) and len(one) == len(other):
+        return any(map(_differ, one, other))
+    return bool(one != other) or repr(one) != repr(other)
 
 
 @contextmanager
@@ -62,10 +75,11 @@ def _comparisons(counts: Counter[str]) -> Iterator[None]:
         return False
 
     def compare_anew(self: Operations, call: Any, *rest: Any) -> Any:
+        known, expected[0] = expected[0], None  # a test may ask for no answer to the next call
         try:
             return compare(self, call, *rest)
         except layout.UnrelatedError as error:
-            if expected[0] is not None:
+            if known is not None:
                 raise ForgottenError(f"{call.op}: {error}") from error
             raise
 
