@@ -25,6 +25,7 @@ from shardmap_torch.core.torch_private.engine import (
 )
 from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError
+from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.runtimes import is_simulated
 from shardmap_torch.run.traced.simplify import simplify
 from shardmap_torch.run.traced.source import Runnable, runnable
@@ -188,11 +189,18 @@ def _obstacles(call: Call, verdict: Verdict) -> Iterator[str]:
         yield "it branches on numbers taken from tensors; choose by torch.where"
     if call.mapped != mesh.axis_names:
         yield "over the axes that it does not bind, torch shards its values"
-    if is_simulated(mesh) and traits.rank_only:
-        (what, *_) = traits.rank_only.splitlines()
-        yield f"simulated ranks run it one by one, since {what.removesuffix('.')}"
-    if is_simulated(mesh) and mesh.simulate == "ranks":
+    if is_simulated(mesh):
+        yield from _obstacles_to_batching(mesh, traits.rank_only)
+
+
+def _obstacles_to_batching(mesh: Mesh, rank_only: str | None) -> Iterator[str]:
+    if mesh.simulate == "ranks":
         yield 'simulate="ranks" runs it in a thread for each rank; make the mesh without'
+    if rank_only:
+        (what, *_) = rank_only.splitlines()
+        yield f"one batched program drops, or cannot run, {what.removesuffix('.')}"
+    elif rank_only is not None and mesh.simulate != "vmap":
+        yield 'simulated ranks run it one after the other; make the mesh with simulate="vmap"'
 
 
 class _Lines:
