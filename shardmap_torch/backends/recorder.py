@@ -1,8 +1,9 @@
 """Records the operators of one run, on tensors that have a number each."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from shardmap_torch.core.torch_private.engine import (
 )
 from shardmap_torch.core.tree import flatten, map_leaves
 from shardmap_torch.errors import TransformError
+
+T = TypeVar("T")
 
 _READS: Final = torch.Tag.data_dependent_output
 _SIZES: Final = torch.Tag.dynamic_output_shape
@@ -44,7 +47,7 @@ class Slot:
     number: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Step:
     """One call of a recorded run.
 
@@ -54,13 +57,15 @@ class Step:
         kwargs: the same, by name.
         result: what it returned, in the same way.
         writes: whether it writes into its arguments.
+        starts: whether it returns what waits for the result, which may be needed later.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     result: Any
-    writes: bool
+    writes: bool = False
+    starts: bool = False
 
     @property
     def is_pure(self) -> bool:
@@ -69,18 +74,18 @@ class Step:
         return is_torch and not self.writes
 
     @property
-    def operands(self) -> Iterator[int]:
+    def operands(self) -> list[int]:
         """The numbers of the tensors that it takes."""
         return _numbers((self.args, self.kwargs))
 
     @property
-    def results(self) -> Iterator[int]:
+    def results(self) -> list[int]:
         """The numbers of the tensors that it returns."""
         return _numbers(self.result)
 
 
-def _numbers(tree: Any) -> Iterator[int]:
-    return (leaf.number for leaf in flatten(tree)[0] if type(leaf) is Slot)
+def _numbers(tree: Any) -> list[int]:
+    return [leaf.number for leaf in flatten(tree)[0] if type(leaf) is Slot]
 
 
 class Recorder(TorchDispatchMode):
@@ -128,14 +133,37 @@ class Recorder(TorchDispatchMode):
         self, function: Callable[[Tensor], Tensor], x: Tensor, later: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Runs a function whose operators are its own affair, and records `later` in its place."""
+        y = self._unseen(partial(function, x))
+        self._record(later, (x,), {}, y, False)
+        return y
+
+    def opaque_start(
+        self,
+        function: Callable[[Tensor], Callable[[], Tensor] | None],
+        x: Tensor,
+        later: Callable[[Tensor], Callable[[], Tensor] | None],
+    ) -> Callable[[], Tensor] | None:
+        """Does the same with a function that returns what waits for the result; None if it does."""
+        finish = self._unseen(partial(function, x))
+        if finish is None:
+            return None
+        step = Step(later, (self._slot(x),), {}, None, starts=True)
+        self.steps.append(step)
+
+        def finished() -> Tensor:
+            y = self._unseen(finish)
+            step.result = self._made(y)
+            return y
+
+        return finished
+
+    def _unseen(self, function: Callable[[], T]) -> T:
         self._paused = True
         try:
             with spare():  # later runs name none either
-                y = function(x)
+                return function()
         finally:
             self._paused = False
-        self._record(later, (x,), {}, y, False)
-        return y
 
     def number(self, x: Tensor) -> int:
         """Returns the number of a tensor."""
@@ -169,7 +197,7 @@ class Recorder(TorchDispatchMode):
             raise TransformError(_FOREIGN.format(self._name, dtype, list(x.shape), _at()))
         # Autograd has kept another object of the same tensor.
         slot, geometry = self._add(x), (tuple(x.shape), x.stride(), x.storage_offset())
-        self.steps.append(Step(torch.as_strided, (Slot(home), *geometry), {}, slot, False))
+        self.steps.append(Step(torch.as_strided, (Slot(home), *geometry), {}, slot))
         return slot
 
     def _made(self, leaf: Any) -> Any:

@@ -1,6 +1,8 @@
 """Backend of one process while a run is recorded: each movement between processes is one step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -20,7 +22,7 @@ class Sending:
     """A movement of a recorded run, on the backend of the mesh on which it runs again.
 
     Attributes:
-        move: its name.
+        move: its name; "" for a gather whose result is waited for where it is needed.
         collective: what it is part of.
         site: the user's line, for errors.
     """
@@ -29,12 +31,14 @@ class Sending:
     collective: Collective
     site: Site | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Moves the data."""
+    def __call__(self, x: Tensor) -> Any:
+        """Moves the data, or starts to."""
         scope: Any = current_scope()
         scope.monitor.site = self.site
-        moved: Tensor = scope.backend.communicate(self.move, self.collective, x)
-        return moved
+        backend: ProcessGroupBackend = scope.backend
+        if not self.move:
+            return backend.start_gather(self.collective, x)
+        return backend.communicate(self.move, self.collective, x)
 
 
 class RecordingBackend(RankBackend):
@@ -52,10 +56,12 @@ class RecordingBackend(RankBackend):
         """Runs the movement, and records it."""
         if not collective.axes or self.position(collective.axes)[1] == 1:
             return on_one_rank(move, collective, x)
-        backend = self._backend
-        later = Sending(move, collective, backend.site())
+        later = Sending(move, collective, self._backend.site())
+        run = partial(self._backend.communicate, move, collective)
+        return self._recorder.opaque(run, x, later)
 
-        def moved(x: Tensor) -> Tensor:
-            return backend.communicate(move, collective, x)
-
-        return self._recorder.opaque(moved, x, later)
+    def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
+        """Starts a gather, and records its start; see `ProcessGroupBackend.start_gather`."""
+        later = Sending("", collective, self._backend.site())
+        start = partial(self._backend.start_gather, collective)
+        return self._recorder.opaque_start(start, x, later)

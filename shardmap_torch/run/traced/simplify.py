@@ -78,7 +78,7 @@ def _is_plain(x: Tensor) -> bool:
 
 def _is_view(step: Step, sources: Sequence[int]) -> bool:
     """Returns whether all that a step makes are views of what was there."""
-    results = [*step.results]
+    results = step.results
     return bool(results) and step.is_pure and all(sources[n] != n for n in results)
 
 
@@ -87,7 +87,7 @@ def _computed(run: Recorder, steps: Sequence[Step], sources: Sequence[int]) -> s
     tensors, found = run.tensors, set(run.constants)
     written = {_storage(tensors[n]) for step in steps if step.writes for n in step.operands}
     for step in steps:
-        results = [*step.results]
+        results = step.results
         if (
             results
             and step.is_pure

@@ -52,6 +52,7 @@ class _Writer:
         self._program = program
         self._objects: dict[str, Any] = {"as_strided": torch.as_strided}
         self._names: dict[Any, str] = {}
+        self._waiting: dict[int, str] = {}
         self._lines: list[_Line] = []
 
     def function(self, file: str) -> Runnable:
@@ -62,6 +63,8 @@ class _Writer:
             self._lines.append(_Line(f"{', '.join(inputs)}, = inputs"))
         for step in program.steps:
             self._write(step)
+        for number in list(self._waiting):  # nothing may be under way after the run
+            self._wait(number)
         reads = set[str]()
         returned = [self._returned(number, reads) for number in program.outputs]
         self._lines.append(_Line(f"return [{', '.join(returned)}]", frozenset(reads)))
@@ -76,9 +79,21 @@ class _Writer:
         args = [self._argument(arg, reads) for arg in step.args]
         args += [f"{name}={self._argument(arg, reads)}" for name, arg in step.kwargs.items()]
         call = f"{self._called(step.function)}({', '.join(args)})"
-        target = self._target(step.result)
+        target = self._waiting_for(step) if step.starts else self._target(step.result)
         text = call if set(target) <= set("_[], ") else f"{target} = {call}"
         self._lines.append(_Line(text, frozenset(reads)))
+
+    def _waiting_for(self, step: Step) -> str:
+        """Returns the name of what waits for the result of a step, where that is needed."""
+        (number,) = step.results or (-len(self._lines),)
+        return self._waiting.setdefault(number, f"w{len(self._lines)}")
+
+    def _wait(self, number: int) -> None:
+        """Adds the line that waits for a tensor, unless it is there."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            text = f"{self._local(number)} = {waiting}()"
+            self._lines.append(_Line(text, frozenset({waiting})))
 
     def _called(self, function: Callable[..., Any]) -> str:
         name = str(function).removeprefix("aten.")
@@ -113,6 +128,7 @@ class _Writer:
         if source in program.captured:
             own = self._object(program.tensors[source], "t")
         else:
+            self._wait(source)
             own = self._names[source]
         shape, base = _geometry(program.tensors[number]), _geometry(program.tensors[source])
         if shape == base:
@@ -135,7 +151,7 @@ class _Writer:
         return f"{name}.clone()" if is_computed else name  # the caller may write into it
 
     def _local(self, number: int) -> str:
-        return self._names.setdefault(number, f"v{number}")
+        return self._names.setdefault(number, f"v{number}".replace("-", "_"))
 
     def _object(self, value: Any, letter: str) -> str:
         name = self._names.get(("object", id(value)))

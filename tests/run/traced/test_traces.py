@@ -1,6 +1,7 @@
 """Traced calls run recorded operators, and what they may not record is an error."""
 
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from shardmap_torch import (
     R,
     SpecError,
     TransformError,
+    all_gather,
     all_reduce,
     axis_index,
     convert,
@@ -20,6 +22,9 @@ from shardmap_torch import (
     shard_map,
     value_and_grad,
 )
+from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.ops.gather import gather_starter
 from tests.programs.support.everywhere import run_on, same
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
@@ -125,3 +130,50 @@ def constants(mesh: Mesh) -> None:
 @pytest.mark.parametrize("kind", ["vmap", "gloo"])
 def test_tensors_that_python_makes_are_constants(kind: str, gloo: Gloo) -> None:
     run_on(kind, constants, gloo)
+
+
+def prefetched(mesh: Mesh) -> None:
+    """Each run starts a gather where the body does, and waits for it where it is needed."""
+    events: list[str] = []
+    begin, send = ProcessGroupBackend.start_gather, ProcessGroupBackend.communicate
+
+    def noted(self: ProcessGroupBackend, collective: Collective, x: Tensor) -> Any:
+        finish = begin(self, collective, x)
+        assert finish is not None
+        events.append("start")
+
+        def waited() -> Tensor:
+            events.append("wait")
+            return finish()
+
+        return waited
+
+    def sent(self: ProcessGroupBackend, move: str, collective: Collective, x: Tensor) -> Tensor:
+        events.append(move)
+        return send(self, move, collective, x)
+
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        starter = gather_starter("tp")
+        started = None if starter is None else starter(x)
+        y = all_reduce(y, "tp", dst=R)
+        every = all_gather(x, "tp", tiled=False, dst=R) if started is None else started(x)
+        return all_reduce(every.sum(0) * y * x, "tp", dst=I)
+
+    f, expected = [
+        shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P(), trace=trace)
+        for trace in (True, False)
+    ]
+    f(random((4,), 1), random((4,), 2))
+    for seed in range(2):
+        x, y = random((4,), seed), random((4,), seed + 2)
+        with (
+            mock.patch.object(ProcessGroupBackend, "start_gather", noted),
+            mock.patch.object(ProcessGroupBackend, "communicate", sent),
+        ):
+            found = f(x, y)
+        same(found, expected(x, y))
+    assert events == ["start", "sum", "wait", "sum"] * 2
+
+
+def test_gathers_that_are_started_early_stay_so(gloo: Gloo) -> None:
+    run_on("gloo", prefetched, gloo)
