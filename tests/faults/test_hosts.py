@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -69,6 +70,19 @@ def start_ranks(made: Hosts, num_ranks: int, folder: Path, width: int = 4) -> li
 def told(output: Path) -> Told:
     lines = output.read_text().splitlines() if output.exists() else []
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def test_a_line_is_told_that_warnings_of_torch_surround(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from tests.faults.support.host_program import say; "
+        "os.write(2, b'[W] it has'); say(step=3); os.write(2, b'failed')"
+    )
+    output = tmp_path / "rank-0.txt"
+    with output.open("ab") as file:
+        environment = {**os.environ, "RANK": "0", "PYTHONPATH": str(REPO)}
+        command = [sys.executable, "-c", program]
+        subprocess.run(command, env=environment, stdout=file, stderr=file, check=True)
+    assert [line["step"] for line in told(output)] == [3]
 
 
 def has_stepped(outputs: list[Path], step: int) -> Callable[[], bool]:

@@ -16,7 +16,9 @@ from shardmap_torch import I, P, ShardMapError, all_reduce, make_mesh, shard_map
 
 
 def say(**told: object) -> None:
-    print(json.dumps({"rank": int(os.environ["RANK"]), "at": time.time(), **told}), flush=True)
+    """Writes a line in one piece: torch warns on other threads, at times without its end."""
+    line = json.dumps({"rank": int(os.environ["RANK"]), "at": time.time(), **told})
+    os.write(sys.stdout.fileno(), f"\n{line}\n".encode())
 
 
 def main(hosts: int, timeout: float, width: int) -> None:
