@@ -35,7 +35,7 @@ from shardmap_torch.errors import MeshError, ShardTypeError, SpecError, read_nam
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.run import nested, vmap
 from shardmap_torch.run.checked import Checked
-from shardmap_torch.run.compiled import Asked, as_checked
+from shardmap_torch.run.compiled import Asked, check_traced
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.unchecked import Unchecked
 from shardmap_torch.spec import P
@@ -247,7 +247,7 @@ class _Body:
         self._out_matches: Memo[Match] = Memo()
         self._checked = Checked(self._name, function, strictness or "local", debug, trace)
         self._unchecked = Unchecked()
-        self._asked = Asked(self._name, self._mesh_and_verdict)
+        self._asked = Asked(self._name, self._call_and_verdict)
         self._lifted: dict[int, CellType] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
@@ -260,8 +260,10 @@ class _Body:
                 return self._unchecked.run(call, runtime_of(call.mesh).run)
             return _run(call, scope)
         if torch.compiler.is_dynamo_compiling():
-            call = self._call(None, args, kwargs, infers=True)
-            return _run(as_checked(self._asked, call), None)
+            try:  # in which Dynamo breaks no graph: where the check gives up, this runs uncompiled
+                return _run(self._traced(args, kwargs), None)
+            finally:
+                pass
         # Dynamo may have given the call up, and look into what runs then.
         if eval_frame_callback() is not None:
             uncompiled = torch.compiler.disable(self._run_checked)
@@ -305,11 +307,32 @@ class _Body:
                 if not self._lifts(error):
                     raise
 
-    def _mesh_and_verdict(
+    def _call_and_verdict(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Mesh, Verdict]:
+    ) -> tuple[Call, Verdict]:
         call = self._call(None, args, kwargs, infers=True)
-        return call.mesh, self._checked.traced(call)
+        return call, self._checked.traced(call)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Makes a call that Dynamo traces of what a check of it finds."""
+        mesh = _resolve_mesh(self._mesh, None)
+        leaves, structure = flatten((args, kwargs))
+        found = check_traced(self._asked, mesh, leaves, structure)
+        return Call(
+            self._function,
+            self._name,
+            mesh,
+            found.bound,
+            found.mapped,
+            leaves,
+            found.match,
+            structure,
+            self._out_specs,
+            self._out_matches,
+            found.exits,
+            found.follow,
+            sharing=found.sharing,
+        )
 
     def _closures(self) -> Closures | None:
         """Finds closed-over values that a transform outside tracks, or a backward reduces."""

@@ -227,18 +227,27 @@ def check_inputs(
             if leaf.value.device.type != device.type:
                 problems.append(f"{leaf.path}: is on {leaf.value.device}, the mesh on {device}")
             if mesh.device_mesh is None and is_dtensor(leaf.value):
-                problems.append(
-                    f"{leaf.path}: is a DTensor; a {mesh.kind} mesh takes plain tensors"
-                )
-    if problems:
-        raise SpecError(
-            listing(
-                f"{name}: the arguments do not match in_specs on the " + str(mesh) + ":", problems
-            )
-        )
+                problems.append(dtensor_problem(mesh, leaf.path))
+    reject_inputs(name, mesh, problems)
     if not infers:
         _require_named(name, mapped, placed)
     return placed
+
+
+def dtensor_problem(mesh: Mesh, path: str) -> str:
+    """Says of an argument that a mesh without processes takes no DTensor."""
+    return f"{path}: is a DTensor; a {mesh.kind} mesh takes plain tensors"
+
+
+def reject_inputs(name: str, mesh: Mesh, problems: Sequence[str]) -> None:
+    """Refuses arguments, if there are problems with some.
+
+    Raises:
+        SpecError: names every offender.
+    """
+    if problems:
+        head = f"{name}: the arguments do not match in_specs on the {mesh}:"
+        raise SpecError(listing(head, problems))
 
 
 def in_finest(mesh: Mesh, leaf: Placed[Spec]) -> Placed[Spec]:

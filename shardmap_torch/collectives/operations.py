@@ -1,14 +1,14 @@
 """Operations: collective calls with their arguments, pull-backs and push-forwards."""
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, Protocol, TypeAlias
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.table import TABLE, TURNS, Row
-from shardmap_torch.core.caching import lazy, memo
+from shardmap_torch.core.caching import Unguarded, lazy, memo
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.types import AxisType, Partial, R, V
 
@@ -94,7 +94,7 @@ class Collective(Linear):
     @lazy
     def row(self) -> "Row":
         """The table's row for this name and these types."""
-        return TABLE[self.name, self.src, self.dst]
+        return _ROWS.value[self.name, self.src, self.dst]
 
     @lazy
     def move(self) -> str:
@@ -110,17 +110,18 @@ class Collective(Linear):
     def transpose(self) -> "Collective":
         """The collective that carries a cotangent of the output to the input."""
         name, src, dst = self.row.transpose
-        turned = replace(self, **TURNS[self.row.turn](self))
-        return replace(
-            turned,
-            name=name,
-            src=src,
-            dst=dst,
-            comm_dtype=self.grad_comm_dtype,
-            grad_comm_dtype=self.comm_dtype,
-            out_dtype=self.in_dtype,
-            in_dtype=self.out_dtype,
-        )
+        turned = {
+            "name": name,
+            "src": src,
+            "dst": dst,
+            "comm_dtype": self.grad_comm_dtype,
+            "grad_comm_dtype": self.comm_dtype,
+            "out_dtype": self.in_dtype,
+            "in_dtype": self.out_dtype,
+        }
+        # Not dataclasses.replace: Dynamo would guard all that it reads of each field.
+        own = {field: getattr(self, field) for field in _FIELDS}
+        return Collective(**{**own, **TURNS[self.row.turn](self), **turned})
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
         """Moves the data, floating and complex in `comm_dtype` if one is named.
@@ -155,6 +156,10 @@ class Collective(Linear):
         """Formats it as `all_reduce('tp', Partial -> R)`."""
         axes = self.axes[0] if len(self.axes) == 1 else self.axes
         return f"{self.name}({axes!r}, {self.src} -> {self.dst})"
+
+
+_ROWS: Final = Unguarded(TABLE)
+_FIELDS: Final = tuple(each.name for each in fields(Collective))
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,30 @@ class lazy(Generic[O_, T]):  # noqa: N801 - a decorator, like property
         return value
 
 
+class Unguarded(Generic[T]):
+    """A value that never changes: Dynamo reads it without a guard on each part that it reads.
+
+    Thousands of these would be compared in each compiled call. Dynamo takes the annotations of
+    functions for unchanged, and looks at the identity of what is passed to a constant.
+    """
+
+    def __init__(self, value: T) -> None:
+        """Keeps the value; not while Dynamo traces."""
+
+        def holder() -> None:
+            """Has annotations."""
+
+        holder.__annotations__ = {"value": value}
+        self._holder = holder
+
+    @property
+    def value(self) -> T:
+        """The value."""
+        _identify(self)
+        value: T = self._holder.__annotations__["value"]
+        return value
+
+
 _UNKNOWN: Final[Any] = object()
 
 
@@ -115,3 +139,8 @@ def constant(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant
+def _identify(held: Unguarded[Any]) -> None:
+    """Does nothing: Dynamo guards the identity of an object that it passes to a constant."""

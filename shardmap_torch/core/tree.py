@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar, final
 import optree
 import torch
 
-from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.caching import Memo, Unguarded
 from shardmap_torch.errors import SpecError, show
 
 Tree: TypeAlias = Any
@@ -91,10 +91,15 @@ class Known:
     Holds the tree and no structure of optree's, which Dynamo could not trace.
 
     Attributes:
-        tree: must not change.
+        held: the tree, which must not change.
     """
 
-    tree: Tree
+    held: Unguarded[Tree]
+
+
+def known(tree: Tree) -> Tree:
+    """Makes a prefix tree `Known`, where Dynamo is not the one who would make it."""
+    return tree if torch.compiler.is_dynamo_compiling() else Known(Unguarded(tree))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -127,7 +132,7 @@ def closed(like: Tree, structure: Structure, leaves: list[Any]) -> Tree:
 def rebuilt(tree: Tree) -> Tree:
     """Rebuilds a tree that is `Flat` or `Known`."""
     if type(tree) is Known:
-        return tree.tree
+        return tree.held.value
     return unflatten(tree.structure, tree.values) if type(tree) is Flat else tree
 
 

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.tree import (
-    Known,
     Structure,
     Tree,
     broadcast_prefix_all,
     closed,
     flatten,
+    known,
     map_leaves,
     opened,
     rebuilt,
@@ -81,9 +81,9 @@ class Elementwise(Optimizer):
         return self.moments
 
     @lazy
-    def _known_decays(self) -> Known:
+    def _known_decays(self) -> Tree:
         """The pytree prefix of those that decay, told apart by identity."""
-        return Known(self.decays)
+        return known(self.decays)
 
     @abstractmethod
     def step(
@@ -140,8 +140,8 @@ class Elementwise(Optimizer):
         if callable(self.decays):
             chosen = [bool(self.decays(leaf)) for leaf in leaves]
         else:
-            known = self._known_decays
-            matched = broadcast_prefix_all(known, structure, params, "params", _is_bool)
+            prefix = self._known_decays
+            matched = broadcast_prefix_all(prefix, structure, params, "params", _is_bool)
             if problems := list(map(str, matched.mismatches)):
                 raise OptimizerError(listing("decays= does not match the parameters:", problems))
             chosen = list(matched.specs)

@@ -10,13 +10,13 @@ import torch
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.tree import (
     Flat,
-    Known,
     Mismatch,
     Placed,
     Tree,
     broadcast_prefix,
     flatten,
     flatten_like,
+    known,
     unflatten,
 )
 from shardmap_torch.errors import SpecError, listing, read_names, show
@@ -158,9 +158,9 @@ class _Zero(Optimizer):
     comm_dtype: torch.dtype | None
 
     @lazy
-    def _known_specs(self) -> tuple[Known, Known]:
+    def _known_specs(self) -> tuple[Tree, Tree]:
         """Those of the parameters and of the shards, told apart by identity."""
-        return Known(self.own), Known(self.shards)
+        return known(self.own), known(self.shards)
 
     def init(self, params: Tree) -> State:
         return self.optimizer.init(params)

@@ -17,23 +17,24 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.boundary.matching import Match
+from shardmap_torch.boundary.matching import Match, dtensor_problem, reject_inputs
 from shardmap_torch.checker.guards.replay import TYPE, Step
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Casts, Edge, Note, Reruns
-from shardmap_torch.core.caching import constant
+from shardmap_torch.core.caching import Unguarded, constant
+from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import FakeTensorMode
-from shardmap_torch.core.tree import Tree, map_leaves, unflatten
+from shardmap_torch.core.tree import Structure, Tree, map_leaves, unflatten
 from shardmap_torch.errors import ShardMapError, TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.runtimes import is_simulated
 from shardmap_torch.types import AxisType
 
-Ask: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Mesh, Verdict]]
-"""Checks a call, and returns the mesh that it is for as well."""
+Ask: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Verdict]]
+"""Matches a call with its specs, and checks it."""
 
 
 class Asked:
@@ -49,28 +50,30 @@ class Asked:
         self._ask: Any = ask if torch.compiler.is_dynamo_compiling() else WeakMethod(ask)
         self._count = 0
 
-    def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mesh, Verdict]:
-        """Checks a call, and returns the mesh that it is for as well."""
+    def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Verdict]:
+        """Matches a call with its specs, and checks it."""
         ask: Any = self._ask() if isinstance(self._ask, WeakMethod) else self._ask
-        found: tuple[Mesh, Verdict] = ask(args, kwargs)
+        found: tuple[Call, Verdict] = ask(args, kwargs)
         return found
 
-    def keep(self, found: "Checked") -> str:
-        """Keeps what a check has found in an attribute, and returns its name.
+    def keep(self, found: "Found") -> str:
+        """Keeps what a check has found, and returns the name of the attribute that has it.
 
         An attribute each: what was traced stays valid when others are added.
         """
         self._count += 1
         name = f"found_{self._count}"
-        setattr(self, name, found)
+        setattr(self, name, Unguarded(found))
         return name
 
 
 @dataclass(frozen=True, eq=False)
-class Checked:
+class Found:
     """The part of a verdict that tracing a call needs.
 
     Attributes:
+        bound: as in `Call`.
+        mapped: as in `Call`.
         match: of the arguments, with every axis typed.
         exits: conversions of results, as in `Call`.
         sharing: the input whose memory a result may have, by their positions.
@@ -78,29 +81,29 @@ class Checked:
         cannot: the start of an error that says why it cannot be traced.
     """
 
+    bound: frozenset[str]
+    mapped: tuple[str, ...]
     match: Match
     exits: Mapping[int, tuple[Collective, ...]]
     sharing: Mapping[int, int]
     start: Step
     cannot: str
 
+    def follow(self) -> "Trace":
+        """Makes the monitor that compares a trace with the checked program."""
+        return Trace(self.cannot, self.start)
 
-def as_checked(asked: Asked, call: Call) -> Call:
-    """Returns the call with what a check of it has found; Dynamo traces this.
+
+def check_traced(asked: Asked, mesh: Mesh, leaves: Sequence[Any], structure: Structure) -> Found:
+    """Returns what a check finds of the call that Dynamo traces.
 
     Raises:
         ShardMapError: the check's own; or the call cannot be traced as it was checked.
     """
-    outline = unflatten(call.structure, range(len(call.leaves)))
-    name = _check(asked, call.mesh, outline, *[_described(leaf) for leaf in call.leaves])
-    found = getattr(asked, name)
-    return call.checked(
-        call.leaves,
-        found.match,
-        found.exits,
-        lambda: Trace(found.cannot, found.start),
-        sharing=found.sharing,
-    )
+    outline = unflatten(structure, range(len(leaves)))
+    name = _check(asked, mesh, outline, *[_described(leaf) for leaf in leaves])
+    found: Found = getattr(asked, name).value
+    return found
 
 
 _TENSOR: Final = "a tensor of"
@@ -110,7 +113,8 @@ def _described(leaf: Any) -> Any:
     """Describes a leaf by constants; numbers that Dynamo holds as dynamic become this call's."""
     if isinstance(leaf, Tensor):
         shape = tuple([operator.index(size) for size in leaf.shape])
-        return (_TENSOR, shape, leaf.dtype, leaf.device, leaf.layout, can_receive_gradient(leaf))
+        kind = leaf.dtype, leaf.device, leaf.layout, can_receive_gradient(leaf)
+        return (_TENSOR, is_dtensor(leaf), shape, *kind)
     if isinstance(leaf, int) and not isinstance(leaf, bool):
         return operator.index(leaf)
     return float.fromhex(leaf.hex()) if isinstance(leaf, float) else leaf
@@ -128,16 +132,19 @@ def _check(asked: Asked, mesh: Mesh, outline: Tree, *described: Any) -> str:
         found = described[position]
         if not (isinstance(found, tuple) and found[:1] == (_TENSOR,)):
             return found
-        _, shape, dtype, device, layout, grad = found
+        _, _, shape, dtype, device, layout, grad = found
         with fake:
             return torch.empty(shape, dtype=dtype, device=device, layout=layout, requires_grad=grad)
 
     try:
         args, kwargs = map_leaves(leaf, outline)
         with fake:
-            found_mesh, verdict = asked.ask(args, kwargs)
-        if found_mesh != mesh:
+            call, verdict = asked.ask(args, kwargs)
+        if call.mesh != mesh:
             raise TransformError(f"{asked.name}: use_mesh in code that torch.compile traces.")
+        if mesh.device_mesh is None:  # the stand-ins are plain
+            odd = [verdict.paths[at] for at in verdict.crossing if described[at][1]]
+            reject_inputs(asked.name, mesh, [dtensor_problem(mesh, path) for path in odd])
         cannot = _CANNOT.format(asked.name, "{}", "" if is_simulated(mesh) else _UNCHECKED)
         for obstacle in _obstacles(verdict, mesh):
             raise TransformError(cannot.format(obstacle))
@@ -146,7 +153,9 @@ def _check(asked: Asked, mesh: Mesh, outline: Tree, *described: Any) -> str:
     # Objects of its own: what runs remember in theirs would look like a change to Dynamo's guards.
     match = Match(verdict.paths, verdict.specs, verdict.crossing)
     exits = {at: tuple(map(replace, casts)) for at, casts in verdict.exits.items()}
-    return asked.keep(Checked(match, exits, verdict.sharing, verdict.start, cannot))
+    return asked.keep(
+        Found(call.bound, call.mapped, match, exits, verdict.sharing, verdict.start, cannot)
+    )
 
 
 _CANNOT: Final = "{}: torch.compile cannot compile what was checked: {}. Call it uncompiled{}."

@@ -1,7 +1,7 @@
 """Runtime of process-group meshes: this process is one rank."""
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -103,12 +103,16 @@ def gather(mesh: Mesh, x: Tensor) -> Tensor:
     return _backend_of(mesh).run("gather", collective, x.unsqueeze(0))
 
 
-_BACKENDS: dict[int, ProcessGroupBackend] = {}
+class _Backends:
+    """An attribute for each mesh: Dynamo would guard all keys of a dict, which meanwhile grows."""
+
+
+_BACKENDS: Final[Any] = _Backends()
 
 
 def _backend_of(mesh: Mesh) -> ProcessGroupBackend:
-    _make_backend(mesh)
-    return _BACKENDS[id(mesh)]
+    backend: ProcessGroupBackend = getattr(_BACKENDS, _make_backend(mesh))
+    return backend
 
 
 _SHARING: dict[tuple[int, tuple[str, ...]], SharingBackend] = {}
@@ -125,9 +129,11 @@ def _sharing_backend(mesh: Mesh, axes: tuple[str, ...]) -> SharingBackend:
 
 # A constant, so that Dynamo calls it: it cannot keep an object made while it traces.
 @constant
-def _make_backend(mesh: Mesh) -> None:
-    known = _BACKENDS.get(id(mesh))
+def _make_backend(mesh: Mesh) -> str:
+    """Makes the backend unless there is one, and returns the name of its attribute."""
+    backends, name = vars(_BACKENDS), f"of_{id(mesh)}"
+    known = backends.get(name)
     if known is None or known.mesh is not mesh:
-        key = id(mesh)
-        _BACKENDS[key] = ProcessGroupBackend(mesh)
-        mesh.when_groups_change(lambda: _BACKENDS.pop(key, None))  # which does not hold the mesh
+        backends[name] = ProcessGroupBackend(mesh)
+        mesh.when_groups_change(lambda: backends.pop(name, None))  # which does not hold the mesh
+    return name

@@ -28,6 +28,7 @@ from shardmap_torch import (
     convert,
     make_mesh,
 )
+from shardmap_torch import shard_map as checked
 from tests.programs.support.everywhere import run_on, same
 from tests.programs.support.everywhere import unchecked as shard_map
 from tests.programs.support.harness import random
@@ -239,12 +240,15 @@ def foreign(mesh: Mesh) -> None:
         "mesh of that DeviceMesh, make_mesh(device_mesh), or pass x.full_tensor()."
     )
     simulated = make_mesh((2,), ("tp",), kind="simulated")
-    with pytest.raises(SpecError) as refused:
-        identity(simulated, P("tp"))(x)
-    assert str(refused.value) == (
-        "<lambda>: the arguments do not match in_specs on the simulated mesh (tp=2):\n"
-        "  x: is a DTensor; a simulated mesh takes plain tensors"
-    )
+    f = checked(lambda x: x * 1, mesh=simulated, in_specs=P("tp"), out_specs=P("tp"))
+    compiled = torch.compile(f, backend="eager", fullgraph=True)
+    for refusing in (identity(simulated, P("tp")), f, compiled):
+        with pytest.raises(SpecError) as refused:
+            refusing(x)
+        assert str(refused.value).startswith(
+            "<lambda>: the arguments do not match in_specs on the simulated mesh (tp=2):\n"
+            "  x: is a DTensor; a simulated mesh takes plain tensors"
+        )
 
 
 def test_a_dtensor_of_another_mesh_is_refused(gloo: Gloo) -> None:

@@ -14,6 +14,7 @@ from shardmap_torch import CollectiveError, Mesh, make_mesh
 from shardmap_torch.collectives import operations
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import ROWS, TABLE, Key, Row, lookup
+from shardmap_torch.core.caching import Unguarded
 from shardmap_torch.types import I, Partial, R, V
 from tests.programs.support.harness import worker_mesh
 from tests.programs.support.rows import (
@@ -94,7 +95,8 @@ def test_rows_and_their_transposes_on_processes(
 def broken(key: Key) -> Iterator[None]:
     """Replaces the transpose of one row by that of `BROKEN`."""
     wrong = replace(TABLE[key], transpose=BROKEN[key])
-    with mock.patch.object(operations, "TABLE", MappingProxyType({**TABLE, key: wrong})):
+    rows = Unguarded(MappingProxyType({**TABLE, key: wrong}))
+    with mock.patch.object(operations, "_ROWS", rows):
         yield
 
 

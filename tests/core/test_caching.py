@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from shardmap_torch import I, P, R, SpecError, all_reduce, axis_size, make_mesh, shard_map, use_mesh
-from shardmap_torch.core.caching import Memo, drop_oldest, lazy
+from shardmap_torch.core.caching import Memo, Unguarded, drop_oldest, lazy
 
 
 def test_a_memo_forgets_the_oldest_when_it_is_full() -> None:
@@ -100,3 +101,17 @@ def test_an_unnamed_axis_is_refused_from_the_call_on_that_needs_it() -> None:
     with pytest.raises(SpecError, match="must name every axis"):
         f(x.clone().requires_grad_())
     f(x)
+
+
+def test_dynamo_knows_an_unguarded_value_by_its_identity_alone() -> None:
+    held = [Unguarded({"scale": 2.0}), Unguarded({"scale": 3.0})]
+    counter, x = CompileCounter(), torch.ones(2)
+
+    def scaled(held: Unguarded[dict[str, float]]) -> torch.Tensor:
+        return x * held.value["scale"]
+
+    compiled = torch.compile(scaled, backend=counter, fullgraph=True)
+    assert [compiled(each).tolist() for each in (*held, *held)] == [[2, 2], [3, 3]] * 2
+    assert counter.frame_count == 2
+    held[0].value["scale"] = 5.0  # nobody may
+    assert compiled(held[0]).tolist() == [2, 2]
