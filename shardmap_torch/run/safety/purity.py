@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from operator import eq
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from shardmap_torch.checker.guards.captured_state import Surroundings
 from shardmap_torch.checker.guards.changing_objects import is_there, position_of
 from shardmap_torch.checker.guards.places import Kept, Place, looking
 from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.core.torch_private.engine import FakeTensorMode
 from shardmap_torch.errors import ShardTypeError
 
 _FIX: Final = (
@@ -43,6 +44,7 @@ def verify_purely(
     Raises:
         ShardTypeError: the body changes what it refers to, and so its program.
     """
+    _load()
     before = Before(surroundings)
     try:
         with looking(before.look) if shares else nullcontext():
@@ -59,6 +61,12 @@ def verify_purely(
     finally:
         altered = before.put_back()
     return replace(verdict, altered=altered) if altered else verdict
+
+
+@cache
+def _load() -> None:
+    """Loads what checks load, before the state is kept: Dynamo wraps functions of torch."""
+    FakeTensorMode()
 
 
 _AGAIN: Final = 2

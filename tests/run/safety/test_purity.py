@@ -6,6 +6,8 @@ import itertools
 import os
 import queue
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -611,3 +613,25 @@ def test_attributes_are_read_one_by_one_only_where_one_has_changed(counts: bool)
         check_program(f, torch.zeros(4))
     assert bool(read) == counts
     assert counter.steps == 1
+
+
+LAZY = """
+import torch
+from shardmap_torch import P, make_mesh, shard_map
+
+def seeds():
+    torch.manual_seed(0)
+
+def body(x, seed=False):
+    if seed:
+        seeds()
+    return x + 1
+
+mesh = make_mesh((2,), ("tp",), kind="simulated")
+f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), trace=True)
+f(torch.ones(2))
+"""
+
+
+def test_what_torch_changes_when_a_check_loads_dynamo_is_no_change_of_the_body() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", LAZY], check=True)
