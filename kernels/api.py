@@ -112,7 +112,7 @@ def all_gather_matmul(
     """
     ws, biases = pairs("all_gather_matmul", w, bias)
     options = gather_dim, overlap, schedule, chunks, save_gathered
-    prepared_call = prepared(prepare_gather, axis, options, (x, ws, biases))
+    prepared_call = prepared(prepare_gather, axis, options, (x, ws, biases), overlap)
     outs = _gather(prepared_call.runner, x, ws, biases)
     return outs[0] if isinstance(w, Tensor) else outs
 
@@ -125,11 +125,8 @@ def _gather(
         return runner.gather(x, ws, biases)
     matrices = [w.flatten(1) for w in ws]
     outs = runner.gather(x, matrices, [None if b is None else b.flatten() for b in biases])
-    return tuple([_unflattened(y, w) for y, w in zip(outs, ws, strict=True)])
-
-
-def _unflattened(y: Tensor, w: Tensor) -> Tensor:
-    return y if w.ndim == 2 else y.unflatten(-1, w.shape[1:])
+    pairs_ = zip(outs, ws, strict=True)
+    return tuple([y if w.ndim == 2 else y.unflatten(-1, w.shape[1:]) for y, w in pairs_])
 
 
 def matmul_reduce_scatter(
@@ -182,7 +179,7 @@ def matmul_reduce_scatter(
         [[1.0], [5.0]]
     """
     options = scatter_dim, overlap, schedule, chunks
-    prepared_call = prepared(prepare_scatter, axis, options, (x, w, bias))
+    prepared_call = prepared(prepare_scatter, axis, options, (x, w, bias), overlap)
     y = prepared_call.runner.reduce(x, w)
     return y if bias is None else y + bias
 
@@ -232,6 +229,6 @@ def matmul_all_reduce(
         >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
         [[1.0], [5.0]]
     """
-    prepared_call = prepared(prepare_reduce, axis, (dst, overlap, chunks), (x, w, bias))
+    prepared_call = prepared(prepare_reduce, axis, (dst, overlap, chunks), (x, w, bias), overlap)
     y = prepared_call.runner.reduce(x, w)
     return y if bias is None else y + bias

@@ -68,13 +68,15 @@ def prepared(
     axis: Axis,
     options: tuple[Any, ...],
     operands: tuple[Any, ...],
+    overlap: Overlap,
 ) -> Prepared:
     """Returns `prepare(axis, *operands, *options)`, cached by shapes, dtypes and options.
 
-    `operands` are tensors, sequences of them, or None. Records the plan.
+    `operands` are tensors, sequences of them, or None; `overlap` is among the options. Records the
+    plan.
     """
     scope = current_scope()
-    place = None if scope is None else place_of(scope.backend)
+    place = None if scope is None else place_of(scope.backend, overlap)
     if scope is None or place is None:
         result = prepare(axis, *operands, *options)
     else:
@@ -86,7 +88,8 @@ def prepared(
             result = known
             scope.on_operation(result.collective, operands[0])
             if place is not scope.backend:  # whose backends live for one call
-                result = replace(result, runner=Unfused(scope.backend, result.collective))
+                runner = Unfused(scope.backend, result.collective)
+                result = Prepared(result.collective, result.plan, runner)
     record(result.plan)
     return result
 
@@ -101,13 +104,14 @@ def _planned(scope: Scope, made: Prepared) -> Prepared:
 
 def _signature(operands: Sequence[Any]) -> list[Any]:
     """Returns the properties of operands that decide what runs."""
-    found: list[Any] = []
-    for each in operands:
-        if isinstance(each, Tensor):
-            found += each.shape, each.dtype, each.device
-        else:
-            found.append(None if each is None else tuple(_signature(each)))
-    return found
+    return [
+        (x.shape, x.dtype, x.device)
+        if type(x) is Tensor or isinstance(x, Tensor)
+        else None
+        if x is None
+        else tuple(_signature(x))
+        for x in operands
+    ]
 
 
 def prepare_gather(

@@ -182,18 +182,18 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
 """Reasons to run a call unfused, with their tests, in order: a test may rely on those before it."""
 
 
-def place_of(backend: Backend) -> Backend | Mesh | None:
+def place_of(backend: Backend, overlap: Overlap) -> Backend | Mesh | None:
     """Returns what decides a call beside its arguments; None where modes do as well.
 
-    On processes that is the backend, in eager code without modes; on simulated ranks, where nothing
-    ever overlaps, the mesh.
+    On processes that is the backend, in eager code without modes, which do not matter where nothing
+    may overlap; on simulated ranks, where nothing ever overlaps, the mesh.
     """
     if backend.mesh.kind not in PROCESS_KINDS:
         return None if is_checker(backend) else backend.mesh
-    is_ordinary = (
-        not torch.compiler.is_compiling()
-        and type(backend) is ProcessGroupBackend
-        and functorch.peek_interpreter_stack() is None
+    if type(backend) is not ProcessGroupBackend or torch.compiler.is_compiling():
+        return None
+    is_ordinary = overlap == "off" or (
+        functorch.peek_interpreter_stack() is None
         and forward_level() < 0
         and not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
         and not is_captured()

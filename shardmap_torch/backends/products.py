@@ -33,7 +33,7 @@ ranks: an operand has length 1 there if it is equal on them, a product also if i
 
 def multiply(backend: Backend, x: Tensor, w: Tensor) -> Tensor:
     """Multiplies in a body: x [..., k], w [k, n, ...] -> [..., n, ...]."""
-    y = _product_of_all(backend, x, w, ())
+    y = _product_of_all(backend, x, w, ()) if isinstance(backend, BatchedBackend) else None
     if y is not None:
         return y
     return x @ w if w.ndim == 2 else (x @ w.flatten(1)).unflatten(-1, w.shape[1:])
@@ -43,19 +43,21 @@ def multiply_and_sum(
     backend: Backend, collective: Collective | Plan, x: Tensor, w: Tensor
 ) -> Tensor:
     """Applies an all-reduce or a reduce-scatter to `multiply(backend, x, w)`."""
-    if isinstance(collective, Collective) and is_sum(collective):
-        y = _product_of_all(backend, x, w, collective.axes)
-        if y is not None and collective.move == "sum":
-            return y
-        if y is not None:
-            shard = Collective("convert", I, V, collective.axes, dim=collective.dim)
-            return bind(backend, shard, y)
-    return bind(backend, collective, multiply(backend, x, w))
+    y = None
+    if isinstance(backend, BatchedBackend) and isinstance(collective, Collective):
+        y = _product_of_all(backend, x, w, collective.axes) if is_sum(collective) else None
+    if y is None or not isinstance(collective, Collective):
+        return bind(backend, collective, multiply(backend, x, w))
+    if collective.move == "sum":
+        return y
+    return bind(backend, Collective("convert", I, V, collective.axes, dim=collective.dim), y)
 
 
-def _product_of_all(backend: Backend, x: Tensor, w: Tensor, summed: Sequence[str]) -> Tensor | None:
-    """Multiplies for all ranks of a batched body, and sums over axes; None elsewhere."""
-    if not isinstance(backend, BatchedBackend) or torch.compiler.is_compiling():
+def _product_of_all(
+    backend: BatchedBackend, x: Tensor, w: Tensor, summed: Sequence[str]
+) -> Tensor | None:
+    """Multiplies for all ranks of a batched body, and sums over axes; None where it cannot."""
+    if torch.compiler.is_compiling():
         return None
 
     def product(x: Tensor, w: Tensor, sizes: tuple[int, ...]) -> Tensor | None:

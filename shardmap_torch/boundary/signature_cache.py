@@ -4,11 +4,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from shardmap_torch.boundary.matching import input_signature
 from shardmap_torch.core.dtensors import dtensor_class
+from shardmap_torch.core.torch_private.engine import functorch
 
 T = TypeVar("T")
+
+
+def _are_wrapped(leaves: Sequence[Any]) -> bool:
+    """Returns whether torch.func has wrapped any of the leaves that are of torch's own class."""
+    tensors = [x for x in leaves if type(x) is Tensor]
+    return any(map(functorch.is_functorch_wrapped_tensor, tensors))
 
 
 class SignatureCache(Generic[T]):
@@ -28,9 +36,12 @@ class SignatureCache(Generic[T]):
             return make()
         dtensor: Any = dtensor_class()
         tracked = torch.is_grad_enabled()
+        is_plain = Tensor in {*map(type, leaves)} and not _are_wrapped(leaves)
         signature = [
             (x._spec, x.device, tracked and x.requires_grad)
             if type(x) is dtensor
+            else (x.shape, x.dtype, x.layout, x.device, tracked and x.requires_grad)
+            if type(x) is Tensor and is_plain and not x.is_nested  # as `input_signature`
             else input_signature(x)
             for x in leaves
         ]

@@ -56,9 +56,14 @@ def all_spare(xs: Sequence[Tensor]) -> bool:
 
 def memory_of(x: Tensor) -> int | None:
     """Returns a key that tensors sharing memory have in common; None where unknown."""
-    if functorch.is_functorch_wrapped_tensor(x):
-        x = base_of(x)
-    return x.untyped_storage()._cdata if x.layout is torch.strided else None
+    return memories_of((x,))[0]
+
+
+def memories_of(xs: Sequence[Tensor]) -> list[int | None]:
+    """Returns `memory_of` each of several tensors."""
+    if any(map(functorch.is_functorch_wrapped_tensor, xs)):
+        xs = [*map(base_of, xs)]
+    return [x.untyped_storage()._cdata if x.layout is torch.strided else None for x in xs]
 
 
 def unviewed(x: Tensor) -> Tensor:

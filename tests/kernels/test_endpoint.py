@@ -88,11 +88,12 @@ def test_what_keeps_a_call_on_a_gpu_from_overlapping(found: Any, why: str | None
 def test_autocast_of_the_operands_device_is_an_obstacle_that_of_another_is_none() -> None:
     backend = object.__new__(ProcessGroupBackend)
     backend.mesh = mock.Mock(kind="process_group")
-    assert endpoint.place_of(backend) is backend
+    assert endpoint.place_of(backend, "auto") is backend
     with torch.autocast("cpu", torch.bfloat16):
         assert first_obstacle(operand()) is None
         assert first_obstacle(operand("cpu"), network="gloo") == "autocast is active"
-        assert endpoint.place_of(backend) is None
+        assert endpoint.place_of(backend, "auto") is None
+        assert endpoint.place_of(backend, "off") is backend  # the composition, whatever is active
 
 
 def transports() -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -201,13 +201,13 @@ class Replay:
         alike = [start for known, start in later.items() if _same_code(known, kind)]
         return _Part(alike[0], self._late, self._late) if alike else None
 
-    def end(self, leaves: Sequence[object] = ()) -> None:
+    def end(self, leaves: Sequence[Any] = ()) -> None:
         """Requires that the program may end here, with results that have data."""
-        for leaf in leaves:
-            if type(leaf) is Tensor and not functorch.is_functorch_wrapped_tensor(leaf):
-                continue  # as most are
-            if isinstance(leaf, Tensor) and isinstance(base_of(leaf), FakeTensor):
-                raise kept("a checked body returns")
+        is_plain = {*map(type, leaves)} == {Tensor}  # as most are
+        if not is_plain or any(map(functorch.is_functorch_wrapped_tensor, leaves)):
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and isinstance(base_of(leaf), FakeTensor):
+                    raise kept("a checked body returns")
         if not self._at.last:
             self._differ("the end")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.core.dtensors import dtensor_class, is_dtensor
-from shardmap_torch.core.storage import memory_of
+from shardmap_torch.core.storage import memories_of
 
 
 def apart(
@@ -27,17 +27,22 @@ def apart(
         return _traced_apart(results, arguments, sharing)
     kind = dtensor_class()
     others = [x for x in arguments if type(x) is not kind]
-    plain = [x for x in others if isinstance(x, Tensor) and not isinstance(x, kind)]
-    used = set(map(memory_of, plain)) - {None}
+    plain = [x for x in others if type(x) is Tensor or _is_plain(x)]
+    used = {*memories_of(plain)} - {None} if plain else set()
     if not used:
         return list(results)
-    return [y.clone() if memory_of(y) in used else y for y in results]
+    pairs = zip(results, memories_of(results), strict=True)
+    return [y.clone() if memory in used else y for y, memory in pairs]
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not is_dtensor(x)
 
 
 def _traced_apart(
     results: Sequence[Tensor], arguments: Sequence[Any], sharing: Mapping[int, int] | None
 ) -> list[Tensor]:
-    plain = [isinstance(x, Tensor) and not is_dtensor(x) for x in arguments]
+    plain = [_is_plain(x) for x in arguments]
     if sharing is None:
         return [y.clone() for y in results] if any(plain) else list(results)
     return [y.clone() if n in sharing and plain[sharing[n]] else y for n, y in enumerate(results)]
