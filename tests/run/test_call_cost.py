@@ -97,6 +97,12 @@ def test_a_leaf_adds_few_calls(case: Case, one_process: Mesh) -> None:
     assert more / 8 <= A_LEAF[case]
 
 
+def test_a_plain_leaf_of_a_checked_call_adds_few_calls() -> None:
+    mesh = make_mesh((1,), ("i",), kind="simulated")
+    for case in ((True, False), (True, True)):
+        assert (counted(mesh, case, 9) - counted(mesh, case, 1)) / 8 <= 2
+
+
 def on_two() -> dict[Case, int]:
     mesh = make_mesh((2,), ("i",), kind="process_group")
     return {case: counted(mesh, case, 1) for case in TWO_PROCESSES}
