@@ -7,8 +7,10 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
+from torch.overrides import TorchFunctionMode
 
-from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import spare
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,
@@ -22,17 +24,25 @@ T = TypeVar("T")
 
 _READS: Final = torch.Tag.data_dependent_output
 _SIZES: Final = torch.Tag.dynamic_output_shape
+RANDOM: Final = torch.Tag.nondeterministic_seeded
+_RESHAPES: Final = torch.Tag.inplace_view
+_INDEX: Final = torch.ops.aten.index.Tensor
 
 _COMMUNICATING: Final = ("c10d", "_c10d_functional")
 
 _NUMBER: Final = (
     "{}: trace=True records operators, and the body takes {} out of a tensor{}, which later calls "
-    "would not do again. Compute on the tensor itself, as by torch.where, or leave trace=True out."
+    "would not do again. Compute on the tensor itself, as by torch.where or index_select, or leave "
+    "trace=True out."
 )
 _FOREIGN: Final = (
     "{}: trace=True records operators, and the body takes a {} of shape {} that is no argument and "
     "to which its code does not refer{}: later calls would not notice that it is another one. Pass "
     "it as an argument, or leave trace=True out."
+)
+_RESIZED: Final = (
+    "{}: trace=True records operators, and {} makes the memory of a tensor larger{}. Make a new "
+    "tensor, or leave trace=True out."
 )
 _SENT: Final = (
     "{}: trace=True records operators, and the body communicates by {}{}, past the collectives of "
@@ -58,6 +68,7 @@ class Step:
         result: what it returned, in the same way.
         writes: whether it writes into its arguments.
         starts: whether it returns what waits for the result, which may be needed later.
+        site: the user's line.
     """
 
     function: Callable[..., Any]
@@ -66,6 +77,7 @@ class Step:
     result: Any
     writes: bool = False
     starts: bool = False
+    site: Site | None = None
 
     @property
     def is_pure(self) -> bool:
@@ -110,6 +122,7 @@ class Recorder(TorchDispatchMode):
         self._name = name
         self._numbers: dict[int, int] = {}
         self._homes: dict[int, int] = {}
+        self._fixed: set[int] = set()  # memory that holds the same in each run
         self._paused = False
         self.inputs = [self._add(x).number for x in inputs]
         self.captured = frozenset([self._add(x).number for x in captured])
@@ -121,13 +134,29 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        self._require_recordable(func)
+        self._require_recordable(func, args)
+        if _RESHAPES in func.tags:
+            return self._reshaped(func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             self.constants.add(self._add(args[0]).number)  # made by Python, of numbers
+            self._fixed.add(_storage(args[0]))
             func = torch.ops.aten.clone.default
         result = func(*args, **kwargs)
-        self._record(func, args, kwargs, result, func._schema.is_mutable)
+        if _READS not in func.tags:
+            self._record(func, args, kwargs, result, _writes(func))
         return result
+
+    def _reshaped(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+        """Runs an operator that makes its operand another view, and records that view."""
+        x: Tensor = args[0]
+        number, length = self.number(x), x.untyped_storage().nbytes()
+        self.tensors[number] = x.detach()  # as it was
+        func(*args, **kwargs)
+        if x.untyped_storage().nbytes() > length:
+            raise TransformError(_RESIZED.format(self._name, func, _at()))
+        del self._numbers[id(x)]
+        self._slot(x)
+        return x
 
     def opaque(
         self, function: Callable[[Tensor], Tensor], x: Tensor, later: Callable[[Tensor], Tensor]
@@ -174,12 +203,27 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         own, named = map_leaves(self._slot_of, (args, kwargs))
         made = map_leaves(self._made, result)
-        self.steps.append(Step(function, own, named, made, writes))
+        step = Step(function, own, named, made, writes, call_site())
+        self.steps.append(step)
+        self._note_fixed(step)
 
-    def _require_recordable(self, func: OpOverload) -> None:
+    def _note_fixed(self, step: Step) -> None:
+        """Notes memory of which a step makes, or no longer lets, each run hold the same."""
+        operands = {_storage(self.tensors[n]) for n in step.operands}
+        is_random = RANDOM in getattr(step.function, "tags", ())
+        is_torch = isinstance(step.function, OpOverload)
+        if is_torch and not is_random and operands <= self._fixed:
+            self._fixed |= {_storage(self.tensors[n]) for n in step.results}
+        elif step.writes:
+            self._fixed -= operands
+
+    def _require_recordable(self, func: OpOverload, args: Any) -> None:
         if func.namespace in _COMMUNICATING:
             raise TransformError(_SENT.format(self._name, func, _at()))
-        what = "a number" if _READS in func.tags else "a size" if _SIZES in func.tags else ""
+        sizes = _SIZES in func.tags and (func is not _INDEX or any(map(_is_mask, args[1])))
+        tensors = [x for x in flatten(args)[0] if isinstance(x, Tensor)]
+        reads = _READS in func.tags and not all([_storage(x) in self._fixed for x in tensors])
+        what = "a number" if reads else "a size" if sizes else ""
         if what:
             raise TransformError(_NUMBER.format(self._name, what, _at()))
 
@@ -212,6 +256,36 @@ class Recorder(TorchDispatchMode):
         self._numbers[id(x)] = number
         self._homes.setdefault(_storage(x), number)
         return Slot(number)
+
+
+class Looking(TorchFunctionMode):
+    """Function mode in which `one_hot` reads no numbers: it only checks them, as `scatter` does."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function."""
+        kwargs = kwargs or {}
+        if func is one_hot:
+            return _one_hot(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:
+        return one_hot(tensor, num_classes)
+    zeros = torch.zeros((*tensor.shape, num_classes), dtype=torch.int64, device=tensor.device)
+    return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
+
+
+def _writes(func: OpOverload) -> bool:
+    """Returns whether an operator writes into operands; norms over batches do not declare it."""
+    schema = func._schema
+    return schema.is_mutable or any([arg.name == "running_mean" for arg in schema.arguments])
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _at() -> str:

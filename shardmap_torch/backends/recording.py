@@ -15,6 +15,12 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.source_location import Site
+from shardmap_torch.errors import TransformError
+
+_COUNTS: Final = (
+    "{}: trace=True records operators, and how many rows are sent is read from a tensor, which "
+    "later calls would not do again. Leave trace=True out."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +62,8 @@ class RecordingBackend(RankBackend):
         """Runs the movement, and records it."""
         if not collective.axes or self.position(collective.axes)[1] == 1:
             return on_one_rank(move, collective, x)
+        if collective.counts:
+            raise TransformError(_COUNTS.format(collective))
         later = Sending(move, collective, self._backend.site())
         run = partial(self._backend.communicate, move, collective)
         return self._recorder.opaque(run, x, later)

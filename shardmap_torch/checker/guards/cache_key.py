@@ -12,6 +12,8 @@ from shardmap_torch.checker.rules.registry import table_version
 from shardmap_torch.core.torch_private.engine import forward_level
 
 _DEVICES: Final = ("cpu", "cuda")
+_SIGNED: Final = (float, complex)
+"""Types of numbers of which zero and minus zero are equal, and nan is not."""
 
 
 Signature: TypeAlias = tuple[Any, ...]
@@ -26,7 +28,7 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
     leaves, static = call.leaves, call.match.static
     return (
         call.match,
-        tuple([leaves[position] for position in static]) if static else (),
+        tuple([_value(leaves[position]) for position in static]) if static else (),
         torch.is_grad_enabled(),
         forward_level() >= 0,
         torch.get_default_dtype(),
@@ -34,6 +36,10 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
         _autocast() if any(map(torch.is_autocast_enabled, _DEVICES)) else (),
         surroundings.key(),
     )
+
+
+def _value(leaf: Any) -> Any:
+    return repr(leaf) if type(leaf) in _SIGNED else leaf
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:

@@ -8,15 +8,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from shardmap_torch.backends.recorder import Recorder, Step
+from shardmap_torch.backends.recorder import RANDOM, Recorder, Step
 
 _LARGEST: Final = 1 << 20
 """Entries of a tensor that is kept between runs, rather than made in each."""
-
-_RANDOM: Final = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +43,7 @@ def simplify(run: Recorder, outputs: Sequence[int]) -> Program:
     """Returns the program of a recorded run with these results."""
     sources = _sources(run)
     steps = [step for step in run.steps if not _is_view(step, sources)]
-    computed = _computed(run, steps, sources)
+    computed = _computed(run, steps, sources, outputs)
     steps = [step for step in steps if not any(n in computed for n in step.results)]
     steps = _needed(steps, sources, outputs)
     return Program(run.tensors, steps, run.inputs, outputs, run.captured, computed, sources)
@@ -82,16 +79,22 @@ def _is_view(step: Step, sources: Sequence[int]) -> bool:
     return bool(results) and step.is_pure and all(sources[n] != n for n in results)
 
 
-def _computed(run: Recorder, steps: Sequence[Step], sources: Sequence[int]) -> set[int]:
-    """Finds tensors that are the same in each run: they depend on none that may differ."""
+def _computed(
+    run: Recorder, steps: Sequence[Step], sources: Sequence[int], outputs: Sequence[int]
+) -> set[int]:
+    """Finds tensors that are the same in each run: they depend on none that may differ.
+
+    Not those into which a step writes, or the caller may.
+    """
     tensors, found = run.tensors, set(run.constants)
-    written = {_storage(tensors[n]) for step in steps if step.writes for n in step.operands}
+    operands = (n for step in steps if step.writes for n in step.operands)
+    written = {_storage(tensors[n]) for n in (*operands, *outputs)}
     for step in steps:
         results = step.results
         if (
             results
             and step.is_pure
-            and _RANDOM not in getattr(step.function, "tags", ())
+            and RANDOM not in getattr(step.function, "tags", ())
             and all(sources[n] in found for n in step.operands)
             and not any(_storage(tensors[n]) in written for n in results)
             and sum(tensors[n].numel() for n in results) <= _LARGEST

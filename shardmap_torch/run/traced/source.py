@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from itertools import count
 from math import isfinite
 from typing import Any, Final
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.backends.recorder import Slot, Step
+from shardmap_torch.core.source_location import Site
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.run.traced.simplify import Program
 
@@ -43,6 +45,11 @@ class _Line:
 
     text: str
     reads: frozenset[str] = frozenset()
+    site: Site | None = None
+
+    def __str__(self) -> str:
+        """Formats it with the user's line, which tracebacks show then."""
+        return self.text if self.site is None else f"{self.text}  # {self.site}"
 
 
 class _Writer:
@@ -66,12 +73,13 @@ class _Writer:
         for number in list(self._waiting):  # nothing may be under way after the run
             self._wait(number)
         reads = set[str]()
-        returned = [self._returned(number, reads) for number in program.outputs]
+        returned = [self._tensor(number, reads) for number in program.outputs]
         self._lines.append(_Line(f"return [{', '.join(returned)}]", frozenset(reads)))
         text = "\n    ".join(["def run(inputs):", *self._with_deletions()]) + "\n"
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
         exec(compile(text, file, "exec"), self._objects)
-        found: Runnable = self._objects["run"]
+        found: Runnable = self._objects.pop("run")
+        finalize(found, linecache.cache.pop, file, None)
         return found
 
     def _write(self, step: Step) -> None:
@@ -81,7 +89,7 @@ class _Writer:
         call = f"{self._called(step.function)}({', '.join(args)})"
         target = self._waiting_for(step) if step.starts else self._target(step.result)
         text = call if set(target) <= set("_[], ") else f"{target} = {call}"
-        self._lines.append(_Line(text, frozenset(reads)))
+        self._lines.append(_Line(text, frozenset(reads), step.site))
 
     def _waiting_for(self, step: Step) -> str:
         """Returns the name of what waits for the result of a step, where that is needed."""
@@ -145,11 +153,6 @@ class _Writer:
         reads.add(known)
         return known
 
-    def _returned(self, number: int, reads: set[str]) -> str:
-        name = self._tensor(number, reads)
-        is_computed = self._program.sources[number] in self._program.computed
-        return f"{name}.clone()" if is_computed else name  # the caller may write into it
-
     def _local(self, number: int) -> str:
         return self._names.setdefault(number, f"v{number}".replace("-", "_"))
 
@@ -168,7 +171,7 @@ class _Writer:
             read |= line.reads
             if last and index < len(self._lines) - 1:
                 found.append(f"del {', '.join(sorted(last))}")
-            found.append(line.text)
+            found.append(str(line))
         return found[::-1]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.backends.recorder import Recorder
+from shardmap_torch.backends.recorder import Looking, Recorder
 from shardmap_torch.backends.recording import RecordingBackend
 from shardmap_torch.boundary.call import Call, Result, run_body
 from shardmap_torch.checker.verify.verdict import Verdict
@@ -113,7 +113,7 @@ class Traces:
     ) -> tuple[list[Any], Trace]:
         inputs = _separate(tensors, captured)
         recorder = Recorder(self._name, inputs, captured)
-        with recorder:
+        with Looking(), recorder:
             leaves, finish = record(recorder, inputs)
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any([x.requires_grad for x in made]):
@@ -136,9 +136,9 @@ def _separate(tensors: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Ten
 
 
 def _copied(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(
-        x.detach()
-    )
+    span = 1 + sum([(n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)])
+    memory = x.detach().as_strided((span if x.numel() else 0,), (1,))
+    return memory.clone().as_strided(x.shape, x.stride(), 0)
 
 
 def _contexts() -> Iterator[Any]:
@@ -189,6 +189,8 @@ def _obstacles(call: Call, verdict: Verdict) -> Iterator[str]:
         yield "it branches on numbers taken from tensors; choose by torch.where"
     if call.mapped != mesh.axis_names:
         yield "over the axes that it does not bind, torch shards its values"
+    if any([equation.name.startswith("#") for equation in verdict.equations]):
+        yield "it takes numbers out of tensors; compute on the tensors themselves"
     if is_simulated(mesh):
         yield from _obstacles_to_batching(mesh, traits.rank_only)
 

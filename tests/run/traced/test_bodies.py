@@ -1,0 +1,200 @@
+"""What bodies do with memory, geometry and numbers, recorded."""
+
+import gc
+import linecache
+import traceback
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardmap_torch import (
+    Mesh,
+    P,
+    TransformError,
+    axis_index,
+    make_mesh,
+    ragged_all_to_all,
+    shard_map,
+)
+from tests.programs.support.everywhere import run_on
+from tests.programs.support.harness import random
+from tests.run.traced.support.replays import compare, counting_replays
+from tests.support.pool import Gloo
+
+ONE, TWO = (make_mesh((n,), ("tp",), kind="simulated") for n in (1, 2))
+MESHES: Final = pytest.mark.parametrize("mesh", [ONE, TWO], ids=["one", "two"])
+X: Final = random((4, 4), 0)
+
+
+def constants(x: Tensor) -> Any:
+    """The caller writes into all results."""
+    c = torch.arange(4.0)
+    return x * c, c, c[1:], torch.ones(3)
+
+
+def transposed_in_place(x: Tensor) -> Any:
+    h = x * 2
+    view = h.t()
+    before = view @ x
+    h.t_()
+    return before, h @ x
+
+
+def constant_transposed_in_place(x: Tensor) -> Any:
+    c = torch.arange(16.0, dtype=x.dtype).view(4, 4)
+    before = x @ c
+    c.t_()
+    return before, x @ c
+
+
+def squeezed_in_place(x: Tensor) -> Any:
+    h = (x * 2)[:1]
+    return h.squeeze_(0), h.unsqueeze_(1), h.transpose_(0, 1) * 3
+
+
+def running_statistics(x: Tensor) -> Any:
+    mean, var = torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)
+    functional.batch_norm(x, mean, var, training=True)
+    return mean, var
+
+
+def rows(x: Tensor) -> Any:
+    return x[torch.tensor([2, 0])]
+
+
+def row_of_constant(x: Tensor) -> Tensor:
+    return x[torch.tensor(1)] + x[torch.arange(3)[2]]
+
+
+def hot(x: Tensor) -> Any:
+    return functional.one_hot((x > 0).long(), 3)
+
+
+BODIES: Final = [
+    constants,
+    transposed_in_place,
+    constant_transposed_in_place,
+    squeezed_in_place,
+    running_statistics,
+    rows,
+    hot,
+]
+
+
+@MESHES
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_body_is_recorded(body: Callable[..., Any], inference: bool, mesh: Mesh) -> None:
+    with torch.inference_mode(inference):
+        compare(body, mesh, (X,), in_specs=P(), out_specs=P())
+
+
+@MESHES
+def test_inputs_that_overlap_are_recorded(mesh: Mesh) -> None:
+    f = shard_map(torch.sub, mesh=mesh, in_specs=P(), out_specs=P(), trace=True)
+    row = random((1, 4), 1).expand(4, 4)
+    for a, b in ((row, row), (row, row.t()), (X, X), (X[1:3], X[:2]), (X[:0], X[:0])):
+        with counting_replays() as runs:
+            for _ in range(2):
+                assert torch.equal(f(a, b), a - b)
+        assert runs
+
+
+@MESHES
+def test_zeros_of_either_sign_are_other_arguments(mesh: Mesh) -> None:
+    def signed(x: Tensor, zero: float) -> Tensor:
+        return torch.full_like(x, zero).copysign(torch.full_like(x, zero)).reciprocal()
+
+    f = shard_map(signed, mesh=mesh, in_specs=(P(), None), out_specs=P(), trace=True)
+    for zero in (0.0, -0.0, 0.0, -0.0):
+        assert torch.equal(f(X, zero), signed(X, zero))
+
+
+def taken(x: Tensor) -> Any:
+    return x * x[0].tolist()[0]
+
+
+def data(x: Tensor) -> Tensor:
+    return (x * 2).data
+
+
+def row_of_written(x: Tensor) -> Tensor:
+    number = torch.zeros((), dtype=torch.int64)
+    number.add_((x[0, 0] > 0).long())
+    return x[number]
+
+
+def enlarged(x: Tensor) -> Tensor:
+    h = x * 2
+    return h.resize_(5, 8).zero_()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (taken, "it takes numbers out of tensors"),
+        (data, "simulated ranks run it one after the other"),
+        (enlarged, r"aten.resize_.default makes the memory of a tensor larger \(test_bodies"),
+    ],
+)
+@MESHES
+def test_a_body_is_refused(body: Callable[..., Any], why: str, mesh: Mesh) -> None:
+    f = shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), trace=True)
+    for _ in range(2):
+        with pytest.raises(TransformError, match=why):
+            f(X)
+
+
+def sent(x: Tensor) -> Tensor:
+    sizes = torch.tensor([[1, 1], [0, 2]])[axis_index("tp")]
+    return ragged_all_to_all(x[:2], "tp", send_sizes=sizes, length=4)[0]
+
+
+def on_processes(mesh: Mesh) -> None:
+    cases: list[tuple[Callable[..., Any], P, str]] = [
+        (taken, P(), "it takes numbers out of tensors"),
+        (row_of_written, P(), r"takes a number out of a tensor \(test_bodies"),
+        (sent, P("tp"), "how many rows are sent is read from a tensor"),
+    ]
+    for body, spec, why in cases:
+        f = shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, trace=True)
+        with pytest.raises(TransformError, match=why):
+            f(X)
+    for each in (data, row_of_constant):
+        compare(each, mesh, (X,), in_specs=P(), out_specs=P())
+
+
+def test_processes_read_constants_alone(gloo: Gloo) -> None:
+    run_on("gloo", on_processes, gloo)
+
+
+def looked_up(table: Tensor, ids: Tensor) -> Tensor:
+    return functional.embedding(ids, table * 2)
+
+
+def test_errors_of_later_runs_name_the_line_and_leave_the_trace_as_it_is() -> None:
+    f = shard_map(looked_up, mesh=TWO, in_specs=P(), out_specs=P(), trace=True)
+    good, bad = torch.tensor([0, 3]), torch.tensor([0, 9])
+    f(X, good)
+    with counting_replays(), pytest.raises(IndexError) as raised:
+        f(X, bad)
+    lines = "".join(traceback.format_exception(raised.value))
+    assert ": return functional.embedding(ids, table * 2)\n" in lines
+    assert torch.equal(f(X, good), looked_up(X, good))
+
+
+def test_traces_leave_no_lines_and_no_tensors_behind() -> None:
+    def recorded() -> None:
+        f = shard_map(constants, mesh=TWO, in_specs=P(), out_specs=P(), trace=True)
+        f(X)
+
+    recorded()
+    gc.collect()
+    before = len(linecache.cache)
+    recorded()
+    gc.collect()
+    assert len(linecache.cache) == before
