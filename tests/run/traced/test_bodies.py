@@ -1,4 +1,4 @@
-"""What bodies do with memory, geometry and numbers, recorded."""
+"""Bodies that write memory, change geometry and read numbers, recorded."""
 
 import gc
 import linecache

@@ -24,7 +24,7 @@ RANK_BY_RANK: Final = {
     "metrics": "simulated ranks run it one after the other|one batched program drops",
     "zero1": "simulated ranks run it one after the other|one batched program drops",
 }
-"""What simulated ranks run as threads."""
+"""Programs that simulated ranks run as threads."""
 REFUSED: Final = {
     "gp_autograd": "simulated ranks run it one after the other|one batched program drops|no graph for autograd",
     "lstm_module": "it changes what its code refers to",
