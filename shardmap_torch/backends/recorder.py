@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         own, named = map_leaves(self._slot_of, (args, kwargs))
         made = map_leaves(self._made, result)
-        step = Step(function, own, named, made, writes, call_site())
+        step = Step(function, own, named, made, writes, site=call_site())
         self.steps.append(step)
         self._note_fixed(step)
 

@@ -18,15 +18,16 @@ PROGRAMS: Final[Mapping[str, Program]] = {
     **daily_losses.PROGRAMS,
     **daily_steps.PROGRAMS,
 }
+_APART: Final = "simulated ranks run it one after the other|one batched program drops"
 RANK_BY_RANK: Final = {
-    "experts_capacity": "simulated ranks run it one after the other|one batched program drops",
-    "dpo": "simulated ranks run it one after the other|one batched program drops",
-    "metrics": "simulated ranks run it one after the other|one batched program drops",
-    "zero1": "simulated ranks run it one after the other|one batched program drops",
+    "experts_capacity": _APART,
+    "dpo": _APART,
+    "metrics": _APART,
+    "zero1": _APART,
 }
 """Programs that simulated ranks run as threads."""
 REFUSED: Final = {
-    "gp_autograd": "simulated ranks run it one after the other|one batched program drops|no graph for autograd",
+    "gp_autograd": _APART + "|no graph for autograd",
     "lstm_module": "it changes what its code refers to",
 }
 
