@@ -29,7 +29,7 @@ from shardmap_torch.core import autograd_state
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import is_batched
 from shardmap_torch.core.tree import Tree
-from shardmap_torch.errors import ShardMapError, ShardTypeError
+from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardTypeError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, refused
 from shardmap_torch.run.runtimes import is_simulated, runtime_of
@@ -130,11 +130,15 @@ class Checked:
         """
         self._calls += 1
         key = signature(call, self._surroundings)
-        if call.mesh.kind in PROCESS_KINDS:
+        if call.mesh.kind not in PROCESS_KINDS:
+            return self._run_checked(key, call, run, False)
+        try:
             return posting_errors(
                 call.mesh, self._name, lambda: self._run_checked(key, call, run, True)
             )
-        return self._run_checked(key, call, run, False)
+        except CollectiveMismatchError:
+            self._forget(key, call)  # what a rank differs in may hide from the key, as in a file
+            raise
 
     def _run_checked(self, key: Signature, call: Call, run: Run, processes: bool) -> Tree:
         difference: Difference | None = None
@@ -164,9 +168,7 @@ class Checked:
                 return found if refusal is None else differentiated_once(call, found, refusal)
             except Departure as departure:
                 difference = departure.difference
-            self._verdicts.forget(key)
-            self._history.forget(key, call)
-            self._stored.distrust(call, self._strictness)
+            self._forget(key, call)
         assert difference is not None  # or the first run would have returned
         self._stop(processes, _CHANGING, difference)
 
@@ -176,6 +178,11 @@ class Checked:
             require_recordable(call, known.verdict)
             known.traces = Traces(self._name)
         return replace(call, traces=partial(known.traces.run, self._surroundings.tensors))
+
+    def _forget(self, key: Signature, call: Call) -> None:
+        self._verdicts.forget(key)
+        self._history.forget(key, call)
+        self._stored.distrust(call, self._strictness)
 
     def refuse(self, mesh: Mesh, error: ShardMapError) -> NoReturn:
         """Raises the error of a call that cannot be checked, after comparing it on all processes.

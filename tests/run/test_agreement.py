@@ -1,11 +1,22 @@
 """Processes that would run different programs are stopped before they wait for one another."""
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import CollectiveMismatchError, I, Mesh, P, all_reduce, make_mesh, shard_map
+from shardmap_torch import (
+    CollectiveMismatchError,
+    I,
+    Mesh,
+    P,
+    all_reduce,
+    axis_index,
+    make_mesh,
+    shard_map,
+)
 from tests.support.pool import Gloo
 
 
@@ -81,3 +92,34 @@ def test_the_first_difference_of_two_programs_is_told_on_every_rank(gloo: Gloo) 
     assert more.splitlines()[2].startswith("  rank 1: %2: float32[1] {i: K} = sin(%1)  # ")
     assert "  rank 1: rejected_on_one is rejected: rejected_on_one: the result" in rejected
     assert "  rank 1: raises_on_one raises KeyError: 'mode'" in raised
+
+
+def put_right(folder: Path) -> tuple[str, float]:
+    mesh = make_mesh((2,), ("i",), kind="process_group")
+    rank = torch.distributed.get_rank()
+    file = folder / f"{rank}"
+
+    def body(x: Tensor) -> Tensor:
+        x = all_reduce(x, "i", dst=I)
+        return all_reduce(x + axis_index("i"), "i", op="max", dst=I) if file.read_text() else x
+
+    f = shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P())
+    file.write_text("")
+    f(torch.ones(2))
+    file.write_text("differs" if rank == 1 else "")
+    if rank == 0:
+        f(torch.ones(2))  # which ends before it hears of rank 1
+    with pytest.raises(CollectiveMismatchError) as error:
+        f(torch.ones(2))
+    file.write_text("")
+    mesh.recover()
+    return str(error.value), f(torch.ones(2)).item()
+
+
+def test_a_difference_that_is_put_right_outside_of_python_is_no_error_any_more(
+    gloo: Gloo, tmp_path: Path
+) -> None:
+    (first, value), (second, other) = gloo(2).run(put_right, tmp_path)
+    assert first == second
+    assert first.startswith("body: processes run different programs.")
+    assert value == other == 2.0
