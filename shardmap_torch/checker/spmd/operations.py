@@ -16,7 +16,7 @@ from shardmap_torch.checker.rules.infer import Refusal, Types, draws, named_tens
 from shardmap_torch.checker.rules.lattice import sum_advice
 from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
 from shardmap_torch.checker.spmd.batches.rearranging import rearrange
-from shardmap_torch.checker.spmd.layout import ANY, ShardedTensor, UnrelatedError, fitted
+from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.advice import AVERAGED
 from shardmap_torch.checker.spmd.ops.aten_rules import TAKES_STACKS, propagate
@@ -138,9 +138,15 @@ class Operations:
         layouts, combined = self._microbatches.complete(special or propagate(step), combined)
         if op in IGNORING and any(sharded.means for sharded in layouts):
             self._interpreter.traits.averages = True
-        extrema = self._carried(call)
+        extrema, known = self._carried(call), dict[Any, tuple[ShardedTensor, Sums]]()
         for index, sharded in enumerate(layouts):
-            self._finish(call, index, sharded, summed, extrema)
+            result, (number, shape) = call.results[index], event.results[index]
+            # Of equal positions of lists, as of layers, the first is laid out.
+            types = self._interpreter.storage_type(result).types
+            key = sharded, tuple(result.shape), shape, result.dtype, types
+            if key not in known:
+                known[key] = self._laid_out(call, result, shape, sharded, summed, extrema)
+            self._finish(call, result, number, *known[key])
             if any(axis_type in EXTREMA for _, axis_type in sharded.pending):
                 self._maxima.begin(call, index)
                 self.candidates.begin(call, step.arguments["self"])
@@ -260,11 +266,16 @@ class Operations:
             for axis, axis_type in self._interpreter.by_axis(self._interpreter.types(x)).items()
         )
 
-    def _finish(
-        self, call: PairedCall, index: int, sharded: Sharded, summed: Sums, extrema: Extrema
-    ) -> None:
-        """Notes how a result is sharded and summed; `extrema` are pending of operands too."""
-        result, (number, global_shape) = call.results[index], call.event.results[index]
+    def _laid_out(
+        self,
+        call: PairedCall,
+        result: Tensor,
+        global_shape: Shape,
+        sharded: Sharded,
+        summed: Sums,
+        extrema: Extrema,
+    ) -> tuple[ShardedTensor, Sums]:
+        """Returns how a result is sharded and summed; `extrema` are pending of operands too."""
         shard = fitted(sharded.dims, tuple(result.shape), global_shape)
         if sharded.partial and result.dtype == torch.bool:
             raise UnrelatedError(
@@ -296,15 +307,19 @@ class Operations:
                 f"all_reduce the first over {min(twice)!r} before.",
             )
         factor = scaled.scale, scaled.means, scaled.cause
-        sums = Sums(partial, scaled.loose, sharded.pending | extrema, *factor)
-        is_equal = not draws(call.op, call.arguments)
-        if call.written and not self._is_overwritten(result, number, shard, sums, is_equal):
+        return shard, Sums(partial, loose, sharded.pending | extrema, *factor)
+
+    def _finish(
+        self, call: PairedCall, result: Tensor, number: int, shard: ShardedTensor, sums: Sums
+    ) -> None:
+        """Notes how a result is sharded and summed."""
+        if call.written and not self._is_overwritten(call, result, number, shard, sums):
             # Sums that are pending in the rest of the storage stay pending.
-            loose |= self._notes.sums(result).loose
+            sums = replace(sums, loose=sums.loose | self._notes.sums(result).loose)
         self._notes.note(result, number, shard)
         if not self._notes.knows_sums(result) or call.written:
             self._reject_gradients(call.arguments)
-            self._notes.set_sums(result, replace(sums, loose=loose))
+            self._notes.set_sums(result, sums)
 
     def _carried(self, call: PairedCall) -> Extrema:
         """Returns the extrema that are pending of results, as they are of operands."""
@@ -325,13 +340,13 @@ class Operations:
                 )
 
     def _is_overwritten(
-        self, tensor: Tensor, number: int, shard: ShardedTensor, sums: Sums, is_equal: bool
+        self, call: PairedCall, tensor: Tensor, number: int, shard: ShardedTensor, sums: Sums
     ) -> bool:
         """Returns whether a write fills the storage; else it must match the rest of it."""
         before = self._notes.find(tensor, Ref(number), "what is written to", True)
         pairs = zip(before.dims, shard.dims, strict=True)
         if any(have not in (want, ANY) for have, want in pairs) or (
-            ANY in shard.dims and not is_equal
+            ANY in shard.dims and draws(call.op, call.arguments)
         ):
             raise UnrelatedError(
                 f"it writes a value sharded {shard.spec()} into one sharded {before.spec()}"
