@@ -117,18 +117,20 @@ class Elementwise(Optimizer):
         """
         leaves, structure = opened(params)
         trees = [grads, *(state[name] for name in self.kept)]
-        columns = [_like(tree, params, leaves, structure) for tree in trees]
+        shapes = [p.shape for p in leaves]
+        columns = [_like(tree, params, shapes, structure) for tree in trees]
         number = state["step"] + 1
         wide_number = number.double()
         rate = as_number(rate_at(self.lr, wide_number))
         at = Step(wide_number, rate, self._decayed(params, structure, leaves))
         is_plain = not _has_dtensors(leaves)
         locals_ = [_locals_like(column, leaves, is_plain) for column in columns]
-        dtypes = [self.state_dtype or p.dtype for p in leaves]
         own = leaves if is_plain else _locals(leaves)
-        wide = [_cast(column, dtypes) for column in (own, *locals_)]
-        moved, moments = self.step(wide[0], wide[1], wide[2:], at)
-        updated = (_cast(moved, [p.dtype for p in leaves]), *moments)
+        dtypes = [p.dtype for p in leaves]
+        wide = dtypes if self.state_dtype is None else [self.state_dtype] * len(leaves)
+        grads, *moments = [_cast(column, wide) for column in locals_]
+        moved, moments = self.step(_cast(own, wide, dtypes), grads, moments, at)
+        updated = (_cast(moved, dtypes), *moments)
         if not is_plain:
             updated = tuple([list(map(placed_like, column, leaves)) for column in updated])
         trees = [unflatten(structure, column) for column in updated[1:]]
@@ -196,20 +198,20 @@ def _reject_complex(params: Tree) -> None:
 
 
 def _like(
-    tree: Tree, params: Tree, expected: Sequence[Tensor], expected_structure: Structure
+    tree: Tree, params: Tree, shapes: Sequence[torch.Size], expected_structure: Structure
 ) -> Tensors:
     """Returns the leaves of a tree that must have the structure and shapes of `params`."""
     leaves, structure = opened(tree, expected_structure)
-    if structure == expected_structure and [x.shape for x in leaves] == [p.shape for p in expected]:
+    if structure == expected_structure and [x.shape for x in leaves] == shapes:
         return leaves
     paths, names = leaf_paths(rebuilt(tree)), leaf_paths(rebuilt(params))
     problems = [f"{name}: is missing" for name in names if name not in paths]
     problems += [f"{path}: is no parameter" for path in paths if path not in names]
     if not problems:
         problems = [
-            f"{name}: has shape {tuple(leaf.shape)}, the parameter {tuple(p.shape)}"
-            for name, leaf, p in zip(names, leaves, expected, strict=True)
-            if leaf.shape != p.shape
+            f"{name}: has shape {tuple(leaf.shape)}, the parameter {tuple(shape)}"
+            for name, leaf, shape in zip(names, leaves, shapes, strict=True)
+            if leaf.shape != shape
         ]
     if problems:
         head = "An optimizer needs gradients and moments like the parameters:"
@@ -217,7 +219,12 @@ def _like(
     return leaves
 
 
-def _cast(column: Tensors, dtypes: Sequence[torch.dtype]) -> Tensors:
+def _cast(
+    column: Tensors, dtypes: Sequence[torch.dtype], own: Sequence[torch.dtype] | None = None
+) -> Tensors:
+    """Casts to these dtypes; `own` are those of the column, where they are known."""
+    if own is dtypes:
+        return column
     return [x if x.dtype is to else x.to(to) for x, to in zip(column, dtypes, strict=True)]
 
 

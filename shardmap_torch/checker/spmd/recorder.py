@@ -93,9 +93,11 @@ def memory_of(tensor: Tensor) -> int:
     return int(base_of(tensor).untyped_storage()._cdata)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Ref:
     """A reference to a tensor of the one-device program, by number.
+
+    Nothing changes one, as with `Use`.
 
     Attributes:
         number: that of its entries of memory.
@@ -106,9 +108,9 @@ class Ref:
     flows: bool = field(default=False, compare=False)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
-    """One step of the one-device program.
+    """One step of the one-device program, which nothing changes.
 
     Attributes:
         name: the overload, or the name of another kind of step.

@@ -304,16 +304,22 @@ class _Verification:
         steps.on_start(self._interpreter.flows_through)
         with self._entered() as locals_:
             result = self._run_body(locals_)
-            repair_results(self._call, self._backend, self._request.repair, result)
-            for position in result.match.crossing:
-                value = self._interpreter.fakify(result.leaves[position])
-                steps.on_result(result.match.paths[position], value, result.match.spec(position))
-            report_values(steps, result)
-            outputs = [result.leaves[position] for position in result.match.crossing]
-            if self._interpreter.hooked or any(True for _ in own_nodes(outputs)):
+            with DisableTorchFunction():  # as in `run`
+                outputs = self._record_results(steps, result)
+                calls_own = self._interpreter.hooked or any(True for _ in own_nodes(outputs))
+            if calls_own:
                 with suppress(ShardTypeError):  # types are judged where there are ranks
                     record_backward(self._interpreter, outputs, locals_.values())
         self._interpreter.end()
+
+    def _record_results(self, steps: Observer, result: Result) -> list[Tensor]:
+        """Shows an observer what the body returns; returns its tensors."""
+        repair_results(self._call, self._backend, self._request.repair, result)
+        for position in result.match.crossing:
+            value = self._interpreter.fakify(result.leaves[position])
+            steps.on_result(result.match.paths[position], value, result.match.spec(position))
+        report_values(steps, result)
+        return [result.leaves[position] for position in result.match.crossing]
 
     def _run_body(self, locals_: Mapping[int, Tensor]) -> Result:
         recording = Recording(self._interpreter, self._request.start, self._inner)

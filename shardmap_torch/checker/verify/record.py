@@ -12,6 +12,7 @@ from shardmap_torch.checker.verify.nested import NestedBoundaries
 from shardmap_torch.collectives.operations import is_rounded_by
 from shardmap_torch.collectives.protocol import Casts, Edge, Note, Reruns
 from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import AxisType
 
@@ -31,7 +32,8 @@ class Recording:
         look()
         if x is not None and is_rounded_by(what, x):
             self._interpreter.needs_ranks()
-        self._at = self._at.then(what, x)
+        with DisableTorchFunction():  # the monitor asks for shapes, not the body
+            self._at = self._at.then(what, x)
 
     def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
         """Finds the types of `x`, and notes them for the runs, where values have none.
