@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,28 @@ def base_of(tensor: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(tensor):  # not by `levels`: each call comes here
         tensor = functorch.get_unwrapped(tensor)
     return tensor
+
+
+_WITNESS: Final = base_of(torch.empty(0, device="cpu"))
+"""Tensor that tokens wrap: operands, which refer to their tokens, would stay alive with them."""
+
+
+class Token:
+    """A torch.func differentiation, known by its level; it lives as long as its transform."""
+
+    def __init__(self, level: int) -> None:
+        """Keeps a tensor of that level, which ends with the transform."""
+        self._witness = functorch._wrap_for_grad(_WITNESS, level)
+
+    @property
+    def level(self) -> int:
+        """Level of the transform; not positive once it has ended."""
+        return int(functorch.maybe_get_level(self._witness))
+
+    @property
+    def alive(self) -> bool:
+        """Returns whether the transform has not ended."""
+        return self.level > 0
 
 
 def levels(tensor: Tensor) -> Iterator[Tensor]:

@@ -5,14 +5,17 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import _guards
+from torch._dynamo import convert_frame
 
 from shardmap_torch import I, P, all_reduce, make_mesh, shard_map, transform
 from shardmap_torch.core.torch_private import names
 from shardmap_torch.core.torch_private.engine import (
+    UncompiledMode,
     current_graph_task_id,
     is_always_active,
     probed,
@@ -173,3 +176,30 @@ def _sums(*sizes: int) -> list[float]:
     mesh = make_mesh((2,), ("x",), kind="simulated")
     total = shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())
     return [total(torch.ones(size)).item() for size in sizes]
+
+
+def test_dynamo_compiles_nothing_of_what_handles_the_operations_of_a_mode() -> None:
+    class Handling(UncompiledMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]  # torch's
+            self.count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count = counted(self.count)
+            return func(*args, **(kwargs or {}))
+
+    def counted(count: int) -> int:
+        return count + 1
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    compiled = torch.compile(body, backend="eager")
+    with Handling() as mode:
+        compiled(torch.ones(2))  # Dynamo skips what runs under a mode, and looks at all it calls
+    looked_at = {code() for code in convert_frame.input_codes.seen}
+    assert mode.count
+    assert body.__code__ in looked_at
+    assert looked_at.isdisjoint((Handling.__torch_dispatch__.__code__, counted.__code__))

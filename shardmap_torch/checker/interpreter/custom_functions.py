@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.user_code import enter_backward, leave_backward
+from shardmap_torch.checker.interpreter.user_code import enter_backward, leave_backward, meet
 from shardmap_torch.checker.ir.own_functions import is_own, own_nodes
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import propose
@@ -50,6 +50,7 @@ def uncommitted(
     """
     if not function.__module__.startswith(_COMPILED):
         interpreter.traits.applies_functions = True
+    meet(interpreter, function, args)
     if not is_own(function) or interpreter.is_paused:
         return out
     read = [interpreter.storage_type(x).types for x in args if isinstance(x, FakeTensor)]

@@ -14,7 +14,7 @@ from shardmap_torch.checker.calls.remembered import forget_written
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.recall import Found, learn
 from shardmap_torch.checker.interpreter.spots import Spots
-from shardmap_torch.checker.interpreter.state import Memory, Token
+from shardmap_torch.checker.interpreter.state import Memory
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
 from shardmap_torch.checker.ir.outcomes import Asserted, Traits
@@ -45,6 +45,7 @@ from shardmap_torch.checker.rules.linear_nodes import is_in_linear_backward
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
+from shardmap_torch.core.functorch import Token
 from shardmap_torch.core.hashing import numbers_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import covers_storage
@@ -96,7 +97,7 @@ class Interpreter(Memory):
         self.numbers = Numbers(branches)
         self.spots = None if repair is NONE else Spots(self, repair)
         locate = None if self.spots is None else self.spots.locate
-        self._failing = Failing(branches, locate)
+        self.failing = Failing(branches, locate)
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
         self.traits, self.is_decomposing = Traits(), False
@@ -123,10 +124,6 @@ class Interpreter(Memory):
         if self.spots is not None and gradient.made is not None:
             self.spots.locate(error, gradient.made)
         return error
-
-    def insisting(self) -> Failing:
-        """Records errors of the checker in this context, even if the body catches them."""
-        return self._failing
 
     @contextmanager
     def decomposing(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from shardmap_torch.checker.interpreter import gradients, scalars, user_code
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.recall import find, repeat
+from shardmap_torch.checker.interpreter.recall import Found, find, repeat
 from shardmap_torch.checker.ir.addresses import ADDRESSES
 from shardmap_torch.checker.ir.decompositions import interpreted
 from shardmap_torch.checker.ir.generator_state import guarding_generator_state
@@ -31,7 +31,6 @@ from shardmap_torch.checker.ir.rank_only import (
     HOOKS,
     UNBATCHED,
     name_of_hook,
-    takes_vmap,
     watching_functions,
     without_rule,
 )
@@ -49,7 +48,7 @@ from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     FakeTensor,
     HigherOrderOperator,
-    TorchDispatchMode,
+    UncompiledMode,
     custom_function_call,
     forward_level,
     function_mode_stack,
@@ -59,7 +58,7 @@ from shardmap_torch.core.torch_private.engine import (
     set_grad_enabled,
     temporarily_clear_interpreter_stack,
 )
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import ShardTypeError, TransformError
 
 _PLAINLY: Final = nullcontext()
 _TAKES_GRADIENT: Final = gradient_of_transform.__code__
@@ -123,7 +122,7 @@ def _differentiable_somewhere(tensor: Tensor) -> bool:
         tensor = functorch.get_unwrapped(tensor)
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(UncompiledMode):
     """Dispatch mode that passes every ATen operation to the interpreter."""
 
     supports_higher_order_operators = True  # so that they get an error of ours
@@ -137,23 +136,28 @@ class _Operations(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         interpreter = self._interpreter
-        with interpreter.insisting():
+        try:
             found = find(interpreter, func, args, kwargs)
             if found is not None and found.outcome is not None:
                 out = repeat(interpreter, func, args, kwargs, found)
                 if out is not NotImplemented:
                     return out
-        if func in MEANINGS:
-            with interpreter.decomposing():
-                return interpreted(func, args, kwargs or {}, self)
-        with interpreter.insisting():
-            if isinstance(func, HigherOrderOperator):
-                raise _unknown(interpreter.name, func)
-            if func.namespace in NAMESPACES:
-                out = distributed.typed_call(interpreter, func, args, self)
-                if out is not NotImplemented:
-                    return out
-            return interpreter.call(func, args, kwargs or {}, found)
+            if func not in MEANINGS:
+                return self._call(func, args, kwargs or {}, found)
+        except (ShardTypeError, TransformError) as error:
+            interpreter.failing.record(error)
+            raise
+        with interpreter.decomposing():
+            return interpreted(func, args, kwargs or {}, self)
+
+    def _call(self, func: Any, args: Any, kwargs: Any, found: Found | None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise _unknown(self._interpreter.name, func)
+        if func.namespace in NAMESPACES:
+            out = distributed.typed_call(self._interpreter, func, args, self)
+            if out is not NotImplemented:
+                return out
+        return self._interpreter.call(func, args, kwargs, found)
 
 
 def _unknown(name: str, func: HigherOrderOperator) -> ShardTypeError:
@@ -172,20 +176,27 @@ class _Functions(TorchFunctionMode):
         self._interpreter = interpreter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        selections = self._interpreter.rows.selections
+        interpreter = self._interpreter
+        selections = interpreter.rows.selections
         if func in METADATA and type(base_of(args[0])) is FakeTensor and not selections.any:
-            if user_code.is_observed(self._interpreter):
-                user_code.remember(self._interpreter, args[:1])
+            if interpreter.keeps_values:
+                user_code.remember(interpreter, args)
             return func(*args, **(kwargs or {}))
-        with self._interpreter.insisting():
-            spots = self._interpreter.spots
+        try:
+            spots = interpreter.spots
             if spots is None:
                 return self._call(func, args, kwargs or {})
             args, kwargs = spots.enter(func, args, kwargs or {})
             return spots.leave(spots.now, self._call(func, args, kwargs))
+        except (ShardTypeError, TransformError) as error:
+            interpreter.failing.record(error)
+            raise
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if user_code.is_observed(self._interpreter):
+        if func is custom_function_call:
+            user_code.meet(self._interpreter, args[0], args)
+            self._interpreter.needs_ranks(without_rule(args[0]))
+        if self._interpreter.keeps_values:
             user_code.remember(self._interpreter, [*args, *kwargs.values()])
         if func in UNBATCHED or (
             func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2)))
@@ -194,8 +205,6 @@ class _Functions(TorchFunctionMode):
         special = _SPECIAL.get(func)
         if special is not None and not self._interpreter.rows.selections.are_in(args):
             return special(self._interpreter, func, args, kwargs)
-        if func is custom_function_call and not takes_vmap(args[0]):
-            self._interpreter.needs_ranks(without_rule(args[0]))
         self._interpreter.reject_outer(args)
         called, func = func, rewritten(self._interpreter, func, args, kwargs)
         numbers = self._interpreter.numbers
@@ -366,8 +375,9 @@ def _fill_fields(
             f"{interpreter.name}: backward() at {call_site()} names a tensor in inputs= that is no "
             "leaf.\nFix: take its gradient with torch.autograd.grad."
         )
-    reached = [leaf for output in outputs for leaf in _leaves(output)]
-    leaves = list({id(leaf): leaf for leaf in reached}.values())
+    nodes = graph_nodes([output.grad_fn for output in reversed(outputs)])  # the first comes first
+    reached = [getattr(node, "variable", None) for node in nodes]
+    leaves = list({id(leaf): leaf for leaf in reached if isinstance(leaf, Tensor)}.values())
     if any(not isinstance(base_of(leaf), FakeTensor) for leaf in leaves):
         raise ShardTypeError(
             f"{interpreter.name}: backward() at {call_site()} would write into the .grad of a "
@@ -406,14 +416,6 @@ def _grad_field(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> 
             "Fix: pass the tensor, or its gradient, as an argument."
         )
     return func(*args, **kwargs)
-
-
-def _leaves(output: Tensor) -> Iterator[Tensor]:
-    """Yields the tensors whose `.grad` a backward fills."""
-    for node in graph_nodes([output.grad_fn]):
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            yield variable
 
 
 def _switch_gradients(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ runs: a sum of contributions of type I and V is an error, not a V.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from shardmap_torch.checker.rewrites.aliases import AliasedRows
 from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.core.closures import name_in
-from shardmap_torch.core.functorch import base_of, outer_grad_mode
+from shardmap_torch.core.functorch import Token, base_of, outer_grad_mode
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction, FakeTensor, functorch
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -31,28 +31,6 @@ from shardmap_torch.types import AxisType, I, K, R
 
 if TYPE_CHECKING:  # it takes a second to import, which torch does when a body is first checked
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-
-_WITNESS: Final = base_of(torch.empty(0, device="cpu"))
-"""Tensor that tokens wrap: operands, which refer to their tokens, would stay alive with them."""
-
-
-class Token:
-    """A torch.func differentiation, known by its level; it lives as long as its transform."""
-
-    def __init__(self, level: int) -> None:
-        """Keeps a tensor of that level, which ends with the transform."""
-        self._witness = functorch._wrap_for_grad(_WITNESS, level)
-
-    @property
-    def level(self) -> int:
-        """Level of the transform; not positive once it has ended."""
-        return int(functorch.maybe_get_level(self._witness))
-
-    @property
-    def alive(self) -> bool:
-        """Returns whether the transform has not ended."""
-        return self.level > 0
 
 
 def closed_over_outer(name: str, does: str, tensor: str | None = None) -> TransformError:
@@ -103,6 +81,7 @@ class Memory:
         self.running: list[int] = []
         self.switches: tuple[bool, ...] | None = None
         # State of the user's own code that autograd runs; see `user_code`.
+        self.keeps_values = False
         self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()
         self.regions: list[range] = []

@@ -2,7 +2,7 @@
 
 Under global strictness observers compare it with one device like the body. They need the values
 whose gradients such code gets and returns; autograd's nodes do not refer to them, so the
-interpreter keeps the arguments of torch functions by node.
+interpreter keeps the arguments of torch functions by node, from the first such Function on.
 """
 
 import sys
@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.state import kept
+from shardmap_torch.checker.ir import own_functions
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.functorch import base_of
@@ -33,9 +34,17 @@ def is_observed(interpreter: "Interpreter") -> bool:
     return interpreter.observer is not UNOBSERVED and not interpreter.is_paused
 
 
+def meet(interpreter: "Interpreter", function: Any, operands: Sequence[Any]) -> None:
+    """Begins to keep values where a Function of the user's own is applied, with its operands."""
+    if own_functions.is_own(function):
+        interpreter.keeps_values = True
+        with DisableTorchFunction():
+            remember(interpreter, operands)
+
+
 def remember(interpreter: "Interpreter", values: Iterable[Any]) -> None:
     """Keeps the tensors among arguments by the node whose backward gets their gradients."""
-    for value in values:
+    for value in values if is_observed(interpreter) else ():
         if isinstance(value, Tensor | list | tuple):
             for tensor in tensors_of(value):
                 level, found = tensor, []

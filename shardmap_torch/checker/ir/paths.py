@@ -79,8 +79,8 @@ class Branch:
 class Failing:
     """Context that records an error of the checker even if the body catches it.
 
-    A run, which has no types, would not raise it, and would run unchecked code. It is entered at
-    every operation; a generator would cost each a microsecond.
+    A run, which has no types, would not raise it, and would run unchecked code. What is entered at
+    every operation calls `record` in place of the context, which would cost each a microsecond.
     """
 
     __slots__ = ("_branches", "_locate")
@@ -95,10 +95,14 @@ class Failing:
         """Does nothing."""
 
     def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ShardTypeError | TransformError):
+            self.record(error)
+
+    def record(self, error: ShardTypeError | TransformError) -> None:
+        """Records an error."""
         if self._locate is not None and isinstance(error, ShardTypeError):
             self._locate(error)
-        if isinstance(error, ShardTypeError | TransformError):
-            self._branches.refusal = error
+        self._branches.refusal = error
 
 
 class Branches:

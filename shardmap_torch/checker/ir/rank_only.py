@@ -53,8 +53,10 @@ def name_of_hook(function: Any) -> str:
     return "grad_fn" if function == GRAD_FN else str(function.__name__)
 
 
-def without_rule(function: type) -> str:
-    """Returns what a message calls a Function that no batched body can apply."""
+def without_rule(function: type) -> str | None:
+    """Returns what a message calls a Function that no batched body can apply; None if one can."""
+    if takes_vmap(function):
+        return None
     return f"{function.__name__}, a Function without a rule for vmap"
 
 
@@ -106,7 +108,7 @@ class _Watch(threading.local):
     """Thread-local listener for the functions that this thread applies."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Callable[[str], None], Made]] = []
+        self.stack: list[tuple[Callable[[str | None], None], Made]] = []
         self.seen: list[type] = []  # those whose `apply` has reported
 
 
@@ -188,8 +190,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if not _WATCH.stack:
         return apply(*args, **kwargs)
     found, made = _WATCH.stack[-1]
-    if not takes_vmap(cls):
-        found(without_rule(cls))
+    found(without_rule(cls))
     _WATCH.seen.append(cls)
     try:
         out = apply(*args, **kwargs)
@@ -213,8 +214,7 @@ def _forward_of(cls: Any) -> Callable[..., Any]:
     if is_reported or are_transforms_active():
         return forward
     found, made = _WATCH.stack[-1]
-    if not takes_vmap(cls):
-        found(without_rule(cls))
+    found(without_rule(cls))
     has_context = cls.setup_context is Function.setup_context
 
     def reporting(*args: Any) -> Any:
@@ -249,7 +249,7 @@ def _set_forward(cls: Any, value: Any) -> None:
 
 
 @contextmanager
-def watching_functions(found: Callable[[str], None], made: Made) -> Iterator[None]:
+def watching_functions(found: Callable[[str | None], None], made: Made) -> Iterator[None]:
     """Calls `found` with the name of each function without a form for vmap that is applied in here.
 
     `made` gets each function, its arguments and its results, and gives what to return for these.

@@ -109,6 +109,29 @@ warn_of_fallbacks: Final[Callable[[bool], None]] = probed(
 """Sets whether vmap warns of operators without batching rules, as it does at first."""
 
 
+_dynamo: Final[Any] = probed("torch._C._dynamo.eval_frame:set_code_exec_strategy", None) and probed(
+    "torch._C._dynamo:eval_frame", None
+)
+
+
+class UncompiledMode(TorchDispatchMode):
+    """A mode whose handling of operations Dynamo skips, with all that it calls.
+
+    torch wraps what handles them for that, at three microseconds an operation, unless a mode says
+    no; here its code is marked once.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Marks what handles operations; returns whether torch has to wrap it all the same."""
+        if _dynamo is None or "__torch_dispatch__" not in vars(cls):
+            return True
+        skip = _dynamo._FrameAction.SKIP
+        handler: Any = cls.__torch_dispatch__
+        _dynamo.set_code_exec_strategy(handler.__code__, _dynamo._FrameExecStrategy(skip, skip))
+        return False
+
+
 def _is_held(tensor: Tensor) -> int:
     return 2
 
@@ -132,6 +155,7 @@ __all__ = (
     "Store",
     "TorchDispatchMode",
     "TransformType",
+    "UncompiledMode",
     "UnsupportedOperatorException",
     "allowing_single_level",
     "are_transforms_active",

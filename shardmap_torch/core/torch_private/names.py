@@ -180,6 +180,13 @@ OPTIONAL: Final[Sequence[PrivateName]] = (
         "get_eval_frame_callback",
     ),
     *_rows(
+        "to check at 3 us less an operation; without them torch wraps what handles each",
+        "torch._C._dynamo.eval_frame",
+        "_FrameAction",
+        "_FrameExecStrategy",
+        "set_code_exec_strategy",
+    ),
+    *_rows(
         "overlap in symmetric memory; without them kernels use other transports",
         "torch.distributed._symmetric_memory",
         "get_symm_mem_workspace",

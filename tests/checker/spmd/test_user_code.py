@@ -170,6 +170,28 @@ def test_what_is_accepted_is_what_one_device_does(make: str, name: str) -> None:
         torch.testing.assert_close(mine, there)
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return g * y, g * x
+
+
+def test_operands_are_known_that_nothing_but_a_function_uses() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        made: Tensor = Product.apply(x.sin(), x.cos())  # type: ignore[no-untyped-call]  # torch's
+        return made @ w
+
+    found, expected = (outcome(mapped(body, mesh, P("dp"))) for mesh in (RANKS, ONE))
+    for mine, there in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, there)
+
+
 def test_a_norm_over_all_ranks_is_accepted_and_right() -> None:
     body = with_function(lambda ctx, g: g / (1 + norm_over_ranks(g)), shardmap_torch.Function)
     found, expected = (outcome(mapped(body, mesh, P("dp"))) for mesh in (RANKS, ONE))
