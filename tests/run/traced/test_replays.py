@@ -1,11 +1,14 @@
 """Programs that the project already has, traced: bit for bit what plain calls compute."""
 
 from math import prod
+from random import Random
 from typing import Final
 
 import pytest
 
-from shardmap_torch import make_mesh
+from shardmap_torch import P, ShardTypeError, TransformError, make_mesh
+from tests.autodiff.support.random_bodies import AXES, SPECS, Body
+from tests.autodiff.test_random_bodies import SIZES, operand
 from tests.programs.support.bodies import PROGRAMS as BODIES
 from tests.run.traced.support.everyday import (
     PROGRAMS,
@@ -14,6 +17,7 @@ from tests.run.traced.support.everyday import (
     try_daily,
     try_daily_on_processes,
 )
+from tests.run.traced.support.replays import compare
 from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Gloo
 
@@ -43,3 +47,14 @@ def test_programs_of_collectives_on_simulated_ranks(name: str) -> None:
 @pytest.mark.parametrize("size", sampled([2, 4], 2))
 def test_programs_of_collectives_on_processes(size: int, gloo: Gloo) -> None:
     gloo(size).run(try_bodies_on_processes, size)
+
+
+@pytest.mark.parametrize("seed", sampled(range(300), 0, 5, 9))
+def test_random_bodies_on_simulated_ranks(seed: int) -> None:
+    specs = tuple(Random(seed).choices(SPECS, k=3))
+    mesh = make_mesh(tuple(SIZES.values()), AXES, kind="simulated")
+    operands = tuple(operand(spec, at) for at, spec in enumerate(specs))
+    try:
+        compare(lambda *xs: Body(seed)(*xs), mesh, operands, in_specs=specs, out_specs=P(AXES))
+    except (ShardTypeError, TransformError) as error:
+        assert isinstance(error, ShardTypeError) or "trace=True" in str(error)
