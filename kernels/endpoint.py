@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.backends.recording import RecordingBackend
 from shardmap_torch.collectives.protocol import Backend, is_checker
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import is_transformed_otherwise
@@ -166,6 +167,7 @@ def _mixes_dtypes(s: Situation) -> bool:
 
 OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
     ("overlap is off", lambda s: s.overlap == "off"),
+    ("trace=True records the composition", lambda s: isinstance(s.backend, RecordingBackend)),
     ("the mesh has no process groups here", _has_no_processes),
     ("the axes have one rank", lambda s: s.backend.mesh.num_ranks(s.axes) == 1),
     ("the axes are not in mesh order", _is_out_of_order),

@@ -95,6 +95,7 @@ class Traces:
             torch.is_inference_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             *map(Tensor.stride, tensors),
+            *[x.requires_grad for x in tensors],
             *map(Tensor.stride, captured),
         )
         known = self._known.get(key)
@@ -132,7 +133,10 @@ def _separate(tensors: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Ten
     """Returns objects of their own; of tensors that share memory, copies in the same strides."""
     storages = Counter(x.untyped_storage()._cdata for x in (*tensors, *captured))
     is_alone = [storages[x.untyped_storage()._cdata] == 1 for x in tensors]
-    return [x.detach() if alone else _copied(x) for x, alone in zip(tensors, is_alone, strict=True)]
+    return [
+        (x.detach() if alone else _copied(x)).requires_grad_(x.requires_grad)
+        for x, alone in zip(tensors, is_alone, strict=True)
+    ]
 
 
 def _copied(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch import (
+    I,
     Mesh,
     P,
     TransformError,
@@ -20,9 +21,11 @@ from shardmap_torch import (
     ragged_all_to_all,
     shard_map,
 )
+from shardmap_torch.errors import KernelError
+from shardmap_torch.kernels import matmul_all_reduce
 from tests.programs.support.everywhere import run_on
 from tests.programs.support.harness import random
-from tests.run.traced.support.replays import compare, counting_replays
+from tests.run.traced.support.replays import assert_equal, compare, counting_replays
 from tests.support.pool import Gloo
 
 ONE, TWO = (make_mesh((n,), ("tp",), kind="simulated") for n in (1, 2))
@@ -154,6 +157,15 @@ def sent(x: Tensor) -> Tensor:
     return ragged_all_to_all(x[:2], "tp", send_sizes=sizes, length=4)[0]
 
 
+def required(x: Tensor) -> Tensor:
+    return matmul_all_reduce(x.mT, x, "tp", dst=I, overlap="require")
+
+
+def asked(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return (x * 2).detach() + float((x * 1).requires_grad)
+
+
 def on_processes(mesh: Mesh) -> None:
     cases: list[tuple[Callable[..., Any], P, str]] = [
         (taken, P(), "it takes numbers out of tensors"),
@@ -166,6 +178,17 @@ def on_processes(mesh: Mesh) -> None:
             f(X)
     for each in (data, row_of_constant):
         compare(each, mesh, (X,), in_specs=P(), out_specs=P())
+    f = shard_map(required, mesh=mesh, in_specs=P("tp"), out_specs=P(), trace=True)
+    with pytest.raises(KernelError, match="cannot overlap: trace=True records the composition"):
+        f(X)
+    traced, plain = (
+        shard_map(asked, mesh=mesh, in_specs=P(), out_specs=P(), trace=trace)
+        for trace in (True, False)
+    )
+    with torch.no_grad():
+        for tracked in (False, True, False, True):
+            x = X.clone().requires_grad_(tracked)
+            assert_equal(traced(x), plain(x))
 
 
 def test_processes_read_constants_alone(gloo: Gloo) -> None:
