@@ -15,6 +15,9 @@ from shardmap_torch.backends.recorder import RANDOM, Recorder, Step
 _LARGEST: Final = 1 << 20
 """Entries of a tensor that is kept between runs, rather than made in each."""
 
+_MOST: Final = 1 << 24
+"""Entries of all such tensors of a run."""
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -89,17 +92,20 @@ def _computed(
     tensors, found = run.tensors, set(run.constants)
     operands = (n for step in steps if step.writes for n in step.operands)
     written = {_storage(tensors[n]) for n in (*operands, *outputs)}
+    entries = 0
     for step in steps:
         results = step.results
+        length = sum([tensors[n].numel() for n in results])
         if (
             results
             and step.is_pure
             and RANDOM not in getattr(step.function, "tags", ())
             and all(sources[n] in found for n in step.operands)
             and not any(_storage(tensors[n]) in written for n in results)
-            and sum(tensors[n].numel() for n in results) <= _LARGEST
+            and length <= min(_LARGEST, _MOST - entries)
         ):
             found.update(results)
+            entries += length
     return found
 
 

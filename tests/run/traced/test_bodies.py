@@ -5,6 +5,7 @@ import linecache
 import traceback
 from collections.abc import Callable
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels import matmul_all_reduce
+from shardmap_torch.run.traced import simplify
 from tests.programs.support.everywhere import run_on
 from tests.programs.support.harness import random
 from tests.run.traced.support.replays import assert_equal, compare, counting_replays
@@ -221,3 +223,24 @@ def test_traces_leave_no_lines_and_no_tensors_behind() -> None:
     recorded()
     gc.collect()
     assert len(linecache.cache) == before
+
+
+def test_a_trace_keeps_constants_up_to_their_sum() -> None:
+    def kept(x: Tensor, limit: int) -> int:
+        f = shard_map(positions, mesh=ONE, in_specs=P(), out_specs=P(), trace=True)
+        with mock.patch.object(simplify, "_MOST", limit):
+            assert torch.equal(f(x), positions(x))
+        gc.collect()
+        before = sum(type(each) is Tensor for each in gc.get_objects())
+        assert torch.equal(f(x + 1), positions(x + 1))
+        del f
+        gc.collect()
+        return before - sum(type(each) is Tensor for each in gc.get_objects())
+
+    assert kept(X, 1 << 24) - kept(X, 9) == 1
+
+
+def positions(x: Tensor) -> Tensor:
+    for n in range(3):
+        x = x * torch.arange(4 * n, 4 * n + 4)
+    return x
