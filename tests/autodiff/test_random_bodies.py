@@ -8,21 +8,10 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import P, ShardTypeError, make_mesh, shard_map
-from tests.autodiff.support.random_bodies import AXES, SPECS, Body, N
-from tests.programs.support.harness import random
+from tests.autodiff.support.random_bodies import AXES, SIZES, SPECS, Body, operand
 from tests.support.fuzzing import sampled
 
-SIZES = {"dp": 2, "tp": 3}
 QUICK = (3, 18, 28, 39, 43)
-
-
-def operand(spec: P, seed: int) -> Tensor:
-    """A global value whose shards are [N, N]."""
-    shape = [N, N]
-    for dim, axes in spec.sharded_dims:
-        for axis in axes:
-            shape[dim] *= SIZES[axis]
-    return random(shape, seed)
 
 
 def outcome(seed: int, simulate: Literal["auto", "ranks"], mode: str) -> list[Tensor]:

@@ -35,9 +35,11 @@ from shardmap_torch import (
     vjp,
 )
 from shardmap_torch.types import AxisType, K, Z
+from tests.programs.support.harness import random
 
 N: Final = 6
 AXES: Final = ("dp", "tp")
+SIZES: Final = {"dp": 2, "tp": 3}
 
 SPECS: Final = (
     P("dp"),
@@ -282,3 +284,12 @@ class Body:
         first = self.gradients(values, 2, outermost=True)
         pool = [*values, *(x for x in first if x.ndim)]
         return tuple(map(per_rank, (*first, *self.gradients(pool, 1, outermost=True))))
+
+
+def operand(spec: P, seed: int) -> Tensor:
+    """A global value whose shards are [N, N]."""
+    shape = [N, N]
+    for dim, axes in spec.sharded_dims:
+        for axis in axes:
+            shape[dim] *= SIZES[axis]
+    return random(shape, seed)

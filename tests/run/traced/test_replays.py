@@ -7,8 +7,7 @@ from typing import Final
 import pytest
 
 from shardmap_torch import P, ShardTypeError, TransformError, make_mesh
-from tests.autodiff.support.random_bodies import AXES, SPECS, Body
-from tests.autodiff.test_random_bodies import SIZES, operand
+from tests.autodiff.support.random_bodies import AXES, SIZES, SPECS, Body, operand
 from tests.programs.support.bodies import PROGRAMS as BODIES
 from tests.run.traced.support.everyday import (
     PROGRAMS,
