@@ -109,9 +109,10 @@ warn_of_fallbacks: Final[Callable[[bool], None]] = probed(
 """Sets whether vmap warns of operators without batching rules, as it does at first."""
 
 
-_dynamo: Final[Any] = probed("torch._C._dynamo.eval_frame:set_code_exec_strategy", None) and probed(
-    "torch._C._dynamo:eval_frame", None
-)
+_MARKS: Final[list[Any]] = [
+    probed(f"torch._C._dynamo.eval_frame:{name}", None)
+    for name in ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy")
+]
 
 
 class UncompiledMode(TorchDispatchMode):
@@ -124,11 +125,11 @@ class UncompiledMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Marks what handles operations; returns whether torch has to wrap it all the same."""
-        if _dynamo is None or "__torch_dispatch__" not in vars(cls):
+        action, strategy, mark = _MARKS
+        if None in _MARKS or "__torch_dispatch__" not in vars(cls):
             return True
-        skip = _dynamo._FrameAction.SKIP
         handler: Any = cls.__torch_dispatch__
-        _dynamo.set_code_exec_strategy(handler.__code__, _dynamo._FrameExecStrategy(skip, skip))
+        mark(handler.__code__, strategy(action.SKIP, action.SKIP))
         return False
 
 
