@@ -64,7 +64,7 @@ class SplitSignature:
 
 def split(key: Signature, call: Call, surroundings: Surroundings) -> SplitSignature:
     """Splits the latest signature into parts."""
-    match, values, *rest, _ = key
-    named = zip((match.paths[position] for position in match.static), values, strict=True)
-    arguments = {path: (path, value) for path, value in named}
+    match, _, *rest, _ = key
+    named = {match.paths[position]: call.leaves[position] for position in match.static}
+    arguments = {path: (path, value) for path, value in named.items()}
     return SplitSignature((match, *rest), {**arguments, **surroundings.values()})

@@ -1,6 +1,6 @@
 """Compares an ATen operation on shards with the same operation on one device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
@@ -143,7 +143,7 @@ class Operations:
             result, (number, shape) = call.results[index], event.results[index]
             # Of equal positions of lists, as of layers, the first is laid out.
             types = self._interpreter.storage_type(result).types
-            key = sharded, tuple(result.shape), shape, result.dtype, types
+            key = _hashable((sharded, tuple(result.shape), shape, result.dtype, types))
             if key not in known:
                 known[key] = self._laid_out(call, result, shape, sharded, summed, extrema)
             self._finish(call, result, number, *known[key])
@@ -361,3 +361,12 @@ class Operations:
             reject_scaled(sums)
             reject_scaled(known)
         return fills
+
+
+def _hashable(key: tuple[Any, ...]) -> Hashable:
+    """Returns the key, or one that equals no other where sizes are symbols, which have no hash."""
+    try:
+        hash(key)
+    except TypeError:
+        return object()
+    return key
