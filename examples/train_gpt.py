@@ -220,8 +220,8 @@ def initial(run: Run, optimizer: Optimizer) -> dict[str, Any]:
 def train(run: Run, optimizer: Optimizer, state: dict[str, Any], done: int) -> None:
     """Trains from step `done` on, and changes the state; the first steps are checked."""
     # What Python does once need not be done in each step; overlapped kernels are not recorded.
-    traces = run.options.strategy == "vmap" and run.options.overlap == "off"
-    step = sharded_step(run.mesh, run.config, optimizer, trace=traces)
+    replays = run.options.strategy == "vmap" and run.options.overlap == "off"
+    step = sharded_step(run.mesh, run.config, optimizer, replay=replays)
     sharded = sharded_loss_and_grads(run.mesh, run.config)
     tokens = run.options.batch * run.config.length
     with progress_bar(run.console) as progress:

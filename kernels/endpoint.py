@@ -167,7 +167,7 @@ def _mixes_dtypes(s: Situation) -> bool:
 
 OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
     ("overlap is off", lambda s: s.overlap == "off"),
-    ("trace=True records the composition", lambda s: isinstance(s.backend, RecordingBackend)),
+    ("replay=True records the composition", lambda s: isinstance(s.backend, RecordingBackend)),
     ("the mesh has no process groups here", _has_no_processes),
     ("the axes have one rank", lambda s: s.backend.mesh.num_ranks(s.axes) == 1),
     ("the axes are not in mesh order", _is_out_of_order),

@@ -58,7 +58,7 @@ def shard_map(
     axis_names: Collection[str] | None = None,
     check: Check = True,
     debug: bool = False,
-    trace: bool = False,
+    replay: bool = False,
     check_vma: bool | None = None,
 ) -> Callable[A, Y]: ...
 
@@ -74,7 +74,7 @@ def shard_map(
     axis_names: Collection[str] | None = None,
     check: Check = True,
     debug: bool = False,
-    trace: bool = False,
+    replay: bool = False,
     check_vma: bool | None = None,
 ) -> Callable[[Callable[A, Y]], Callable[A, Y]]: ...
 
@@ -89,7 +89,7 @@ def shard_map(
     axis_names: Collection[str] | None = None,
     check: Check = True,
     debug: bool = False,
-    trace: bool = False,
+    replay: bool = False,
     check_vma: bool | None = None,
 ) -> Callable[..., Any]:
     """Maps a function over the ranks of a mesh: it runs on local shards, collectives are explicit.
@@ -126,8 +126,8 @@ def shard_map(
         debug: on processes, compare the plain inputs of every checked call, and not of the first
             one of each signature only. The environment variable SHARDMAP_DEBUG decides for all
             functions: 1 compares always, 0 never.
-        trace: run the body's Python once for a signature, record the operators and collectives that
-            it calls, and run these in later calls, as `jax.jit` does; see docs/tracing.md. What
+        replay: run the body's Python once for a signature, record the operators and collectives
+            that it calls, and run these in later calls, as `jax.jit` does; see docs/replay.md. What
             Python does beside them, such as to print, is not done again. Calls whose derivatives
             are taken from outside, and calls under transforms or modes, run the body.
         check_vma: JAX's word for `check`: True is "local", False is False.
@@ -138,7 +138,7 @@ def shard_map(
         MeshError: in a call, if there is no mesh.
         ShardTypeError: in a call, if the program is not well-typed or would compute wrong
             gradients; names the line.
-        TransformError: in a call, if `trace` cannot record the body; says why.
+        TransformError: in a call, if `replay` cannot record the body; says why.
 
     Source: `jax.shard_map`.
 
@@ -161,7 +161,7 @@ def shard_map(
             axis_names=axis_names,
             check=check,
             debug=debug,
-            trace=trace,
+            replay=replay,
             check_vma=check_vma,
         )
     if check_vma is not None:
@@ -175,9 +175,9 @@ def shard_map(
             + (f" Write P({in_specs!r})." if isinstance(in_specs, str) else "")
         )
     strictness = _read_check(check)
-    if not isinstance(trace, bool) or (trace and strictness is None):
-        raise SpecError(f"trace is a bool, not {show(trace)}, and True only with check.")
-    body = _Body(f, in_specs, out_specs, mesh, axis_names, strictness, debug, trace)
+    if not isinstance(replay, bool) or (replay and strictness is None):
+        raise SpecError(f"replay is a bool, not {show(replay)}, and True only with check.")
+    body = _Body(f, in_specs, out_specs, mesh, axis_names, strictness, debug, replay)
 
     @wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -234,7 +234,7 @@ class _Body:
         axis_names: Collection[str] | None,
         strictness: Strictness | None,
         debug: bool,
-        trace: bool,
+        replay: bool,
     ) -> None:
         self._function, self._signature = function, _signature(function)
         self._name = getattr(function, "__name__", type(function).__name__)
@@ -245,7 +245,7 @@ class _Body:
         self._bound_calls: SignatureCache[_Bound] = SignatureCache()
         self._kinds: Memo[_Bound] = Memo()
         self._out_matches: Memo[Match] = Memo()
-        self._checked = Checked(self._name, function, strictness or "local", debug, trace)
+        self._checked = Checked(self._name, function, strictness or "local", debug, replay)
         self._unchecked = Unchecked()
         self._asked = Asked(self._name, self._call_and_verdict)
         self._lifted: dict[int, CellType] = {}

@@ -12,12 +12,12 @@ from shardmap_torch import Mesh, P, device_put, make_mesh
 AXES = "dp", "tp"
 
 
-def make(setting: Setting, compiles: bool = False, trace: bool = False) -> Step:
+def make(setting: Setting, compiles: bool = False, replay: bool = False) -> Step:
     """Makes it for the process group, with tensor parallelism."""
-    return on(make_mesh((1, torch.distributed.get_world_size()), AXES), setting, compiles, trace)
+    return on(make_mesh((1, torch.distributed.get_world_size()), AXES), setting, compiles, replay)
 
 
-def on(mesh: Mesh, setting: Setting, compiles: bool = False, trace: bool = False) -> Step:
+def on(mesh: Mesh, setting: Setting, compiles: bool = False, replay: bool = False) -> Step:
     """Parameters and state lie on the mesh before the first step, as in the example."""
     specs = model.specs(setting.config)
     params = setting.params()
@@ -25,7 +25,7 @@ def on(mesh: Mesh, setting: Setting, compiles: bool = False, trace: bool = False
     state = device_put(optimizer.init(params), mesh, optimizer.specs(specs))
     params = device_put(params, mesh, specs)
     batch = device_put(setting.batch(), mesh, P("dp"))
-    step = sharded_step(mesh, setting.config, optimizer, trace=trace)
+    step = sharded_step(mesh, setting.config, optimizer, replay=replay)
     if compiles:
         step = torch.compile(step, fullgraph=True, dynamic=False)
 

@@ -16,7 +16,7 @@ from benchmarks.train_step.setting import Setting, Step
 ON_PROCESSES: Final[Mapping[str, Callable[[Setting], Step]]] = {
     "by hand": handwritten.make,
     "ours": ours.make,
-    "ours (traced)": partial(ours.make, trace=True),
+    "ours (replayed)": partial(ours.make, replay=True),
     "parallelize_module": modules.make,
     "by hand (compiled)": compiled.by_hand,
     "ours (compiled)": partial(ours.make, compiles=True),

@@ -69,19 +69,19 @@ def with_new_trees(setting: Setting) -> Step:
 
 
 def on_mesh(
-    shape: tuple[int, int], setting: Setting, compiles: bool = False, trace: bool = False
+    shape: tuple[int, int], setting: Setting, compiles: bool = False, replay: bool = False
 ) -> Step:
     """Makes our step on a simulated mesh."""
-    return ours.on(make_mesh(shape, ours.AXES, kind="simulated"), setting, compiles, trace)
+    return ours.on(make_mesh(shape, ours.AXES, kind="simulated"), setting, compiles, replay)
 
 
 MADE: Final[Mapping[str, Callable[[Setting], Step]]] = {
     "one device": one_device,
     "one device (new trees)": with_new_trees,
     "simulated 1x1": partial(on_mesh, (1, 1)),
-    "simulated 1x1 (traced)": partial(on_mesh, (1, 1), trace=True),
+    "simulated 1x1 (replayed)": partial(on_mesh, (1, 1), replay=True),
     "simulated 2x4": partial(on_mesh, (2, 4)),
-    "simulated 2x4 (traced)": partial(on_mesh, (2, 4), trace=True),
+    "simulated 2x4 (replayed)": partial(on_mesh, (2, 4), replay=True),
     "one device (compiled)": partial(one_device, compiles=True),
     "simulated 2x4 (compiled)": partial(on_mesh, (2, 4), compiles=True),
 }

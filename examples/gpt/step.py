@@ -51,14 +51,14 @@ def sharded_step(
     config: Config,
     optimizer: Optimizer,
     check: Literal["local", "global"] = "local",
-    trace: bool = False,
+    replay: bool = False,
 ) -> Step:
     """One step of training, from gradients to new parameters, in one body."""
     lies = model.specs(config)
     state_lies = optimizer.specs(lies)
     in_specs, out_specs = (lies, state_lies, P("dp")), (lies, state_lies, P())
 
-    @shard_map(mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check, trace=trace)
+    @shard_map(mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check, replay=replay)
     def step(params: Params, state: State, batch: Tensor) -> tuple[Params, State, Tensor]:
         loss, grads = _value_and_grad(params, batch, config)
         params, state = optimizer.update(params, grads, state)

@@ -31,22 +31,22 @@ _INDEX: Final = torch.ops.aten.index.Tensor
 _COMMUNICATING: Final = ("c10d", "_c10d_functional")
 
 _NUMBER: Final = (
-    "{}: trace=True records operators, and the body takes {} out of a tensor{}, which later calls "
+    "{}: replay=True records operators, and the body takes {} out of a tensor{}, which later calls "
     "would not do again. Compute on the tensor itself, as by torch.where or index_select, or leave "
-    "trace=True out."
+    "replay=True out."
 )
 _FOREIGN: Final = (
-    "{}: trace=True records operators, and the body takes a {} of shape {} that is no argument and "
-    "to which its code does not refer{}: later calls would not notice that it is another one. Pass "
-    "it as an argument, or leave trace=True out."
+    "{}: replay=True records operators, and the body takes a {} of shape {} that is no argument "
+    "and to which its code does not refer{}: later calls would not notice that it is another one. "
+    "Pass it as an argument, or leave replay=True out."
 )
 _RESIZED: Final = (
-    "{}: trace=True records operators, and {} makes the memory of a tensor larger{}. Make a new "
-    "tensor, or leave trace=True out."
+    "{}: replay=True records operators, and {} makes the memory of a tensor larger{}. Make a new "
+    "tensor, or leave replay=True out."
 )
 _SENT: Final = (
-    "{}: trace=True records operators, and the body communicates by {}{}, past the collectives of "
-    "shardmap_torch. Call these, or leave trace=True out."
+    "{}: replay=True records operators, and the body communicates by {}{}, past the collectives of "
+    "shardmap_torch. Call these, or leave replay=True out."
 )
 
 

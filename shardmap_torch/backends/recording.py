@@ -18,8 +18,8 @@ from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import TransformError
 
 _COUNTS: Final = (
-    "{}: trace=True records operators, and how many rows are sent is read from a tensor, which "
-    "later calls would not do again. Leave trace=True out."
+    "{}: replay=True records operators, and how many rows are sent is read from a tensor, which "
+    "later calls would not do again. Leave replay=True out."
 )
 
 

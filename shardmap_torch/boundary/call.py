@@ -53,7 +53,7 @@ class Call:
             can tell; None where nothing is known.
         rank_only: what the checker has seen that a batched body would drop or lack, and where.
         separate: within it, what it wraps runs on each rank with a state of that rank's own.
-        traces: runs the recorded operators of the body in its place; see `run.traced`.
+        recordings: runs the recorded operators of the body in its place; see `run.recorded`.
     """
 
     function: Callable[..., Tree]
@@ -72,7 +72,7 @@ class Call:
     sharing: Mapping[int, int] | None = None
     rank_only: str | None = None
     separate: Callable[[], AbstractContextManager[Wrap]] = _unwrapped
-    traces: Callable[..., Any] | None = None
+    recordings: Callable[..., Any] | None = None
 
     def checked(
         self,

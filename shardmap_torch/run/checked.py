@@ -32,6 +32,7 @@ from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardTypeError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, refused
+from shardmap_torch.run.recorded.recordings import Recordings, require_recordable
 from shardmap_torch.run.runtimes import is_simulated, runtime_of
 from shardmap_torch.run.safety.error_posting import posting_errors
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
@@ -40,7 +41,6 @@ from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.purity import Before, verify_purely
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.safety.step_results import differentiated_once
-from shardmap_torch.run.traced.traces import Traces, require_recordable
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says if it may run as one batched program."""
@@ -81,18 +81,18 @@ class Checked:
         function: Callable[..., Any],
         strictness: Strictness,
         debug: bool = False,
-        trace: bool = False,
+        replay: bool = False,
     ) -> None:
         """Starts without verdicts.
 
-        With `debug` each call compares its plain inputs; with `trace` operators are recorded.
+        With `debug` each call compares its plain inputs; with `replay` operators are recorded.
         """
         self._name, self._strictness = name, strictness
         self._surroundings = Surroundings(function)
         self._verdicts: Memo[_Known] = Memo()
         self._changing, self._calls = Changing(name), 0
         self._history, self._stored = History(), Stored(name)
-        self._inputs, self._trace = PlainInputs(debug), trace
+        self._inputs, self._replay = PlainInputs(debug), replay
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
         """Returns the verdict of a call's signature; one in another strictness is not cached.
@@ -156,8 +156,8 @@ class Checked:
                     from shardmap_torch.run.safety.ignored_targets import counting_all
 
                     applied = replace(applied, function=counting_all(call.name, call.function))
-                if self._trace:
-                    applied = self._traced(applied, known)
+                if self._replay:
+                    applied = self._recorded(applied, known)
                 if verdict.altered:
                     self._verdicts.forget(key)  # it is about the objects that were changed
                     with own_state(applied, verdict.altered) as apart:
@@ -172,12 +172,12 @@ class Checked:
         assert difference is not None  # or the first run would have returned
         self._stop(processes, _CHANGING, difference)
 
-    def _traced(self, call: Call, known: "_Known") -> Call:
+    def _recorded(self, call: Call, known: "_Known") -> Call:
         """Returns the call with what runs its recorded operators."""
-        if known.traces is None:
+        if known.recordings is None:
             require_recordable(call, known.verdict)
-            known.traces = Traces(self._name)
-        return replace(call, traces=partial(known.traces.run, self._surroundings.tensors))
+            known.recordings = Recordings(self._name)
+        return replace(call, recordings=partial(known.recordings.run, self._surroundings.tensors))
 
     def _forget(self, key: Signature, call: Call) -> None:
         self._verdicts.forget(key)
@@ -267,8 +267,8 @@ class Checked:
 
 @dataclass(eq=False)
 class _Known:
-    """A verdict, the description that processes compare, made at its first use, and its traces."""
+    """A verdict, its recordings, and the description that processes compare, made when used."""
 
     verdict: Verdict
     description: Description | None = None
-    traces: Traces | None = None
+    recordings: Recordings | None = None

@@ -20,8 +20,8 @@ from shardmap_torch.mixing.backend import SharingBackend
 from shardmap_torch.mixing.layouts import automatic_axes
 from shardmap_torch.mixing.run import entry_specs, run_shared
 from shardmap_torch.run.drawing import Drawing, agreed
+from shardmap_torch.run.recorded.recordings import run_process, serves
 from shardmap_torch.run.safety.aliasing import apart
-from shardmap_torch.run.traced.traces import run_process, serves
 from shardmap_torch.spec import P
 from shardmap_torch.types import R, V
 
@@ -42,7 +42,7 @@ def run(call: Call, batches: bool) -> Tree:
     local = crossings.enter([leaves[i] for i in call.match.crossing], follows)
     watch = Untouched(call, local)
     drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
-    if call.traces is not None and serves(local):
+    if call.recordings is not None and serves(local):
         result = run_process(call, backend, local)
     else:
         result = run_body(call, backend, local, drawing)

@@ -13,7 +13,7 @@ from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run import single_rank, threads, vmap
 from shardmap_torch.run.compiled import give_up
-from shardmap_torch.run.traced.traces import run_simulated, serves
+from shardmap_torch.run.recorded.recordings import run_simulated, serves
 from shardmap_torch.spec import P
 
 has_data: Final = True
@@ -35,7 +35,8 @@ def run(call: Call, batches: bool) -> Tree:
         return threads.run(call)
     is_plain = call.mesh.size == 1 and chosen != "vmap"
     batched = single_rank.run if is_plain else vmap.run
-    if call.traces is not None and serves([call.leaves[position] for position in call.crossing]):
+    crossing = [call.leaves[position] for position in call.crossing]
+    if call.recordings is not None and serves(crossing):
         return run_simulated(call, batched)
     return batched(call)
 

@@ -628,7 +628,7 @@ def body(x, seed=False):
     return x + 1
 
 mesh = make_mesh((2,), ("tp",), kind="simulated")
-f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), trace=True)
+f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), replay=True)
 f(torch.ones(2))
 """
 

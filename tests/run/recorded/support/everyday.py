@@ -10,7 +10,7 @@ from tests.checker.support import daily_attention, daily_losses, daily_models, d
 from tests.checker.support.daily import Program
 from tests.programs.support.bodies import PROGRAMS as BODIES
 from tests.programs.support.harness import worker_mesh
-from tests.run.traced.support.replays import compare
+from tests.run.recorded.support.replays import compare
 
 PROGRAMS: Final[Mapping[str, Program]] = {
     **daily_models.PROGRAMS,

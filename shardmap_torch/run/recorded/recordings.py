@@ -1,4 +1,4 @@
-"""Traces: the recorded runs of one verdict, and when they may run in a body's place."""
+"""Recordings: the recorded runs of one verdict, and when they may run in a body's place."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +26,9 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.run.recorded.simplify import simplify
+from shardmap_torch.run.recorded.source import Runnable, runnable
 from shardmap_torch.run.runtimes import is_simulated
-from shardmap_torch.run.traced.simplify import simplify
-from shardmap_torch.run.traced.source import Runnable, runnable
 
 Leaves: TypeAlias = tuple[Sequence[Any], Callable[[list[Any]], Any]]
 """Leaves of what a body returns, and what makes the result of such leaves."""
@@ -42,16 +42,16 @@ _TENSOR: Final = object()
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 _DEVICES: Final = ("cpu", "cuda")
-_CANNOT: Final = "{}: trace=True cannot record what was checked: {}. Leave trace=True out."
+_CANNOT: Final = "{}: replay=True cannot record what was checked: {}. Leave replay=True out."
 _TRACKED: Final = (
-    "{}: trace=True records no graph for autograd, and results depend on a tensor that requires "
+    "{}: replay=True records no graph for autograd, and results depend on a tensor that requires "
     "gradients and is no argument. Call it under torch.no_grad(), pass the tensor as an argument, "
-    "or leave trace=True out."
+    "or leave replay=True out."
 )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Trace:
+class Recording:
     """A recorded run.
 
     Attributes:
@@ -67,13 +67,13 @@ class Trace:
     captured: Sequence[Tensor]
 
 
-class Traces:
+class Recordings:
     """The recorded runs of one verdict, by what else operators depend on."""
 
     def __init__(self, name: str) -> None:
         """`name` is that of the function."""
         self._name = name
-        self._known: dict[Any, Trace] = {}
+        self._known: dict[Any, Recording] = {}
 
     def run(
         self,
@@ -111,7 +111,7 @@ class Traces:
 
     def _recorded(
         self, captured: Sequence[Tensor], tensors: Sequence[Tensor], record: Record
-    ) -> tuple[list[Any], Trace]:
+    ) -> tuple[list[Any], Recording]:
         inputs = _separate(tensors, captured)
         recorder = Recorder(self._name, inputs, captured)
         with Looking(), recorder:
@@ -122,7 +122,7 @@ class Traces:
         program = simplify(recorder, [recorder.number(x) for x in made])
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         run = runnable(program, self._name)
-        return list(leaves), Trace(run, others, finish, list(captured))
+        return list(leaves), Recording(run, others, finish, list(captured))
 
 
 def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -217,7 +217,7 @@ class _Lines:
 
 def run_process(call: Call, backend: ProcessGroupBackend, tensors: Sequence[Tensor]) -> Result:
     """Runs the body on one process, as it was recorded."""
-    assert call.traces is not None
+    assert call.recordings is not None
 
     def record(recorder: Recorder, inputs: Sequence[Tensor]) -> Leaves:
         result = run_body(call, RecordingBackend(backend, recorder), inputs)
@@ -225,19 +225,19 @@ def run_process(call: Call, backend: ProcessGroupBackend, tensors: Sequence[Tens
 
     lines: Any = _Lines()
     with enter_scope(Scope(backend, call.bound, lines)):
-        found: Result = call.traces(backend.rank, tensors, record)
+        found: Result = call.recordings(backend.rank, tensors, record)
     return found
 
 
 def run_simulated(call: Call, run: Callable[[Call], Tree]) -> Tree:
     """Runs a call on all simulated ranks, as it was recorded."""
-    assert call.traces is not None
+    assert call.recordings is not None
 
     def record(recorder: Recorder, inputs: Sequence[Tensor]) -> Leaves:
         given = list(call.leaves)
         for position, value in zip(call.crossing, inputs, strict=True):
             given[position] = value
-        leaves, structure = flatten(run(replace(call, leaves=given, traces=None)))
+        leaves, structure = flatten(run(replace(call, leaves=given, recordings=None)))
         return leaves, partial(unflatten, structure)
 
-    return call.traces(None, [call.leaves[position] for position in call.crossing], record)
+    return call.recordings(None, [call.leaves[position] for position in call.crossing], record)

@@ -1,4 +1,4 @@
-"""Programs that the project already has, traced: bit for bit what plain calls compute."""
+"""Programs that the project already has, replayed: bit for bit what plain calls compute."""
 
 from math import prod
 from random import Random
@@ -9,14 +9,14 @@ import pytest
 from shardmap_torch import P, ShardTypeError, TransformError, make_mesh
 from tests.autodiff.support.random_bodies import AXES, SIZES, SPECS, Body, operand
 from tests.programs.support.bodies import PROGRAMS as BODIES
-from tests.run.traced.support.everyday import (
+from tests.run.recorded.support.everyday import (
     PROGRAMS,
     try_bodies_on_processes,
     try_body,
     try_daily,
     try_daily_on_processes,
 )
-from tests.run.traced.support.replays import compare
+from tests.run.recorded.support.replays import compare
 from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Gloo
 
@@ -53,11 +53,11 @@ def test_random_bodies_on_simulated_ranks(seed: int) -> None:
     specs = tuple(Random(seed).choices(SPECS, k=3))
     mesh = make_mesh(tuple(SIZES.values()), AXES, kind="simulated")
     operands = tuple(operand(spec, at) for at, spec in enumerate(specs))
-    refusal = "trace=True"
+    refusal = "replay=True"
     try:
         compare(lambda *xs: Body(seed)(*xs), mesh, operands, in_specs=specs, out_specs=P(AXES))
     except ShardTypeError:
         return
     except TransformError as error:
         refusal = str(error)
-    assert "trace=True" in refusal
+    assert "replay=True" in refusal

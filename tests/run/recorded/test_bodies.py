@@ -24,10 +24,10 @@ from shardmap_torch import (
 )
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels import matmul_all_reduce
-from shardmap_torch.run.traced import simplify
+from shardmap_torch.run.recorded import simplify
 from tests.programs.support.everywhere import run_on
 from tests.programs.support.harness import random
-from tests.run.traced.support.replays import assert_equal, compare, counting_replays
+from tests.run.recorded.support.replays import assert_equal, compare, counting_replays
 from tests.support.pool import Gloo
 
 ONE, TWO = (make_mesh((n,), ("tp",), kind="simulated") for n in (1, 2))
@@ -100,7 +100,7 @@ def test_a_body_is_recorded(body: Callable[..., Any], inference: bool, mesh: Mes
 
 @MESHES
 def test_inputs_that_overlap_are_recorded(mesh: Mesh) -> None:
-    f = shard_map(torch.sub, mesh=mesh, in_specs=P(), out_specs=P(), trace=True)
+    f = shard_map(torch.sub, mesh=mesh, in_specs=P(), out_specs=P(), replay=True)
     row = random((1, 4), 1).expand(4, 4)
     for a, b in ((row, row), (row, row.t()), (X, X), (X[1:3], X[:2]), (X[:0], X[:0])):
         with counting_replays() as runs:
@@ -114,7 +114,7 @@ def test_zeros_of_either_sign_are_other_arguments(mesh: Mesh) -> None:
     def signed(x: Tensor, zero: float) -> Tensor:
         return torch.full_like(x, zero).copysign(torch.full_like(x, zero)).reciprocal()
 
-    f = shard_map(signed, mesh=mesh, in_specs=(P(), None), out_specs=P(), trace=True)
+    f = shard_map(signed, mesh=mesh, in_specs=(P(), None), out_specs=P(), replay=True)
     for zero in (0.0, -0.0, 0.0, -0.0):
         assert torch.equal(f(X, zero), signed(X, zero))
 
@@ -148,7 +148,7 @@ def enlarged(x: Tensor) -> Tensor:
 )
 @MESHES
 def test_a_body_is_refused(body: Callable[..., Any], why: str, mesh: Mesh) -> None:
-    f = shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), trace=True)
+    f = shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), replay=True)
     for _ in range(2):
         with pytest.raises(TransformError, match=why):
             f(X)
@@ -175,22 +175,22 @@ def on_processes(mesh: Mesh) -> None:
         (sent, P("tp"), "how many rows are sent is read from a tensor"),
     ]
     for body, spec, why in cases:
-        f = shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, trace=True)
+        f = shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, replay=True)
         with pytest.raises(TransformError, match=why):
             f(X)
     for each in (data, row_of_constant):
         compare(each, mesh, (X,), in_specs=P(), out_specs=P())
-    f = shard_map(required, mesh=mesh, in_specs=P("tp"), out_specs=P(), trace=True)
-    with pytest.raises(KernelError, match="cannot overlap: trace=True records the composition"):
+    f = shard_map(required, mesh=mesh, in_specs=P("tp"), out_specs=P(), replay=True)
+    with pytest.raises(KernelError, match="cannot overlap: replay=True records the composition"):
         f(X)
-    traced, plain = (
-        shard_map(asked, mesh=mesh, in_specs=P(), out_specs=P(), trace=trace)
-        for trace in (True, False)
+    replayed, plain = (
+        shard_map(asked, mesh=mesh, in_specs=P(), out_specs=P(), replay=replay)
+        for replay in (True, False)
     )
     with torch.no_grad():
         for tracked in (False, True, False, True):
             x = X.clone().requires_grad_(tracked)
-            assert_equal(traced(x), plain(x))
+            assert_equal(replayed(x), plain(x))
 
 
 def test_processes_read_constants_alone(gloo: Gloo) -> None:
@@ -201,8 +201,8 @@ def looked_up(table: Tensor, ids: Tensor) -> Tensor:
     return functional.embedding(ids, table * 2)
 
 
-def test_errors_of_later_runs_name_the_line_and_leave_the_trace_as_it_is() -> None:
-    f = shard_map(looked_up, mesh=TWO, in_specs=P(), out_specs=P(), trace=True)
+def test_errors_of_later_runs_name_the_line_and_leave_the_recording_as_it_is() -> None:
+    f = shard_map(looked_up, mesh=TWO, in_specs=P(), out_specs=P(), replay=True)
     good, bad = torch.tensor([0, 3]), torch.tensor([0, 9])
     f(X, good)
     with counting_replays(), pytest.raises(IndexError) as raised:
@@ -212,9 +212,9 @@ def test_errors_of_later_runs_name_the_line_and_leave_the_trace_as_it_is() -> No
     assert torch.equal(f(X, good), looked_up(X, good))
 
 
-def test_traces_leave_no_lines_and_no_tensors_behind() -> None:
+def test_recordings_leave_no_lines_and_no_tensors_behind() -> None:
     def recorded() -> None:
-        f = shard_map(constants, mesh=TWO, in_specs=P(), out_specs=P(), trace=True)
+        f = shard_map(constants, mesh=TWO, in_specs=P(), out_specs=P(), replay=True)
         f(X)
 
     recorded()
@@ -225,9 +225,9 @@ def test_traces_leave_no_lines_and_no_tensors_behind() -> None:
     assert len(linecache.cache) == before
 
 
-def test_a_trace_keeps_constants_up_to_their_sum() -> None:
+def test_a_recording_keeps_constants_up_to_their_sum() -> None:
     def kept(x: Tensor, limit: int) -> int:
-        f = shard_map(positions, mesh=ONE, in_specs=P(), out_specs=P(), trace=True)
+        f = shard_map(positions, mesh=ONE, in_specs=P(), out_specs=P(), replay=True)
         with mock.patch.object(simplify, "_MOST", limit):
             assert torch.equal(f(x), positions(x))
         gc.collect()

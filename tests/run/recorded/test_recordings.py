@@ -49,7 +49,7 @@ def test_python_runs_for_the_check_and_the_recording_alone(
         print("here")
         return mlp(*args)
 
-    f = shard_map(spoken, mesh=MESH, in_specs=IN, out_specs=P(), trace=True)
+    f = shard_map(spoken, mesh=MESH, in_specs=IN, out_specs=P(), replay=True)
     expected = shard_map(mlp, mesh=MESH, in_specs=IN, out_specs=P())
     f(*operands(0))
     assert "here" in capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_changes_of_what_a_body_refers_to_are_refused() -> None:
         seen.append(len(args))
         return mlp(*args)
 
-    f = shard_map(noted, mesh=MESH, in_specs=IN, out_specs=P(), trace=True)
+    f = shard_map(noted, mesh=MESH, in_specs=IN, out_specs=P(), replay=True)
     with pytest.raises(TransformError, match="changes what its code refers to"):
         f(*operands(0))
 
@@ -79,8 +79,8 @@ def step(x: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]
 def gradients(mesh: Mesh) -> None:
     out_specs = P(), (P(None, "tp"), P("tp"))
     made = [
-        shard_map(step, mesh=mesh, in_specs=IN, out_specs=out_specs, trace=trace)
-        for trace in (True, False)
+        shard_map(step, mesh=mesh, in_specs=IN, out_specs=out_specs, replay=replay)
+        for replay in (True, False)
     ]
     for seed in range(3):
         values = operands(seed)
@@ -101,7 +101,7 @@ def test_gradients_in_the_body_are_recorded(kind: str, gloo: Gloo) -> None:
 
 
 def test_numbers_are_refused() -> None:
-    @shard_map(mesh=MESH, in_specs=P(), out_specs=P(), trace=True)
+    @shard_map(mesh=MESH, in_specs=P(), out_specs=P(), replay=True)
     def f(x: Tensor) -> Tensor:
         return x * 2 if x.sum().item() > 0 else x
 
@@ -109,16 +109,16 @@ def test_numbers_are_refused() -> None:
         f(torch.ones(4))
 
 
-@pytest.mark.parametrize("wrong", [{"trace": 1}, {"trace": True, "check": False}])
+@pytest.mark.parametrize("wrong", [{"replay": 1}, {"replay": True, "check": False}])
 def test_bad_arguments(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match="trace is a bool"):
+    with pytest.raises(SpecError, match="replay is a bool"):
         shard_map(mlp, mesh=MESH, in_specs=IN, out_specs=P(), **wrong)
 
 
 def constants(mesh: Mesh) -> None:
     """Positions are tensors that Python makes; on processes they are read by the collectives."""
 
-    @shard_map(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), trace=True)
+    @shard_map(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), replay=True)
     def f(x: Tensor) -> Tensor:
         return x + axis_index("tp") + torch.tensor([1.0])
 
@@ -160,8 +160,8 @@ def prefetched(mesh: Mesh) -> None:
         return all_reduce(every.sum(0) * y * x, "tp", dst=I)
 
     f, expected = [
-        shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P(), trace=trace)
-        for trace in (True, False)
+        shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P(), replay=replay)
+        for replay in (True, False)
     ]
     f(random((4,), 1), random((4,), 2))
     for seed in range(2):

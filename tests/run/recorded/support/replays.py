@@ -1,4 +1,4 @@
-"""Compares traced calls with plain ones, bit for bit, on inputs that are new in each call."""
+"""Compares replayed calls with plain ones, bit for bit, on inputs that are new in each call."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardmap_torch import Mesh, shard_map
-from shardmap_torch.run.traced import source, traces
+from shardmap_torch.run.recorded import recordings, source
 
 _CALLS = 3
 
@@ -30,22 +30,22 @@ def counting_replays() -> Iterator[list[int]]:
 
         return noted
 
-    with mock.patch.object(traces, "runnable", counted):
+    with mock.patch.object(recordings, "runnable", counted):
         yield runs
 
 
 def compare(body: Callable[..., Any], mesh: Mesh, args: Any, **options: Any) -> None:
-    """Requires that the second and third traced calls are replays, and equal plain calls.
+    """Requires that the second and third replayed calls are replays, and equal plain calls.
 
     Raises:
         TransformError: the body cannot be recorded.
     """
     with counting_replays() as runs:
-        traced = shard_map(body, mesh=mesh, trace=True, **options)
+        replayed = shard_map(body, mesh=mesh, replay=True, **options)
         plain = shard_map(body, mesh=mesh, **options)
         for call in range(_CALLS):
             given = [detached(args) if call == 0 else shuffled(args, call) for _ in range(2)]
-            found, expected = traced(*given[0]), plain(*given[1])
+            found, expected = replayed(*given[0]), plain(*given[1])
             assert_equal(found, expected)
             for x in tree_leaves((found, expected)):  # later calls must not see it
                 if isinstance(x, Tensor) and x.is_floating_point() and 0 not in x.stride():

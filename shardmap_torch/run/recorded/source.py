@@ -14,7 +14,7 @@ from torch import Tensor
 from shardmap_torch.backends.recorder import Slot, Step
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.run.traced.simplify import Program
+from shardmap_torch.run.recorded.simplify import Program
 
 Runnable = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -36,7 +36,7 @@ _NUMBERS = count(1)
 
 def runnable(program: Program, name: str) -> Runnable:
     """Returns the function that runs a program."""
-    return _Writer(program).function(f"<trace {next(_NUMBERS)} of {name}>")
+    return _Writer(program).function(f"<recording {next(_NUMBERS)} of {name}>")
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,1 +1,0 @@
-"""Traced calls: the operators of a body are recorded once, and run without its Python."""
