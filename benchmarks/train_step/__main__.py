@@ -35,7 +35,8 @@ clipped by their global norm, AdamW, checked (the default). *By hand* is the sam
 autograd Functions on raw `torch.distributed`, as Megatron-LM writes them, with gradients of the
 norms' scales summed in one buffer and foreach updates in place. *parallelize_module* is the same
 model as a module that torch shards into DTensors, with `loss_parallel`, `clip_grad_norm_` and
-`torch.optim.AdamW(foreach=True)`. *Compiled* steps are multiples of the one by hand whose loss,
+`torch.optim.AdamW(foreach=True)`. *Replayed* is ours with [replay=True](replay.md), as
+`examples/train_gpt.py` runs it. *Compiled* steps are multiples of the one by hand whose loss,
 backward and update are compiled by inductor. Losses are compared before anything is timed. What
 else was measured, and the goals, are in [benchmarks.md](benchmarks.md).
 """
@@ -47,8 +48,8 @@ All ranks in one process, beside a GPT of torch's own layers on one device, with
 
 ABOUT_OVERHEAD: Final = """
 Measured on torch's fake process group, where nothing is sent: a forward and a backward of one
-collective in a body, beside an autograd Function on `torch.distributed`; and AdamW alone in a
-checked body, beside the same foreach calls on plain tensors.
+collective in a body, beside an autograd Function on `torch.distributed`; AdamW alone in a checked
+body, beside the same foreach calls on plain tensors; and whole training steps.
 """
 
 ABOUT_CALLS: Final = """

@@ -1,4 +1,4 @@
-"""Software cost of a collective and of the boundary of a call, on torch's fake process group.
+"""Software cost of collectives, of a call's boundary and of a step, on torch's fake process group.
 
 Nothing is sent, so that what is left is Python and copies. Prints JSON.
 """
@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from benchmarks.train_step import handwritten, ours
 from benchmarks.train_step.handwritten import GatherSequence, Reduce, ScatterSequence
+from benchmarks.train_step.setting import Setting, Step
 from shardmap_torch import (
     I,
     Mesh,
@@ -30,6 +32,7 @@ from shardmap_torch import (
 )
 
 ROUNDS, CALLS, TOGETHER = 21, 320, 16
+WIDTHS: Final = 64, 256
 LEAVES: Final = 69
 """Parameters, gradients and two moments: 276 leaves in, 207 out."""
 
@@ -122,13 +125,34 @@ def boundary(mesh: Mesh) -> Any:
     return interleaved({name: (lambda: clock(adamw, plain), lambda: clock(mapped, trees))})
 
 
+def steps() -> Any:
+    """The whole training step, eager and replayed."""
+
+    def clock(step: Step) -> float:
+        start = time.process_time()
+        step()
+        return time.process_time() - start
+
+    pairs = {}
+    for width in WIDTHS:
+        setting = Setting(width)
+        by_hand = handwritten.make(setting)
+        for end, replay in (("", False), (", replayed", True)):
+            step = ours.make(setting, replay=replay)
+            for _ in range(2):  # it is checked, and recorded
+                by_hand(), step()
+            name = f"a training step of width {width}{end}"
+            pairs[name] = partial(clock, by_hand), partial(clock, step)
+    return interleaved(pairs)
+
+
 def main() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = make_mesh((2,), ("tp",))
-    print(json.dumps({**collectives(mesh), **boundary(mesh)}))
+    print(json.dumps({**collectives(mesh), **boundary(mesh), **steps()}))
 
 
 if __name__ == "__main__":
