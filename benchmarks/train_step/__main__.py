@@ -60,7 +60,10 @@ checked costs, and pytrees. What was largest at 0b59b58, in calls more than by h
 times; the optimizer (2,500) matched its trees with their specs seven times a step by hashing each
 spec, and took sums over an axis of one rank through the collectives leaf by leaf; in the forward
 (1,300) each collective passed some 35 functions, and now 18 to 25, and each layer reads its own
-arguments, as it still does.
+arguments, as it still does. Calls do not tell times: 550 fewer around the step took no time off
+that could be measured. Of 17.9 ms there, 14.1 by hand, 1.3 ms more are in the forward, 1.1 in the
+norm and the optimizer, which makes new trees, and 1.4 around them, in pieces of 0.1 to 0.25 ms: the
+comparison of captured state, new DTensors, flattening of trees, freeing of what was there before.
 """
 
 
