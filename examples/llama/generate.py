@@ -24,6 +24,7 @@ def sharded_step(mesh: Mesh, config: Config) -> Step:
         in_specs=(model.specs(config), P(), model.CACHE, P()),
         out_specs=(P(), model.CACHE),
         check="global",
+        replay=True,
     )
 
 

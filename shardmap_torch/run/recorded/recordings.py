@@ -25,10 +25,8 @@ from shardmap_torch.core.torch_private.engine import (
 )
 from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError
-from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.recorded.simplify import simplify
 from shardmap_torch.run.recorded.source import Runnable, runnable
-from shardmap_torch.run.runtimes import is_simulated
 
 Leaves: TypeAlias = tuple[Sequence[Any], Callable[[list[Any]], Any]]
 """Leaves of what a body returns, and what makes the result of such leaves."""
@@ -179,7 +177,7 @@ def require_recordable(call: Call, verdict: Verdict) -> None:
 
 
 def _obstacles(call: Call, verdict: Verdict) -> Iterator[str]:
-    traits, mesh = verdict.traits, call.mesh
+    traits = verdict.traits
     if traits.draws:
         yield "it draws from torch's default generator; draw from a key of shardmap_torch.random"
     if traits.averages:
@@ -191,22 +189,10 @@ def _obstacles(call: Call, verdict: Verdict) -> Iterator[str]:
         yield "it changes what its code refers to; take that as an argument, and return the new one"
     if len(verdict.program_paths) > 1:
         yield "it branches on numbers taken from tensors; choose by torch.where"
-    if call.mapped != mesh.axis_names:
+    if call.mapped != call.mesh.axis_names:
         yield "over the axes that it does not bind, torch shards its values"
     if any([equation.name.startswith("#") for equation in verdict.equations]):
         yield "it takes numbers out of tensors; compute on the tensors themselves"
-    if is_simulated(mesh):
-        yield from _obstacles_to_batching(mesh, traits.rank_only)
-
-
-def _obstacles_to_batching(mesh: Mesh, rank_only: str | None) -> Iterator[str]:
-    if mesh.simulate == "ranks":
-        yield 'simulate="ranks" runs it in a thread for each rank; make the mesh without'
-    if rank_only:
-        (what, *_) = rank_only.splitlines()
-        yield f"one batched program drops, or cannot run, {what.removesuffix('.')}"
-    elif rank_only is not None and mesh.simulate != "vmap":
-        yield 'simulated ranks run it one after the other; make the mesh with simulate="vmap"'
 
 
 class _Lines:

@@ -142,7 +142,6 @@ def enlarged(x: Tensor) -> Tensor:
     ("body", "why"),
     [
         (taken, "it takes numbers out of tensors"),
-        (data, "simulated ranks run it one after the other"),
         (enlarged, r"aten.resize_.default makes the memory of a tensor larger \(test_bodies"),
     ],
 )
@@ -152,6 +151,12 @@ def test_a_body_is_refused(body: Callable[..., Any], why: str, mesh: Mesh) -> No
     for _ in range(2):
         with pytest.raises(TransformError, match=why):
             f(X)
+
+
+@pytest.mark.parametrize("simulate", ["ranks", "auto"])
+def test_ranks_that_run_one_by_one_run_the_body(simulate: Any) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate=simulate)
+    compare(data, mesh, (X,), replays=(0,), in_specs=P(), out_specs=P())
 
 
 def sent(x: Tensor) -> Tensor:
