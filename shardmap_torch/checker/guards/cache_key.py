@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -12,8 +13,6 @@ from shardmap_torch.checker.rules.registry import table_version
 from shardmap_torch.core.torch_private.engine import forward_level
 
 _DEVICES: Final = ("cpu", "cuda")
-_SIGNED: Final = (float, complex)
-"""Types of numbers of which zero and minus zero are equal, and nan is not."""
 
 
 Signature: TypeAlias = tuple[Any, ...]
@@ -39,7 +38,10 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
 
 
 def _value(leaf: Any) -> Any:
-    return repr(leaf) if type(leaf) in _SIGNED else leaf
+    """Tells zero from minus zero, which are equal, in numbers of any library; nan equals nan."""
+    if type(leaf) is int or not isinstance(leaf, Number):
+        return leaf
+    return repr(leaf), leaf if leaf == leaf else None
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:

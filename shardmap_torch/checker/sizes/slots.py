@@ -50,9 +50,11 @@ def numbers_of(call: Call) -> tuple[int, ...]:
 
 def layout_of(key: Sequence[Any], call: Call) -> Hashable:
     """All of a signature but what stands in the slots; None where a tensor does not cross."""
-    leaves, rest = call.leaves, key[2:]
-    kinds: list[Any] = []
-    for leaf in leaves:
+    (_, values, *rest), leaves, static = key, call.leaves, call.match.static
+    if len(call.crossing) + len(static) != len(leaves):
+        return None
+    known, kinds = dict(zip(static, values, strict=True)), list[Any]()
+    for position, leaf in enumerate(leaves):
         kind = input_signature(leaf)
         if isinstance(leaf, Tensor):
             shape, *others = kind
@@ -60,9 +62,7 @@ def layout_of(key: Sequence[Any], call: Call) -> Hashable:
                 return None
             kinds.append((len(shape), *others))
         else:
-            kinds.append(kind if type(leaf) is int else (kind, leaf))
-    if len(call.crossing) + len(call.match.static) != len(leaves):
-        return None
+            kinds.append(kind if type(leaf) is int else (kind, known[position]))
     return (call.structure, call.mesh, call.mapped, call.match.specs, *kinds, *rest)
 
 
@@ -71,7 +71,8 @@ def outline_of(key: Sequence[Any], call: Call) -> Hashable:
     match, leaves = call.match, call.leaves
     if match.resized_from is None:
         return None
-    values = [leaves[at] for at in match.static if type(leaves[at]) is not int]
+    static = zip(match.static, key[1], strict=True) if match.static else ()
+    values = [value for at, value in static if type(leaves[at]) is not int]
     return (match.resized_from, *values, *key[2:])
 
 

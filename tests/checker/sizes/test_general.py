@@ -1,9 +1,12 @@
 """A verdict that holds for many sizes is the one that each size would get; all else is checked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from math import copysign
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from shardmap_torch import (
     ShardTypeError,
     all_gather,
     all_reduce,
+    check_program,
     convert,
     make_mesh,
     shard_map,
@@ -391,3 +395,18 @@ def test_processes_agree_on_sizes_that_were_not_checked(gloo: Gloo) -> None:
     for count, errors in gloo(2).run(in_worker):
         assert count == 2
         assert max(errors) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, Decimal])
+@pytest.mark.parametrize("sizes", [(20,), (4, 6, 8, 10)])
+def test_minus_zero_is_another_number_than_zero(
+    kind: Callable[[str], Any], sizes: Sequence[int]
+) -> None:
+    def body(x: Tensor, number: Any) -> Tensor:
+        return all_reduce(x.sum(0), "dp", dst=I) if copysign(1, number) > 0 else x.sum(0)
+
+    f = shard_map(body, mesh=MESH, in_specs=(P("dp"), None), out_specs=P())
+    for size in sizes:
+        check_program(f, randn(size, 3), kind("0.0"))
+    with pytest.raises(ShardTypeError, match="varies"):
+        check_program(f, randn(20, 3), kind("-0.0"))
