@@ -15,7 +15,7 @@ NAMES: Final = frozenset(
         *("are_deterministic_algorithms_enabled", "is_inference_mode_enabled", "benchmark"),
         *("is_deterministic_algorithms_warn_only_enabled", "is_autocast_cache_enabled"),
         *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "enabled"),
-        *("cudnn_sdp_enabled", "deterministic"),
+        *("cudnn_sdp_enabled", "deterministic", "get_fastpath_enabled", "fp32_precision"),
     }
 )
 """Names by which code asks for them."""
@@ -23,7 +23,8 @@ NAMES: Final = frozenset(
 
 def switches() -> tuple[Any, ...]:
     """Returns the values of the switches that can change while a process runs."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    backends: Any = torch.backends  # stubs lack some
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     return (
         torch.get_default_dtype(),
         torch.get_default_device() if function_mode_stack() else None,
@@ -32,12 +33,17 @@ def switches() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_anomaly_enabled(),
-        torch.get_float32_matmul_precision(),
         torch.is_autocast_cache_enabled(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+        cuda.matmul.fp32_precision,  # the precision of matmuls decides; asking for that may raise
+        torch.backends.mha.get_fastpath_enabled(),
+        mkldnn.enabled,
+        mkldnn.matmul.fp32_precision,
+        mkldnn.conv.fp32_precision,
+        cudnn.conv.fp32_precision,
         cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,

@@ -15,6 +15,7 @@ from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.recorder import Looking, Recorder
 from shardmap_torch.backends.recording import RecordingBackend
 from shardmap_torch.boundary.call import Call, Result, run_body
+from shardmap_torch.checker.guards.switches import switches
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.core.torch_private.engine import (
@@ -90,8 +91,8 @@ class Recordings:
         """
         key = (
             rank,
-            torch.is_inference_mode_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
+            switches(),
+            torch.get_num_threads(),  # decides how sums of constants round
             *map(Tensor.stride, tensors),
             *[x.requires_grad for x in tensors],
             *map(Tensor.stride, captured),

@@ -73,7 +73,7 @@ class _Writer:
         for number in list(self._waiting):  # nothing may be under way after the run
             self._wait(number)
         reads = set[str]()
-        returned = [self._tensor(number, reads) for number in program.outputs]
+        returned = [self._returned(number, reads) for number in program.outputs]
         self._lines.append(_Line(f"return [{', '.join(returned)}]", frozenset(reads)))
         text = "\n    ".join(["def run(inputs):", *self._with_deletions()]) + "\n"
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
@@ -152,6 +152,12 @@ class _Writer:
             self._lines.append(_Line(text, frozenset({own})))
         reads.add(known)
         return known
+
+    def _returned(self, number: int, reads: set[str]) -> str:
+        """Returns what is returned for a tensor: an object of its own, that no other one is."""
+        name = self._tensor(number, reads)
+        is_own = self._program.sources[number] == number or name == f"v{number}"
+        return name if is_own else f"{name}.detach()"
 
     def _local(self, number: int) -> str:
         return self._names.setdefault(number, f"v{number}".replace("-", "_"))

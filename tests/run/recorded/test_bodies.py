@@ -3,7 +3,9 @@
 import gc
 import linecache
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
 from unittest import mock
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardmap_torch import (
     I,
@@ -33,6 +36,7 @@ from tests.support.pool import Gloo
 ONE, TWO = (make_mesh((n,), ("tp",), kind="simulated") for n in (1, 2))
 MESHES: Final = pytest.mark.parametrize("mesh", [ONE, TWO], ids=["one", "two"])
 X: Final = random((4, 4), 0)
+BACKENDS: Final[Any] = torch.backends
 
 
 def constants(x: Tensor) -> Any:
@@ -117,6 +121,64 @@ def test_zeros_of_either_sign_are_other_arguments(mesh: Mesh) -> None:
     f = shard_map(signed, mesh=mesh, in_specs=(P(), None), out_specs=P(), replay=True)
     for zero in (0.0, -0.0, 0.0, -0.0):
         assert torch.equal(f(X, zero), signed(X, zero))
+
+
+def with_constant(x: Tensor) -> Tensor:
+    return x @ torch.arange(16.0).view(4, 4).sin() @ torch.ones(4, 4)
+
+
+def attention(x: Tensor) -> Tensor:
+    q = x.expand(2, 2, 4, 4)
+    return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+@MESHES
+@pytest.mark.parametrize("body", [with_constant, attention])
+def test_switches_of_torch_are_noticed(body: Callable[..., Any], mesh: Mesh) -> None:
+    """They decide which operators are recorded, and what constants are."""
+    f = shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), replay=True)
+    x, threads = X.float(), torch.get_num_threads()
+    changes: list[Callable[[], Any]] = [
+        nullcontext,
+        partial(sdpa_kernel, [SDPBackend.MATH]),
+        partial(switched, torch.set_float32_matmul_precision, "medium", "highest"),
+        partial(
+            switched, partial(setattr, BACKENDS.mkldnn.matmul, "fp32_precision"), "bf16", "ieee"
+        ),
+        partial(switched, torch.set_num_threads, threads + 1, threads),
+        partial(switched, torch.backends.mha.set_fastpath_enabled, False, True),
+    ]
+    with counting_replays() as runs:
+        for change in changes:
+            with change():
+                for _ in range(2):
+                    assert torch.equal(f(x), body(x))
+        assert len(runs) == len(changes)
+
+
+@contextmanager
+def switched(switch: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    switch(value)
+    try:
+        yield
+    finally:
+        switch(before)
+
+
+@MESHES
+def test_results_are_objects_of_their_own(mesh: Mesh) -> None:
+    weight = torch.nn.Parameter(X.clone())
+
+    def body(x: Tensor) -> Any:
+        h = x * 2
+        return h, h.detach(), h[1:], h[1:], weight.detach()
+
+    f = shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), replay=True)
+    for _ in range(3):
+        results = f(X)
+        assert_equal(results, body(X))
+        assert len({*map(id, results), id(weight)}) == 6
+        assert not any([x.requires_grad for x in results])
 
 
 def taken(x: Tensor) -> Any:
