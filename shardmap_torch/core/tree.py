@@ -77,6 +77,12 @@ def flatten_like(structure: Structure, tree: Tree) -> tuple[list[Any], Structure
     return flatten(tree)
 
 
+def entry_order(structure: Structure) -> list[tuple[Any, ...]]:
+    """Returns the keys of each dict in its own order, in which equal structures may differ."""
+    nodes: Any = structure.__getstate__()
+    return [tuple(node[-1]) for node in nodes[0] if node[-1]]
+
+
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
     """Rebuilds a tree with `leaves` in the order of `flatten`."""
     if type(structure) is Traced:

@@ -28,7 +28,7 @@ from shardmap_torch.control.start import current
 from shardmap_torch.core import autograd_state
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import is_batched
-from shardmap_torch.core.tree import Tree
+from shardmap_torch.core.tree import Tree, entry_order
 from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardTypeError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, refused
@@ -177,7 +177,8 @@ class Checked:
         if known.recordings is None:
             require_recordable(call, known.verdict)
             known.recordings = Recordings(self._name)
-        return replace(call, recordings=partial(known.recordings.run, self._surroundings.tensors))
+        run, order = known.recordings.run, entry_order(call.structure)
+        return replace(call, recordings=partial(run, self._surroundings.tensors, order))
 
     def _forget(self, key: Signature, call: Call) -> None:
         self._verdicts.forget(key)

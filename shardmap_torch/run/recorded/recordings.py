@@ -58,12 +58,14 @@ class Recording:
         others: the leaves of the result, `_TENSOR` in the place of each tensor.
         finish: makes the result of its leaves.
         captured: tensors that the body's code refers to, which it has taken from there.
+        order: of the entries of dicts among the arguments.
     """
 
     run: Runnable
     others: Sequence[Any]
     finish: Callable[[list[Any]], Any]
     captured: Sequence[Tensor]
+    order: Any
 
 
 class Recordings:
@@ -77,6 +79,7 @@ class Recordings:
     def run(
         self,
         captured: Sequence[Tensor],
+        order: Any,
         rank: int | None,
         tensors: Sequence[Tensor],
         record: Record,
@@ -85,6 +88,7 @@ class Recordings:
 
         Args:
             captured: the tensors that the body's code refers to.
+            order: of the entries of dicts among the arguments, to compare.
             rank: of this process.
             tensors: those that cross into the body.
             record: runs the body.
@@ -98,8 +102,8 @@ class Recordings:
             *map(Tensor.stride, captured),
         )
         known = self._known.get(key)
-        if known is None or not _are_same(known.captured, captured):
-            leaves, self._known[key] = self._recorded(captured, tensors, record)
+        if known is None or known.order != order or not _are_same(known.captured, captured):
+            leaves, self._known[key] = self._recorded(captured, order, tensors, record)
             return self._known[key].finish(leaves)
         with ExitStack() as stack:
             for context in _contexts():
@@ -109,7 +113,7 @@ class Recordings:
         return known.finish(leaves)
 
     def _recorded(
-        self, captured: Sequence[Tensor], tensors: Sequence[Tensor], record: Record
+        self, captured: Sequence[Tensor], order: Any, tensors: Sequence[Tensor], record: Record
     ) -> tuple[list[Any], Recording]:
         inputs = _separate(tensors, captured)
         recorder = Recorder(self._name, inputs, captured)
@@ -121,7 +125,7 @@ class Recordings:
         program = simplify(recorder, [recorder.number(x) for x in made])
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         run = runnable(program, self._name)
-        return list(leaves), Recording(run, others, finish, list(captured))
+        return list(leaves), Recording(run, others, finish, list(captured), order)
 
 
 def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -165,6 +165,20 @@ def switched(switch: Callable[[Any], None], value: Any, before: Any) -> Iterator
         switch(before)
 
 
+def numbered(xs: dict[str, Tensor]) -> Any:
+    return sum([n * x for n, x in enumerate(xs.values())])
+
+
+@MESHES
+def test_dicts_in_another_order_are_other_arguments(mesh: Mesh) -> None:
+    f = shard_map(numbered, mesh=mesh, in_specs=P(), out_specs=P(), replay=True)
+    xs = {"a": X, "b": 2 * X}
+    with counting_replays() as runs:
+        for given in (xs, xs, dict(reversed(xs.items())), xs, xs):
+            assert torch.equal(f(given), numbered(given))
+    assert len(runs) >= 2
+
+
 @MESHES
 def test_results_are_objects_of_their_own(mesh: Mesh) -> None:
     weight = torch.nn.Parameter(X.clone())
