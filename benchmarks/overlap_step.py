@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.link import run_ranks, two_namespaces
+from benchmarks.link import CannotRunError, run_ranks, two_namespaces
 from benchmarks.quiet import joined
 from examples.gpt import model
 from examples.gpt.optim import make_optimizer
@@ -60,8 +60,11 @@ def main() -> None:
     parser.add_argument("--rate", default="500mbit")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    with two_namespaces(options.rate, "256kb") as link:
-        taken = run_ranks(link, "benchmarks.overlap_step", {"rounds": options.rounds}, 120)
+    try:
+        with two_namespaces(options.rate, "256kb") as link:
+            taken = run_ranks(link, "benchmarks.overlap_step", {"rounds": options.rounds}, 120)
+    except CannotRunError as error:
+        raise SystemExit(f"benchmarks/overlap_step.py cannot run here: {error}") from error
     for overlap, seconds in taken.items():
         ratios = [own / off for own, off in zip(seconds, taken["off"], strict=True)]
         print(f"{overlap:8} {1e3 * statistics.median(seconds):7.1f} ms", end="")
