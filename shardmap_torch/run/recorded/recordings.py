@@ -18,6 +18,7 @@ from shardmap_torch.boundary.call import Call, Result, run_body
 from shardmap_torch.checker.guards.switches import switches
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import Scope, enter_scope
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.torch_private.engine import (
     are_transforms_active,
     dispatch_mode_stack,
@@ -39,6 +40,9 @@ _TENSOR: Final = object()
 """Stands where a result has a tensor."""
 
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
+
+_MOST: Final = 64
+"""Recordings that a verdict keeps, of other strides or switches of torch."""
 
 _DEVICES: Final = ("cpu", "cuda")
 _CANNOT: Final = "{}: replay=True cannot record what was checked: {}. Leave replay=True out."
@@ -74,7 +78,7 @@ class Recordings:
     def __init__(self, name: str) -> None:
         """`name` is that of the function."""
         self._name = name
-        self._known: dict[Any, Recording] = {}
+        self._known: Memo[Recording] = Memo(_MOST)
 
     def run(
         self,
@@ -101,10 +105,11 @@ class Recordings:
             *[x.requires_grad for x in tensors],
             *map(Tensor.stride, captured),
         )
-        known = self._known.get(key)
+        known = self._known.find(key)
         if known is None or known.order != order or not _are_same(known.captured, captured):
-            leaves, self._known[key] = self._recorded(captured, order, tensors, record)
-            return self._known[key].finish(leaves)
+            leaves, known = self._recorded(captured, order, tensors, record)
+            self._known.put(key, known)
+            return known.finish(leaves)
         with ExitStack() as stack:
             for context in _contexts():
                 stack.enter_context(context)

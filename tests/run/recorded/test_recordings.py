@@ -177,3 +177,33 @@ def prefetched(mesh: Mesh) -> None:
 
 def test_gathers_that_are_started_early_stay_so(gloo: Gloo) -> None:
     run_on("gloo", prefetched, gloo)
+
+
+WEIGHT: Final = torch.nn.Parameter(torch.ones(4))
+ERRORS: Final = {
+    "branch": (
+        lambda x: x * 2 if x.sum().item() > 0 else x,
+        "<lambda>: replay=True cannot record what was checked: it branches on numbers taken from "
+        "tensors; choose by torch.where. Leave replay=True out.",
+    ),
+    "draws": (
+        lambda x: all_reduce(x + torch.rand(4), "tp", op="max", dst=I),
+        "<lambda>: replay=True cannot record what was checked: it draws from torch's default "
+        "generator; draw from a key of shardmap_torch.random. Leave replay=True out.",
+    ),
+    "tracked": (
+        lambda x: x * WEIGHT,
+        "<lambda>: replay=True records no graph for autograd, and results depend on a tensor that "
+        "requires gradients and is no argument. Call it under torch.no_grad(), pass the tensor as "
+        "an argument, or leave replay=True out.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_says_what_and_what_to_do(name: str) -> None:
+    body, text = ERRORS[name]
+    f = shard_map(body, mesh=MESH, in_specs=P(), out_specs=P(), replay=True)
+    with pytest.raises(TransformError) as raised:
+        f(torch.ones(4))
+    assert str(raised.value) == text
