@@ -38,6 +38,7 @@ _REDUCE_OPTIONS: Final = {
 }
 _GATHER_OPTIONS: Final = _asynchronous(c10d.AllgatherOptions())
 _SCATTER_OPTIONS: Final = _asynchronous(c10d.ReduceScatterOptions(), dist.ReduceOp.SUM)
+_EXCHANGE_OPTIONS: Final = _asynchronous(c10d.AllToAllOptions())
 
 
 @dataclass(frozen=True)
@@ -96,32 +97,33 @@ class Wire:
 
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
         """Sums all ranks' values; each rank keeps its shard of `dim`."""
-        length = x.shape[dim] // self.size
+        x = x.contiguous() if dim == 0 else torch.cat(x.split(x.shape[dim] // self.size, dim))
+        shape = x.shape[0] // self.size, *x.shape[1:]
         if self.patient:
-            # gloo's own is an all-reduce as well, but no wait for it can be ended: neither when a
-            # rank is gone nor after a time.
-            mine = self.reduce(x, "sum").narrow(dim, self.rank * length, length)
-            return mine.clone(memory_format=torch.contiguous_format)
-        x = x.contiguous() if dim == 0 else torch.cat(x.split(length, dim))
-        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+            # gloo's own is an all-reduce of twice the bytes, and no wait for it can be ended:
+            # neither when a rank is gone nor after a time.
+            return self.exchange(x.view(self.size, *shape)).sum(0, dtype=x.dtype)
+        out = x.new_empty(shape)
         self._wait(_REDUCE_SCATTER(self.group, out, x, _SCATTER_OPTIONS))
         return out
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result comes from rank r."""
-        parts = parts.contiguous()
-        out = torch.empty_like(parts)
-        self._wait(dist.all_to_all_single(out, parts, group=self.group, async_op=True))
-        return out
+        return self._exchange(parts, parts.shape, [], [])
 
     def exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Sends the next `send[r]` rows to each rank r; the next `receive[r]` come from it."""
+        return self._exchange(x, (sum(receive), *x.shape[1:]), list(send), list(receive))
+
+    def _exchange(
+        self, x: Tensor, shape: Sequence[int], send: list[int], receive: list[int]
+    ) -> Tensor:
+        if x.is_complex():  # which gloo does not send
+            parts = self._exchange(torch.view_as_real(x), (*shape, 2), send, receive)
+            return torch.view_as_complex(parts)
         x = x.contiguous()
-        out = x.new_empty((sum(receive), *x.shape[1:]))
-        work = dist.all_to_all_single(
-            out, x, list(receive), list(send), group=self.group, async_op=True
-        )
-        self._wait(work)
+        out = x.new_empty(shape)
+        self._wait(self.group.alltoall_base(out, x, receive, send, _EXCHANGE_OPTIONS))
         return out
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
