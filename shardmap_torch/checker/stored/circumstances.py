@@ -26,7 +26,7 @@ from shardmap_torch.core.torch_private.engine import (
     top_saved_tensors_hooks,
 )
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Number of the format of files."""
 
 
