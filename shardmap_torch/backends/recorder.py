@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from shardmap_torch.errors import TransformError
 
 T = TypeVar("T")
 
+Place: TypeAlias = tuple[object, ...]
+"""The memory of a tensor, and its geometry there."""
+
 _READS: Final = torch.Tag.data_dependent_output
 _SIZES: Final = torch.Tag.dynamic_output_shape
 RANDOM: Final = torch.Tag.nondeterministic_seeded
@@ -36,13 +39,23 @@ _NUMBER: Final = (
     "replay=True out."
 )
 _FOREIGN: Final = (
-    "{}: replay=True records operators, and the body takes a {} of shape {} that is no argument "
-    "and to which its code does not refer{}: later calls would not notice that it is another one. "
-    "Pass it as an argument, or leave replay=True out."
+    "{}: replay=True records operators, and the body takes a {} of shape {}{} that is no argument "
+    "with a spec, and to which its code does not refer: later calls would not notice that it is "
+    "another one. Pass it as an argument with a spec, or leave replay=True out."
 )
 _RESIZED: Final = (
     "{}: replay=True records operators, and {} makes the memory of a tensor larger{}. Make a new "
     "tensor, or leave replay=True out."
+)
+_MOVED: Final = (
+    "{}: replay=True records operators, and gives tensors numbers, but one{} gets other memory or "
+    "another shape after it was made, as by out= or torch.utils.swap_tensors. Make a new tensor, "
+    "or leave replay=True out."
+)
+_COUNTED: Final = (
+    "{}: replay=True records operators, and {} counts its offset from where the memory of an "
+    "argument starts{}, and those of later calls may start elsewhere. Take a slice, or leave "
+    "replay=True out."
 )
 _SENT: Final = (
     "{}: replay=True records operators, and the body communicates by {}{}, past the collectives of "
@@ -119,13 +132,15 @@ class Recorder(TorchDispatchMode):
         self.tensors: list[Tensor] = []
         self.steps: list[Step] = []
         self.constants: set[int] = set()
-        self._name = name
+        self.name = name
         self._numbers: dict[int, int] = {}
         self._homes: dict[int, int] = {}
+        self._places: list[Place] = []
         self._fixed: set[int] = set()  # memory that holds the same in each run
         self._paused = False
         self.inputs = [self._add(x).number for x in inputs]
         self.captured = frozenset([self._add(x).number for x in captured])
+        self._given = frozenset(self._homes)  # memory from outside
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -134,7 +149,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        self._require_recordable(func, args)
+        self._require_recordable(func, args, kwargs)
         if _RESHAPES in func.tags:
             return self._reshaped(func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default:
@@ -153,7 +168,7 @@ class Recorder(TorchDispatchMode):
         self.tensors[number] = x.detach()  # as it was
         func(*args, **kwargs)
         if x.untyped_storage().nbytes() > length:
-            raise TransformError(_RESIZED.format(self._name, func, _at()))
+            raise TransformError(_RESIZED.format(self.name, func, at()))
         del self._numbers[id(x)]
         self._slot(x)
         return x
@@ -198,6 +213,17 @@ class Recorder(TorchDispatchMode):
         """Returns the number of a tensor."""
         return self._slot(x).number
 
+    def require_unmoved(self) -> None:
+        """Requires that each tensor lies where it lay when it was made.
+
+        Raises:
+            TransformError: one does not, so that its number may stand for another one.
+        """
+        for number, (x, place) in enumerate(zip(self.tensors, self._places, strict=True)):
+            if _place(x) != place:
+                sites = [step.site for step in self.steps if number in step.results]
+                raise TransformError(_MOVED.format(self.name, at(*sites[:1])))
+
     def _record(
         self, function: Any, args: Any, kwargs: Mapping[str, Any], result: Any, writes: bool
     ) -> None:
@@ -217,15 +243,17 @@ class Recorder(TorchDispatchMode):
         elif step.writes:
             self._fixed -= operands
 
-    def _require_recordable(self, func: OpOverload, args: Any) -> None:
+    def _require_recordable(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> None:
         if func.namespace in _COMMUNICATING:
-            raise TransformError(_SENT.format(self._name, func, _at()))
+            raise TransformError(_SENT.format(self.name, func, at()))
+        if _counts_from_start(func, args, kwargs) and _storage(args[0]) in self._given:
+            raise TransformError(_COUNTED.format(self.name, func, at()))
         sizes = _SIZES in func.tags and (func is not _INDEX or any(map(_is_mask, args[1])))
         tensors = [x for x in flatten(args)[0] if isinstance(x, Tensor)]
         reads = _READS in func.tags and not all([_storage(x) in self._fixed for x in tensors])
         what = "a number" if reads else "a size" if sizes else ""
         if what:
-            raise TransformError(_NUMBER.format(self._name, what, _at()))
+            raise TransformError(_NUMBER.format(self.name, what, at()))
 
     def _slot_of(self, leaf: Any) -> Any:
         return self._slot(leaf) if isinstance(leaf, Tensor) else leaf
@@ -238,7 +266,7 @@ class Recorder(TorchDispatchMode):
         home = self._homes.get(_storage(x))
         if home is None or self.tensors[home].dtype != x.dtype:
             dtype = str(x.dtype).removeprefix("torch.")
-            raise TransformError(_FOREIGN.format(self._name, dtype, list(x.shape), _at()))
+            raise TransformError(_FOREIGN.format(self.name, dtype, list(x.shape), at()))
         # Autograd has kept another object of the same tensor.
         slot, geometry = self._add(x), (tuple(x.shape), x.stride(), x.storage_offset())
         self.steps.append(Step(torch.as_strided, (Slot(home), *geometry), {}, slot))
@@ -253,6 +281,7 @@ class Recorder(TorchDispatchMode):
     def _add(self, x: Tensor) -> Slot:
         number = len(self.tensors)
         self.tensors.append(x)
+        self._places.append(_place(x))
         self._numbers[id(x)] = number
         self._homes.setdefault(_storage(x), number)
         return Slot(number)
@@ -288,14 +317,28 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _at() -> str:
-    site = call_site()
+def at(made: Site | None = None) -> str:
+    """Formats the user's line, or the one where a tensor was made, in parentheses."""
+    site = call_site() if made is None else made
     return "" if site is None else f" ({site})"
 
 
 def _storage(x: Tensor) -> int:
     found: int = x.untyped_storage()._cdata
     return found
+
+
+def _place(x: Tensor) -> Place:
+    return _storage(x), x.shape, x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()
+
+
+def _counts_from_start(func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether an operator is told an offset in memory, as `as_strided` may be."""
+    names = [arg.name for arg in func._schema.arguments]
+    if "storage_offset" not in names:
+        return False
+    at = names.index("storage_offset")
+    return (args[at] if at < len(args) else kwargs.get("storage_offset")) is not None
 
 
 def is_recording() -> bool:

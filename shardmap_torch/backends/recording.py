@@ -10,7 +10,7 @@ from torch import Tensor
 from shardmap_torch.backends.local_movements import on_one_rank
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.rank import RankBackend
-from shardmap_torch.backends.recorder import Recorder
+from shardmap_torch.backends.recorder import Recorder, at
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import Memo
@@ -18,8 +18,9 @@ from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import TransformError
 
 _COUNTS: Final = (
-    "{}: replay=True records operators, and how many rows are sent is read from a tensor, which "
-    "later calls would not do again. Leave replay=True out."
+    "{}: replay=True records operators, and how many rows {} sends is read from a tensor{}, which "
+    "later calls would not do again. Send equally many to each rank by all_to_all, or leave "
+    "replay=True out."
 )
 
 
@@ -63,7 +64,7 @@ class RecordingBackend(RankBackend):
         if not collective.axes or self.position(collective.axes)[1] == 1:
             return on_one_rank(move, collective, x)
         if collective.counts:
-            raise TransformError(_COUNTS.format(collective))
+            raise TransformError(_COUNTS.format(self._recorder.name, collective, at()))
         later = Sending(move, collective, self._backend.site())
         run = partial(self._backend.communicate, move, collective)
         return self._recorder.opaque(run, x, later)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NoReturn
 
+import torch
+
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.guards.cache_key import Signature, signature, split
+from shardmap_torch.checker.guards.cache_key import Signature, around, signature, split
 from shardmap_torch.checker.guards.captured_state import Surroundings
 from shardmap_torch.checker.guards.places import looking
 from shardmap_torch.checker.guards.replay import Departure, Difference
@@ -102,7 +104,7 @@ class Checked:
         """
         if strictness is not None and strictness != self._strictness:
             return verify(call, strictness)
-        return self._find(signature(call, self._surroundings), call).verdict
+        return self._find(signature(call, self._around(call)), call).verdict
 
     def traced(self, call: Call) -> Verdict:
         """Returns the verdict of a call that is being compiled; all ranks compare what is new.
@@ -114,7 +116,7 @@ class Checked:
             ShardTypeError: as `verdict`.
             CollectiveMismatchError: the processes compile different programs.
         """
-        key = signature(call, self._surroundings)
+        key = signature(call, self._around(call))
         known = self._verdicts.find(key)
         is_compared = known is not None and known.description is not None
         if is_compared or current() is None or call.mesh.kind not in PROCESS_KINDS:
@@ -129,7 +131,7 @@ class Checked:
             CollectiveMismatchError: the processes do not run the same program.
         """
         self._calls += 1
-        key = signature(call, self._surroundings)
+        key = signature(call, self._around(call))
         if call.mesh.kind not in PROCESS_KINDS:
             return self._run_checked(key, call, run, False)
         try:
@@ -157,7 +159,7 @@ class Checked:
 
                     applied = replace(applied, function=counting_all(call.name, call.function))
                 if self._replay:
-                    applied = self._recorded(applied, known)
+                    applied = replace(applied, recordings=self._recordings(call, known))
                 if verdict.altered:
                     self._verdicts.forget(key)  # it is about the objects that were changed
                     with own_state(applied, verdict.altered) as apart:
@@ -172,13 +174,18 @@ class Checked:
         assert difference is not None  # or the first run would have returned
         self._stop(processes, _CHANGING, difference)
 
-    def _recorded(self, call: Call, known: "_Known") -> Call:
-        """Returns the call with what runs its recorded operators."""
+    def _recordings(self, call: Call, known: "_Known") -> Callable[..., Any]:
+        """Returns what runs the recorded operators of a call."""
         if known.recordings is None:
             require_recordable(call, known.verdict)
             known.recordings = Recordings(self._name)
         run, order = known.recordings.run, entry_order(call.structure)
-        return replace(call, recordings=partial(run, self._surroundings.tensors, order))
+        static = [call.leaves[position] for position in call.match.static]
+        tensors = self._around(call).tensors
+        return partial(run, tensors, order, static)
+
+    def _around(self, call: Call) -> Surroundings:
+        return around(call, self._surroundings) if call.match.static else self._surroundings
 
     def _forget(self, key: Signature, call: Call) -> None:
         self._verdicts.forget(key)
@@ -204,8 +211,10 @@ class Checked:
         known = self._history.find(key, call)
         if known is None:
             # torch's checkpoint, around the call, would keep or recompute what the check computes.
+            torch.clear_autocast_cache()
             with autograd_state.set_aside(), postponing_full_collections():
                 known = self._make(key, call)
+            torch.clear_autocast_cache()  # it has casts without data of what the body refers to
         return _Known(known)
 
     def _make(self, key: Signature, call: Call) -> Verdict:
@@ -214,14 +223,14 @@ class Checked:
             watch_remaking(self, self._name, call.function)
         # Each rank would have to run the body once for each item of the batch.
         arguments = set(map(id, call.leaves))
-        hidden = (x for x in self._surroundings.tensors if id(x) not in arguments)
+        hidden = (x for x in self._around(call).tensors if id(x) not in arguments)
         if any(map(is_batched, hidden)):
             raise closed_over_outer(self._name, "batches")
         derived = self._history.derive(key, call, self._derive, partial(self._verify, call))
         if derived is not None:
             return derived
         numbers = self._history.structural(key, call)
-        self._changing.checked(self._calls, split(key, call, self._surroundings), numbers)
+        self._changing.checked(self._calls, split(key, call, self._around(call)), numbers)
         verdict = self._verify(call)
         self._changing.resized(self._history.add(key, call, verdict))
         return verdict
@@ -229,13 +238,13 @@ class Checked:
     def _verify(self, call: Call) -> Verdict:
         check = partial(verify, call, self._strictness)
         shares = is_simulated(call.mesh)
-        purely = partial(verify_purely, self._name, self._surroundings, check, shares)
+        purely = partial(verify_purely, self._name, self._around(call), check, shares)
         return self._stored.get(call, self._strictness, purely)
 
     def _derive(self, call: Call, sizes: Sizes) -> Verdict:
         """A verdict on symbols, of a body that keeps none of them."""
         check = partial(attempt, call, NONE, self._strictness, sizes)
-        before = Before(self._surroundings)
+        before = Before(self._around(call))
         try:
             with looking(before.look):
                 verdict, changed = check(), before.changes()

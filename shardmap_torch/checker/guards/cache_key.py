@@ -9,6 +9,9 @@ import torch
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.captured_state import Surroundings
+from shardmap_torch.checker.guards.libraries import is_library
+from shardmap_torch.checker.guards.references import PLAIN
+from shardmap_torch.checker.guards.walk import ENTERED
 from shardmap_torch.checker.rules.registry import table_version
 from shardmap_torch.core.torch_private.engine import forward_level
 
@@ -35,6 +38,20 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
         _autocast() if any(map(torch.is_autocast_enabled, _DEVICES)) else (),
         surroundings.key(),
     )
+
+
+def around(call: Call, surroundings: Surroundings) -> Surroundings:
+    """Returns what the body and the objects among its arguments refer to."""
+    leaves, static = call.leaves, call.match.static
+    return surroundings.beside([leaves[at] for at in static if _may_change(leaves[at])])
+
+
+def _may_change(leaf: Any) -> bool:
+    """Returns whether an equal argument may be another one, as an object with attributes."""
+    kind: Any = type(leaf)
+    if kind in PLAIN or isinstance(leaf, Number):
+        return False
+    return kind.__hash__ is object.__hash__ or not is_library(kind) or isinstance(leaf, ENTERED)
 
 
 def _value(leaf: Any) -> Any:

@@ -5,6 +5,7 @@ A look-up compares identities. The walk is repeated only if one has changed.
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -32,21 +33,36 @@ class Surroundings:
     others by identity.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], versions: "_Versions | None" = None) -> None:
         """Keeps the function; the first call of `key` walks."""
         self._function = function
-        self._warned = False
         self._walk: Walk | None = None
-        self._known: dict[Hashable, tuple[int, list[Any]]] = {}
-        self._count = 0
+        self._versions = _Versions() if versions is None else versions
         self._version = 0
+        self._beside: dict[tuple[int, ...], Surroundings] = {}
+
+    def beside(self, objects: Sequence[Any]) -> "Surroundings":
+        """Returns the state that the function and these objects among its arguments refer to.
+
+        Keys of all that this returns differ where the states do.
+        """
+        if not objects:
+            return self
+        at = tuple(map(id, objects))
+        known = self._beside.get(at)  # has the objects, so that no other one has their address
+        if known is None:
+            if len(self._beside) >= _VERSIONS:
+                self._beside.clear()
+            known = Surroundings(partial(self._function, *objects), self._versions)
+            self._beside[at] = known
+        return known
 
     def key(self) -> Hashable:
         """Returns a key that is equal as long as nothing has changed."""
         walk = self._walk
         if walk is None or not walk.holds():
             walk = self._walk = Walk(self._function)
-            self._version = self._version_of(walk)
+            self._version = self._versions.of(walk)
             self._warn_of_cost(walk)
         if not walk.tensors:
             return self._version
@@ -73,8 +89,8 @@ class Surroundings:
         return {} if self._walk is None else self._walk.values()
 
     def _warn_of_cost(self, walk: Walk) -> None:
-        if walk.size > _COSTLY and not self._warned:
-            self._warned = True
+        if walk.size > _COSTLY and not self._versions.warned:
+            self._versions.warned = True
             warnings.warn(
                 f"{name_of(self._function)} refers to {walk.size:,} values, which each call "
                 f"compares with those that were checked, in about {walk.size * 50e-6:.0f} ms. "
@@ -83,7 +99,17 @@ class Surroundings:
                 stacklevel=2,
             )
 
-    def _version_of(self, walk: Walk) -> int:
+
+class _Versions:
+    """Numbers of the states that were found."""
+
+    def __init__(self) -> None:
+        self.warned = False
+        self._known: dict[Hashable, tuple[int, list[Any]]] = {}
+        self._count = 0
+
+    def of(self, walk: Walk) -> int:
+        """Returns the number of a state."""
         known = self._known.get(walk.found)
         if known is None:
             if len(self._known) >= _VERSIONS:

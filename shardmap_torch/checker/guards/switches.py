@@ -1,5 +1,6 @@
 """Switches of torch that decide what its functions do, or that code may ask for."""
 
+import sys
 from typing import Any, Final
 
 import torch
@@ -47,5 +48,7 @@ def switches() -> tuple[Any, ...]:
         cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,
+        (backends.opt_einsum.enabled, backends.opt_einsum.strategy),  # the order of contractions
+        sys.float_info.min / 2 == 0.0,  # torch.set_flush_denormal
         tuple([(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]),
     )

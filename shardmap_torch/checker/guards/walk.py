@@ -534,6 +534,9 @@ _ENTRIES: Final[tuple[tuple[Any, Callable[[Walk, Any], Hashable]], ...]] = (
 )
 """Functions that enter an object, by its type; the first match counts."""
 
+ENTERED: Final = tuple(types for types, _ in _ENTRIES)
+"""Types of objects that refer to others; nested, as `isinstance` takes them."""
+
 _OPEN: Final = (
     Walk._enter_plain,
     Walk._enter_sequence,

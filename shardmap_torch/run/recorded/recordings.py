@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
+from numbers import Number
 from operator import is_
 from typing import Any, Final, TypeAlias
 
@@ -15,6 +17,7 @@ from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.recorder import Looking, Recorder
 from shardmap_torch.backends.recording import RecordingBackend
 from shardmap_torch.boundary.call import Call, Result, run_body
+from shardmap_torch.checker.guards.references import PLAIN
 from shardmap_torch.checker.guards.switches import switches
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import Scope, enter_scope
@@ -44,12 +47,20 @@ _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _MOST: Final = 64
 """Recordings that a verdict keeps, of other strides or switches of torch."""
 
+_VALUES: Final = (*PLAIN, Number, Enum, type, range)
+"""Types of results that later calls may return again: nothing in them changes."""
+
 _DEVICES: Final = ("cpu", "cuda")
 _CANNOT: Final = "{}: replay=True cannot record what was checked: {}. Leave replay=True out."
 _TRACKED: Final = (
     "{}: replay=True records no graph for autograd, and results depend on a tensor that requires "
     "gradients and is no argument. Call it under torch.no_grad(), pass the tensor as an argument, "
     "or leave replay=True out."
+)
+_OBJECT: Final = (
+    "{}: replay=True records operators, and the body returns an object of {}, which later calls "
+    "would return again with what is in it now. Return its tensors and numbers, or leave "
+    "replay=True out."
 )
 
 
@@ -84,6 +95,7 @@ class Recordings:
         self,
         captured: Sequence[Tensor],
         order: Any,
+        static: Sequence[Any],
         rank: int | None,
         tensors: Sequence[Tensor],
         record: Record,
@@ -93,6 +105,7 @@ class Recordings:
         Args:
             captured: the tensors that the body's code refers to.
             order: of the entries of dicts among the arguments, to compare.
+            static: the arguments that are no tensors.
             rank: of this process.
             tensors: those that cross into the body.
             record: runs the body.
@@ -103,11 +116,13 @@ class Recordings:
             torch.get_num_threads(),  # decides how sums of constants round
             *map(Tensor.stride, tensors),
             *[x.requires_grad for x in tensors],
+            *map(type, tensors),
+            _first_of_each(tensors),
             *map(Tensor.stride, captured),
         )
         known = self._known.find(key)
         if known is None or known.order != order or not _are_same(known.captured, captured):
-            leaves, known = self._recorded(captured, order, tensors, record)
+            leaves, known = self._recorded(captured, order, static, tensors, record)
             self._known.put(key, known)
             return known.finish(leaves)
         with ExitStack() as stack:
@@ -118,15 +133,25 @@ class Recordings:
         return known.finish(leaves)
 
     def _recorded(
-        self, captured: Sequence[Tensor], order: Any, tensors: Sequence[Tensor], record: Record
+        self,
+        captured: Sequence[Tensor],
+        order: Any,
+        static: Sequence[Any],
+        tensors: Sequence[Tensor],
+        record: Record,
     ) -> tuple[list[Any], Recording]:
         inputs = _separate(tensors, captured)
+        torch.clear_autocast_cache()  # it may have casts of captured tensors, which have no number
         recorder = Recorder(self._name, inputs, captured)
         with Looking(), recorder:
             leaves, finish = record(recorder, inputs)
+        recorder.require_unmoved()
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any([x.requires_grad for x in made]):
             raise TransformError(_TRACKED.format(self._name))
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_VALUES)) and not any([leaf is x for x in static]):
+                raise TransformError(_OBJECT.format(self._name, type(leaf).__name__))
         program = simplify(recorder, [recorder.number(x) for x in made])
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         run = runnable(program, self._name)
@@ -138,13 +163,21 @@ def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _separate(tensors: Sequence[Tensor], captured: Sequence[Tensor]) -> list[Tensor]:
-    """Returns objects of their own; of tensors that share memory, copies in the same strides."""
-    storages = Counter(x.untyped_storage()._cdata for x in (*tensors, *captured))
-    is_alone = [storages[x.untyped_storage()._cdata] == 1 for x in tensors]
-    return [
-        (x.detach() if alone else _copied(x)).requires_grad_(x.requires_grad)
-        for x, alone in zip(tensors, is_alone, strict=True)
-    ]
+    """Returns an object for each one; of tensors that share memory, copies in the same strides."""
+    every = {id(x): x for x in tensors}
+    storages = Counter(x.untyped_storage()._cdata for x in (*every.values(), *captured))
+    separate = {}
+    for x in every.values():
+        y = x.detach() if storages[x.untyped_storage()._cdata] == 1 else _copied(x)
+        y = torch.nn.Parameter(y, False) if isinstance(x, torch.nn.Parameter) else y
+        separate[id(x)] = y.requires_grad_(x.requires_grad)
+    return [separate[id(x)] for x in tensors]
+
+
+def _first_of_each(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Returns for each tensor where it stands first; nothing where each stands once."""
+    ids = [*map(id, tensors)]
+    return () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -165,7 +198,8 @@ def _contexts() -> Iterator[Any]:
 def serves(tensors: Sequence[Tensor]) -> bool:
     """Returns whether a recorded run computes all that is wanted of the body.
 
-    Not where a derivative from outside, a transform or a mode wants to see its operators.
+    Not where a derivative from outside, a transform or a mode wants to see its operators, nor
+    where a tensor has more to it than its entries, as attributes or a gradient.
     """
     if are_transforms_active() or forward_level() >= 0:
         return False
@@ -173,7 +207,13 @@ def serves(tensors: Sequence[Tensor]) -> bool:
         return False
     if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]):
         return False
-    return all([type(x) in _PLAIN and not (x.is_conj() or x.is_neg()) for x in tensors])
+    return all(map(_is_plain, tensors))
+
+
+def _is_plain(x: Tensor) -> bool:
+    if type(x) not in _PLAIN or x.is_conj() or x.is_neg() or x.__dict__:
+        return False
+    return not x.is_leaf or x.grad is None
 
 
 def require_recordable(call: Call, verdict: Verdict) -> None:

@@ -550,6 +550,30 @@ def test_a_static_argument_counts_by_value_and_type() -> None:
     assert len(verdicts._known) == 4
 
 
+@pytest.mark.parametrize("strictness", ["global", "local"])
+def test_what_is_in_a_static_argument_counts(strictness: Any) -> None:
+    config = Namespace(is_linear=True)
+
+    def summed(x: Tensor, is_linear: Callable[[], bool]) -> Tensor:
+        parts = reinterpret(x.sum(0), "i", src=V, dst=Partial)
+        return all_reduce(parts * 2 if is_linear() else parts.relu(), "i", dst=I)
+
+    f = shard_map(
+        summed, mesh=MESH, in_specs=(P("i"), None), out_specs=P(), check={"i": strictness}
+    )
+
+    def ask() -> bool:
+        return bool(config.is_linear)
+
+    x = torch.tensor([[1.0, -5.0], [-3.0, 2.0]])
+    assert torch.equal(f(x, ask), 2 * x.sum(0))
+    config.is_linear = False
+    with pytest.raises(ShardTypeError, match="not linear"):
+        f(x, ask)
+    config.is_linear = True
+    assert torch.equal(f(x, ask), 2 * x.sum(0))
+
+
 def test_state_that_each_call_compares_at_length_is_warned_of_once() -> None:
     table = {number: str(number) for number in range(20_001)}
 

@@ -20,9 +20,7 @@ from shardmap_torch import (
     Mesh,
     P,
     TransformError,
-    axis_index,
     make_mesh,
-    ragged_all_to_all,
     shard_map,
 )
 from shardmap_torch.errors import KernelError
@@ -235,11 +233,6 @@ def test_ranks_that_run_one_by_one_run_the_body(simulate: Any) -> None:
     compare(data, mesh, (X,), replays=(0,), in_specs=P(), out_specs=P())
 
 
-def sent(x: Tensor) -> Tensor:
-    sizes = torch.tensor([[1, 1], [0, 2]])[axis_index("tp")]
-    return ragged_all_to_all(x[:2], "tp", send_sizes=sizes, length=4)[0]
-
-
 def required(x: Tensor) -> Tensor:
     return matmul_all_reduce(x.mT, x, "tp", dst=I, overlap="require")
 
@@ -253,7 +246,6 @@ def on_processes(mesh: Mesh) -> None:
     cases: list[tuple[Callable[..., Any], P, str]] = [
         (taken, P(), "it takes numbers out of tensors"),
         (row_of_written, P(), r"takes a number out of a tensor \(test_bodies"),
-        (sent, P("tp"), "how many rows are sent is read from a tensor"),
     ]
     for body, spec, why in cases:
         f = shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, replay=True)
