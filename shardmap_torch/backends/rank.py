@@ -9,6 +9,7 @@ from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, native_on_o
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.plan import Plan
 from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
+from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.mesh import Mesh
 
 
@@ -64,3 +65,10 @@ class RankBackend(WithoutAutomaticAxes):
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs a movement that needs the other ranks."""
         raise NotImplementedError
+
+
+def current_rank() -> int:
+    """Returns the rank that runs the body on this thread; 0 for all at once, and outside."""
+    scope = current_scope()
+    backend = None if scope is None else scope.backend
+    return backend.rank if isinstance(backend, RankBackend) else 0

@@ -80,6 +80,22 @@ class Step:
         return show(self.what, self.shape, self.dtype) + place
 
 
+def copied(start: Step, change: Callable[[Step], Step]) -> Step:
+    """Copies a record, each step changed; a loop, since it is as deep as the program is long.
+
+    `change` returns a step of its own, whatever follows it.
+    """
+    first = change(start)
+    pending = [(start, first)]
+    while pending:
+        step, copy = pending.pop()
+        copy.next = [change(each) for each in step.next]
+        copy.later = {key: change(each) for key, each in step.later.items()}
+        pending += zip(step.next, copy.next, strict=True)
+        pending += zip(step.later.values(), copy.later.values(), strict=True)
+    return first
+
+
 def show(what: object, shape: torch.Size | None, dtype: torch.dtype | None) -> str:
     """Formats an operation for errors."""
     if isinstance(what, tuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardmap_torch.boundary.call import Result
-from shardmap_torch.checker.guards.replay import Step
+from shardmap_torch.checker.guards.replay import Step, copied
 from shardmap_torch.checker.ir.program import Equation, KernelCollective, ProgramPath, Use
 from shardmap_torch.checker.sizes.symbols_as_numbers import MARKED, NUMBERS, expression, is_symbol
 from shardmap_torch.checker.verify.verdict import Verdict
@@ -67,26 +67,10 @@ def verdict_at(general: Verdict, values: Values) -> Verdict:
         # A run does not ask for the program.
         make_paths=lambda: tuple(_path(path, values) for path in general.program_paths),
         result=Result(leaves, general.result.match, general.result.structure),
-        start=_steps(general.start, values),
+        start=copied(general.start, lambda step: _step(step, values)),
     )
     found.__dict__.pop("program_paths", None)
     return found
-
-
-def _steps(start: Step, values: Values) -> Step:
-    """The notes with which runs are compared; a loop, since they are as long as the program."""
-    first = _step(start, values)
-    pending = [(start, first)]
-    while pending:
-        step, copy = pending.pop()
-        for following in step.next:
-            made = _step(following, values)
-            copy.next.append(made)
-            pending.append((following, made))
-        for key, later in step.later.items():
-            copy.later[key] = _step(later, values)
-            pending.append((later, copy.later[key]))
-    return first
 
 
 def _step(step: Step, values: Values) -> Step:

@@ -1,6 +1,6 @@
 """The verdict on a call: all paths through its body, and repairs if one is rejected."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,7 @@ from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.guards.places import Kept
 from shardmap_torch.checker.guards.replay import End, Replay, Step
-from shardmap_torch.checker.ir.outcomes import PathOutcome, Resolved, Traits, Where
+from shardmap_torch.checker.ir.outcomes import Crossing, PathOutcome, Resolved, Traits, Where
 from shardmap_torch.checker.ir.own_functions import communicating
 from shardmap_torch.checker.ir.paths import every_path
 from shardmap_torch.checker.ir.program import Equation, ProgramPath
@@ -72,7 +72,7 @@ class Verdict:
     paths: tuple[str, ...]
     specs: tuple[P | None, ...]
     crossing: tuple[int, ...]
-    exits: dict[int, Casts]
+    exits: Mapping[int, Casts]
     outputs: dict[int, tuple[tuple[int, ...], torch.dtype, Types]]
     make_paths: Callable[[], tuple[ProgramPath, ...]]
     result: Result
@@ -242,18 +242,13 @@ def _verdict(request: Request, resolved: Resolved, outcomes: Sequence[PathOutcom
     call = request.call
     first = next(outcome for outcome in outcomes if outcome.result is not None)
     assert first.result is not None  # by the filter
-    exits: dict[int, Casts] = {}
-    for (position, axis), casts in resolved.exits.items():
-        own = tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
-        if own:
-            exits[position] = exits.get(position, ()) + own
     return Verdict(
         call.name,
         call.mesh.layout or call.mesh,
         call.match.paths,
         _closed_specs(call, resolved.replicate),
         call.crossing,
-        exits,
+        Crossing({where: casts for where, casts in resolved.exits.items() if casts}).collectives,
         first.outputs,
         partial(tuple, [outcome.program for outcome in outcomes]),
         first.result,

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Final
 
-from shardmap_torch.backends.rank import RankBackend
+from shardmap_torch.backends.rank import current_rank
 from shardmap_torch.backends.threads import handing_over
 from shardmap_torch.boundary.call import Call, Wrap
 from shardmap_torch.checker.guards.places import Kept
-from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.errors import ShardTypeError
 
 
@@ -31,18 +30,12 @@ def own_state(call: Call, altered: Sequence[Kept]) -> Iterator[Call]:
 
         @wraps(function)
         def apart(*args: Any, **kwargs: Any) -> Any:
-            return states.run(_rank(), start, lambda: function(*args, **kwargs))
+            return states.run(current_rank(), start, lambda: function(*args, **kwargs))
 
         return apart
 
     with states.joined():
         yield replace(call, function=forward(call.function), separate=states.later)
-
-
-def _rank() -> int:
-    scope = current_scope()
-    backend = None if scope is None else scope.backend
-    return backend.rank if isinstance(backend, RankBackend) else 0
 
 
 @dataclass(eq=False)

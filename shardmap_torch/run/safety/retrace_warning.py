@@ -141,24 +141,25 @@ def _warn_of_size(function: str, recheck: Recheck, sizes: Sequence[int]) -> None
     if len(recheck.slots) > 1:
         names += f" (and {len(recheck.slots) - 1} like it)"
     why = f" The verdict holds for one size only: {recheck.why}." if recheck.why else ""
-    site = call_site()
-    warnings.warn_explicit(
+    _warn_here(
         f"{function}: checked again {len(sizes) - 1} times, since {names} had another size each "
         f"time: ..., {latest}.{why} Pad it to one of a few sizes; of a cache that grows, pass all "
-        "of its length, and the position as a tensor.",
-        UserWarning,
-        *(("shardmap_torch", 0) if site is None else (site.file, site.line)),
+        "of its length, and the position as a tensor."
     )
 
 
 def _warn(function: str, series: _Series) -> None:
     latest = ", ".join(map(repr, series.values[-_SHOWN:]))
     value = series.values[-1]
-    site = call_site()
-    warnings.warn_explicit(
+    _warn_here(
         f"{function}: each of the last {len(series.values)} calls was checked again, since "
         f"{series.label} was another one each time: ..., {latest}. What is no tensor is a part of "
-        f"the program. {_NUMBER.format(value) if isinstance(value, Number) else _OTHER}",
-        UserWarning,
-        *(("shardmap_torch", 0) if site is None else (site.file, site.line)),
+        f"the program. {_NUMBER.format(value) if isinstance(value, Number) else _OTHER}"
     )
+
+
+def _warn_here(message: str) -> None:
+    """Warns at the user's line."""
+    site = call_site()
+    place = ("shardmap_torch", 0) if site is None else (site.file, site.line)
+    warnings.warn_explicit(message, UserWarning, *place)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.guards.replay import Departure, Difference, Step
+from shardmap_torch.checker.guards.replay import Departure, Difference, Step, copied
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import flatten
@@ -121,7 +121,7 @@ class Program:
         leaves = list(self.call.leaves)
         for at, x in inputs.items():
             leaves[at] = x
-        start = _widened(self.verdict.start) if wide else self.verdict.start
+        start = copied(self.verdict.start, _widened) if wide else self.verdict.start
         applied = replace(self.verdict, start=start).apply(replace(self.call, leaves=leaves), _stop)
         applied = replace(
             applied, function=watched.body(applied.function), separate=watched.backward
@@ -157,18 +157,6 @@ def _stop(difference: Difference) -> NoReturn:
     raise Departure(difference)
 
 
-def _widened(start: Step) -> Step:
-    """Returns a record of the same steps on wide numbers."""
-    made: dict[int, Step] = {}
-    waiting = [start]
-    while waiting:
-        step = waiting.pop()
-        if id(step) not in made:
-            made[id(step)] = replace(
-                step, dtype=None if step.dtype is None else widened(step.dtype)
-            )
-            waiting += [*step.next, *step.later.values()]
-    for step in made.values():
-        step.next = [made[id(each)] for each in step.next]
-        step.later = {key: made[id(each)] for key, each in step.later.items()}
-    return made[id(start)]
+def _widened(step: Step) -> Step:
+    """Returns the same step on wide numbers."""
+    return replace(step, dtype=None if step.dtype is None else widened(step.dtype))

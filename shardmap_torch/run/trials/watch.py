@@ -9,12 +9,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.rank import RankBackend
-from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.backends.rank import current_rank
+from shardmap_torch.checker.rules.infer import name_arguments, signature_of, tensors_of
 from shardmap_torch.core.autograd_state import NONE, running_backward
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site, is_called_by
-from shardmap_torch.core.torch_private.engine import OpOverload, TorchDispatchMode
+from shardmap_torch.core.torch_private.engine import TorchDispatchMode
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.run.trials import operators
 from shardmap_torch.run.trials.origins import Origins, Places
@@ -119,15 +119,15 @@ class _Watch(TorchDispatchMode):
     def __init__(self, watched: Watched, rank: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched, self._origins = watched, watched.origins
-        self._is_first = (_rank() if rank is None else rank) == 0
+        self._is_first = (current_rank() if rank is None else rank) == 0
         self._count: dict[tuple[Site | None, str], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if self._watched.wide and isinstance(kwargs.get("dtype"), torch.dtype):
             kwargs["dtype"] = widened(kwargs["dtype"])
-        arguments, name = _named(func, args, kwargs), operators.name_of(func)
-        written = _written(func, arguments)
+        arguments, name = name_arguments(func, args, kwargs), operators.name_of(func)
+        written = _tensors(map(arguments.get, signature_of(func).writes))
         operands = _tensors(arguments.values())
         if written and isinstance(arguments.get("self"), Tensor):
             arguments["self"] = arguments["self"].clone()  # what it was before
@@ -205,12 +205,6 @@ def _is_derived() -> bool:
     return running_backward() != NONE and is_called_by(_DERIVATIVES)
 
 
-def _rank() -> int:
-    scope = current_scope()
-    backend = None if scope is None else scope.backend
-    return backend.rank if isinstance(backend, RankBackend) else 0
-
-
 def _refusal(name: str, why: str) -> UntriedError:
     return UntriedError(f"{name} {why}, at {call_site()}")
 
@@ -222,36 +216,8 @@ def _require_kept(x: Tensor, out: Tensor) -> None:
     raise _refusal("a cast", f"makes {out.dtype} of {x.dtype}")
 
 
-def _named(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments by name, with defaults."""
-    found: dict[str, Any] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name in kwargs:
-            found[argument.name] = kwargs[argument.name]
-        elif position < len(args):
-            found[argument.name] = args[position]
-        elif argument.has_default_value():
-            found[argument.name] = argument.default_value
-    return found
-
-
 def _tensors(values: Any) -> list[Tensor]:
-    return [
-        x
-        for value in values
-        for x in (value if isinstance(value, list | tuple) else [value])
-        if isinstance(x, Tensor)
-    ]
-
-
-def _written(func: OpOverload, arguments: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operation writes into."""
-    names = [
-        argument.name
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return _tensors([arguments.get(name) for name in names])
+    return [x for value in values for x in tensors_of(value)]
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
