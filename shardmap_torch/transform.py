@@ -288,11 +288,15 @@ class _Body:
     def _lifts(self, error: ShardTypeError) -> bool:
         """Makes arguments of the closed-over tensors whose gradients have to be summed, if any."""
         tensor = closure_of(error)
-        cells = {} if tensor is None else Closures(self._function).cells_with(tensor)
-        if cells.keys() <= self._lifted.keys() or torch.compiler.is_compiling():
-            return False
+        cells = {} if tensor is None else self._cells_to_lift(tensor)
         self._lifted |= cells
-        return True
+        return bool(cells)
+
+    def _cells_to_lift(self, tensor: Tensor) -> dict[int, CellType]:
+        if torch.compiler.is_compiling():
+            return {}
+        cells = Closures(self._function).cells_with(tensor)
+        return {} if cells.keys() <= self._lifted.keys() else cells
 
     def verdict_on(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], strictness: Strictness | None = None
@@ -398,6 +402,7 @@ class _Body:
             structure,
             self._out_specs,
             self._out_matches,
+            lifts=self._cells_to_lift,
         )
 
 

@@ -29,6 +29,10 @@ def _unwrapped() -> AbstractContextManager[Wrap]:
     return nullcontext(lambda function: function)
 
 
+def _never(closure: Tensor) -> bool:
+    return False
+
+
 @dataclass(eq=False)  # not frozen: that would add a microsecond to each call
 class Call:
     """One call of a shard_mapped function with checked arguments; immutable after construction.
@@ -54,6 +58,8 @@ class Call:
         rank_only: what the checker has seen that a batched body would drop or lack, and where.
         separate: within it, what it wraps runs on each rank with a state of that rank's own.
         recordings: runs the recorded operators of the body in its place; see `run.recorded`.
+        lifts: returns whether the caller would make an argument of a tensor that the body closes
+            over, for its gradient to be summed.
     """
 
     function: Callable[..., Tree]
@@ -73,6 +79,7 @@ class Call:
     rank_only: str | None = None
     separate: Callable[[], AbstractContextManager[Wrap]] = _unwrapped
     recordings: Callable[..., Any] | None = None
+    lifts: Callable[[Tensor], object] = _never
 
     def checked(
         self,

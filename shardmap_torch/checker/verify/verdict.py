@@ -34,6 +34,7 @@ from shardmap_torch.checker.verify.search import search
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.caching import lazy
+from shardmap_torch.core.closures import closure_of
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import CollectiveError, ShardTypeError
@@ -138,6 +139,9 @@ def verify(call: Call, strictness: Strictness, otherwise: Otherwise | None = Non
             raise
         return verify(call, strictness, otherwise)
     except ShardTypeError as error:
+        closure = closure_of(error)
+        if closure is not None and call.lifts(closure):
+            raise  # called again, with an argument in its place
         verdict = None if otherwise is None else otherwise(call, strictness, error)
         if verdict is not None:
             return verdict

@@ -60,6 +60,21 @@ def test_a_backward_through_the_results_of_such_a_step_is_refused() -> None:
         torch.func.grad(lambda w: mapped(step)(w, X)[0].sum())(W)
 
 
+@pytest.mark.parametrize("simulate", ["auto", "ranks"])
+def test_tensors_that_such_a_step_closes_over_get_their_summed_gradients(simulate: Any) -> None:
+    u, w, x = W.clone().requires_grad_(), W.sin().requires_grad_(), W.cos().requires_grad_()
+
+    def body(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * u + x.sin() * w, torch.func.grad(lambda y: y.square().sum())(y)
+
+    mesh = make_mesh((2,), ("dp",), kind="simulated", simulate=simulate)
+    in_specs, out_specs = (P(replicate={"dp"}), P("dp")), (P(), P("dp"))
+    f = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    found = torch.autograd.grad(f(x, X)[0].cos().sum(), (u, w, x))
+    want = torch.autograd.grad((x * u + x.sin() * w).cos().sum(), (u, w, x))
+    torch.testing.assert_close(found, want)
+
+
 @pytest.mark.parametrize("body", [unsummed, forgets_the_sum])
 def test_a_wrong_program_is_refused_as_before(body: Any) -> None:
     with pytest.raises(ShardTypeError):
