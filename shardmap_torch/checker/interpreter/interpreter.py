@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -163,13 +164,13 @@ class Interpreter(Memory):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Types operations in this context without adding them to the program."""
-        branches, traits = self.numbers.branches, self.traits
-        before = self.equations, self.observer, traits.rank_only, self._count, branches.refusal
+        branches, traits = self.numbers.branches, replace(self.traits)
+        before = self.equations, self.observer, traits, self._count, branches.refusal
         self.equations, self.observer = [], UNOBSERVED
         try:
             yield
         finally:
-            self.equations, self.observer, traits.rank_only, self._count, branches.refusal = before
+            self.equations, self.observer, self.traits, self._count, branches.refusal = before
 
     # -------------------------------------------------------------------------- operations
 

@@ -18,17 +18,20 @@ from shardmap_torch import (
     ShapeDtype,
     ShardTypeError,
     V,
+    check_program,
     explain,
     make_mesh,
     shard_map,
     trace,
 )
 from shardmap_torch.checker.communication import equivalence
+from shardmap_torch.checker.ir.outcomes import Traits
 from shardmap_torch.collectives.autograd import TypedFunction, bind
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, is_checker
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.kernels import matmul_reduce_scatter
 
 MESH = make_mesh((2, 4), ("dp", "tp"), kind="abstract")
 GATHER = Collective("all_gather", V, R, ("tp",))
@@ -259,3 +262,15 @@ def doubled(backend: Backend, x: Tensor, w: Tensor, dy: Tensor) -> Any:
 
 def test_a_wrong_factor_is_for_numbers_to_find() -> None:
     check(pull=doubled)
+
+
+def test_a_comparison_leaves_no_traits_of_its_own_on_the_program() -> None:
+    """The kernel's own Functions, and gradients that the comparison takes, are not the body's."""
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return matmul_reduce_scatter(x, w, "tp")
+
+    mapped = shard_map(layer, mesh=MESH, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"))
+    x = ShapeDtype((8, 8), torch.float32, requires_grad=True)
+    first, second = [check_program(mapped, x, x).traits for _ in range(2)]
+    assert first == second == Traits()
