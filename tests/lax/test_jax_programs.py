@@ -42,7 +42,9 @@ ON_ONE_DEVICE: Final = """blocked_matmul scattered_matmul gathered_matmul batch_
     layer_norm_over_a_sharded_dim sharded_transpose sum_over_two_axes sums_over_each_of_two_axes
     trees_of_specs mapped_under_vmap per_example_gradients_inside gradient_of_a_gradient
     a_gathered_invariant_that_meets_what_varies normalized_layers_in_a_scan
-    a_loop_while_a_counter_is_small rows_by_map""".split()
+    a_loop_while_a_counter_is_small rows_by_map
+    collective_matmul ring_reduce_scatter halo_exchange running_sums_over_shards
+    a_recurrence_over_shards""".split()
 """Programs that mean the same on one device; global strictness refuses the others."""
 
 NOT_IN_THREADS: Final = ["mapped_under_vmap", "tangents_through_a_map", "gradient_of_a_gradient"]

@@ -88,5 +88,5 @@ def test_answers_on_random_programs_are_those_made_anew(outcome_of: Callable[[in
 @pytest.mark.parametrize("strictness", ["local", "global"])
 def test_answers_on_a_train_step_are_those_made_anew(strictness: Any) -> None:
     with remaking() as counts:
-        check_step((2, 4), 4, strictness)
+        check_step((2, 4), 6, strictness)
     assert counts["calls"] > 1000

@@ -28,6 +28,7 @@ def _singular_at_times(like: Tensor, generator: torch.Generator) -> Tensor:
 SPECIAL: Final[Mapping[str, Callable[[Tensor, torch.Generator], Tensor]]] = {
     # Kernels write past their end where lengths add up to more than there is.
     "lengths": _in_another_order,
+    "sizes": _in_another_order,
     "is_target": _bits,
     "found_inf": _bits,
     "p": _probabilities,
