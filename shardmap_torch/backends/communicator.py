@@ -1,4 +1,4 @@
-"""Communicators: the one file that calls the collectives of torch.distributed.
+"""Communicators: they and `gloo` alone call the collectives of torch.distributed.
 
 In eager they are called directly; an all-reduce costs 7 us on a backend that does nothing, the
 functional ops 18 and torch's Python wrappers of these 73. torch.compile needs the functional ops,
@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.control.start import current, peers
-from shardmap_torch.control.waiting import is_done
 from shardmap_torch.core.storage import is_spare
 from shardmap_torch.core.torch_private.engine import c10d
 
@@ -45,20 +43,15 @@ _EXCHANGE_OPTIONS: Final = _asynchronous(c10d.AllToAllOptions())
 class Wire:
     """Eager communicator of one rank in a process group; stacks are in the order of group ranks.
 
-    On gloo a long wait checks if the other ranks can still arrive; see `control`. A wait for NCCL
-    blocks the stream and not the process.
-
     Attributes:
         group: the process group.
         size: number of its ranks.
         rank: this rank in it.
-        patient: whether a wait blocks the process.
     """
 
     group: dist.ProcessGroup
     size: int
     rank: int
-    patient: bool = False
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """Combines all ranks' values."""
@@ -98,12 +91,7 @@ class Wire:
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
         """Sums all ranks' values; each rank keeps its shard of `dim`."""
         x = x.contiguous() if dim == 0 else torch.cat(x.split(x.shape[dim] // self.size, dim))
-        shape = x.shape[0] // self.size, *x.shape[1:]
-        if self.patient:
-            # gloo's own is an all-reduce of twice the bytes, and no wait for it can be ended:
-            # neither when a rank is gone nor after a time.
-            return self.exchange(x.view(self.size, *shape)).sum(0, dtype=x.dtype)
-        out = x.new_empty(shape)
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         self._wait(_REDUCE_SCATTER(self.group, out, x, _SCATTER_OPTIONS))
         return out
 
@@ -118,9 +106,6 @@ class Wire:
     def _exchange(
         self, x: Tensor, shape: Sequence[int], send: list[int], receive: list[int]
     ) -> Tensor:
-        if x.is_complex():  # which gloo does not send
-            parts = self._exchange(torch.view_as_real(x), (*shape, 2), send, receive)
-            return torch.view_as_complex(parts)
         x = x.contiguous()
         out = x.new_empty(shape)
         self._wait(self.group.alltoall_base(out, x, receive, send, _EXCHANGE_OPTIONS))
@@ -134,15 +119,10 @@ class Wire:
             return x.clone()
         x = x.contiguous()
         out = torch.empty_like(x) if receives else torch.zeros_like(x)
-        # A receive that is posted late doubles the time of an exchange on gloo.
         works = [dist.P2POp(dist.irecv, out, group=self.group, group_peer=r) for r in receives]
         works += [dist.P2POp(dist.isend, x, group=self.group, group_peer=r) for r in sends]
         for work in dist.batch_isend_irecv(works) if works else []:
-            watch = peers() if self.patient else None
-            if watch is None:
-                work.wait()
-            else:
-                watch.wait(work)
+            work.wait()
         return out
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -152,15 +132,8 @@ class Wire:
         return y
 
     def _wait(self, work: dist.Work) -> None:
-        if not self.patient:
-            work.wait()
-            return
-        if not is_done(work):
-            control = current()
-            if control is None:
-                work.wait()
-            else:
-                control.waiting.wait_on(work)
+        """Waits for a collective; for NCCL's the stream waits, and not the process."""
+        work.wait()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardmap_torch.backends import reference
 from shardmap_torch.backends.communicator import TracedWire, Wire
+from shardmap_torch.backends.gloo import GlooWire
 from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, LocalMovement, on_one_rank
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
@@ -192,7 +193,8 @@ class ProcessGroupBackend(RankBackend):
         order = tuple(in_group.index(rank) for rank in ranks)
         own = self.mesh.index(axes, self.place)
         group = self.mesh.group(axes)
-        wire = Wire(group, len(order), order[own], patient=dist.get_backend(group) == "gloo")
+        kind = GlooWire if dist.get_backend(group) == "gloo" else Wire
+        wire = kind(group, len(order), order[own])
         name = f"{','.join(axes)} from rank {in_group[0]} of {len(in_group)}"
         return Line(wire, order, own, RankGroup(name, tuple(in_group)))
 

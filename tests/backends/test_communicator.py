@@ -1,4 +1,4 @@
-"""Waits of the communicator on gloo: each can be interrupted, and goes on where it was."""
+"""The communicator on gloo: what its moves give, and how their waits end."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,30 +9,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.backends.communicator import Wire
+from shardmap_torch.backends import gloo as gloo_backend
+from shardmap_torch.backends.gloo import GlooWire
+from shardmap_torch.control import peers
+from shardmap_torch.control.peers import PeerWatch
+from shardmap_torch.control.waiting import StuckError, Waiting
 from tests.support.pool import Gloo
 
 X = torch.arange(8.0).reshape(4, 2)
-MOVES: Mapping[str, Callable[[Wire], Tensor]] = {
+COLLECTIVES: Mapping[str, Callable[[GlooWire], Tensor]] = {
     "reduce": lambda wire: wire.reduce(X, "sum"),
+    "start_gather": lambda wire: wire.start_gather(X)(),
+    "broadcast": lambda wire: wire.broadcast(X, 1),
+}
+MESSAGES: Mapping[str, Callable[[GlooWire], Tensor]] = {
     "gather": lambda wire: wire.gather(X),
     "gather_along": lambda wire: wire.gather_along(X, 0),
     "sum_scatter": lambda wire: wire.sum_scatter(X[:2]),
     "sum_scatter_along": lambda wire: wire.sum_scatter_along(X, 1),
     "exchange": lambda wire: wire.exchange(X[:2]),
     "exchange_rows": lambda wire: wire.exchange_rows(X, (2, 2), (2, 2)),
-    "broadcast": lambda wire: wire.broadcast(X, 1),
+    "permute": lambda wire: wire.permute(X, [(0, 1), (1, 0)]),
 }
 LATE = 0.6  # seconds
 
 
+def wire_over(group: dist.ProcessGroup | None) -> GlooWire:
+    assert group is not None
+    return GlooWire(group, dist.get_world_size(), dist.get_rank())
+
+
 def interrupted(name: str) -> tuple[float, bool]:
     """Returns when the wait of rank 0 ended that had less patience, and if its work had not."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    assert group is not None
+    move, wire = COLLECTIVES[name], wire_over(dist.group.WORLD)
     found: list[tuple[float, bool]] = []
 
-    class Impatient(Wire):
+    class Impatient(GlooWire):
         def _wait(self, work: dist.Work) -> None:
             began = time.monotonic()
             with pytest.raises(RuntimeError):
@@ -41,25 +53,58 @@ def interrupted(name: str) -> tuple[float, bool]:
             super()._wait(work)
 
     dist.barrier()
-    if rank == 1:
+    if wire.rank == 1:
         time.sleep(LATE)
-        MOVES[name](Wire(group, 2, rank, patient=True))
+        move(wire)
         return 0.0, True
-    MOVES[name](Impatient(group, 2, rank, patient=True))
+    move(Impatient(wire.group, 2, 0))
     return found[0]
 
 
-@pytest.mark.parametrize("name", list(MOVES))
+@pytest.mark.parametrize("name", list(COLLECTIVES))
 def test_a_wait_for_a_late_rank_can_be_interrupted(name: str, gloo: Gloo) -> None:
     (seconds, is_open), _ = gloo(2).run(interrupted, name)
     assert seconds < LATE / 2
     assert is_open
 
 
+class Hopeless(Waiting):
+    """Finds at every look that the wait cannot end."""
+
+    is_blocked = False
+
+    def __init__(self) -> None:
+        pass
+
+    def look_out(self) -> None:
+        raise StuckError([1], {})
+
+
+def ended(name: str) -> str:
+    """Returns the error of rank 0, which waits for a message that rank 1 never sends."""
+    wire = wire_over(dist.new_group())  # which is of no use afterwards
+    error = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "PATIENCE", timedelta(milliseconds=20))
+        watch = PeerWatch(Hopeless())
+        patch.setattr(gloo_backend, "peers", lambda: watch)
+        if wire.rank == 0:
+            with pytest.raises(StuckError) as raised:
+                MESSAGES[name](wire)
+            error = str(raised.value)
+        watch.close()
+    dist.barrier()
+    return error
+
+
+@pytest.mark.parametrize("name", list(MESSAGES))
+def test_a_wait_for_a_message_that_never_comes_is_ended(name: str, gloo: Gloo) -> None:
+    assert gloo(2).run(ended, name)[0] == "waits for ever for rank 1"
+
+
 DTYPES = (
     torch.float32,
     torch.bfloat16,
-    torch.complex64,
     torch.int8,
     torch.int64,
 )
@@ -67,16 +112,24 @@ DTYPES = (
 
 def moved(dtype: torch.dtype) -> None:
     """Sums and exchanges of stacks, row r of rank s of which is 10 s + r, along both dims."""
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert group is not None
-    wire = Wire(group, size, rank, patient=True)
+    wire = wire_over(dist.group.WORLD)
+    rank, size = wire.rank, wire.size
     stacks = (torch.arange(size)[:, None] * 10 + torch.arange(size)).to(dtype)  # [rank, row]
     mine = stacks[rank][:, None].expand(size, 2)
+
+    def moved_to(rank: int) -> Tensor:
+        source = {1: 0, 2: 2}.get(rank)
+        return torch.zeros_like(mine) if source is None else stacks[source][:, None].expand(size, 2)
+
     total = stacks[:, rank].sum(dtype=dtype).expand(2)
     expected = {
         "sum_scatter": (wire.sum_scatter(mine), total),
         "dim 0": (wire.sum_scatter_along(mine, 0), total[None]),
         "dim 1": (wire.sum_scatter_along(mine.t(), 1), total[:, None]),
+        "gather": (wire.gather(mine), stacks[:, :, None].expand(size, size, 2)),
+        "along 0": (wire.gather_along(mine, 0), stacks.flatten()[:, None].expand(size**2, 2)),
+        "along 1": (wire.gather_along(mine, 1), stacks.t().repeat_interleave(2, 1)),
+        "permute": (wire.permute(mine, [(0, 1), (2, 2)]), moved_to(rank)),
         "exchange": (wire.exchange(mine), stacks[:, rank, None].expand(size, 2)),
         "rows": (
             wire.exchange_rows(mine.repeat_interleave(2, 0), [2] * size, [2] * size),
@@ -96,10 +149,9 @@ def test_moves_of_every_dtype(dtype: torch.dtype, gloo: Gloo) -> None:
 
 
 def rounded() -> None:
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert group is not None
-    addend = torch.full((size, 1), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
-    total = Wire(group, size, rank, patient=True).sum_scatter(addend)
+    wire = wire_over(dist.group.WORLD)
+    addend = torch.full((wire.size, 1), 256.0 if wire.rank == 0 else 1.0, dtype=torch.bfloat16)
+    total = wire.sum_scatter(addend)
     assert total.item() == 258.0  # in bfloat16 256 + 1 is 256, and 256 + 1 + 1 too
 
 
