@@ -2,9 +2,10 @@
 
     .venv/bin/python -m benchmarks.overlap_step [--rate 500mbit] [--rounds 9]    # needs root
 
-The step of examples/gpt at its default sizes, tensor and sequence parallel over two gloo ranks in
-network namespaces of their own, with `overlap` "off", "auto" and "require". They take turns, every
-other round in reverse order; wall times of a step are multiples of "off", medians over the rounds.
+The step of examples/gpt, tensor and sequence parallel over two gloo ranks in network namespaces of
+their own, with `overlap` "off", "auto" and "require", at its default sizes and at four times their
+width. They take turns, every other round in reverse order; wall times of a step are given as
+multiples of two others, medians over the rounds.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from examples.gpt.step import sharded_step
 from shardmap_torch import P, device_put, make_mesh
 
 CHOICES: Final = ("off", "auto", "require")
+WIDER: Final = {"width": 512, "hidden": 1536, "length": 128}
+SIZES: Final[dict[str, dict[str, int]]] = {"default sizes": {}, "width 512, length 128": WIDER}
 
 
 def rank(options: dict[str, Any]) -> None:
@@ -32,7 +35,7 @@ def rank(options: dict[str, Any]) -> None:
     mesh = make_mesh((1, 2), ("dp", "tp"))
     steps: dict[str, Any] = {}
     for overlap in CHOICES:
-        config = model.Config(overlap=overlap)
+        config = model.Config(overlap=overlap, **SIZES[options["sizes"]])
         optimizer, specs = make_optimizer(config, 1000, 20), model.specs(config)
         params = model.init(config)
         state = device_put(optimizer.init(params), mesh, optimizer.specs(specs))
@@ -60,15 +63,22 @@ def main() -> None:
     parser.add_argument("--rate", default="500mbit")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    try:
-        with two_namespaces(options.rate, "256kb") as link:
-            taken = run_ranks(link, "benchmarks.overlap_step", {"rounds": options.rounds}, 120)
-    except CannotRunError as error:
-        raise SystemExit(f"benchmarks/overlap_step.py cannot run here: {error}") from error
-    for overlap, seconds in taken.items():
-        ratios = [own / off for own, off in zip(seconds, taken["off"], strict=True)]
-        print(f"{overlap:8} {1e3 * statistics.median(seconds):7.1f} ms", end="")
-        print(f"  {statistics.median(ratios):.2f}x of off")
+    for sizes in SIZES:
+        told = {"rounds": options.rounds, "sizes": sizes}
+        try:
+            with two_namespaces(options.rate, "256kb") as link:
+                taken = run_ranks(link, "benchmarks.overlap_step", told, 120)
+        except CannotRunError as error:
+            raise SystemExit(f"benchmarks/overlap_step.py cannot run here: {error}") from error
+        print(f"{sizes}, {options.rate}")
+        for overlap, seconds in taken.items():
+            off, require = (_ratio(seconds, taken[other]) for other in ("off", "require"))
+            print(f"  {overlap:8} {1e3 * statistics.median(seconds):7.1f} ms", end="")
+            print(f"  {off:.2f}x of off  {require:.2f}x of require")
+
+
+def _ratio(seconds: list[float], others: list[float]) -> float:
+    return statistics.median(own / other for own, other in zip(seconds, others, strict=True))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,14 @@ from shardmap_torch.control.waiting import StuckError, Waiting
 from tests.support.pool import Gloo
 
 X = torch.arange(8.0).reshape(4, 2)
+LARGE = torch.ones(5000)  # which are more bytes than are sent at once
 COLLECTIVES: Mapping[str, Callable[[GlooWire], Tensor]] = {
-    "reduce": lambda wire: wire.reduce(X, "sum"),
+    "reduce": lambda wire: wire.reduce(LARGE, "sum"),
     "start_gather": lambda wire: wire.start_gather(X)(),
     "broadcast": lambda wire: wire.broadcast(X, 1),
 }
 MESSAGES: Mapping[str, Callable[[GlooWire], Tensor]] = {
+    "small reduce": lambda wire: wire.reduce(X, "sum"),
     "gather": lambda wire: wire.gather(X),
     "gather_along": lambda wire: wire.gather_along(X, 0),
     "sum_scatter": lambda wire: wire.sum_scatter(X[:2]),
@@ -83,6 +85,7 @@ class Hopeless(Waiting):
 def ended(name: str) -> str:
     """Returns the error of rank 0, which waits for a message that rank 1 never sends."""
     wire = wire_over(dist.new_group())  # which is of no use afterwards
+    dist.barrier()  # both have it
     error = ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "PATIENCE", timedelta(milliseconds=20))
@@ -126,6 +129,13 @@ def moved(dtype: torch.dtype) -> None:
         "sum_scatter": (wire.sum_scatter(mine), total),
         "dim 0": (wire.sum_scatter_along(mine, 0), total[None]),
         "dim 1": (wire.sum_scatter_along(mine.t(), 1), total[:, None]),
+        "sum": (wire.reduce(mine, "sum"), stacks.sum(0, dtype=dtype)[:, None].expand(size, 2)),
+        "max": (wire.reduce(mine, "max"), stacks[-1][:, None].expand(size, 2)),
+        "min": (wire.reduce(mine, "min"), stacks[0][:, None].expand(size, 2)),
+        "large sum": (
+            wire.reduce(stacks[rank, 0].expand(20_000).clone(), "sum"),
+            stacks[:, 0].sum(dtype=dtype).expand(20_000),
+        ),
         "gather": (wire.gather(mine), stacks[:, :, None].expand(size, size, 2)),
         "along 0": (wire.gather_along(mine, 0), stacks.flatten()[:, None].expand(size**2, 2)),
         "along 1": (wire.gather_along(mine, 1), stacks.t().repeat_interleave(2, 1)),

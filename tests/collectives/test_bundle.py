@@ -26,7 +26,7 @@ from shardmap_torch import (
     shard_map,
     value_and_grad,
 )
-from shardmap_torch.backends.communicator import Wire
+from shardmap_torch.backends.gloo import GlooWire
 from shardmap_torch.collectives import bundle
 from tests.support.pool import Gloo, run_alone
 
@@ -38,13 +38,13 @@ class Messages:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        own = Wire.reduce
+        own = GlooWire.reduce
 
-        def reduce(wire: Wire, x: Tensor, op: str) -> Tensor:
+        def reduce(wire: GlooWire, x: Tensor, op: str) -> Tensor:
             self.sizes.append(x.numel())
             return own(wire, x, op)
 
-        patch.setattr(Wire, "reduce", reduce)
+        patch.setattr(GlooWire, "reduce", reduce)
 
 
 def run_body(mesh: Mesh, body: Callable[[Tensor], Tree]) -> tuple[list[Tree], list[int]]:
@@ -157,7 +157,8 @@ def be_alone() -> None:
             return x.detach(), y.detach(), grad
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Wire, "_wait", None)  # whatever is sent fails
+            for sending in ("_wait", "_swap"):  # whatever is sent fails
+                patch.setattr(GlooWire, sending, None)
             ((x, y, grad),), _ = run_body(mesh, body)
         assert y.equal(wanted(x))
         assert grad.equal(2 * wanted(x).reshape(x.shape))
