@@ -40,7 +40,7 @@ class GlooWire(Wire):
     """`Wire` on gloo. A long wait checks if the other ranks can still arrive; see `control`."""
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
-        """Combines all ranks' values: small ones in one message to each, where a ring takes 2 (n-1)."""
+        """Combines all ranks' values: small ones in one message to each, not 2 (n-1) in turn."""
         return _COMBINED[op](self.gather(x)) if x.nbytes <= _SMALL else super().reduce(x, op)
 
     def gather(self, x: Tensor) -> Tensor:
