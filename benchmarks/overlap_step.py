@@ -27,7 +27,7 @@ from shardmap_torch import P, device_put, make_mesh
 
 CHOICES: Final = ("off", "auto", "require")
 WIDER: Final = {"width": 512, "hidden": 1536, "length": 128}
-SIZES: Final[dict[str, dict[str, int]]] = {"default sizes": {}, "width 512, length 128": WIDER}
+SIZES: Final[dict[str, dict[str, Any]]] = {"default sizes": {}, "width 512, length 128": WIDER}
 
 
 def rank(options: dict[str, Any]) -> None:
