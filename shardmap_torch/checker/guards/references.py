@@ -228,7 +228,7 @@ class References:
             (id(owner), name): (self._variables.get(id(owner), str(name)), value)
             for parts in (self._entries, self._attributes)
             for owner, name, value in zip(parts.owners, parts.names, parts.values, strict=True)
-            if isinstance(value, PLAIN)
+            if issubclass(type(value), PLAIN)
         }
 
 

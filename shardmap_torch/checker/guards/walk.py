@@ -58,6 +58,7 @@ from shardmap_torch.checker.guards.places import ABSENT
 from shardmap_torch.checker.guards.references import PLAIN, References, Table, value_of
 from shardmap_torch.checker.guards.switches import NAMES as SWITCHES
 from shardmap_torch.checker.guards.switches import switches
+from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.core.closures import is_empty
 from shardmap_torch.core.source_location import definition_of
 from shardmap_torch.core.torch_private.engine import functorch
@@ -129,7 +130,7 @@ class Walk(References):
             if place == _LIMIT:
                 raise _too_much(function)
             value = self._pending.pop()
-            if isinstance(value, PLAIN) and is_library(type(value)):
+            if issubclass(type(value), PLAIN) and is_library(type(value)):
                 yield type(value), repr(value) if type(value) in _SIGNED else value
             elif type(value) is Tensor or isinstance(value, nn.Parameter):
                 yield type(value), places.setdefault(id(value), place)
@@ -153,7 +154,7 @@ class Walk(References):
 
     def _enter(self, value: Any) -> Hashable:
         """Enters an object's references; returns its identity apart from these."""
-        if self.is_assumed(value):
+        if self.is_assumed(value) or type(value) is SymbolicNumber:  # kept by a body in a check
             return self._keep(value)
         for types, enter in _ENTRIES:
             if isinstance(value, types):

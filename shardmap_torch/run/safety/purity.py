@@ -15,12 +15,17 @@ from functools import cache, cached_property
 from operator import eq
 from typing import Any, Final
 
+from torch import Tensor
+
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.captured_state import Surroundings
 from shardmap_torch.checker.guards.changing_objects import is_there, position_of
 from shardmap_torch.checker.guards.places import Kept, Place, looking
+from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.core.torch_private.engine import FakeTensorMode
+from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.torch_private.engine import FakeTensor, FakeTensorMode
+from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardTypeError
 
 _FIX: Final = (
@@ -37,9 +42,9 @@ def verify_purely(
 ) -> Verdict:
     """Returns the verdict on a body, after requiring that repeated checks find the same program.
 
-    Leaves what the body changes as it was, apart from what it appends to lists, and notes it in the
-    verdict: a run starts from there. Where ranks share a process, so is noted what it only changes
-    for a while, if other ranks run meanwhile.
+    Leaves what the body changes as it was, apart from what it appends to lists and has a value, and
+    notes it in the verdict: a run starts from there. Where ranks share a process, so is noted what
+    it only changes for a while, if other ranks run meanwhile.
 
     Raises:
         ShardTypeError: the body changes what it refers to, and so its program.
@@ -136,9 +141,20 @@ class Before:
         """Undoes the changes, but not what was appended to lists; returns what was altered."""
         altered = self.altered
         for kept in altered:
+            items = kept.place.get() if kept.place.adds else []
             if not kept.place.adds:
                 kept.place.put(kept.value)
+            elif not all(map(_has_value, items)):
+                kept.place.put([*filter(_has_value, items)])
         return altered
+
+
+def _has_value(item: Any) -> bool:
+    """Returns whether an item holds none of the tensors and numbers without values of a check."""
+    leaves = flatten(item)[0]
+    tensors = (base_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    return not is_fake and all(type(leaf) is not SymbolicNumber for leaf in leaves)
 
 
 def _require_same(name: str, first: Verdict, second: Verdict, changed: Sequence[str]) -> None:
