@@ -71,7 +71,7 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
         raise CheckpointError(f"keep must be None or an integer of at least 1, not {keep!r}.")
     root = Path(folder)
     tensors, values = _by_type(tree)
-    unfinished = _on_first_rank(lambda: folders.begin(root, step))
+    unfinished = _on_first_rank("save", lambda: folders.begin(root, step))
     with _errors(f"Saving step {step} to {root} failed"):
         state_dict_saver.save(
             dict(tensors), storage_writer=RankFiles(unfinished, step, values), no_dist=_is_alone()
@@ -83,7 +83,7 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
             folders.prune(root, keep)
         return final
 
-    return _on_first_rank(finish)
+    return _on_first_rank("save", finish)
 
 
 def load(
@@ -110,7 +110,7 @@ def load(
     Source: `torch.distributed.checkpoint.load`; `orbax.checkpoint.CheckpointManager.restore`.
     """
     root = Path(folder)
-    chosen = _on_first_rank(lambda: _choose(root, step))
+    chosen = _on_first_rank("load", lambda: _choose(root, step))
     where = folders.folder_of(root, chosen)
     saved = manifest.read(where)
     tensors, values = _by_type(tree)
@@ -139,7 +139,8 @@ def latest(folder: str | os.PathLike[str]) -> int | None:
         >>> latest(tempfile.mkdtemp()) is None
         True
     """
-    return _on_first_rank(lambda: max(folders.complete_steps(Path(folder)), default=None))
+    root = Path(folder)
+    return _on_first_rank("latest", lambda: max(folders.complete_steps(root), default=None))
 
 
 def _choose(root: Path, step: int | None) -> int:
@@ -221,22 +222,32 @@ def _is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized())
 
 
-def _on_first_rank(compute: Callable[[], T]) -> T:
-    """Computes on rank 0 and returns, or raises, the same on all ranks."""
+def _on_first_rank(caller: str, compute: Callable[[], T]) -> T:
+    """Computes on rank 0 and returns, or raises, the same on all ranks.
+
+    Raises:
+        CheckpointError: rank 0 has raised it, or is in another function than this rank.
+    """
     if _is_alone():
         return compute()
-    outcome: list[Any] = [None]
+    outcome: list[Any] = [caller, None]
     if dist.get_rank() == 0:
         try:
-            outcome = [compute()]
+            outcome[1] = compute()
         except (CheckpointError, OSError) as error:
-            outcome = [CheckpointError(f"{error}")]
+            outcome[1] = CheckpointError(f"{error}")
     with _errors("A checkpoint failed"):
         dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], CheckpointError):
-        raise outcome[0]
-    result: T = outcome[0]
-    return result
+    called, result = outcome
+    if called != caller:
+        raise CheckpointError(
+            f"{caller} was called on rank {dist.get_rank()}, and {called} on rank 0. Call save, load "
+            "and latest on all ranks, in one order, and not under `if mesh.rank == 0`."
+        )
+    if isinstance(result, CheckpointError):
+        raise result
+    returned: T = result
+    return returned
 
 
 @contextmanager

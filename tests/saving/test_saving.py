@@ -12,6 +12,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,6 +118,27 @@ def save_on_first(folder: Path) -> list[int]:
 
 def test_each_shard_is_written_once(gloo: Gloo, tmp_path: Path) -> None:
     assert all(sum(sizes) == 64 * 64 * 4 for sizes in gloo(4).run(save_on_first, tmp_path))
+
+
+def ask_for_the_latest_on_rank_0_alone(folder: Path) -> str:
+    if dist.get_rank() == 0:
+        return str(latest(folder))
+    try:
+        load(tree(), folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_function_that_rank_0_alone_calls_is_an_error_on_others(
+    gloo: Gloo, tmp_path: Path
+) -> None:
+    save(tree(), tmp_path, 3)
+    assert gloo(2).run(ask_for_the_latest_on_rank_0_alone, tmp_path) == [
+        "3",
+        "load was called on rank 1, and latest on rank 0. Call save, load and latest on all ranks, in "
+        "one order, and not under `if mesh.rank == 0`.",
+    ]
 
 
 def test_leaves_keep_requiring_gradients(tmp_path: Path) -> None:
